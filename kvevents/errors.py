@@ -1,0 +1,42 @@
+"""What can go wrong with KV cache events.
+
+    KVEventsError
+    ├── MalformedBatch        a payload that is no event batch (place, value, rule)
+    ├── MalformedReply        a replay or snapshot reply that breaks the protocol
+    ├── LayoutError           a cache layout that contradicts itself
+    ├── HashAlgorithmError    an unknown hash algorithm, or one whose library is missing
+    ├── EndpointError         an address no socket can bind or connect to
+    └── PublisherClosed       publish() after shutdown()
+
+Messages name place, value and rule, and never carry token ids: those are prompts.
+"""
+
+from __future__ import annotations
+
+
+class KVEventsError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class MalformedBatch(KVEventsError):
+    """A payload that cannot be read as an event batch; treat it as a gap."""
+
+
+class MalformedReply(KVEventsError):
+    """A replay or snapshot reply that breaks the protocol."""
+
+
+class LayoutError(KVEventsError):
+    """A cache layout that contradicts itself."""
+
+
+class HashAlgorithmError(KVEventsError):
+    """An unknown hash algorithm, or one whose library is not installed."""
+
+
+class EndpointError(KVEventsError):
+    """An address no socket can bind or connect to."""
+
+
+class PublisherClosed(KVEventsError):
+    """The publisher was shut down; the batch was not taken."""

@@ -1,0 +1,170 @@
+"""The events an engine publishes about its KV cache.
+
+Field names and meanings are those of vLLM >= 0.24 (`vllm/distributed/kv_events.py`), with `CacheLayout` added. Every field
+takes part in equality and hash: an event of group 0 is never equal to one that names no group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NewType, TypeAlias
+
+import msgspec
+
+BlockHash: TypeAlias = int | bytes
+"""An engine's name for a block and the whole prefix up to its end: a full digest, or its low 64 bits."""
+
+GroupIdx = NewType("GroupIdx", int)
+
+GPU = "GPU"
+CPU = "CPU"
+STORAGE = "STORAGE"
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    return value
+
+
+class _Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=True):
+    """Written as a msgpack map with a `type` key, defaults left out."""
+
+    def __hash__(self) -> int:
+        values = (_hashable(getattr(self, name)) for name in self.__struct_fields__)
+        return hash((type(self).__name__, *values))
+
+
+# msgspec gives every frozen struct a hash of its own, which fails on lists: each event names ours again.
+
+
+class BlockStored(_Event, frozen=True):
+    """One contiguous run of blocks of one group was stored in one tier.
+
+    `token_ids` covers the run and `parent_block_hash` is the hash right before it. In a dense event `len(token_ids)` is a
+    multiple of `len(block_hashes)` and the quotient is the block size. An event of an offload tier has no tokens; one of a
+    sliding-window or Mamba group may have holes: fewer hashes than blocks, and nothing says which.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    medium: str | None
+    group_idx: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    """One entry per hash: None, or LoRA name, `(multimodal id, offset)` pairs, salt and embedding digests, untagged."""
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    block_size: int | None = None
+    """Read from engines that send it; an event of ours leaves it out."""
+    lora_id: int | None = None
+    """Read from engines that send it; superseded by `lora_name`."""
+    lookahead_token_ids: list[list[int]] | None = None
+    """vLLM >= 0.33 with speculative decoding: the tokens after each block that its hash covers too."""
+
+    __hash__ = _Event.__hash__
+
+
+class BlockRemoved(_Event, frozen=True):
+    """Copies of blocks left one tier of one group."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None
+    group_idx: int | None = None
+
+    __hash__ = _Event.__hash__
+
+
+class AllBlocksCleared(_Event, frozen=True):
+    """The GPU tier of the source is empty; lower tiers keep their blocks."""
+
+    __hash__ = _Event.__hash__
+
+
+class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One KV cache group, as `CacheLayout` carries it. Sizes in tokens."""
+
+    kind: str
+    block_size: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+
+class CacheLayout(_Event, frozen=True):
+    """How the publisher's cache is laid out: sent first, with every snapshot, and when a replay starts at 0."""
+
+    publisher_id: str
+    """New in every process, so that a restart shows."""
+    groups: list[GroupSpec]
+    hash_block_size: int
+    scheduler_block_size: int
+    hash_algorithm: str | None = None
+    none_hash: bytes | None = None
+    """Root of the hash chain."""
+    eagle: bool = False
+
+    __hash__ = _Event.__hash__
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | CacheLayout
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """Everything one engine step did to the cache, in order. No events: a heartbeat."""
+
+    ts: float
+    """Seconds since the epoch, on the engine's clock."""
+    events: Sequence[Event]
+    data_parallel_rank: int | None = None
+    skipped: int = 0
+    """Events of unknown type that were left out on reading."""
+
+
+class KVEventAggregator:
+    """Keeps the events that all workers of one engine emitted.
+
+    Tensor-parallel workers each report their own transfers; a block is usable when every worker has it.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}: at least one worker reports events")
+        self._num_workers = num_workers
+        self._counts: Counter[Event] = Counter()
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        """Take one worker's events."""
+        self._counts.update(events)
+
+    def get_common_events(self) -> list[Event]:
+        """The events every worker emitted, in the order they first came."""
+        return [event for event, count in self._counts.items() if count >= self._num_workers]
+
+    def get_all_events(self) -> list[Event]:
+        """Every event as often as it came."""
+        return list(self._counts.elements())
+
+    def pop_common_events(self) -> list[Event]:
+        """Like `get_common_events`, and forget them: the rest waits for the workers that are behind."""
+        common = self.get_common_events()
+        for event in common:
+            self._counts[event] -= self._num_workers
+        self._counts = +self._counts
+        return common
+
+    def clear_events(self) -> None:
+        self._counts.clear()
+
+    def increment_workers(self, count: int = 1) -> None:
+        """More workers contribute from now on."""
+        if count < 1:
+            raise ValueError(f"count is {count}: only a positive number of workers can join")
+        self._num_workers += count
+
+    def reset_workers(self) -> None:
+        self._num_workers = 1
+
+    def get_number_of_workers(self) -> int:
+        return self._num_workers

@@ -1,0 +1,289 @@
+"""How a cache is laid out in groups, and the hit rule: how much of a prompt such a cache can serve.
+
+The rule is written over one question, "is the block of group g that ends at token e present?". A block's hash stands for the
+whole prefix up to its end, so its end names it. A prefix of length L is *accepted* by
+
+- full attention (also MLA and sink): every block of `[0, L)` is present;
+- a sliding window w: the last `ceil((w - 1) / block_size)` blocks before L are present, or all if there are fewer;
+- chunked local attention c: the blocks from `floor(L / c) * c` to L are present;
+- Mamba and linear attention: the one block that ends at L is present.
+
+With EAGLE or MTP an attention group must accept one block more than is reused. The hit is the largest L, a multiple of the
+layout's `scheduler_block_size`, that every group accepts. `accepts` is that definition; `longest_hit` finds the same L by
+walking from block to block, and the tests hold the two together (`tests/kvevents/test_layout.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from kvevents.errors import LayoutError
+from kvevents.events import CacheLayout, GroupSpec
+
+Present: TypeAlias = Callable[[int, int], bool]
+"""`present(group_idx, end)`: is the block of that group that ends at token *end* there?"""
+
+MAX_BLOCK_SIZE = 2**20
+
+
+class GroupKind(Enum):
+    """What a group's layers need of the past."""
+
+    FULL = "full_attention"
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local_attention"
+    MAMBA = "mamba"
+    NOT_CACHED = "not_cached"
+    """Cross and encoder-only attention: its blocks are never shared, so it has no say in a hit."""
+
+
+_WIRE_KINDS = {
+    "full_attention": GroupKind.FULL,
+    "mla_attention": GroupKind.FULL,
+    "sink_full_attention": GroupKind.FULL,
+    "sliding_window": GroupKind.SLIDING_WINDOW,
+    "sliding_window_mla": GroupKind.SLIDING_WINDOW,
+    "chunked_local_attention": GroupKind.CHUNKED_LOCAL,
+    "mamba": GroupKind.MAMBA,
+    "linear_attention": GroupKind.MAMBA,
+    "cross_attention": GroupKind.NOT_CACHED,
+    "encoder_only_attention": GroupKind.NOT_CACHED,
+    "not_cached": GroupKind.NOT_CACHED,
+}
+
+
+def kind_from_wire(name: str | None) -> GroupKind | None:
+    """The kind behind a `kv_cache_spec_kind`; None for a name we do not know."""
+    return None if name is None else _WIRE_KINDS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """One group of layers that share block tables. All sizes in tokens."""
+
+    kind: GroupKind
+    block_size: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    @property
+    def is_dense_prefix(self) -> bool:
+        """True if the group needs the whole prefix, so that its own longest prefix bounds every hit."""
+        return self.kind is GroupKind.FULL
+
+    @property
+    def window_blocks(self) -> int:
+        """How many blocks before L a sliding window needs."""
+        assert self.sliding_window is not None
+        return -(-(self.sliding_window - 1) // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """All groups of one cache, checked. All sizes in tokens."""
+
+    groups: tuple[KVCacheGroup, ...]
+    hash_block_size: int
+    scheduler_block_size: int
+    eagle: bool = False
+
+    @classmethod
+    def build(
+        cls,
+        groups: Sequence[KVCacheGroup],
+        hash_block_size: int | None = None,
+        scheduler_block_size: int | None = None,
+        eagle: bool = False,
+    ) -> KVCacheLayout:
+        """A checked layout; what is left out follows from the groups' block sizes.
+
+        Raises:
+            LayoutError: A size contradicts another; the message names group, value and rule.
+        """
+        for index, group in enumerate(groups):
+            _check_group(index, group)
+        sizes = [group.block_size for group in groups if group.kind is not GroupKind.NOT_CACHED]
+        if not sizes:
+            raise LayoutError("groups: a layout needs at least one group that caches")
+        layout = cls(
+            groups=tuple(groups),
+            hash_block_size=hash_block_size or math.gcd(*sizes),
+            scheduler_block_size=scheduler_block_size or math.lcm(*sizes),
+            eagle=eagle,
+        )
+        _check_layout(layout)
+        return layout
+
+    @classmethod
+    def from_event(cls, event: CacheLayout) -> KVCacheLayout:
+        """The layout a publisher announced; raises `LayoutError` if it contradicts itself."""
+        groups = [group_from_spec(index, spec) for index, spec in enumerate(event.groups)]
+        return cls.build(groups, event.hash_block_size, event.scheduler_block_size, event.eagle)
+
+
+def group_from_spec(index: int, spec: GroupSpec) -> KVCacheGroup:
+    """A checked group from its wire form; raises `LayoutError`."""
+    kind = kind_from_wire(spec.kind)
+    if kind is None:
+        raise LayoutError(f"group {index}: kind {spec.kind[:40]!r} is none of {', '.join(_WIRE_KINDS)}")
+    group = KVCacheGroup(kind, spec.block_size, spec.sliding_window, spec.attention_chunk_size)
+    _check_group(index, group)
+    return group
+
+
+def _check_group(index: int, group: KVCacheGroup) -> None:
+    place = f"group {index} ({group.kind.value})"
+    _check_size(place, "block_size", group.block_size)
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        _check_size(place, "sliding_window", group.sliding_window)
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        _check_size(place, "attention_chunk_size", group.attention_chunk_size)
+
+
+def _check_size(place: str, name: str, value: int | None) -> None:
+    limit = MAX_BLOCK_SIZE if name.endswith("block_size") else 2**31
+    if value is None or not 1 <= value <= limit:
+        raise LayoutError(f"{place}: {name} {value} must lie in [1, {limit}]")
+
+
+def _check_layout(layout: KVCacheLayout) -> None:
+    _check_size("layout", "hash_block_size", layout.hash_block_size)
+    _check_size("layout", "scheduler_block_size", layout.scheduler_block_size)
+    if layout.scheduler_block_size % layout.hash_block_size:
+        raise LayoutError(
+            f"layout: scheduler_block_size {layout.scheduler_block_size} must be a multiple of "
+            f"hash_block_size {layout.hash_block_size}"
+        )
+    for index, group in enumerate(layout.groups):
+        if group.block_size % layout.hash_block_size and group.kind is not GroupKind.NOT_CACHED:
+            raise LayoutError(
+                f"group {index} ({group.kind.value}): block_size {group.block_size} must be a multiple of "
+                f"hash_block_size {layout.hash_block_size}"
+            )
+
+
+# --- the rule, as it is defined -------------------------------------------------------------------------------------------
+
+
+def accepts(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
+    """Does *group* accept a prefix of *length* tokens? `present(end)` asks for the group's block that ends there."""
+    if length == 0 or group.kind is GroupKind.NOT_CACHED:
+        return True
+    if group.kind is GroupKind.MAMBA:
+        return present(length)
+    if group.kind is GroupKind.FULL and length % group.block_size:
+        return _accepts_inside_block(group, length, present)
+    return all(present(end) for end in needed_ends(group, length))
+
+
+def _accepts_inside_block(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
+    # vLLM's `--prefix-match-unit`: a hit may end inside a block, which then has an entry of its own at that point.
+    whole = length - length % group.block_size
+    return accepts(group, whole, present) and any(present(end) for end in range(length, whole + group.block_size + 1))
+
+
+def needed_ends(group: KVCacheGroup, length: int, extra_blocks: int = 0) -> range:
+    """Ends of the blocks an attention group needs to accept *length* tokens, a multiple of its block size.
+
+    *extra_blocks* is 1 where the last of them is EAGLE's, which a window needs on top of its own.
+    """
+    size = group.block_size
+    first = 0
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        first = max(0, length // size - group.window_blocks - extra_blocks) * size
+    elif group.kind is GroupKind.CHUNKED_LOCAL:
+        assert group.attention_chunk_size is not None
+        chunk_start = length // group.attention_chunk_size * group.attention_chunk_size
+        first = chunk_start // size * size
+    return range(first + size, length + 1, size)
+
+
+# --- the same, found quickly ----------------------------------------------------------------------------------------------
+
+
+def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
+    """The longest prefix, in tokens and at most *limit*, that every group accepts.
+
+    Args:
+        layout: The cache's groups.
+        present: Asked for block ends up to *prompt_tokens*.
+        limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always computed.
+        prompt_tokens: Where the prompt's blocks end. EAGLE's extra block may lie between *limit* and here.
+    """
+    hit = _align(limit, layout.scheduler_block_size)
+    shortened = [
+        (index, group) for index, group in enumerate(layout.groups) if group.kind not in (GroupKind.FULL, GroupKind.NOT_CACHED)
+    ]
+    for index, group in enumerate(layout.groups):
+        if group.kind is GroupKind.FULL:
+            hit = longest_accepted(layout, index, present, hit, prompt_tokens)
+    return _agree(layout, [index for index, _ in shortened], present, hit, prompt_tokens)
+
+
+def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit: int, prompt_tokens: int) -> int:
+    """Let groups cut *hit* in turn until none does. Full attention has no say here: what it accepted it accepts shorter."""
+    unchanged = 0
+    while hit and unchanged < len(indexes):
+        for index in indexes:
+            shorter = longest_accepted(layout, index, present, hit, prompt_tokens)
+            unchanged = unchanged + 1 if shorter == hit else 1
+            hit = shorter
+    return hit
+
+
+def longest_accepted(layout: KVCacheLayout, index: int, present: Present, limit: int, prompt_tokens: int) -> int:
+    """The longest prefix of at most *limit* tokens that group *index* accepts, EAGLE's extra block included."""
+    group = layout.groups[index]
+    if group.kind is GroupKind.NOT_CACHED:
+        return limit
+    if group.kind is GroupKind.MAMBA:
+        return _longest_state(layout, index, present, limit)
+    extra = _eagle_tokens(layout, group)
+    length = _align(min(limit, prompt_tokens - extra), layout.scheduler_block_size)
+    if length <= 0:
+        return 0
+    if group.kind is GroupKind.FULL:
+        return _longest_run(layout, index, present, length, extra)
+    return _longest_window(layout, index, present, length, extra)
+
+
+def _align(length: int, step: int) -> int:
+    return length - length % step
+
+
+def _eagle_tokens(layout: KVCacheLayout, group: KVCacheGroup) -> int:
+    """What the draft model must see again: one block, or one hash unit where hits may end inside a block."""
+    return min(group.block_size, layout.scheduler_block_size) if layout.eagle else 0
+
+
+def _longest_state(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
+    step = layout.scheduler_block_size
+    return next((end for end in range(_align(limit, step), 0, -step) if present(index, end)), 0)
+
+
+def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
+    size, step = layout.groups[index].block_size, layout.scheduler_block_size
+    bound = length + extra
+    run = next((end - size for end in range(size, bound + 1, size) if not present(index, end)), _align(bound, size))
+    if step < size:
+        inside = range(min(bound, run + size - step), run, -step)
+        run = next((end for end in inside if present(index, end)), run)
+    return _align(max(run - extra, 0), step)
+
+
+def _longest_window(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
+    group = layout.groups[index]
+    step = math.lcm(layout.scheduler_block_size, group.block_size)
+    length = _align(length, step)
+    while length > 0:
+        ends = needed_ends(group, length + extra, 1 if extra else 0)
+        missing = next((end for end in reversed(ends) if not present(index, end)), None)
+        if missing is None:
+            return length
+        # Every length from the missing block on would need that block too.
+        length = _align(max(missing - group.block_size - extra, 0), step)
+    return 0
