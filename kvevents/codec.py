@@ -17,6 +17,7 @@ from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStor
 
 MAX_TOKEN_ID = 2**32 - 1
 MAX_GROUP_IDX = 255
+MAX_NAME_LENGTH = 256
 
 _STORED_POSITIONS = (
     "block_hashes",
@@ -222,6 +223,7 @@ def _check(event: Event, place: str) -> None:
         _check_stored(event, place)
     if isinstance(event, (BlockStored, BlockRemoved)):
         _check_range(event.group_idx, 0, MAX_GROUP_IDX, f"{place}.group_idx")
+        _check_name(event.medium, f"{place}.medium")
 
 
 def _check_stored(event: BlockStored, place: str) -> None:
@@ -231,6 +233,7 @@ def _check_stored(event: BlockStored, place: str) -> None:
         _check_range(max(tokens), 0, MAX_TOKEN_ID, f"{place}.token_ids (largest)")
     _check_range(event.block_size, 0, 2**31, f"{place}.block_size")
     _check_range(event.kv_cache_spec_sliding_window, 0, 2**31, f"{place}.kv_cache_spec_sliding_window")
+    _check_name(event.lora_name, f"{place}.lora_name")
     if event.lookahead_token_ids:
         for token in _flat(event.lookahead_token_ids):
             _check_range(token, 0, MAX_TOKEN_ID, f"{place}.lookahead_token_ids")
@@ -238,6 +241,11 @@ def _check_stored(event: BlockStored, place: str) -> None:
 
 def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:
     return (item for inner in lists for item in inner)
+
+
+def _check_name(name: str | None, place: str) -> None:
+    if name is not None and len(name) > MAX_NAME_LENGTH:
+        raise MalformedBatch(f"{place} has {len(name)} characters: at most {MAX_NAME_LENGTH} are allowed")
 
 
 def _check_range(value: int | None, low: int, high: int, place: str) -> None:

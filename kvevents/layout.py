@@ -77,9 +77,9 @@ class KVCacheGroup:
 
     @property
     def window_blocks(self) -> int:
-        """How many blocks before L a sliding window needs."""
+        """How many blocks before L a sliding window needs; vLLM asks for one even where the window sees no other token."""
         assert self.sliding_window is not None
-        return -(-(self.sliding_window - 1) // self.block_size)
+        return max(1, -(-(self.sliding_window - 1) // self.block_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,42 +212,46 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
         layout: The cache's groups.
         present: Asked for block ends up to *prompt_tokens*.
         limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always computed.
-        prompt_tokens: Where the prompt's blocks end. EAGLE's extra block may lie between *limit* and here.
+        prompt_tokens: Where the prompt's blocks end; EAGLE's extra block may lie between *limit* and here.
     """
-    hit = _align(limit, layout.scheduler_block_size)
-    shortened = [
-        (index, group) for index, group in enumerate(layout.groups) if group.kind not in (GroupKind.FULL, GroupKind.NOT_CACHED)
-    ]
-    for index, group in enumerate(layout.groups):
-        if group.kind is GroupKind.FULL:
-            hit = longest_accepted(layout, index, present, hit, prompt_tokens)
-    return _agree(layout, [index for index, _ in shortened], present, hit, prompt_tokens)
+    caching = [index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED]
+    # vLLM looks a single group up to the limit and then drops a block; groups that must agree may look further.
+    reach = limit if len(caching) == 1 else prompt_tokens
+    hit = limit
+    for index in caching:
+        if layout.groups[index].kind is GroupKind.FULL:
+            hit = longest_accepted(layout, index, present, hit, reach)
+    others = [index for index in caching if layout.groups[index].kind is not GroupKind.FULL]
+    return _agree(layout, others, present, hit, reach)
 
 
-def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit: int, prompt_tokens: int) -> int:
+def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit: int, reach: int) -> int:
     """Let groups cut *hit* in turn until none does. Full attention has no say here: what it accepted it accepts shorter."""
-    unchanged = 0
-    while hit and unchanged < len(indexes):
+    while hit:
+        shorter = hit
         for index in indexes:
-            shorter = longest_accepted(layout, index, present, hit, prompt_tokens)
-            unchanged = unchanged + 1 if shorter == hit else 1
-            hit = shorter
-    return hit
+            shorter = longest_accepted(layout, index, present, shorter, reach)
+        if shorter == hit or len(indexes) == 1:
+            return shorter
+        hit = shorter
+    return 0
 
 
-def longest_accepted(layout: KVCacheLayout, index: int, present: Present, limit: int, prompt_tokens: int) -> int:
-    """The longest prefix of at most *limit* tokens that group *index* accepts, EAGLE's extra block included."""
+def longest_accepted(layout: KVCacheLayout, index: int, present: Present, limit: int, reach: int) -> int:
+    """The longest prefix of at most *limit* tokens that group *index* accepts; EAGLE's extra block ends by *reach*."""
     group = layout.groups[index]
     if group.kind is GroupKind.NOT_CACHED:
         return limit
     if group.kind is GroupKind.MAMBA:
         return _longest_state(layout, index, present, limit)
     extra = _eagle_tokens(layout, group)
-    length = _align(min(limit, prompt_tokens - extra), layout.scheduler_block_size)
+    length = min(limit, reach - extra)
     if length <= 0:
         return 0
     if group.kind is GroupKind.FULL:
-        return _longest_run(layout, index, present, length, extra)
+        return _longest_run(layout, index, present, _align(length, layout.scheduler_block_size), extra)
+    if group.kind is GroupKind.CHUNKED_LOCAL and not extra:
+        return _longest_chunk(layout, index, present, length)
     return _longest_window(layout, index, present, length, extra)
 
 
@@ -273,6 +277,18 @@ def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: in
         inside = range(min(bound, run + size - step), run, -step)
         run = next((end for end in inside if present(index, end)), run)
     return _align(max(run - extra, 0), step)
+
+
+def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
+    # Chunks that are no multiple of the block size: vLLM looks at the chunk of *limit* alone, never at the one before, though
+    # the first block of the chunk reaches back into it. For all others this is what `accepts` says.
+    group = layout.groups[index]
+    assert group.attention_chunk_size is not None
+    size = group.block_size
+    first = limit // group.attention_chunk_size * group.attention_chunk_size // size * size
+    ends = range(first + size, limit + 1, size)
+    run = next((end - size for end in ends if not present(index, end)), _align(limit, size))
+    return _align(run, layout.scheduler_block_size)
 
 
 def _longest_window(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:

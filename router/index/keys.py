@@ -95,21 +95,42 @@ class KeySpace:
 
 
 def marks_of(
-    extra_keys: Sequence[Any] | None, block_size: int, lora_name: str | None = None, cache_salt: str | None = None
+    extra_keys: Sequence[Any] | None,
+    block_size: int,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    lookahead: int = 0,
 ) -> list[Mark]:
     """The marks of a token run whose blocks carry *extra_keys*, one entry a block, in the event's untagged form.
 
-    The LoRA name is left out, since it is in the root. A multimodal item counts where it starts: the blocks it runs on
-    into repeat it with a negative offset, and how often depends on the block size.
+    The LoRA name, first in every entry, is left out, since it is in the root. A multimodal item counts where it starts: the
+    blocks it runs on into repeat it with a negative offset, and how often depends on the block size.
     """
-    marks = [Mark(0, digest(cache_salt))] if cache_salt else []
+    marks = {Mark(0, digest(cache_salt))} if cache_salt else set()
     for index, entry in enumerate(extra_keys or ()):
-        items = entry if isinstance(entry, (list, tuple)) else ()
-        for item in items:
+        for item in besides_lora(entry, lora_name):
             offset = _offset(item)
-            if 0 <= offset < block_size and item not in (lora_name, cache_salt):
-                marks.append(Mark(index * block_size + offset, digest(_identity(item))))
+            if 0 <= offset < block_size + lookahead:
+                marks.add(Mark(index * block_size + offset, digest(_identity(item))))
     return sorted(marks)
+
+
+def besides_lora(entry: Any, lora_name: str | None) -> Sequence[Any]:
+    """A block's extra keys without the adapter's name, which comes first."""
+    items = entry if isinstance(entry, (list, tuple)) else ()
+    return items[1:] if items and lora_name is not None and items[0] == lora_name else items
+
+
+def tagged(item: Any) -> tuple[Any, ...]:
+    """One extra key as vLLM >= 0.31 hashes it: named by its source."""
+    if isinstance(item, (list, tuple)):
+        return ("mm", *item)
+    return ("prompt_embeds" if isinstance(item, bytes) else "cache_salt", item)
+
+
+def plain(value: Any) -> Any:
+    """Lists to tuples, all the way down: the form in which extra keys go into an engine's hash."""
+    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _offset(item: Any) -> int:

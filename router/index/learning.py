@@ -7,10 +7,10 @@ listed, so that an operator sees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvevents.errors import HashAlgorithmError, LayoutError
+from kvevents.errors import LayoutError
 from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout
 from kvevents.hashing import DEFAULT_SEED, ExtraKeys, HashChain, algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout, kind_from_wire
@@ -34,7 +34,7 @@ class LayoutHints:
     scheduler_block_size: int | None = None
     eagle: bool = False
     authoritative: bool = False
-    hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0")
+    hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
 
 
 @dataclass(slots=True)
@@ -42,17 +42,17 @@ class _SeenGroup:
     kind: str | None = None
     sliding_window: int | None = None
     block_size: int = 0
-    has_partial_entries: bool = False
+    smallest_size: int = 0
+    """Entries inside a block are announced with a smaller size than the group's own (vLLM >= 0.24)."""
 
     def see(self, kind: str | None, sliding_window: int | None, block_size: int) -> bool:
         """Take one event's fields; True if something is new."""
-        before = (self.kind, self.sliding_window, self.block_size, self.has_partial_entries)
+        before = (self.kind, self.sliding_window, self.block_size, self.smallest_size)
         self.kind = kind or self.kind
         self.sliding_window = sliding_window or self.sliding_window
-        # Entries inside a block are announced with a smaller size than the group's own (vLLM >= 0.24).
-        self.has_partial_entries |= 0 < self.block_size != block_size
+        self.smallest_size = min(self.smallest_size or block_size, block_size)
         self.block_size = max(self.block_size, block_size)
-        return before != (self.kind, self.sliding_window, self.block_size, self.has_partial_entries)
+        return before != (self.kind, self.sliding_window, self.block_size, self.smallest_size)
 
 
 @dataclass(slots=True)
@@ -106,18 +106,20 @@ class LayoutLearner:
         return KVCacheLayout.build(
             groups,
             hints.hash_block_size or (None if hints.authoritative else self._smallest_step or None),
-            hints.scheduler_block_size or self._inner_step(groups),
+            self._inner_step(groups) or hints.scheduler_block_size,
             # Hashes that cover the next tokens make the drop unnecessary, and vLLM >= 0.33 then does without.
             hints.eagle and not self.lookahead,
         )
 
     def _inner_step(self, groups: Sequence[KVCacheGroup]) -> int | None:
         """vLLM lets a hit end inside a block where Mamba states are kept at such points, and only there."""
+        states = [index for index, group in enumerate(groups) if group.kind is GroupKind.MAMBA and index in self._seen]
+        largest = max(group.block_size for group in groups)
+        inside = any(self._seen[index].smallest_size < largest for index in states)
         partial = any(
-            group.kind is GroupKind.MAMBA and index in self._seen and self._seen[index].has_partial_entries
-            for index, group in enumerate(groups)
+            seen.smallest_size < groups[index].block_size for index, seen in self._seen.items() if index < len(groups)
         )
-        return self._smallest_step if partial else None
+        return self._smallest_step if inside and partial else None
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
         count = max(len(self.hints.groups), max(self._seen, default=-1) + 1)
@@ -168,35 +170,56 @@ class LayoutLearner:
 class HashFinder:
     """Finds out which hash function an engine uses, by trying the known ones on blocks it announced.
 
-    Only then can a block be found that no dense event ever placed: a prompt is hashed as the engine would hash it.
+    Only then can a block be found that no dense event ever placed: a prompt is hashed as the engine would hash it. A wrong
+    function is never taken for the right one, since a match is one of 64 bits or more.
     """
 
-    MAX_ATTEMPTS = 16
-    MAX_BLOCKS = 4096
+    BLOCKS_TO_HASH = 200_000
+    """Effort until giving up, over all tries; about half a second."""
+    BLOCKS_PER_TRY = 256
 
     def __init__(self, hints: LayoutHints) -> None:
         self._seeds = hints.hash_seeds
-        self._attempts = 0
+        self._effort = 0
         self.chain: HashChain | None = None
 
     @property
     def may_find(self) -> bool:
         """False once found, and once trying has proved useless."""
-        return self.chain is None and self._attempts < self.MAX_ATTEMPTS
+        return self.chain is None and self._effort < self.BLOCKS_TO_HASH
 
     def see_announcement(self, event: CacheLayout) -> None:
         """Take the publisher's own word, if it names an algorithm we have."""
         if event.hash_algorithm in algorithms() and event.none_hash:
             self.chain = HashChain(event.hash_algorithm, event.none_hash)
 
-    def try_root(self, event: BlockStored, hash_block_size: int) -> None:
-        """Try every known chain on an event that starts at the root of the chain."""
-        if event.parent_block_hash is not None or not event.block_hashes or event.lora_name or _hides_order(event):
-            return
-        if len(event.token_ids) // hash_block_size > self.MAX_BLOCKS:
-            return
-        self._attempts += 1
-        self.chain = next((chain for chain in self._candidates() if _explains(chain, event, hash_block_size)), None)
+    def try_event(self, event: BlockStored, hash_block_size: int) -> None:
+        """Try every known chain on an event that starts at the root."""
+        sample = _sample(event)
+        if sample is not None and len(sample.tokens) <= self.BLOCKS_PER_TRY * hash_block_size:
+            self._try(sample.tokens, hash_block_size, sample.lookahead, sample.is_explained_by)
+
+    def try_prompt(
+        self,
+        token_ids: Sequence[int],
+        spellings: Iterable[Sequence[ExtraKeys]],
+        hash_block_size: int,
+        lookahead: int,
+        held: Container[BlockHash],
+    ) -> None:
+        """Try every known chain on a prompt: is one of its blocks among those held?"""
+        tokens = token_ids[: self.BLOCKS_PER_TRY * hash_block_size + lookahead]
+        for extra_keys in spellings:
+            if self.chain is None:
+                self._try(tokens, hash_block_size, lookahead, lambda names: any(name in held for name in names), extra_keys)
+
+    def _try(self, tokens: Sequence[int], step: int, lookahead: int, is_right: Callable[[list[BlockHash]], bool]) -> None:
+        for chain in self._candidates():
+            digests = list(chain.block_hashes(tokens, step, extra_keys, lookahead))
+            self._effort += len(digests) + 1
+            if is_right([*digests, *map(to_wire_int, digests)]):
+                self.chain = chain
+                return
 
     def _candidates(self) -> Iterator[HashChain]:
         for algorithm in algorithms():
@@ -204,18 +227,27 @@ class HashFinder:
                 yield HashChain.from_seed(algorithm, seed)
 
 
-def _hides_order(event: BlockStored) -> bool:
-    """Extra keys line up with the hashes, so with holes they cannot be told to blocks."""
-    return any(event.extra_keys or ())
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The start of a prompt, and hashes that must appear in its chain."""
+
+    tokens: list[int]
+    lookahead: int
+    wanted: frozenset[BlockHash]
+
+    def is_explained_by(self, names: Iterable[BlockHash]) -> bool:
+        return self.wanted <= set(names)
 
 
-def _explains(chain: HashChain, event: BlockStored, hash_block_size: int) -> bool:
-    wanted = set(event.block_hashes)
-    lookahead = len(event.lookahead_token_ids[0]) if event.lookahead_token_ids else 0
-    tokens = event.token_ids + (event.lookahead_token_ids[-1] if event.lookahead_token_ids else [])
-    for found in chain.block_hashes(tokens, hash_block_size, lookahead=lookahead):
-        wanted -= {found, to_wire_int(found)}
-    return not wanted
+def _sample(event: BlockStored) -> _Sample | None:
+    """What an event tells of the chain, if it starts at the root and no extra keys are in it."""
+    if event.parent_block_hash is not None or not event.block_hashes or event.lora_name or any(event.extra_keys or ()):
+        return None
+    tails = event.lookahead_token_ids or [[]]
+    size = dense_block_size(event)
+    if size:
+        return _Sample(event.token_ids[:size] + tails[0], len(tails[0]), frozenset(event.block_hashes[:1]))
+    return _Sample(event.token_ids + tails[-1], len(tails[-1]), frozenset(event.block_hashes))
 
 
 def engine_hashes(
@@ -231,4 +263,15 @@ def engine_hashes(
     return [to_wire_int(found) for found in digests] if as_int else list(digests)
 
 
-__all__ = ["HashAlgorithmError", "HashFinder", "LayoutHints", "LayoutLearner", "engine_hashes"]
+def announced_block_size(event: BlockStored) -> int:
+    """The block size an event states or, in the native form, implies; 0 if neither."""
+    if event.block_size:
+        return event.block_size
+    count = len(event.block_hashes)
+    return len(event.token_ids) // count if count and len(event.token_ids) % count == 0 else 0
+
+
+def dense_block_size(event: BlockStored) -> int:
+    """The block size of an event whose hashes and tokens line up; 0 for one with holes or without tokens."""
+    size = announced_block_size(event)
+    return size if size and size * len(event.block_hashes) == len(event.token_ids) else 0

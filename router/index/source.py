@@ -8,14 +8,22 @@ when its hash is placed, or when the engine's hash function is known and a promp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.hashing import ExtraKeys
 from kvevents.layout import KVCacheLayout
 from router.index.keys import KeySpace, Mark, marks_of, pack_tokens
-from router.index.learning import HashFinder, LayoutHints, LayoutLearner, engine_hashes
+from router.index.learning import (
+    HashFinder,
+    LayoutHints,
+    LayoutLearner,
+    announced_block_size,
+    dense_block_size,
+    engine_hashes,
+)
 
 GroupTier: TypeAlias = tuple[int, str]
 
@@ -119,6 +127,7 @@ class Source:
         self._forgotten: dict[BlockHash, int] = {}
         self._waiting = _Waiting()
         self._held_total = 0
+        self._overflowed = False
         self._unplaced = 0
         self._batches = 0
 
@@ -150,6 +159,11 @@ class Source:
         """`(runs waiting for a parent, their tokens, runs given up so far)`."""
         return self._waiting.runs, self._waiting.tokens, self._waiting.given_up
 
+    @property
+    def is_incomplete(self) -> bool:
+        """True once blocks were refused or given up that no look-up can find: the feed should rebuild the source."""
+        return self._overflowed or (self._waiting.given_up > 0 and self.finder.chain is None)
+
     # --- applying ---------------------------------------------------------------------------------------------------------
 
     def apply(self, batch: EventBatch) -> ApplyResult:
@@ -168,6 +182,7 @@ class Source:
 
     def _learn_layout(self, event: Event) -> None:
         if isinstance(event, CacheLayout):
+            self.shows_extra_keys = True
             self.learner.see_announcement(event)
             self.finder.see_announcement(event)
         elif isinstance(event, BlockStored):
@@ -183,19 +198,19 @@ class Source:
 
     def _store(self, event: BlockStored, result: ApplyResult) -> None:
         self.shows_extra_keys |= event.extra_keys is not None
-        tier = (event.group_idx or 0, event.medium or GPU)
+        tier = _group_tier(event)
         room = self._room(tier)
         taken = event.block_hashes[:room]
         for block_hash in taken:
             self._add_copy(tier, block_hash)
-        unplaced_before = self._unplaced
         block_size = dense_block_size(event)
         if block_size:
             self._place_run(event, block_size)
         result.stored += len(taken)
         result.overflow += len(event.block_hashes) - len(taken)
         result.skipped += len(event.block_hashes) - len(taken)
-        result.waiting += min(self._unplaced, len(taken)) if self._unplaced >= unplaced_before else 0
+        self._overflowed |= len(taken) < len(event.block_hashes)
+        result.waiting += sum(self._blocks[block_hash].key is None for block_hash in taken)
 
     def _room(self, tier: GroupTier) -> int:
         if tier not in self.held and len({name for _, name in self.held} | {tier[1]}) > self.limits.tiers:
@@ -221,7 +236,7 @@ class Source:
             self._place(block_hash, key)
 
     def _remove(self, event: BlockRemoved, result: ApplyResult) -> None:
-        tier = (event.group_idx or 0, event.medium or GPU)
+        tier = _group_tier(event)
         for block_hash in event.block_hashes:
             if self._drop_copies(tier, block_hash, 1):
                 result.removed += 1
@@ -283,15 +298,21 @@ class Source:
             pack_tokens(event.token_ids[first:] + tail),
             block_size,
             lookahead - first,
-            marks_of(event.extra_keys, block_size, event.lora_name),
+            _behind(first, marks_of(event.extra_keys, block_size, event.lora_name, lookahead=lookahead)),
             self._batches,
         )
         if parent is None:
             self._place_behind(self._keys.root(event.lora_name), run)
         elif (key := self._key_of(parent)) is not None:
             self._place_behind(key, run)
-        elif any(block.key is None for block in map(self._blocks.get, event.block_hashes) if block):
+        elif self._needs_parent(event):
             self._waiting.add(parent, run)
+
+    def _needs_parent(self, event: BlockStored) -> bool:
+        """Can only the parent's place tell where this run belongs? A known hash function tells it at every look-up."""
+        if self.finder.chain is not None and not event.lora_name:
+            return False
+        return any(block.key is None for block in map(self._blocks.get, event.block_hashes) if block)
 
     def _is_opaque(self, event: BlockStored) -> bool:
         """Does something the event hides go into its hashes? Only a known hash function can tell."""
@@ -334,6 +355,17 @@ class Source:
     def _hash_block_size(self) -> int | None:
         return self.layout.hash_block_size if self.layout else None
 
+    def learn_from_prompt(self, token_ids: Sequence[int], spell: Callable[[int], Iterable[Sequence[ExtraKeys]]]) -> None:
+        """Look for the hash function with a prompt, if blocks wait for one.
+
+        Args:
+            token_ids: The prompt.
+            spell: For a hash block size, the ways in which engines may hash its extra keys.
+        """
+        step = self._hash_block_size()
+        if step and self._unplaced and self.finder.may_find:
+            self.finder.try_prompt(token_ids, spell(step), step, self.learner.lookahead, self._blocks)
+
     def _find_hash_function(self, batch: EventBatch) -> None:
         """Try, where placing alone leaves blocks unfound: holes without a dense group, lost parents, hidden salts."""
         step = self._hash_block_size()
@@ -341,23 +373,13 @@ class Source:
             return
         for event in batch.events:
             if isinstance(event, BlockStored) and self.finder.may_find and (event.medium or GPU) == GPU:
-                self.finder.try_root(event, step)
+                self.finder.try_event(event, step)
 
 
-def announced_block_size(event: BlockStored) -> int:
-    """The block size an event states or, in the native form, implies; 0 if neither."""
-    if event.block_size:
-        return event.block_size
-    count = len(event.block_hashes)
-    return len(event.token_ids) // count if count and len(event.token_ids) % count == 0 else 0
+def _behind(start: int, marks: Sequence[Mark]) -> list[Mark]:
+    """The marks from token *start* on, counted from there."""
+    return [Mark(mark.position - start, mark.digest) for mark in marks if mark.position >= start]
 
 
-def dense_block_size(event: BlockStored) -> int:
-    """The block size of an event whose hashes and tokens line up; 0 for one with holes or without tokens."""
-    size = announced_block_size(event)
-    return size if size and size * len(event.block_hashes) == len(event.token_ids) else 0
-
-
-def plain(value: Any) -> Any:
-    """Lists to tuples, all the way down: what goes into an engine's hash."""
-    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
+def _group_tier(event: BlockStored | BlockRemoved) -> GroupTier:
+    return event.group_idx or 0, (event.medium or GPU).upper()
