@@ -213,7 +213,14 @@ class HashFinder:
             if self.chain is None:
                 self._try(tokens, hash_block_size, lookahead, lambda names: any(name in held for name in names), extra_keys)
 
-    def _try(self, tokens: Sequence[int], step: int, lookahead: int, is_right: Callable[[list[BlockHash]], bool]) -> None:
+    def _try(
+        self,
+        tokens: Sequence[int],
+        step: int,
+        lookahead: int,
+        is_right: Callable[[list[BlockHash]], bool],
+        extra_keys: Sequence[ExtraKeys] = (),
+    ) -> None:
         for chain in self._candidates():
             digests = list(chain.block_hashes(tokens, step, extra_keys, lookahead))
             self._effort += len(digests) + 1
