@@ -19,7 +19,7 @@ from kvevents.errors import HashAlgorithmError
 
 try:
     import xxhash
-except ImportError:  # an extra: only engines that chose this algorithm need it
+except ImportError:  # only engines that chose this algorithm need it
     xxhash = None  # type: ignore[assignment, unused-ignore]
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -51,7 +51,7 @@ if xxhash is not None:
 
 
 def algorithms() -> tuple[str, ...]:
-    """Names of the algorithms usable here; the xxhash family needs the `xxhash` extra."""
+    """Names of the algorithms usable here; the xxhash family needs the package `xxhash`."""
     return tuple(_ALGORITHMS)
 
 
@@ -108,7 +108,7 @@ def _hash_function(algorithm: str) -> Callable[[Any], bytes]:
     except KeyError:
         raise HashAlgorithmError(
             f"hash algorithm {algorithm[:40]!r} is none of {', '.join(_ALGORITHMS)}"
-            + ("" if xxhash is not None else "; for the xxhash family install kvroute[xxhash]")
+            + ("" if xxhash is not None else "; for the xxhash family install the package xxhash")
         ) from None
 
 

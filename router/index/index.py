@@ -140,6 +140,6 @@ def _statistics(source: Source) -> SourceStatistics:
         ambiguous=source.ambiguous,
         hash_algorithm=source.finder.chain.algorithm if source.finder.chain else None,
         layout=source.layout,
-        assumptions=source.learner.assumptions(),
+        assumptions=source.assumptions(),
         is_incomplete=source.is_incomplete,
     )

@@ -26,6 +26,7 @@ class LayoutHints:
         scheduler_block_size: Granularity of hits; None: the least common multiple of the block sizes.
         eagle: The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on the wire.
         authoritative: The groups are facts and events cannot change them.
+        assume_unseen: Groups no event has named yet exist all the same.
         hash_seeds: Values of `PYTHONHASHSEED` the engines may run with.
     """
 
@@ -34,6 +35,7 @@ class LayoutHints:
     scheduler_block_size: int | None = None
     eagle: bool = False
     authoritative: bool = False
+    assume_unseen: bool = True
     hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
 
 
@@ -122,13 +124,14 @@ class LayoutLearner:
         return self._smallest_step if inside and partial else None
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
-        count = max(len(self.hints.groups), max(self._seen, default=-1) + 1)
+        assumed = len(self.hints.groups) if self.hints.assume_unseen else 0
+        count = max(assumed, max(self._seen, default=-1) + 1)
         return tuple(self._group(index) for index in range(count))
 
     def _group(self, index: int) -> KVCacheGroup:
         seen, hint = self._seen.get(index), self._hint(index)
         if seen is None:
-            return hint or KVCacheGroup(GroupKind.NOT_CACHED, 1)
+            return (hint if self.hints.assume_unseen else None) or KVCacheGroup(GroupKind.NOT_CACHED, 1)
         kind = kind_from_wire(seen.kind) or (hint.kind if hint else GroupKind.FULL)
         window = seen.sliding_window or (hint.sliding_window if hint else None)
         chunk = self._chunk_size(hint)

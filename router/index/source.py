@@ -164,6 +164,13 @@ class Source:
         """True once blocks were refused or given up that no look-up can find: the feed should rebuild the source."""
         return self._overflowed or (self._waiting.given_up > 0 and self.finder.chain is None)
 
+    def assumptions(self) -> tuple[str, ...]:
+        """What is assumed or cannot be known, one sentence each, for an operator."""
+        if not self._unplaced or self.finder.chain is not None:
+            return self.learner.assumptions()
+        unknown = f"{self._unplaced} blocks cannot be placed: the engine's hash function is not known; configure hash_seeds"
+        return (*self.learner.assumptions(), unknown)
+
     # --- applying ---------------------------------------------------------------------------------------------------------
 
     def apply(self, batch: EventBatch) -> ApplyResult:

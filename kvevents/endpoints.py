@@ -1,0 +1,123 @@
+"""Addresses of sockets: checked, moved along by data-parallel rank, and opened.
+
+An address that is this machine's own (a wildcard, loopback, one of its interfaces, any `ipc` or `inproc` name) is bound. One
+of another machine is connected to: there a collector binds and the engines come to it, as with vLLM. The operating system
+decides which it is, so a mistyped address of this machine is connected to as well; the log says which of the two was done.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import zmq
+
+from kvevents.errors import EndpointError
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Context: TypeAlias = "zmq.Context[Any]"
+
+SCHEMES = ("tcp", "ipc", "inproc")
+ANY_PORT = 0
+"""The operating system picks a free one."""
+
+_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.ENODEV)
+"""What binding says of an address, or a name, that no interface of this machine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One checked address."""
+
+    scheme: str
+    address: str
+    """Host, path or name; an IPv6 host in brackets."""
+    port: int | None = None
+    """Only with tcp."""
+
+    @classmethod
+    def parse(cls, place: str, text: str) -> Endpoint:
+        """Read `tcp://host:port`, `ipc://path` or `inproc://name`.
+
+        Raises:
+            EndpointError: The text is none of them; the message begins with *place*.
+        """
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme not in SCHEMES:
+            raise EndpointError(f"{place}: {text[:200]!r} must begin with {' or '.join(f'{name}://' for name in SCHEMES)}")
+        if not rest:
+            raise EndpointError(f"{place}: {text[:200]!r} names no address behind {scheme}://")
+        return _parse_tcp(place, text, rest) if scheme == "tcp" else cls(scheme, rest)
+
+    def for_rank(self, data_parallel_rank: int) -> Endpoint:
+        """Where the rank's own socket is: *rank* ports further, or a name of its own; a port left to the system stays so.
+
+        Raises:
+            EndpointError: The port of that rank would lie above 65535.
+        """
+        if data_parallel_rank == 0 or self.port == ANY_PORT or self.address == "*":
+            return self if self.port in (None, ANY_PORT) else _next_port(self, data_parallel_rank)
+        if self.port is not None:
+            return _next_port(self, data_parallel_rank)
+        return replace(self, address=f"{self.address}_dp{data_parallel_rank}")
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.address}" + ("" if self.port is None else f":{self.port}")
+
+
+def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
+    host, separator, port = rest.rpartition(":")
+    if not separator or not host or host.count(":") != (0 if not host.startswith("[") else host[1:-1].count(":")):
+        raise EndpointError(f"{place}: {text[:200]!r} must be tcp://host:port, with an IPv6 host in brackets")
+    if port == "*":
+        return Endpoint("tcp", host, ANY_PORT)
+    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise EndpointError(f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], 0 for any free one")
+    return Endpoint("tcp", host, int(port))
+
+
+def _next_port(endpoint: Endpoint, data_parallel_rank: int) -> Endpoint:
+    assert endpoint.port is not None
+    port = endpoint.port + data_parallel_rank
+    if port > 65535:
+        raise EndpointError(f"{endpoint}: data-parallel rank {data_parallel_rank} would use port {port}, above 65535")
+    return replace(endpoint, port=port)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Where a socket is now."""
+
+    address: str
+    """With the port the system picked."""
+    is_bound: bool
+
+
+def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> Opened:
+    """Bind *socket*, or connect it where the address is another machine's.
+
+    Raises:
+        EndpointError: Neither is possible; the message begins with *place*.
+    """
+    if endpoint.address.startswith("["):
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(str(endpoint))
+    except zmq.ZMQError as error:
+        if error.errno not in _ELSEWHERE or endpoint.scheme != "tcp":
+            raise EndpointError(f"{place}: cannot bind {endpoint}: {error.strerror}") from None
+        _connect(socket, place, endpoint, may_connect)
+        return Opened(str(endpoint), is_bound=False)
+    return Opened(socket.getsockopt_string(zmq.LAST_ENDPOINT), is_bound=True)
+
+
+def _connect(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> None:
+    if not may_connect:
+        raise EndpointError(f"{place}: {endpoint} is no address of this machine, and here only such a one can be bound")
+    if endpoint.port == ANY_PORT:
+        raise EndpointError(f"{place}: {endpoint} is another machine's, and a connection needs a port other than 0")
+    try:
+        socket.connect(str(endpoint))
+    except zmq.ZMQError as error:
+        raise EndpointError(f"{place}: cannot connect to {endpoint}: {error.strerror}") from None

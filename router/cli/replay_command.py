@@ -1,0 +1,50 @@
+"""`kvroute replay`: feed recorded streams to the index and compare its predictions with the hits the engine had."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from router.replay import Prediction, ReplaySummary, replay
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="feed recordings to the index and compare",
+        description="Prints one JSON line per query, then a summary line per file. Exit code 1 if any prediction differs.",
+    )
+    parser.add_argument("file", nargs="+", type=Path, help="a recording, plain or .gz")
+    parser.add_argument(
+        "--learn-layout",
+        action="store_true",
+        help="ignore the header's groups; learn kinds, windows and block sizes from the events",
+    )
+    parser.add_argument("--summary-only", action="store_true", help="print no line per query")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    summaries = [_replay_file(path, arguments) for path in arguments.file]
+    return 0 if all(summary.is_exact for summary in summaries) else 1
+
+
+def _replay_file(path: Path, arguments: argparse.Namespace) -> ReplaySummary:
+    summary = ReplaySummary(stream=path.name, learn_layout=arguments.learn_layout)
+    for prediction in replay(path, arguments.learn_layout, summary):
+        if not arguments.summary_only:
+            _print(_query_line(prediction))
+    _print({"summary": True, **dataclasses.asdict(summary), "differ": summary.queries - summary.exact})
+    return summary
+
+
+def _query_line(prediction: Prediction) -> dict[str, Any]:
+    return {**dataclasses.asdict(prediction), "exact": prediction.predicted == prediction.hit}
+
+
+def _print(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
