@@ -15,7 +15,8 @@ from kvevents.layout import KVCacheLayout
 from router.index.keys import KeySpace
 from router.index.learning import LayoutHints
 from router.index.match import Explanation, Hit, Prompt, explain, hit_of
-from router.index.source import ApplyResult, Source, SourceLimits
+from router.index.source import ApplyResult, Source
+from router.index.waiting import SourceLimits
 
 
 class SourceId(NamedTuple):

@@ -40,7 +40,9 @@ class LayoutHints:
 
 
 @dataclass(slots=True)
-class _SeenGroup:
+class SeenGroup:
+    """What the events of one group have said so far."""
+
     kind: str | None = None
     sliding_window: int | None = None
     block_size: int = 0
@@ -68,7 +70,7 @@ class LayoutLearner:
     layout: KVCacheLayout | None = None
     error: str | None = None
     """Why the groups seen make no layout, if they make none."""
-    _seen: dict[int, _SeenGroup] = field(default_factory=dict)
+    seen: dict[int, SeenGroup] = field(default_factory=dict)
     _smallest_step: int = 0
 
     def __post_init__(self) -> None:
@@ -85,12 +87,18 @@ class LayoutLearner:
             self.lookahead = max(map(len, event.lookahead_token_ids))
         if not block_size or not event.token_ids or (event.medium or GPU) != GPU:
             return
-        group = self._seen.setdefault(event.group_idx or 0, _SeenGroup())
+        group = self.seen.setdefault(event.group_idx or 0, SeenGroup())
         changed = group.see(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, block_size)
         step = math.gcd(self._smallest_step, block_size)
         if changed or step != self._smallest_step:
             self._smallest_step = step
             self._rebuild()
+
+    def restore(self, announced: CacheLayout | None, seen: dict[int, SeenGroup], lookahead: int) -> None:
+        """Take back what an earlier learner knew."""
+        self.announced, self.seen, self.lookahead = announced, seen, lookahead
+        self._smallest_step = math.gcd(*(size for group in seen.values() for size in (group.block_size, group.smallest_size)))
+        self._rebuild()
 
     def _rebuild(self) -> None:
         try:
@@ -115,21 +123,19 @@ class LayoutLearner:
 
     def _inner_step(self, groups: Sequence[KVCacheGroup]) -> int | None:
         """vLLM lets a hit end inside a block where Mamba states are kept at such points, and only there."""
-        states = [index for index, group in enumerate(groups) if group.kind is GroupKind.MAMBA and index in self._seen]
+        states = [index for index, group in enumerate(groups) if group.kind is GroupKind.MAMBA and index in self.seen]
         largest = max(group.block_size for group in groups)
-        inside = any(self._seen[index].smallest_size < largest for index in states)
-        partial = any(
-            seen.smallest_size < groups[index].block_size for index, seen in self._seen.items() if index < len(groups)
-        )
+        inside = any(self.seen[index].smallest_size < largest for index in states)
+        partial = any(seen.smallest_size < groups[index].block_size for index, seen in self.seen.items() if index < len(groups))
         return self._smallest_step if inside and partial else None
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
         assumed = len(self.hints.groups) if self.hints.assume_unseen else 0
-        count = max(assumed, max(self._seen, default=-1) + 1)
+        count = max(assumed, max(self.seen, default=-1) + 1)
         return tuple(self._group(index) for index in range(count))
 
     def _group(self, index: int) -> KVCacheGroup:
-        seen, hint = self._seen.get(index), self._hint(index)
+        seen, hint = self.seen.get(index), self._hint(index)
         if seen is None:
             return (hint if self.hints.assume_unseen else None) or KVCacheGroup(GroupKind.NOT_CACHED, 1)
         kind = kind_from_wire(seen.kind) or (hint.kind if hint else GroupKind.FULL)
@@ -161,7 +167,7 @@ class LayoutLearner:
         if self.hints.authoritative:
             yield "groups: from the configuration"
             return
-        for index, seen in sorted(self._seen.items()):
+        for index, seen in sorted(self.seen.items()):
             kind = kind_from_wire(seen.kind)
             if kind is None:
                 yield f"group {index}: kind from the configuration, or full attention"

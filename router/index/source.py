@@ -9,7 +9,7 @@ when its hash is placed, or when the engine's hash function is known and a promp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
@@ -24,23 +24,9 @@ from router.index.learning import (
     dense_block_size,
     engine_hashes,
 )
+from router.index.waiting import Run, SourceLimits, WaitingRuns
 
 GroupTier: TypeAlias = tuple[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLimits:
-    """Bounds that keep one source's memory in hand, whatever it sends."""
-
-    blocks: int = 4_194_304
-    """Distinct (group, tier, hash) held."""
-    tiers: int = 8
-    waiting_runs: int = 4096
-    waiting_tokens: int = 4_194_304
-    waiting_batches: int = 10_000
-    """Batches after which a run that still waits for its parent is given up."""
-    forgotten: int = 8192
-    """Places remembered after the last copy went: an offload tier announces a block after the GPU has evicted it."""
 
 
 @dataclass(slots=True)
@@ -66,48 +52,6 @@ class _Block:
     key: int | None = None
 
 
-@dataclass(slots=True)
-class _Run:
-    """A dense event that waits for its parent's place."""
-
-    hashes: Sequence[BlockHash]
-    packed: bytes
-    block_size: int
-    lookahead: int
-    marks: Sequence[Mark]
-    batch: int
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Runs by the parent hash they wait for, oldest first, bounded."""
-
-    by_parent: dict[BlockHash, list[_Run]] = field(default_factory=dict)
-    runs: int = 0
-    tokens: int = 0
-    given_up: int = 0
-
-    def add(self, parent: BlockHash, run: _Run) -> None:
-        self.by_parent.setdefault(parent, []).append(run)
-        self.runs += 1
-        self.tokens += len(run.packed) // 4
-
-    def take(self, parent: BlockHash) -> list[_Run]:
-        runs = self.by_parent.pop(parent, [])
-        self.runs -= len(runs)
-        self.tokens -= sum(len(run.packed) // 4 for run in runs)
-        return runs
-
-    def trim(self, limits: SourceLimits, batch: int) -> None:
-        """Give up the oldest until all bounds hold."""
-        while self.by_parent:
-            parent = next(iter(self.by_parent))
-            too_old = self.by_parent[parent][0].batch + limits.waiting_batches < batch
-            if not too_old and self.runs <= limits.waiting_runs and self.tokens <= limits.waiting_tokens:
-                return
-            self.given_up += len(self.take(parent))
-
-
 class Source:
     """One source's blocks. Not thread-safe; no I/O."""
 
@@ -125,7 +69,7 @@ class Source:
         self._keys = keys
         self._blocks: dict[BlockHash, _Block] = {}
         self._forgotten: dict[BlockHash, int] = {}
-        self._waiting = _Waiting()
+        self._waiting = WaitingRuns()
         self._held_total = 0
         self._overflowed = False
         self._unplaced = 0
@@ -289,6 +233,28 @@ class Source:
                 self._drop_copies(tier, block_hash, copies)
                 result.removed += copies
 
+    # --- keeping ---------------------------------------------------------------------------------------------------------
+
+    def waiting_runs(self) -> Iterator[tuple[BlockHash, Run]]:
+        """Runs that wait, each with the parent hash it waits for."""
+        return ((parent, run) for parent, runs in self._waiting.by_parent.items() for run in runs)
+
+    def restore(
+        self,
+        held: dict[GroupTier, dict[BlockHash, int]],
+        placed: Iterable[tuple[BlockHash, int]],
+        waiting: Iterable[tuple[BlockHash, Run]],
+    ) -> None:
+        """Take back the blocks of an earlier source into this empty one."""
+        for tier, copies in held.items():
+            for block_hash, count in copies.items():
+                for _ in range(count):
+                    self._add_copy(tier, block_hash)
+        for block_hash, key in placed:
+            self._place(block_hash, key)
+        for parent, run in waiting:
+            self._waiting.add(parent, run)
+
     # --- placing ----------------------------------------------------------------------------------------------------------
 
     def _place_run(self, event: BlockStored, block_size: int) -> None:
@@ -300,7 +266,7 @@ class Source:
         parent = event.parent_block_hash
         # A hash that covers the next tokens names a longer prefix: its key includes them, and a child's run starts behind them.
         first = lookahead if parent is not None else 0
-        run = _Run(
+        run = Run(
             event.block_hashes,
             pack_tokens(event.token_ids[first:] + tail),
             block_size,
@@ -336,7 +302,7 @@ class Source:
         block = self._blocks.get(block_hash)
         return block.key if block and block.key is not None else self._forgotten.get(block_hash)
 
-    def _place_behind(self, key: int, run: _Run) -> None:
+    def _place_behind(self, key: int, run: Run) -> None:
         """Place a run and, one after the other, everything that waited for one of its blocks."""
         ready = [(key, run)]
         while ready:

@@ -1,0 +1,77 @@
+"""What the benchmarks share: a line per figure, a timer, and caches to measure on."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
+from router.index.index import PrefixIndex, SourceId
+
+BLOCK_SIZE = 16
+
+
+def report(question: str, **figures: Any) -> None:
+    """Print one figure as a JSON line."""
+    print(json.dumps({"benchmark": question, **figures}), flush=True)
+
+
+def median_seconds(action: Callable[[], object], repeats: int) -> float:
+    """Median time of *action* over *repeats* runs."""
+    return statistics.median(_timed(action) for _ in range(repeats))
+
+
+def _timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def prompt_tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt of *count* tokens that shares no block with another seed's."""
+    return [(seed * 1_000_003 + position * 7919) % 128_000 for position in range(count)]
+
+
+def stored_events(tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0) -> Iterator[BlockStored]:
+    """Dense events that announce a prompt in runs of *blocks_per_event*."""
+    total = len(tokens) // BLOCK_SIZE
+    for first in range(0, total, blocks_per_event):
+        last = min(first + blocks_per_event, total)
+        yield BlockStored(
+            block_hashes=[block_hash(seed, index) for index in range(first, last)],
+            parent_block_hash=block_hash(seed, first - 1) if first else None,
+            token_ids=tokens[first * BLOCK_SIZE : last * BLOCK_SIZE],
+            medium="GPU",
+            group_idx=group,
+            extra_keys=[None] * (last - first),
+            kv_cache_spec_kind="sliding_window" if group else "full_attention",
+            kv_cache_spec_sliding_window=128 if group else None,
+            block_size=BLOCK_SIZE,
+        )
+
+
+def removed_events(tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0) -> Iterator[BlockRemoved]:
+    """The removals of what `stored_events` announced."""
+    total = len(tokens) // BLOCK_SIZE
+    for first in range(0, total, blocks_per_event):
+        yield BlockRemoved(
+            [block_hash(seed, index) for index in range(first, min(first + blocks_per_event, total))], "GPU", group
+        )
+
+
+def block_hash(seed: int, index: int) -> int:
+    """A 64-bit hash as an engine would name the block."""
+    return hash((seed, index, "block")) & (2**64 - 1)
+
+
+def filled_index(replicas: int, tokens: list[int], groups: int = 2) -> PrefixIndex:
+    """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every group."""
+    index = PrefixIndex()
+    for replica in range(replicas):
+        held = tokens[: len(tokens) * (replica + 1) // replicas]
+        events: list[Event] = [event for group in range(groups) for event in stored_events(held, 64, group)]
+        index.apply(SourceId(f"replica-{replica}"), EventBatch(0.0, events))
+    return index
