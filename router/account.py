@@ -1,0 +1,93 @@
+"""One proxied request on the books: load, health, metrics, and the prediction held against the truth."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from router.dispatch import Dispatched
+from router.load import InFlight, LoadTracker
+from router.metrics import RouterMetrics
+from router.proxy import RETRIED, Attempt, End, Failure, Outcome
+from router.routing import Decision, RoutePlanner
+from router.usage import UsageReader
+
+
+class ReplicaReports(Protocol):
+    """What the registry wants to hear of a request."""
+
+    def request_failed(self, replica_id: str, failure: Failure) -> None:
+        """The replica failed this request."""
+
+    def request_succeeded(self, replica_id: str) -> None:
+        """The replica began to answer."""
+
+
+class Bookkeeper:
+    """What all accounts share."""
+
+    def __init__(self, load: LoadTracker, metrics: RouterMetrics, planner: RoutePlanner, replicas: ReplicaReports) -> None:
+        self.load = load
+        self.metrics = metrics
+        self.planner = planner
+        self.replicas = replicas
+
+
+class Account:
+    """Implements the proxy's `Observer` for one request."""
+
+    def __init__(self, books: Bookkeeper, decision: Decision, dispatched: Dispatched | None) -> None:
+        """*dispatched* is None for requests without a prompt."""
+        self._books = books
+        self._decision = decision
+        self._dispatched = dispatched
+        self._in_flight: InFlight | None = None
+        self._usage = UsageReader()
+        self._events = 0
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        replica_id = attempt.replica_id
+        hit = self._decision.hit_of(replica_id)
+        uncached = max(self._decision.prompt_tokens - hit.total, 0)
+        if self._in_flight is None:
+            self._in_flight = self._books.load.started(replica_id, uncached, self._decision.prompt_tokens)
+        else:
+            self._in_flight.retried(replica_id, uncached)
+        self._books.planner.remember(self._decision, replica_id)
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> None:
+        if failure in RETRIED:
+            self._books.metrics.retries.labels(attempt.replica_id, failure.value).inc()
+            self._books.planner.forget(attempt.replica_id)
+        self._books.replicas.request_failed(attempt.replica_id, failure)
+
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        if self._in_flight is not None:
+            self._in_flight.first_token()
+        self._books.replicas.request_succeeded(attempt.replica_id)
+        self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(seconds)
+
+    def on_chunk(self, data: bytes) -> None:
+        self._usage.feed(data)
+        events = self._usage.data_events
+        if self._in_flight is not None and events > self._events:
+            self._in_flight.generated(events - self._events)
+            self._events = events
+
+    def on_end(self, outcome: Outcome) -> None:
+        if self._in_flight is not None:
+            self._in_flight.ended()
+        metrics, model = self._books.metrics, self._decision.model
+        replica = outcome.attempt.replica_id if outcome.attempt else "none"
+        metrics.requests.labels(model, replica, self._decision.policy, str(outcome.status or "none")).inc()
+        metrics.ends.labels(outcome.end.value).inc()
+        metrics.total.labels(model).observe(outcome.seconds)
+        if outcome.end is End.COMPLETED and outcome.status == 200 and outcome.attempt is not None:
+            self._compare(replica)
+
+    def _compare(self, replica: str) -> None:
+        dispatched = self._dispatched
+        if dispatched is None or not dispatched.is_comparable:
+            return
+        actual = self._usage.cached_tokens
+        if actual is not None:
+            self._books.metrics.compare(self._decision.model, replica, self._decision.hit_of(replica).total, actual)

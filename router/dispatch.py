@@ -1,0 +1,128 @@
+"""From a request's body to a decision: parse, tokenise, hash, match, rank."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+
+from router.errors import BadRequest, NoReplica
+from router.index.match import Prompt
+from router.metrics import RouterMetrics
+from router.models import Model, ModelSet
+from router.routing import Decision, ReplicaState, RoutePlanner, prepare
+from router.scoring import RouteRequest
+from router.tokenize import Endpoint, PromptLimits, PromptSpec, RequestBodyError, TokenizedPrompt, parse_request
+
+_Result = TypeVar("_Result")
+
+INLINE_BODY_BYTES = 262_144
+INLINE_TOKENS = 65_536
+"""Larger bodies are parsed, and longer prompts hashed, in a thread: a few milliseconds are what other streams may wait."""
+
+
+class ReplicaDirectory(Protocol):
+    """What dispatching needs of the registry."""
+
+    def serving(self, model: str) -> Sequence[ReplicaState]:
+        """All replicas that serve a model, by its base name, whatever their state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """A request that knows where to go."""
+
+    spec: PromptSpec
+    model: Model
+    tokenized: Sequence[TokenizedPrompt]
+    prompts: Sequence[Prompt]
+    decision: Decision
+
+    @property
+    def is_comparable(self) -> bool:
+        """Will the engine's `cached_tokens` be about the same thing as the prediction?"""
+        return len(self.tokenized) == 1 and self.spec.choices == 1 and self.tokenized[0].exact
+
+
+class _OnlyModel(msgspec.Struct):
+    model: str | None = None
+
+
+class Dispatcher:
+    """Decides where requests go."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        replicas: ReplicaDirectory,
+        planner: RoutePlanner,
+        metrics: RouterMetrics,
+        limits: PromptLimits | None = None,
+    ) -> None:
+        self._models = models
+        self._replicas = replicas
+        self._planner = planner
+        self._metrics = metrics
+        self._limits = limits or PromptLimits()
+
+    async def dispatch(
+        self, endpoint: Endpoint, body: bytes, session: str | None = None, encoding: Literal["json", "msgpack"] = "json"
+    ) -> Dispatched:
+        """Decide where a request goes; the decision's ranking may be empty.
+
+        Raises:
+            BadRequest: The body breaks a rule.
+            UnknownModel: Nobody serves the model it names.
+        """
+        spec = await self._parse(endpoint, body, encoding)
+        found = self._models.resolve(spec.model)
+        started = time.perf_counter()
+        tokenized = await found.model.tokenization.tokenize(spec, lora_name=found.lora_name)
+        tokenized_at = time.perf_counter()
+        self._metrics.tokenization.labels(found.model.name).observe(tokenized_at - started)
+        count = sum(len(prompt.token_ids) for prompt in tokenized)
+        prompts = await _run(lambda: prepare(found.model.index, tokenized), count <= INLINE_TOKENS)
+        request = RouteRequest(model=found.model.name, prompt_tokens=count, session=session or spec.session)
+        decision = self._decide(request, found.model, prompts, time.perf_counter() - tokenized_at)
+        return Dispatched(spec, found.model, tokenized, prompts, decision)
+
+    def by_load(self, body: bytes) -> Decision:
+        """Decide for a request that has no prompt of its own, as /tokenize.
+
+        Raises:
+            BadRequest: The body is no JSON object.
+            UnknownModel: Nobody serves the model it names.
+        """
+        try:
+            named = msgspec.json.decode(body, type=_OnlyModel)
+        except msgspec.MsgspecError:
+            raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string") from None
+        model = self._models.resolve(named.model).model
+        return self._decide(RouteRequest(model=model.name, prompt_tokens=0), model, (), 0.0)
+
+    def require_replica(self, decision: Decision) -> None:
+        """Raises `NoReplica`, with the reasons counted, if a decision found nobody."""
+        if not decision.ranking.ranked:
+            raise NoReplica(decision.model, decision.ranking.why_nobody)
+
+    def _decide(self, request: RouteRequest, model: Model, prompts: Sequence[Prompt], seconds: float) -> Decision:
+        replicas = self._replicas.serving(model.name)
+        decision = self._planner.decide(request, model.index, prompts, replicas, seconds)
+        self._metrics.routing.labels(model.name).observe(decision.seconds)
+        return decision
+
+    async def _parse(self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]) -> PromptSpec:
+        try:
+            return await _run(
+                lambda: parse_request(endpoint, body, encoding=encoding, limits=self._limits), len(body) <= INLINE_BODY_BYTES
+            )
+        except RequestBodyError as error:
+            raise BadRequest(error.place, error.found, error.rule) from None
+
+
+async def _run(job: Callable[[], _Result], is_small: bool) -> _Result:
+    return job() if is_small else await asyncio.to_thread(job)

@@ -1,0 +1,199 @@
+"""What can go wrong in the router.
+
+    RouterError
+    ├── ConfigError             the configuration: every problem found, each with its path
+    ├── PolicyError             a policy that does not exist, cannot be made, or broke the rules of one
+    ├── ReplicaAnswerInvalid    a replica said something about itself that makes no sense
+    └── RequestError            a client's or an operator's request is answered with an error
+        ├── BadRequest          400  the input breaks a rule: place, value, rule
+        ├── Unauthorized        401  no API key, or a wrong one
+        ├── UnknownModel        404  no replica serves a model of that name
+        ├── UnknownReplica      404  no replica has that id
+        ├── ReplicaExists       409  the id or the URL is taken
+        ├── BodyTooLarge        413  over the bound on bodies
+        ├── Overloaded          503  over the bound on requests under way
+        ├── NoReplica           503  nobody can serve it now, with the seconds after which to try again
+        └── ShuttingDown        503  the router finishes what it has and takes nothing new
+
+`tokenize`, `upstream` and the index have trees of their own. Messages name place, value and rule; no prompt, token or key is
+ever in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing wrong with some input."""
+
+    place: str
+    """Path of the value: `replicas[1].url`. Empty for the whole."""
+    text: str
+    """The value, unless it is a secret, and the rule it breaks."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.place else self.text
+
+
+class RouterError(Exception):
+    """Root of everything the router raises on purpose."""
+
+
+class ConfigError(RouterError):
+    """The configuration cannot be used."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__("\n  ".join([f"{head} in the configuration:", *map(str, self.problems)]))
+
+
+class PolicyError(RouterError):
+    """A routing policy that does not exist, cannot be made, or answered with something that is no ranking."""
+
+
+class ReplicaAnswerInvalid(RouterError):
+    """An answer that a replica gave about itself: its models, its event sources."""
+
+    def __init__(self, place: str, text: str) -> None:
+        super().__init__(f"{place}: {text}")
+
+
+class RequestError(RouterError):
+    """The base of errors that a client or an operator is told; subclasses say status, type and code."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    retry_after_s: int | None = None
+    """Seconds after which it makes sense to try again, for the `Retry-After` header."""
+
+    def openai(self) -> dict[str, dict[str, str]]:
+        """The body of the answer, in the shape that OpenAI's clients understand."""
+        return {"error": {"message": str(self), "type": self.type, "code": self.code}}
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Headers that belong to the answer, names in lower case."""
+        return () if self.retry_after_s is None else ((b"retry-after", b"%d" % self.retry_after_s),)
+
+
+class BadRequest(RequestError):
+    """The input breaks a rule.
+
+    Args:
+        place: Path of the value in the body, or the header's name.
+        found: What is there: the value itself where it is no secret and no prompt, else its type and size.
+        rule: What would have been right.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+    def __init__(self, place: str, found: str, rule: str) -> None:
+        super().__init__(f"{place}: {found}; {rule}")
+        self.place = place
+        self.found = found
+        self.rule = rule
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong; which of the two is not said."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        super().__init__("authorization: the API key is missing or wrong; send it as 'Authorization: Bearer <key>'")
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return ((b"www-authenticate", b"Bearer"),)
+
+
+class UnknownModel(RequestError):
+    """No replica serves a model of that name."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"model: no replica serves {_shown(model)}; GET /v1/models lists the models there are")
+
+
+class UnknownReplica(RequestError):
+    """No replica has that id."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "replica_not_found"
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(f"replica: there is none with the id {_shown(replica_id)}; GET /replicas lists them")
+
+
+class ReplicaExists(RequestError):
+    """A replica cannot be added, because its id or its URL is another one's."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "replica_exists"
+
+    def __init__(self, place: str, value: str, replica_id: str) -> None:
+        super().__init__(f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; remove that one first")
+
+
+class BodyTooLarge(RequestError):
+    """A request body over the bound."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"body: longer than the limit of {limit_bytes} bytes")
+
+
+class _NotNow(RequestError):
+    status = 503
+    type = "server_error"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(_NotNow):
+    """The router itself has as many requests under way as it may."""
+
+    code = "overloaded"
+
+    def __init__(self, limit: int, retry_after_s: int = 1) -> None:
+        super().__init__(f"the router has its limit of {limit} requests under way; try again", retry_after_s)
+
+
+class NoReplica(_NotNow):
+    """Replicas serve the model, but none can take a request now. *why* counts the reasons, without a client's data."""
+
+    code = "no_replica"
+
+    def __init__(self, model: str, why: str, retry_after_s: int = 1) -> None:
+        super().__init__(f"no replica can serve {_shown(model)} now: {why}; try again", retry_after_s)
+
+
+class ShuttingDown(_NotNow):
+    """The router finishes what it has and takes nothing new."""
+
+    code = "shutting_down"
+
+    def __init__(self, retry_after_s: int = 1) -> None:
+        super().__init__("the router is shutting down; try again", retry_after_s)
+
+
+def _shown(text: str) -> str:
+    """A name from outside, bounded and quoted."""
+    return repr(text if len(text) <= 100 else text[:97] + "...")

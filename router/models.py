@@ -1,0 +1,117 @@
+"""The models the router knows: for each its index, its tokenisation, and every name it goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from router.config import ModelConfig
+from router.errors import UnknownModel
+from router.index.index import PrefixIndex
+from router.index.learning import LayoutHints
+from router.tokenize import ChatSettings, LocalTokenizer, RemoteTokenizer, Tokenization, read_model_files
+
+FetchForModel: TypeAlias = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
+"""`(model, path, body) -> (status, body)`: asks some replica that serves the model."""
+
+MAX_DISCOVERED_MODELS = 256
+"""Bound on models that no configuration names: a replica's answer must not grow the router without end."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One base model."""
+
+    name: str
+    tokenization: Tokenization
+    hints: LayoutHints = field(default_factory=LayoutHints)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+
+
+class ModelName(NamedTuple):
+    """What a name in a request stands for."""
+
+    model: Model
+    lora_name: str | None
+
+
+class ModelSet:
+    """Models by name. Configured ones stay; others appear when a replica says that it serves them."""
+
+    def __init__(self, configured: Iterable[ModelConfig], fetch: FetchForModel) -> None:
+        """Load the tokenizers of all configured models.
+
+        Raises:
+            ModelFilesError: A tokenizer or chat template cannot be used.
+        """
+        self._fetch = fetch
+        self._models: dict[str, Model] = {}
+        self._names: dict[str, tuple[str, str | None]] = {}
+        for config in configured:
+            self._add_configured(config)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def get(self, name: str) -> Model | None:
+        """The base model of that very name."""
+        return self._models.get(name)
+
+    def resolve(self, name: str | None) -> ModelName:
+        """What a request's `model` stands for; without one, the only model there is.
+
+        Raises:
+            UnknownModel: Nobody serves it, or there are several and the request names none.
+        """
+        if name is None and len(self._models) == 1:
+            return ModelName(next(iter(self._models.values())), None)
+        found = self._names.get(name or "")
+        if found is None:
+            raise UnknownModel(name or "(none named)")
+        return ModelName(self._models[found[0]], found[1])
+
+    def discover(self, name: str, parent: str | None = None) -> Model | None:
+        """A replica serves *name*, as an adapter of *parent* if that is given; None if there are too many already."""
+        if name in self._names:
+            return self._models[self._names[name][0]]
+        if len(self._names) >= MAX_DISCOVERED_MODELS:
+            return None
+        base = self._names[parent][0] if parent in self._names else parent or name
+        if base not in self._models:
+            self._models[base] = Model(base, Tokenization(remote=self._remote(base)))
+            self._names[base] = (base, None)
+        self._names[name] = (base, name if parent else None)
+        return self._models[base]
+
+    def names(self) -> dict[str, str | None]:
+        """Every name a request may use, with the base model of those that are adapters."""
+        return {name: base if adapter else None for name, (base, adapter) in self._names.items()}
+
+    def close(self) -> None:
+        """Let the tokenizers' threads go."""
+        for model in self._models.values():
+            model.tokenization.close()
+
+    def _add_configured(self, config: ModelConfig) -> None:
+        tokenization = Tokenization(local=_local_tokenizer(config), remote=self._remote(config.name))
+        self._models[config.name] = Model(config.name, tokenization, config.layout.to_hints())
+        for name in (config.name, *config.aliases):
+            self._names[name] = (config.name, None)
+        for adapter in config.lora_adapters:
+            self._names[adapter] = (config.name, adapter)
+
+    def _remote(self, model: str) -> RemoteTokenizer:
+        async def fetch(path: str, body: bytes) -> tuple[int, bytes]:
+            return await self._fetch(model, path, body)
+
+        return RemoteTokenizer(fetch)
+
+
+def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
+    if config.tokenized_at_replica:
+        return None
+    files = read_model_files(Path(config.tokenizer))
+    template = Path(config.chat_template).read_text() if config.chat_template else None
+    return LocalTokenizer(files, chat=ChatSettings(chat_template=template) if template else None)

@@ -1,0 +1,184 @@
+"""The decision: a tokenised request and everything known of the replicas in, a ranking with hits and reasons out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.index.index import PrefixIndex, SourceId
+from router.index.match import Explanation, Hit, Prompt
+from router.load import LoadTracker
+from router.recent import RecentPrefixes
+from router.scoring import Candidate, Policy, Ranking, RouteRequest, rank
+from router.tokenize import TokenizedPrompt
+
+RECENT_STEP = 64
+"""Tokens between two keys of the short memory of what was sent where; one step for all, as it asks for."""
+MAX_MATCHED_PROMPTS = 64
+"""Prompts of one batch that are looked up; the rest counts as uncached."""
+
+
+class ReplicaState(NamedTuple):
+    """What the registry knows of one replica that serves the model."""
+
+    replica_id: str
+    dp_ranks: Sequence[int] = (0,)
+    healthy: bool = True
+    draining: bool = False
+    speed: float = 1.0
+    max_requests: int | None = None
+    engine_running: int = 0
+    engine_waiting: int = 0
+    """By the engine's own gauges; 0 where they are not known."""
+
+
+class PredictedHit(NamedTuple):
+    """What one replica would reuse of a request, in tokens, summed over its prompts."""
+
+    source: SourceId
+    gpu: int
+    total: int
+    suspect: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request should go, and why."""
+
+    model: str
+    policy: str
+    prompt_tokens: int
+    ranking: Ranking
+    hits: dict[str, PredictedHit]
+    """By replica id."""
+    recent_keys: tuple[Sequence[int], ...]
+    seconds: float
+
+    def hit_of(self, replica_id: str) -> PredictedHit:
+        """The prediction for one replica of the ranking."""
+        return self.hits[replica_id]
+
+
+class RoutePlanner:
+    """Makes decisions. No I/O; the clock is passed in."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        policy_name: str,
+        load: LoadTracker,
+        recent: RecentPrefixes,
+        is_suspect: Callable[[SourceId], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = policy
+        self._policy_name = policy_name
+        self._load = load
+        self._recent = recent
+        self._is_suspect = is_suspect
+        self._clock = clock
+
+    def decide(
+        self,
+        request: RouteRequest,
+        index: PrefixIndex,
+        prompts: Sequence[Prompt],
+        replicas: Iterable[ReplicaState],
+        seconds_before: float = 0.0,
+    ) -> Decision:
+        """Rank *replicas* for a request.
+
+        Args:
+            request: What the policy may know.
+            index: The model's index.
+            prompts: From `prepare`.
+            replicas: All that serve the model, whatever their state.
+            seconds_before: Time already spent on this decision, for its figure.
+        Raises:
+            PolicyError: A plug-in broke the rules of a policy.
+        """
+        started = time.perf_counter()
+        matches = [index.match_prompt(prompt) for prompt in prompts]
+        keys = tuple(prompt.keys(RECENT_STEP) for prompt in prompts)
+        recent = self._recent_tokens(keys)
+        hits: dict[str, PredictedHit] = {}
+        candidates = []
+        for replica in replicas:
+            hits[replica.replica_id] = hit = self._hit(replica, matches)
+            candidates.append(self._candidate(replica, hit, recent.get(replica.replica_id, 0)))
+        ranking = rank(self._policy, request, candidates)
+        seconds = seconds_before + time.perf_counter() - started
+        return Decision(request.model, self._policy_name, request.prompt_tokens, ranking, hits, keys, seconds)
+
+    def remember(self, decision: Decision, replica_id: str) -> None:
+        """The request is on its way to this replica: its prefixes will be there soon."""
+        now = self._clock()
+        for keys in decision.recent_keys:
+            self._recent.remember(replica_id, keys, now)
+
+    def forget(self, replica_id: str) -> None:
+        """What was sent to this replica is void."""
+        self._recent.forget(replica_id)
+
+    def _recent_tokens(self, keys: Sequence[Sequence[int]]) -> dict[str, int]:
+        now = self._clock()
+        tokens: dict[str, int] = {}
+        for prompt_keys in keys:
+            for replica_id, found in self._recent.match(prompt_keys, RECENT_STEP, now).items():
+                tokens[replica_id] = tokens.get(replica_id, 0) + found
+        return tokens
+
+    def _hit(self, replica: ReplicaState, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
+        """The best rank of a replica; of equal ones the first."""
+        ranks = [self._rank_hit(SourceId(replica.replica_id, rank), matches) for rank in replica.dp_ranks or (0,)]
+        return max(ranks, key=lambda hit: (hit.total, hit.gpu))
+
+    def _rank_hit(self, source: SourceId, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
+        found = [match[source] for match in matches if source in match]
+        gpu, total = sum(hit.gpu for hit in found), sum(hit.total for hit in found)
+        return PredictedHit(source, gpu, total, self._is_suspect(source))
+
+    def _candidate(self, replica: ReplicaState, hit: PredictedHit, recent_tokens: int) -> Candidate:
+        load = self._load.load_of(replica.replica_id)
+        return Candidate(
+            replica_id=replica.replica_id,
+            gpu_tokens=hit.gpu,
+            total_tokens=hit.total,
+            recent_tokens=recent_tokens,
+            suspect=hit.suspect,
+            queued_prefill_tokens=load.prefill_tokens,
+            prefilling_requests=load.prefilling_requests,
+            decoding_requests=load.decoding_requests,
+            decode_context_tokens=load.context_tokens,
+            foreign_requests=max(0, replica.engine_running + replica.engine_waiting - load.requests),
+            waiting_requests=replica.engine_waiting,
+            speed=replica.speed,
+            healthy=replica.healthy,
+            draining=replica.draining,
+            at_capacity=replica.max_requests is not None and load.requests >= replica.max_requests,
+            dp_rank=hit.source.dp_rank if len(replica.dp_ranks) > 1 and hit.total else None,
+        )
+
+
+def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Prompt]:
+    """Prompts ready for matching; those whose ids are not known are left out.
+
+    Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a thread.
+    """
+    prompts = [
+        index.prompt(found.token_ids, found.lora_name, found.cache_salt, found.extra_keys)
+        for found in tokenized[:MAX_MATCHED_PROMPTS]
+        if found.token_ids
+    ]
+    for prompt in prompts:
+        prompt.keys(RECENT_STEP)
+        for step in index.steps():
+            prompt.keys(*step)
+    return prompts
+
+
+def explain(index: PrefixIndex, prompts: Sequence[Prompt]) -> list[dict[SourceId, Explanation]]:
+    """Each prompt's hits by group, for people."""
+    return [index.explain_prompt(prompt) for prompt in prompts]

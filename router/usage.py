@@ -1,0 +1,177 @@
+"""What an answer says about its own tokens, read from the bytes as they pass.
+
+Three forms are known: OpenAI's completions (``usage.prompt_tokens_details.cached_tokens``), its responses
+(``usage.input_tokens_details.cached_tokens``) and Anthropic's messages (``usage.cache_read_input_tokens``, its input tokens
+counted without the cached ones). A stream says it in its last event, in every event, or (Anthropic) half in the first.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+# Of a JSON body, and of a single event, no more than this (twice for a moment) is kept: the tail, where the usage stands.
+MAX_KEPT_BYTES = 64 * 1024
+
+_KEY = b'"usage"'
+_NOTHING = (b'"usage":null', b'"usage": null')
+_TokenCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _TokenCount | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _TokenCount | None = None
+    completion_tokens: _TokenCount | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: _TokenCount | None = None
+    output_tokens: _TokenCount | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: _TokenCount | None = None
+    cache_creation_input_tokens: _TokenCount | None = None
+
+
+class _Inner(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+    # Anthropic's message_start and the events of /v1/responses wrap it once.
+    message: _Inner | None = None
+    response: _Inner | None = None
+
+
+class Usage(NamedTuple):
+    """Tokens of one answer; None where the answer does not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class UsageReader:
+    """Fed with every piece of a body, answers for its usage. Parses nothing but the events that hold one, and those late."""
+
+    __slots__ = ("_first", "_is_json", "_last", "_rest", "data_events")
+
+    def __init__(self) -> None:
+        # About one per decoded token, plus the stream's own: role, usage and [DONE].
+        self.data_events = 0
+        self._is_json: bool | None = None
+        # Of a JSON body its tail; of a stream the line that has not ended yet.
+        self._rest = bytearray()
+        self._first = b""
+        self._last = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take the next piece of the body, cut anywhere."""
+        if self._is_json is None:
+            start = data.lstrip()[:1]
+            if not start:
+                return
+            self._is_json = start in (b"{", b"[")
+        if self._is_json:
+            self._keep(data)
+        else:
+            self._feed_events(data)
+
+    def usage(self) -> Usage:
+        """What the body said so far."""
+        if self._is_json:
+            return _read(bytes(self._rest).strip())
+        # A stream may end without a line end; its last event counts all the same.
+        last = _read(_payload(bytes(self._rest))) if _KEY in self._rest else _read(self._last)
+        first = _read(self._first)
+        return Usage(*(new if new is not None else old for new, old in zip(last, first, strict=True)))
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self.usage().prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int | None:
+        return self.usage().completion_tokens
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return self.usage().cached_tokens
+
+    def _feed_events(self, data: bytes) -> None:
+        self.data_events += data.count(b"\ndata:")
+        if not self._rest:
+            self.data_events += data.startswith(b"data:")
+            if data.endswith(b"\n") and _KEY not in data:
+                # The usual piece: whole events, none with a usage.
+                return
+        self._feed_lines(data)
+
+    def _feed_lines(self, data: bytes) -> None:
+        end = data.rfind(b"\n") + 1
+        if end:
+            lines = bytes(self._rest) + data[:end]
+            self._rest.clear()
+            if _KEY in lines:
+                for line in lines.splitlines():
+                    self._take_line(line)
+        self._keep(data[end:])
+
+    def _take_line(self, line: bytes) -> None:
+        if line.count(_KEY) == sum(map(line.count, _NOTHING)):
+            return
+        self._last = _payload(line)
+        self._first = self._first or self._last
+
+    def _keep(self, data: bytes) -> None:
+        self._rest += data
+        if len(self._rest) > 2 * MAX_KEPT_BYTES:
+            del self._rest[:-MAX_KEPT_BYTES]
+
+
+def _payload(line: bytes) -> bytes:
+    return line.removeprefix(b"data:").strip()[-MAX_KEPT_BYTES:]
+
+
+def _read(body: bytes) -> Usage:
+    """The usage in a JSON body, or in the tail of one whose beginning was not kept."""
+    if _KEY not in body:
+        return Usage()
+    if not body.startswith(b"{"):
+        return _read_tail(body)
+    try:
+        whole = msgspec.json.decode(body, type=_Body)
+    except msgspec.ValidationError:
+        # JSON, but with something else where a usage would stand.
+        return Usage()
+    except msgspec.DecodeError:
+        return _read_tail(body)
+    inner = whole.message or whole.response
+    found = whole.usage or (inner.usage if inner is not None else None)
+    return Usage() if found is None else _normalise(found)
+
+
+def _read_tail(tail: bytes) -> Usage:
+    text = tail.decode("utf-8", errors="replace")
+    start = text.find("{", text.rfind('"usage"'))
+    if start < 0:
+        return Usage()
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text, start)
+        return _normalise(msgspec.convert(found, _Usage))
+    except (ValueError, RecursionError):
+        return Usage()
+
+
+def _normalise(usage: _Usage) -> Usage:
+    details = usage.prompt_tokens_details or usage.input_tokens_details
+    cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
+    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+    if prompt is not None and details is None:
+        # Anthropic counts what was read from and written to the cache beside the input tokens, not among them.
+        prompt += (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    return Usage(prompt, completion, cached)
