@@ -56,11 +56,12 @@ class Endpoint:
         Raises:
             EndpointError: The port of that rank would lie above 65535.
         """
-        if data_parallel_rank == 0 or self.port == ANY_PORT or self.address == "*":
-            return self if self.port in (None, ANY_PORT) else _next_port(self, data_parallel_rank)
+        if self.port == ANY_PORT or data_parallel_rank == 0:
+            return self
         if self.port is not None:
-            return _next_port(self, data_parallel_rank)
-        return replace(self, address=f"{self.address}_dp{data_parallel_rank}")
+            return _next_port(self, self.port + data_parallel_rank)
+        # `ipc://*` is a new path for every socket as it is.
+        return self if self.address == "*" else replace(self, address=f"{self.address}_dp{data_parallel_rank}")
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.address}" + ("" if self.port is None else f":{self.port}")
@@ -68,7 +69,8 @@ class Endpoint:
 
 def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
     host, separator, port = rest.rpartition(":")
-    if not separator or not host or host.count(":") != (0 if not host.startswith("[") else host[1:-1].count(":")):
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not separator or not host or (":" in host and not is_bracketed):
         raise EndpointError(f"{place}: {text[:200]!r} must be tcp://host:port, with an IPv6 host in brackets")
     if port == "*":
         return Endpoint("tcp", host, ANY_PORT)
@@ -77,11 +79,9 @@ def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
     return Endpoint("tcp", host, int(port))
 
 
-def _next_port(endpoint: Endpoint, data_parallel_rank: int) -> Endpoint:
-    assert endpoint.port is not None
-    port = endpoint.port + data_parallel_rank
+def _next_port(endpoint: Endpoint, port: int) -> Endpoint:
     if port > 65535:
-        raise EndpointError(f"{endpoint}: data-parallel rank {data_parallel_rank} would use port {port}, above 65535")
+        raise EndpointError(f"{endpoint}: the data-parallel rank's port {port} must not lie above 65535")
     return replace(endpoint, port=port)
 
 

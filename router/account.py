@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from router.dispatch import Dispatched
 from router.load import InFlight, LoadTracker
 from router.metrics import RouterMetrics
 from router.proxy import RETRIED, Attempt, End, Failure, Outcome
+from router.replicas import ReplicaRegistry
 from router.routing import Decision, RoutePlanner
 from router.usage import UsageReader
-
-
-class ReplicaReports(Protocol):
-    """What the registry wants to hear of a request."""
-
-    def request_failed(self, replica_id: str, failure: Failure) -> None:
-        """The replica failed this request."""
-
-    def request_succeeded(self, replica_id: str) -> None:
-        """The replica began to answer."""
 
 
 class Bookkeeper:
     """What all accounts share."""
 
-    def __init__(self, load: LoadTracker, metrics: RouterMetrics, planner: RoutePlanner, replicas: ReplicaReports) -> None:
+    def __init__(self, load: LoadTracker, metrics: RouterMetrics, planner: RoutePlanner, replicas: ReplicaRegistry) -> None:
         self.load = load
         self.metrics = metrics
         self.planner = planner
@@ -58,12 +47,14 @@ class Account:
         if failure in RETRIED:
             self._books.metrics.retries.labels(attempt.replica_id, failure.value).inc()
             self._books.planner.forget(attempt.replica_id)
-        self._books.replicas.request_failed(attempt.replica_id, failure)
+        # A 500 may be the request's own doing; were it held against the replica, one client could empty the fleet.
+        if failure is not Failure.SERVER_ERROR:
+            self._books.replicas.report_failure(attempt.replica_id, failure.value)
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.first_token()
-        self._books.replicas.request_succeeded(attempt.replica_id)
+        self._books.replicas.report_served(attempt.replica_id)
         self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(seconds)
 
     def on_chunk(self, data: bytes) -> None:

@@ -13,8 +13,9 @@ import msgspec
 from router.errors import BadRequest, NoReplica
 from router.index.match import Prompt
 from router.metrics import RouterMetrics
-from router.models import Model, ModelSet
-from router.routing import Decision, ReplicaState, RoutePlanner, prepare
+from router.models import Model, ModelName, ModelSet
+from router.replicas import Replica
+from router.routing import Decision, RoutePlanner, prepare
 from router.scoring import RouteRequest
 from router.tokenize import Endpoint, PromptLimits, PromptSpec, RequestBodyError, TokenizedPrompt, parse_request
 
@@ -28,8 +29,8 @@ INLINE_TOKENS = 65_536
 class ReplicaDirectory(Protocol):
     """What dispatching needs of the registry."""
 
-    def serving(self, model: str) -> Sequence[ReplicaState]:
-        """All replicas that serve a model, by its base name, whatever their state."""
+    def serving(self, model: str) -> Sequence[Replica]:
+        """All replicas that serve a model or an adapter of that name, whatever their state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Dispatcher:
         count = sum(len(prompt.token_ids) for prompt in tokenized)
         prompts = await _run(lambda: prepare(found.model.index, tokenized), count <= INLINE_TOKENS)
         request = RouteRequest(model=found.model.name, prompt_tokens=count, session=session or spec.session)
-        decision = self._decide(request, found.model, prompts, time.perf_counter() - tokenized_at)
+        decision = self._decide(request, found, prompts, time.perf_counter() - tokenized_at)
         return Dispatched(spec, found.model, tokenized, prompts, decision)
 
     def by_load(self, body: bytes) -> Decision:
@@ -101,19 +102,26 @@ class Dispatcher:
             named = msgspec.json.decode(body, type=_OnlyModel)
         except msgspec.MsgspecError:
             raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string") from None
-        model = self._models.resolve(named.model).model
-        return self._decide(RouteRequest(model=model.name, prompt_tokens=0), model, (), 0.0)
+        found = self._models.resolve(named.model)
+        return self._decide(RouteRequest(model=found.model.name, prompt_tokens=0), found, (), 0.0)
 
     def require_replica(self, decision: Decision) -> None:
         """Raises `NoReplica`, with the reasons counted, if a decision found nobody."""
         if not decision.ranking.ranked:
             raise NoReplica(decision.model, decision.ranking.why_nobody)
 
-    def _decide(self, request: RouteRequest, model: Model, prompts: Sequence[Prompt], seconds: float) -> Decision:
-        replicas = self._replicas.serving(model.name)
-        decision = self._planner.decide(request, model.index, prompts, replicas, seconds)
-        self._metrics.routing.labels(model.name).observe(decision.seconds)
+    def _decide(self, request: RouteRequest, found: ModelName, prompts: Sequence[Prompt], seconds: float) -> Decision:
+        decision = self._planner.decide(request, found.model.index, prompts, self._serving(found), seconds)
+        self._metrics.routing.labels(found.model.name).observe(decision.seconds)
         return decision
+
+    def _serving(self, found: ModelName) -> Sequence[Replica]:
+        """Replicas that have the adapter; or, where none says so, all that serve the base model under any of its names."""
+        adapted = self._replicas.serving(found.lora_name) if found.lora_name else ()
+        if adapted:
+            return adapted
+        by_id = {replica.id: replica for name in found.model.names for replica in self._replicas.serving(name)}
+        return tuple(by_id.values())
 
     async def _parse(self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]) -> PromptSpec:
         try:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+
+_Key = TypeVar("_Key", bound=tuple[str, ...])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,7 +43,7 @@ class Family:
     is_counter: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Snapshot:
     """What the last scrape found; the collector reads it in a thread while the loop goes on."""
 
@@ -152,11 +154,11 @@ class RouterMetrics:
         return await asyncio.to_thread(generate_latest, self._registry)
 
 
-def gauge(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Family:
+def gauge(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]) -> Family:
     """A gauge from values by label."""
     return Family(name, help_text, labels, [Sample(key, value) for key, value in values.items()])
 
 
-def counter(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Family:
+def counter(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]) -> Family:
     """A counter that another part keeps, from values by label."""
     return Family(name, help_text, labels, [Sample(key, value) for key, value in values.items()], is_counter=True)

@@ -26,8 +26,14 @@ class Model:
 
     name: str
     tokenization: Tokenization
+    aliases: tuple[str, ...] = ()
     hints: LayoutHints = field(default_factory=LayoutHints)
     index: PrefixIndex = field(default_factory=PrefixIndex)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which replicas serve it."""
+        return (self.name, *self.aliases)
 
 
 class ModelName(NamedTuple):
@@ -58,6 +64,10 @@ class ModelSet:
     def get(self, name: str) -> Model | None:
         """The base model of that very name."""
         return self._models.get(name)
+
+    def index_of(self, name: str) -> PrefixIndex:
+        """The index of the base model of that very name, which is known."""
+        return self._models[name].index
 
     def resolve(self, name: str | None) -> ModelName:
         """What a request's `model` stands for; without one, the only model there is.
@@ -96,7 +106,7 @@ class ModelSet:
 
     def _add_configured(self, config: ModelConfig) -> None:
         tokenization = Tokenization(local=_local_tokenizer(config), remote=self._remote(config.name))
-        self._models[config.name] = Model(config.name, tokenization, config.layout.to_hints())
+        self._models[config.name] = Model(config.name, tokenization, config.aliases, config.layout.to_hints())
         for name in (config.name, *config.aliases):
             self._names[name] = (config.name, None)
         for adapter in config.lora_adapters:

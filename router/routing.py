@@ -11,6 +11,7 @@ from router.index.index import PrefixIndex, SourceId
 from router.index.match import Explanation, Hit, Prompt
 from router.load import LoadTracker
 from router.recent import RecentPrefixes
+from router.replicas import Replica
 from router.scoring import Candidate, Policy, Ranking, RouteRequest, rank
 from router.tokenize import TokenizedPrompt
 
@@ -18,20 +19,6 @@ RECENT_STEP = 64
 """Tokens between two keys of the short memory of what was sent where; one step for all, as it asks for."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
-
-
-class ReplicaState(NamedTuple):
-    """What the registry knows of one replica that serves the model."""
-
-    replica_id: str
-    dp_ranks: Sequence[int] = (0,)
-    healthy: bool = True
-    draining: bool = False
-    speed: float = 1.0
-    max_requests: int | None = None
-    engine_running: int = 0
-    engine_waiting: int = 0
-    """By the engine's own gauges; 0 where they are not known."""
 
 
 class PredictedHit(NamedTuple):
@@ -71,6 +58,7 @@ class RoutePlanner:
         load: LoadTracker,
         recent: RecentPrefixes,
         is_suspect: Callable[[SourceId], bool],
+        gauges_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = policy
@@ -78,6 +66,7 @@ class RoutePlanner:
         self._load = load
         self._recent = recent
         self._is_suspect = is_suspect
+        self._gauges_stale_after_s = gauges_stale_after_s
         self._clock = clock
 
     def decide(
@@ -85,7 +74,7 @@ class RoutePlanner:
         request: RouteRequest,
         index: PrefixIndex,
         prompts: Sequence[Prompt],
-        replicas: Iterable[ReplicaState],
+        replicas: Iterable[Replica],
         seconds_before: float = 0.0,
     ) -> Decision:
         """Rank *replicas* for a request.
@@ -106,8 +95,8 @@ class RoutePlanner:
         hits: dict[str, PredictedHit] = {}
         candidates = []
         for replica in replicas:
-            hits[replica.replica_id] = hit = self._hit(replica, matches)
-            candidates.append(self._candidate(replica, hit, recent.get(replica.replica_id, 0)))
+            hits[replica.id] = hit = self._hit(replica, matches)
+            candidates.append(self._candidate(replica, hit, recent.get(replica.id, 0)))
         ranking = rank(self._policy, request, candidates)
         seconds = seconds_before + time.perf_counter() - started
         return Decision(request.model, self._policy_name, request.prompt_tokens, ranking, hits, keys, seconds)
@@ -130,35 +119,28 @@ class RoutePlanner:
                 tokens[replica_id] = tokens.get(replica_id, 0) + found
         return tokens
 
-    def _hit(self, replica: ReplicaState, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
+    def _hit(self, replica: Replica, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
         """The best rank of a replica; of equal ones the first."""
-        ranks = [self._rank_hit(SourceId(replica.replica_id, rank), matches) for rank in replica.dp_ranks or (0,)]
-        return max(ranks, key=lambda hit: (hit.total, hit.gpu))
+        ranks = [source.dp_rank for source in replica.sources] or [0]
+        hits = [self._rank_hit(SourceId(replica.id, rank), matches) for rank in ranks]
+        return max(hits, key=lambda hit: (hit.total, hit.gpu))
 
     def _rank_hit(self, source: SourceId, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
         found = [match[source] for match in matches if source in match]
         gpu, total = sum(hit.gpu for hit in found), sum(hit.total for hit in found)
         return PredictedHit(source, gpu, total, self._is_suspect(source))
 
-    def _candidate(self, replica: ReplicaState, hit: PredictedHit, recent_tokens: int) -> Candidate:
-        load = self._load.load_of(replica.replica_id)
-        return Candidate(
-            replica_id=replica.replica_id,
+    def _candidate(self, replica: Replica, hit: PredictedHit, recent_tokens: int) -> Candidate:
+        has_choice = len(replica.sources) > 1 and hit.total > 0
+        return replica.candidate(
+            self._load.load_of(replica.id),
+            self._clock(),
+            self._gauges_stale_after_s,
             gpu_tokens=hit.gpu,
             total_tokens=hit.total,
             recent_tokens=recent_tokens,
             suspect=hit.suspect,
-            queued_prefill_tokens=load.prefill_tokens,
-            prefilling_requests=load.prefilling_requests,
-            decoding_requests=load.decoding_requests,
-            decode_context_tokens=load.context_tokens,
-            foreign_requests=max(0, replica.engine_running + replica.engine_waiting - load.requests),
-            waiting_requests=replica.engine_waiting,
-            speed=replica.speed,
-            healthy=replica.healthy,
-            draining=replica.draining,
-            at_capacity=replica.max_requests is not None and load.requests >= replica.max_requests,
-            dp_rank=hit.source.dp_rank if len(replica.dp_ranks) > 1 and hit.total else None,
+            dp_rank=hit.source.dp_rank if has_choice else None,
         )
 
 

@@ -126,6 +126,11 @@ class PrefixIndex:
         """Like `explain`, for a prepared prompt."""
         return {source_id: explain(source, prompt) for source_id, source in self.sources.items()}
 
+    def steps(self) -> set[tuple[int, int]]:
+        """`(hash block size, lookahead)` of all layouts known: with these, `Prompt.keys` does a match's work beforehand."""
+        sources = self.sources.values()
+        return {(source.layout.hash_block_size, source.learner.lookahead) for source in sources if source.layout}
+
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source_id: _statistics(source) for source_id, source in self.sources.items()}
 

@@ -1,0 +1,77 @@
+"""What a publisher can be told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvevents.endpoints import Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyLimits:
+    """What the replay endpoint grants to whoever asks; what is over a limit waits in the sender's socket."""
+
+    concurrent: int = 8
+    """Replies under way at once."""
+    requests_per_s: int = 100
+    """Requests read per second, good or bad."""
+    queued_messages: int = 256
+    """Messages that wait for one client to read them."""
+    stall_s: float = 5.0
+    """A client that has read nothing for so long gets no more of its reply."""
+
+    def __post_init__(self) -> None:
+        for name in ("concurrent", "requests_per_s", "queued_messages"):
+            _check_count(f"reply_limits.{name}", getattr(self, name))
+        _check_seconds("reply_limits.stall_s", self.stall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherConfig:
+    """Where and how one engine publishes. Events carry prompts: an address beyond loopback is chosen, never a default.
+
+    Raises:
+        EndpointError: An address is malformed.
+        ValueError: A number is out of range.
+    """
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Bound if it is an address of this machine, else connected to."""
+    replay_endpoint: str | None = None
+    """Always bound; None: neither replays nor snapshots."""
+    topic: str = ""
+    kind: str = "zmq"
+    """Which publisher to build; see `kvevents.publisher.register_publisher`."""
+    buffer_steps: int = 10_000
+    """Batches kept for replay, and not more than `buffer_bytes` of them."""
+    buffer_bytes: int = 256 * 2**20
+    hwm: int = 100_000
+    """Batches that wait for one subscriber; ZMQ drops what is over."""
+    max_queue_size: int = 10_000
+    """Batches that wait for the publisher's thread before `publish` drops."""
+    heartbeat_s: float = 1.0
+    """Silence after which an empty batch makes a loss at the tail visible."""
+    reply_limits: ReplyLimits = field(default_factory=ReplyLimits)
+
+    def __post_init__(self) -> None:
+        Endpoint.parse("endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            Endpoint.parse("replay_endpoint", self.replay_endpoint)
+        for name in ("buffer_steps", "buffer_bytes", "hwm", "max_queue_size"):
+            _check_count(name, getattr(self, name))
+        _check_seconds("heartbeat_s", self.heartbeat_s)
+
+    @property
+    def uses_inproc(self) -> bool:
+        return any(address and address.startswith("inproc:") for address in (self.endpoint, self.replay_endpoint))
+
+
+def _check_count(name: str, value: int) -> None:
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{name}: {value} must lie in [1, 2**31)")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and 0 < value <= 86_400):
+        raise ValueError(f"{name}: {value} must be more than 0 and at most 86400 seconds")

@@ -1,0 +1,238 @@
+"""One connection of one ZMQ socket on an asyncio loop.
+
+A `Connection` connects once and never again, so everything it brings comes from one process: libzmq's own reconnecting would
+hide a restart, and it gives up silently on a peer that sent too large a message. Whoever wants to go on makes a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket as stdlib_socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvevents.endpoints import Context, Endpoint, Socket
+from kvevents.errors import EndpointError, KVEventsError
+from kvevents.messages import MAX_FRAMES
+
+_UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_DOWN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class NoConnection(KVEventsError):
+    """Nobody to talk to at an endpoint, for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketLimits:
+    """What one connection may hold and how long it may take to come up."""
+
+    message_bytes: int = 64 * 2**20
+    """libzmq ends the connection of a peer that sends more in one frame."""
+    queue_messages: int = 10_000
+    """Messages libzmq holds before the publisher sees back pressure, and drops."""
+    connect_timeout_s: float = 5.0
+
+
+class Connection:
+    """A SUB or DEALER socket with at most one peer.
+
+    Args:
+        context: Where the socket lives.
+        kind: `zmq.SUB` or `zmq.DEALER`.
+        endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`.
+        limits: Bounds.
+        topic: What a SUB subscribes to.
+    """
+
+    def __init__(self, context: Context, kind: int, endpoint: str, limits: SocketLimits, topic: bytes = b"") -> None:
+        self._context = context
+        self._kind = kind
+        self._endpoint = endpoint
+        self._limits = limits
+        self._topic = topic
+        self._socket: Socket | None = None
+        self._monitor: Socket | None = None
+        self._wake = asyncio.Event()
+        self._is_up = False
+        self.is_down = False
+        """True once the peer is gone; what it sent before can still be received."""
+        self.on_readable: Callable[[], None] | None = None
+        """Called when there may be something to receive."""
+
+    async def open(self) -> None:
+        """Connect and wait for the handshake.
+
+        Raises:
+            NoConnection: Nobody answered in time, at none of the host's addresses.
+            EndpointError: The endpoint is not one a socket can connect to.
+        """
+        for address in await _addresses(self._endpoint, self._limits.connect_timeout_s):
+            if await self._connect(address):
+                return
+        raise NoConnection(f"{self._endpoint}: no ZMQ peer answered within {self._limits.connect_timeout_s:g} s")
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Queue a message for the peer.
+
+        Raises:
+            NoConnection: The peer is gone.
+        """
+        try:
+            self._open_socket().send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            raise NoConnection(f"{self._endpoint}: the peer is gone") from None
+
+    def receive(self) -> list[bytes] | None:
+        """The next message, or None if there is none; of one with too many frames the surplus is cut down to one."""
+        socket = self._open_socket()
+        try:
+            frames = [socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        while socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv(zmq.NOBLOCK)
+            if len(frames) <= MAX_FRAMES:
+                frames.append(frame)
+        return frames
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until there may be something to receive, the peer is gone, or *timeout_s* is over.
+
+        libzmq signals changes, not states: call this only after `receive` returned None.
+        """
+        timer = asyncio.get_running_loop().call_later(max(timeout_s, 0), self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+        self._wake.clear()
+
+    def close(self) -> None:
+        """Close at once; safe to call again."""
+        loop = asyncio.get_running_loop()
+        if self._monitor is not None:
+            loop.remove_reader(self._monitor.fileno())
+        if self._socket is not None:
+            loop.remove_reader(self._socket.fileno())
+            self._socket.disable_monitor()
+        for each in (self._monitor, self._socket):
+            if each is not None:
+                each.close(linger=0)
+        self._monitor = self._socket = None
+        self.is_down = True
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _open_socket(self) -> Socket:
+        if self._socket is None:
+            raise NoConnection(f"{self._endpoint}: not connected")
+        return self._socket
+
+    async def _connect(self, address: str) -> bool:
+        try:
+            self._make_sockets(watched=not address.startswith("inproc:"))
+        except zmq.ZMQError as error:
+            self.close()
+            raise NoConnection(f"{self._endpoint}: no socket to be had ({error.strerror})") from None
+        try:
+            self._open_socket().setsockopt(zmq.IPV6, int("[" in address))
+            self._open_socket().connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise EndpointError(f"{self._endpoint}: {error.strerror}") from None
+        if await self._comes_up():
+            return True
+        self.close()
+        return False
+
+    def _make_sockets(self, watched: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self._socket = self._new_socket()
+        loop.add_reader(self._socket.fileno(), self._on_signal)
+        # Within a process there is no connection to watch.
+        self._is_up, self.is_down = not watched, False
+        if watched:
+            self._monitor = self._socket.get_monitor_socket(_UP | _DOWN)
+            loop.add_reader(self._monitor.fileno(), self._on_monitor)
+
+    async def _comes_up(self) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.connect_timeout_s
+        while not self._is_up and not self.is_down and loop.time() < deadline:
+            await self.wait(deadline - loop.time())
+        return self._is_up
+
+    def _new_socket(self) -> Socket:
+        socket: Socket = self._context.socket(self._kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
+        socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
+        # A peer behind a cut cable says nothing; the kernel finds out in half a minute.
+        for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 15), (zmq.TCP_KEEPALIVE_INTVL, 5)):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        if self._kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, self._topic)
+        return socket
+
+    def _on_signal(self) -> None:
+        if self._socket is None:
+            return
+        # Reading EVENTS takes the signal back; the wake-up stays until somebody has waited for it.
+        self._socket.getsockopt(zmq.EVENTS)
+        self._wake.set()
+        if self.on_readable is not None:
+            self.on_readable()
+
+    def _on_monitor(self) -> None:
+        monitor = self._monitor
+        while monitor is not None:
+            try:
+                event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            self._is_up |= bool(event & _UP)
+            self.is_down |= bool(event & _DOWN)
+            self._wake.set()
+
+
+async def _addresses(endpoint: str, timeout_s: float) -> list[str]:
+    """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one thread all sockets share."""
+    parsed = Endpoint.parse("subscriber", endpoint)
+    if parsed.scheme != "tcp":
+        return [endpoint]
+    host = parsed.address.strip("[]")
+    if host == "*" or not parsed.port:
+        raise EndpointError(f"subscriber: {endpoint[:200]!r} must name a host and a port to connect to")
+    hosts = [host] if _is_numeric(host) else await _resolve(endpoint, host, timeout_s)
+    return [f"tcp://[{each}]:{parsed.port}" if ":" in each else f"tcp://{each}:{parsed.port}" for each in hosts]
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await asyncio.wait_for(loop.getaddrinfo(host, None, type=stdlib_socket.SOCK_STREAM), timeout_s)
+    except (OSError, UnicodeError, asyncio.TimeoutError):
+        raise NoConnection(f"{endpoint}: the host has no address") from None
+    in_order = sorted(found, key=lambda entry: entry[0] != stdlib_socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in in_order))

@@ -1,0 +1,218 @@
+"""The router's own endpoints: the decision without the request, operation, metrics; described at `/docs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+
+from router.answers import models_answer, replica_answer, route_answer
+from router.config import read_replica
+from router.errors import BadRequest, RequestError
+from router.gateway import PROXIED_PATHS, check_key, read_body
+from router.metrics import CONTENT_TYPE
+from router.service import RouterService
+from router.tokenize import Endpoint
+
+MAX_OPERATOR_BODY_BYTES = 1_048_576
+MSGPACK = "application/msgpack"
+_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
+
+
+def create_api(service: RouterService) -> FastAPI:
+    """The application beside the proxied paths."""
+    app = FastAPI(title="kvroute", summary="Exact prefix-cache routing for LLM inference engines.", lifespan=service.lifespan)
+    app.add_exception_handler(RequestError, _answer_error)
+    _add_probes(app, service)
+    _add_routing(app, service)
+    _add_operation(app, service)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+# --- probes ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_probes(app: FastAPI, service: RouterService) -> None:
+    @app.get("/healthz", tags=["operation"], summary="The process is alive")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["operation"], summary="Some replica can take requests")
+    async def readyz(response: Response) -> dict[str, str]:
+        obstacle = service.why_not_ready()
+        response.status_code = 503 if obstacle else 200
+        return {"status": "not ready", "reason": obstacle} if obstacle else {"status": "ready"}
+
+    @app.get("/metrics", tags=["operation"], summary="Prometheus metrics", dependencies=[Depends(_scraper(service))])
+    async def metrics() -> Response:
+        return Response(await service.render_metrics(), media_type=CONTENT_TYPE)
+
+
+# --- routing --------------------------------------------------------------------------------------------------------------
+
+
+def _add_routing(app: FastAPI, service: RouterService) -> None:
+    @app.post(
+        "/route",
+        tags=["routing"],
+        summary="Where would this request go? Nothing is sent.",
+        description="The body of any proxied endpoint, or `{model, token_ids, lora_name?, cache_salt?}`; JSON or msgpack.",
+        dependencies=[Depends(_client(service))],
+        openapi_extra=_body_schema("A request, or token ids"),
+    )
+    async def route(request: Request) -> Response:
+        body = await _body(request, service.config.server.max_body_bytes, service.config.server.timeouts.client_body_s)
+        session = request.headers.get(service.config.policy.session_header)
+        dispatched = await service.dispatcher.dispatch(Endpoint.ROUTE, body, session, _encoding(request))
+        service.dispatcher.require_replica(dispatched.decision)
+        return _answer(request, route_answer(dispatched))
+
+    @app.get("/v1/models", tags=["routing"], summary="Models and adapters", dependencies=[Depends(_client(service))])
+    async def models() -> Response:
+        return _json(models_answer(service.models.names(), service.served_names()))
+
+
+# --- operation ------------------------------------------------------------------------------------------------------------
+
+
+def _add_operation(app: FastAPI, service: RouterService) -> None:
+    operator = [Depends(_operator(service))]
+
+    @app.get("/replicas", tags=["operation"], summary="Every replica: health, load, event streams", dependencies=operator)
+    async def replicas() -> Response:
+        return _json({"replicas": [_replica(service, view.id) for view in service.registry.snapshot()]})
+
+    @app.get("/replicas/{replica_id}", tags=["operation"], summary="One replica", dependencies=operator)
+    async def replica(replica_id: str) -> Response:
+        return _json(_replica(service, service.registry.get(replica_id).id))
+
+    @app.post(
+        "/replicas",
+        tags=["operation"],
+        summary="Add a replica; only its `url` is needed where it tells the rest",
+        status_code=201,
+        dependencies=operator,
+        openapi_extra=_body_schema("A replica as in the configuration: url, id, models, kv_events, ..."),
+    )
+    async def add(request: Request) -> Response:
+        body = await _body(request, MAX_OPERATOR_BODY_BYTES, service.config.server.timeouts.client_body_s)
+        added = service.registry.add(read_replica(_decode_json(body)))
+        return _json(_replica(service, added.id), 201)
+
+    @app.delete("/replicas/{replica_id}", tags=["operation"], summary="Forget a replica", dependencies=operator)
+    async def remove(replica_id: str) -> Response:
+        service.registry.remove(replica_id)
+        return _json({"removed": replica_id})
+
+    @app.post("/replicas/{replica_id}/drain", tags=["operation"], summary="Send it nothing new", dependencies=operator)
+    async def drain(replica_id: str) -> Response:
+        return _json(_replica(service, service.registry.drain(replica_id).id))
+
+    @app.post("/replicas/{replica_id}/undrain", tags=["operation"], summary="Send it requests again", dependencies=operator)
+    async def undrain(replica_id: str) -> Response:
+        return _json(_replica(service, service.registry.undrain(replica_id).id))
+
+    @app.get("/config", tags=["operation"], summary="The configuration, secrets masked", dependencies=operator)
+    async def config() -> Response:
+        return _json(service.config.to_public_dict())
+
+
+def _replica(service: RouterService, replica_id: str) -> dict[str, Any]:
+    view = next(view for view in service.registry.snapshot() if view.id == replica_id)
+    return replica_answer(view, service.index_statistics(), service.feed.statistics())
+
+
+# --- keys, bodies, answers ------------------------------------------------------------------------------------------------
+
+
+def _client(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        check_key(dict(request.headers.raw), service.config.server.client_api_key)
+
+    return check
+
+
+def _operator(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        check_key(dict(request.headers.raw), service.config.server.operator_api_key)
+
+    return check
+
+
+def _scraper(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        if service.config.observability.metrics_need_key:
+            check_key(dict(request.headers.raw), service.config.server.operator_api_key)
+
+    return check
+
+
+async def _body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
+    return await read_body(dict(request.headers.raw), request.receive, limit_bytes, timeout_s)
+
+
+def _decode_json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        raise BadRequest("$", f"{len(body)} bytes", "must be JSON") from None
+
+
+def _encoding(request: Request) -> Literal["json", "msgpack"]:
+    return "msgpack" if request.headers.get("content-type", "").split(";")[0].strip() in _MSGPACK_NAMES else "json"
+
+
+def _answer(request: Request, value: Any) -> Response:
+    """In msgpack for those who ask for it, or who sent it and do not say."""
+    accepted = request.headers.get("accept", "*/*")
+    if any(name in accepted for name in _MSGPACK_NAMES) or ("json" not in accepted and _encoding(request) == "msgpack"):
+        return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
+    return _json(value)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+async def _answer_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(json.dumps(error.openai()), status_code=error.status, headers=headers, media_type="application/json")
+
+
+# --- the description ------------------------------------------------------------------------------------------------------
+
+
+def _body_schema(description: str) -> dict[str, Any]:
+    content = {"schema": {"type": "object"}}
+    return {"requestBody": {"required": True, "description": description, "content": {"application/json": content}}}
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with the proxied paths that FastAPI never sees."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        for path in sorted(PROXIED_PATHS):
+            app.openapi_schema["paths"][path] = {"post": _proxied(path)}
+    return app.openapi_schema
+
+
+def _proxied(path: str) -> dict[str, Any]:
+    headers = {
+        "x-kv-replica": "The replica that answered",
+        "x-kv-hit-tokens": "Prompt tokens predicted to be cached there",
+        "x-request-id": "The client's, or a new one",
+    }
+    described = {name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()}
+    return {
+        "tags": ["proxy"],
+        "summary": f"{path}, streamed through to a replica",
+        "description": "The body goes to the replica as it came; see the engine's own documentation.",
+        **_body_schema("As the engine takes it"),
+        "responses": {"200": {"description": "The replica's answer, byte for byte", "headers": described}},
+    }

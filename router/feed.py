@@ -1,0 +1,249 @@
+"""Carries every source's event stream into the index of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvevents.delivery import Effect, SourceState
+from kvevents.endpoints import Endpoint
+from kvevents.errors import KVEventsError
+from kvevents.messages import Batch
+from kvevents.pacing import Pacer
+from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
+from router.index.index import PrefixIndex, SourceId
+from router.index.learning import LayoutHints
+from router.index.source import ApplyResult
+
+_log = logging.getLogger(__name__)
+
+_MAX_SOCKETS = 16_384
+"""Five for a source that is being repaired; libzmq's own bound of 1023 would end at 200 sources."""
+
+
+@dataclass(slots=True)
+class Applied:
+    """What a source's batches did to the index, in blocks unless it says otherwise."""
+
+    stored: int = 0
+    removed: int = 0
+    skipped: int = 0
+    overflow: int = 0
+    cleared: int = 0
+    """Times everything was forgotten, to start from nothing."""
+
+    def add(self, result: ApplyResult) -> None:
+        self.stored += result.stored
+        self.removed += result.removed
+        self.skipped += result.skipped
+        self.overflow += result.overflow
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFeedStatistics:
+    """One source's stream and what it did."""
+
+    model: str
+    state: SourceState
+    stream: SubscriberStatistics
+    stored: int
+    removed: int
+    skipped: int
+    overflow: int
+    cleared: int
+
+
+class Feed:
+    """One task per source. Used on one event loop.
+
+    Args:
+        index_of: The index of a model.
+        options: For all subscribers.
+    """
+
+    def __init__(self, index_of: Callable[[str], PrefixIndex], options: SubscriberOptions | None = None) -> None:
+        self._index_of = index_of
+        self._options = options or SubscriberOptions()
+        self._pacer = Pacer()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._sources: dict[SourceId, _SourceFeed] = {}
+        self._complained: set[str] = set()
+
+    def add(
+        self,
+        source: SourceId,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str | None,
+        model: str,
+        hints: LayoutHints | None = None,
+    ) -> None:
+        """Follow a source; until it is live, what the index says of it is not to be trusted.
+
+        Args:
+            source: One data-parallel rank of a replica; each has endpoints of its own.
+            endpoint: Where it publishes.
+            replay_endpoint: Where it answers; None: what is lost stays lost, and shows as suspect.
+            topic: What it publishes under, exactly; None takes every topic.
+            model: Whose index it feeds.
+            hints: What the configuration says of its cache.
+
+        Raises:
+            EndpointError: An endpoint is none that a socket can connect to.
+            ValueError: The source is followed already.
+        """
+        if source in self._sources:
+            raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: it is followed already")
+        Endpoint.parse("endpoint", endpoint)
+        if replay_endpoint is not None:
+            Endpoint.parse("replay_endpoint", replay_endpoint)
+        index = self._index_of(model)
+        index.add(source, hints)
+        feed = self._sources[source] = _SourceFeed(source, model, index, self._complain)
+        feed.start(self._subscriber(endpoint, replay_endpoint, topic, feed))
+
+    async def remove(self, source: SourceId) -> None:
+        """Stop following a source and forget its blocks; one that is not followed is no error."""
+        feed = self._sources.pop(source, None)
+        if feed is None:
+            return
+        await feed.stop()
+        feed.index.drop(source)
+        if not any(other.replica == source.replica for other in self._sources):
+            self._complained.discard(source.replica)
+
+    async def close(self) -> None:
+        """Stop following all sources; the index keeps what it has."""
+        feeds = list(self._sources.values())
+        self._sources.clear()
+        for feed in feeds:
+            await feed.stop()
+        self._context.term()
+
+    def state(self, source: SourceId) -> SourceState:
+        """How far the index can be trusted about *source*; one that is not followed is dead."""
+        feed = self._sources.get(source)
+        return feed.state if feed else SourceState.DEAD
+
+    def is_suspect(self, source: SourceId) -> bool:
+        """Should this source's hits be discounted?"""
+        return self.state(source) is not SourceState.LIVE
+
+    def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
+        return {source: feed.statistics() for source, feed in self._sources.items()}
+
+    def _subscriber(self, endpoint: str, replay_endpoint: str | None, topic: str | None, consumer: _SourceFeed) -> Subscriber:
+        return Subscriber(
+            endpoint,
+            consumer,
+            replay_endpoint=replay_endpoint,
+            topic=topic,
+            options=self._options,
+            context=self._context,
+            pacer=self._pacer,
+        )
+
+    def _complain(self, source: SourceId, problem: KVEventsError) -> None:
+        """Log the first problem of a replica; the rest are in the statistics."""
+        if source.replica not in self._complained:
+            self._complained.add(source.replica)
+            _log.warning(
+                "replica %s rank %d: %s. Further problems of this replica are only counted.",
+                source.replica,
+                source.dp_rank,
+                problem,
+            )
+
+
+class _SourceFeed:
+    """What one subscriber hands its batches to."""
+
+    def __init__(
+        self, source: SourceId, model: str, index: PrefixIndex, complain: Callable[[SourceId, KVEventsError], None]
+    ) -> None:
+        self.index = index
+        self.state = SourceState.CONNECTING
+        self._source = source
+        self._model = model
+        self._complain = complain
+        self._applied = Applied()
+        self._given_up = 0
+        self._has_had_lower_tiers = False
+        self._subscriber: Subscriber | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        self._task = asyncio.get_running_loop().create_task(subscriber.run(), name=f"feed {self._source}")
+        self._task.add_done_callback(self._on_end)
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([self._task])
+
+    def statistics(self) -> SourceFeedStatistics:
+        assert self._subscriber is not None
+        applied = self._applied
+        return SourceFeedStatistics(
+            model=self._model,
+            state=self.state,
+            stream=self._subscriber.statistics(),
+            stored=applied.stored,
+            removed=applied.removed,
+            skipped=applied.skipped,
+            overflow=applied.overflow,
+            cleared=applied.cleared,
+        )
+
+    # --- what the subscriber calls ----------------------------------------------------------------------------------------
+
+    def apply(self, batch: Batch) -> Effect:
+        result = self.index.apply(self._source, batch.payload)
+        self._applied.add(result)
+        blocks = self.index.sources[self._source]
+        self._has_had_lower_tiers |= blocks.has_lower_tiers
+        given_up_before, self._given_up = self._given_up, blocks.waiting()[2]
+        if result.overflow or (self._given_up > given_up_before and blocks.is_incomplete):
+            return Effect.INCOMPLETE
+        # A clear empties the GPU alone: what a lower tier stored or removed meanwhile stays unknown.
+        return Effect.KNOWN_AGAIN if result.cleared and not self._has_had_lower_tiers else Effect.KEPT
+
+    def clear(self, reason: str) -> None:
+        _log.info("replica %s rank %d: start from nothing (%s)", self._source.replica, self._source.dp_rank, reason)
+        self._applied.cleared += 1
+        self._given_up = 0
+        self.index.clear(self._source)
+
+    def change(self, state: SourceState) -> None:
+        _log.info("replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value)
+        self.state = state
+
+    def report(self, problem: KVEventsError) -> None:
+        self._complain(self._source, problem)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """A subscriber ends only when it is told to; anything else is our own mistake, and must show."""
+        self.state = SourceState.DEAD
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # Not its message: it may quote what it choked on.
+            where = error.__traceback__
+            while where is not None and where.tb_next is not None:
+                where = where.tb_next
+            place = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where else "unknown place"
+            _log.error(
+                "replica %s rank %d: no longer followed, %s at %s",
+                self._source.replica,
+                self._source.dp_rank,
+                type(error).__name__,
+                place,
+            )

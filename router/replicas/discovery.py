@@ -1,0 +1,155 @@
+"""What a replica says about itself, read from its answers. Pure; whatever the answers hold, the result is bounded.
+
+`GET /kv_event_sources` (vLLM 0.32) answers an object, data-parallel rank -> its publisher's configuration:
+
+    {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557",
+           "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": "kv-events"}}
+
+with the port offset of the rank already in the addresses, `null` for no replay endpoint, and `{}` where there are no events.
+Development branches of vLLM answered a list whose entries carry `data_parallel_rank`; both are read.
+
+`GET /v1/models` lists base models, and LoRA adapters as entries with a `parent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from router.config import EventSourceConfig
+from router.config.sections import is_endpoint
+from router.errors import ReplicaAnswerInvalid
+from router.replicas.types import EventSource, ServedModels
+
+SOURCES_PATH = "/kv_event_sources"
+MODELS_PATH = "/v1/models"
+MAX_ANSWER_BYTES = 1024 * 1024
+MAX_RANKS = 1024
+MAX_RANK = 65_535
+MAX_MODELS = 4096
+MAX_NAME_CHARS = 256
+MAX_TOPIC_CHARS = 1024
+
+# Hosts that a server binds to and nobody can connect to.
+_WILDCARDS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
+
+
+class _Source(msgspec.Struct):
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    publisher: str | None = "zmq"
+    data_parallel_rank: int | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
+    """The event sources in an answer to `GET /kv_event_sources`, by rank; none if the engine publishes nothing.
+
+    Args:
+        body: The answer.
+        host: The replica's own, which takes the place of wildcards.
+    Raises:
+        ReplicaAnswerInvalid: It is no such answer.
+    """
+    answer: dict[str, _Source] | list[_Source] = _decode(SOURCES_PATH, body, dict[str, _Source] | list[_Source])
+    if len(answer) > MAX_RANKS:
+        raise ReplicaAnswerInvalid(SOURCES_PATH, f"{len(answer)} ranks; at most {MAX_RANKS} are taken")
+    entries = answer.items() if isinstance(answer, dict) else _numbered(answer)
+    sources = [_source(rank, entry, host) for rank, entry in entries if entry.publisher == "zmq"]
+    sources.sort(key=lambda source: source.dp_rank)
+    for before, after in pairwise(sources):
+        if before.dp_rank == after.dp_rank:
+            raise ReplicaAnswerInvalid(SOURCES_PATH, f"rank {after.dp_rank} appears twice")
+    return tuple(sources)
+
+
+def parse_models(body: bytes) -> ServedModels:
+    """The models and adapters in an answer to `GET /v1/models`.
+
+    Raises:
+        ReplicaAnswerInvalid: It is no such answer, or names no model.
+    """
+    answer: _Models = _decode(MODELS_PATH, body, _Models)
+    if len(answer.data) > MAX_MODELS:
+        raise ReplicaAnswerInvalid(MODELS_PATH, f"{len(answer.data)} models; at most {MAX_MODELS} are taken")
+    for index, model in enumerate(answer.data):
+        if not 1 <= len(model.id) <= MAX_NAME_CHARS or len(model.parent or "") > MAX_NAME_CHARS:
+            raise ReplicaAnswerInvalid(f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters")
+    models = _unique(model.id for model in answer.data if not model.parent)
+    if not models:
+        raise ReplicaAnswerInvalid(MODELS_PATH, "no base model; there must be one")
+    adapters = {model.id: model.parent for model in answer.data if model.parent and model.id not in models}
+    return ServedModels(models, tuple(adapters.items()))
+
+
+def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple[EventSource, ...]:
+    """Event sources as the configuration gives them."""
+    return tuple(
+        EventSource(
+            entry.dp_rank,
+            reachable(entry.endpoint, host),
+            None if entry.replay_endpoint is None else reachable(entry.replay_endpoint, host),
+            entry.topic,
+        )
+        for entry in sorted(entries, key=lambda entry: entry.dp_rank)
+    )
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """An address to bind to as one to connect to: *host* in place of a wildcard."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if bound not in _WILDCARDS:
+        return endpoint
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _decode(place: str, body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ReplicaAnswerInvalid(place, f"cannot be read: {str(error)[:200]}") from None
+
+
+def _numbered(entries: list[_Source]) -> Iterator[tuple[str, _Source]]:
+    for index, entry in enumerate(entries):
+        yield str(index if entry.data_parallel_rank is None else entry.data_parallel_rank), entry
+
+
+def _source(rank: str, entry: _Source, host: str) -> EventSource:
+    if not (rank.isascii() and rank.isdigit() and len(rank) <= 5 and int(rank) <= MAX_RANK):
+        raise ReplicaAnswerInvalid(SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}")
+    place = f"{SOURCES_PATH} rank {rank}"
+    if len(entry.topic) > MAX_TOPIC_CHARS:
+        raise ReplicaAnswerInvalid(place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken")
+    replay = entry.replay_endpoint
+    return EventSource(
+        int(rank),
+        _address(f"{place} endpoint", entry.endpoint, host),
+        _address(f"{place} replay_endpoint", replay, host) if replay else None,
+        entry.topic,
+    )
+
+
+def _address(place: str, endpoint: str, host: str) -> str:
+    # inproc:// has the right form, but nobody outside the engine's process can reach it.
+    if not is_endpoint(endpoint) or endpoint.startswith("inproc://"):
+        raise ReplicaAnswerInvalid(place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path")
+    return reachable(endpoint, host)
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,65 @@
+"""When a replica counts as healthy: active checks and the fate of real requests in, one word out. No clock, no I/O."""
+
+from __future__ import annotations
+
+from router.replicas.types import Health
+
+MAX_ERROR_CHARS = 300
+
+
+class HealthRecord:
+    """Counts in a row, for one replica.
+
+    Checks and requests are counted apart: a server whose /health answers while its requests fail would otherwise never leave
+    the rotation. A passed check brings it back, so such a server alternates, and costs a few retries per interval.
+    """
+
+    def __init__(self, unhealthy_after: int, healthy_after: int) -> None:
+        self.health = Health.STARTING
+        self.last_error: str | None = None
+        self.times_unhealthy = 0
+        self.checks = self.failed_checks = self.failed_requests = 0
+        self._unhealthy_after = unhealthy_after
+        self._healthy_after = healthy_after
+        self._passed_in_a_row = self._failed_in_a_row = self._failed_requests_in_a_row = 0
+
+    def check_passed(self) -> bool:
+        """A check was answered well; True if the replica became healthy by it."""
+        self.checks += 1
+        self._failed_in_a_row = 0
+        self._passed_in_a_row += 1
+        if self.health is Health.HEALTHY or self._passed_in_a_row < self._healthy_after:
+            return False
+        self.health = Health.HEALTHY
+        self.last_error = None
+        self._failed_requests_in_a_row = 0
+        return True
+
+    def check_failed(self, error: str) -> bool:
+        """A check failed; True if the replica became unhealthy by it."""
+        self.checks += 1
+        self.failed_checks += 1
+        self.last_error = error[:MAX_ERROR_CHARS]
+        self._passed_in_a_row = 0
+        self._failed_in_a_row += 1
+        return self._failed_in_a_row >= self._unhealthy_after and self._become_unhealthy()
+
+    def request_failed(self, error: str) -> bool:
+        """A request failed for the replica's fault, not the client's; True if it became unhealthy by it."""
+        self.failed_requests += 1
+        self.last_error = error[:MAX_ERROR_CHARS]
+        self._failed_requests_in_a_row += 1
+        enough = self._failed_requests_in_a_row >= self._unhealthy_after
+        return enough and self.health is Health.HEALTHY and self._become_unhealthy()
+
+    def request_served(self) -> None:
+        """A request was answered, with whatever status below 500."""
+        self._failed_requests_in_a_row = 0
+
+    def _become_unhealthy(self) -> bool:
+        if self.health is Health.UNHEALTHY:
+            return False
+        self.health = Health.UNHEALTHY
+        self.times_unhealthy += 1
+        self._passed_in_a_row = self._failed_requests_in_a_row = 0
+        return True

@@ -1,0 +1,323 @@
+"""Which replicas exist, whether they are well, and what they serve. Nothing of it is kept on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from router.config import HealthConfig, ReplicaConfig
+from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
+from router.load import LoadTracker
+from router.replicas.health import HealthRecord
+from router.replicas.replica import Replica
+from router.replicas.types import EventSource, Fetch, ReplicaState, ReplicaView, ServedModels
+from router.replicas.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLICAS = 4096
+
+
+class ReplicaListener(Protocol):
+    """Is told of changes, on the event loop and in their order: it must not block and must not raise."""
+
+    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+        """`replica.state` is another one now."""
+
+    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+        """`replica.served` is another one now."""
+
+    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
+        """`replica.sources` are other ones now. They are not announced before the replica's models are known, and are
+        empty once it is removed. A restart on the same addresses is no change: the streams themselves show it."""
+
+    def on_removed(self, replica: Replica) -> None:
+        """It is gone from the registry; requests may still run there."""
+
+
+class NullListener:
+    """Listens to nothing."""
+
+    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+        """See `ReplicaListener`."""
+
+    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+        """See `ReplicaListener`."""
+
+    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
+        """See `ReplicaListener`."""
+
+    def on_removed(self, replica: Replica) -> None:
+        """See `ReplicaListener`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryStatistics:
+    """Replicas by state, and counts over all of them since each was added."""
+
+    replicas: Mapping[ReplicaState, int]
+    checks: int
+    failed_checks: int
+    failed_requests: int
+    times_unhealthy: int
+    failed_discoveries: int
+    failed_scrapes: int
+
+
+class ReplicaRegistry:
+    """All replicas. Belongs to one event loop.
+
+    Args:
+        fetch: For checks and questions.
+        health: How to watch.
+        load: Read for views, and to tell this router's requests from others in the engines' gauges.
+        listener: Told of changes.
+        random: For jitter.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        health: HealthConfig,
+        load: LoadTracker,
+        listener: ReplicaListener | None = None,
+        random: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fetch = fetch
+        self._health = health
+        self._load = load
+        self._listener: ReplicaListener = listener or NullListener()
+        self._random = random or Random()
+        self._clock = clock
+        self._replicas: dict[str, Replica] = {}
+        self._watchers: dict[str, Watcher] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._by_model: dict[str, tuple[Replica, ...]] = {}
+        self._closed = False
+
+    # --- the operator's side ----------------------------------------------------------------------------------------------
+
+    def add(self, config: ReplicaConfig) -> Replica:
+        """Take up a replica and begin to watch it. It gets requests once a check has passed and its models are known.
+
+        Raises:
+            ReplicaExists: Its id or its URL is taken.
+            BadRequest: There are as many replicas as there may be.
+            ShuttingDown: The registry was closed.
+        """
+        if self._closed:
+            raise ShuttingDown
+        self._check_free(config)
+        now = self._clock()
+        replica = Replica(config, HealthRecord(self._health.unhealthy_after, self._health.healthy_after), now)
+        self._replicas[replica.id] = replica
+        self._watchers[replica.id] = Watcher(replica, self, self._fetch, self._health, self._random, self._clock)
+        for task in self._watchers[replica.id].tasks:
+            task.add_done_callback(_report_crash)
+        logger.info("replica %s added: %s", replica.id, replica.origin)
+        self._announce_configured(replica)
+        return replica
+
+    def drain(self, replica_id: str) -> Replica:
+        """Send it nothing new; what runs goes on. Raises `UnknownReplica`."""
+        return self._set_draining(replica_id, True)
+
+    def undrain(self, replica_id: str) -> Replica:
+        """Send it requests again. Raises `UnknownReplica`."""
+        return self._set_draining(replica_id, False)
+
+    def remove(self, replica_id: str) -> Replica:
+        """Forget a replica; requests that run there go on. Raises `UnknownReplica`."""
+        replica = self.get(replica_id)
+        self._end(self._watchers.pop(replica_id))
+        del self._replicas[replica_id]
+        replica.removed = True
+        self._index_models()
+        self._take_sources(replica, ())
+        logger.info("replica %s removed", replica_id)
+        self._listener.on_removed(replica)
+        return replica
+
+    async def close(self) -> None:
+        """Watch no more, and return when every task has ended. The replicas stay listed."""
+        self._closed = True
+        for watcher in self._watchers.values():
+            self._end(watcher)
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    # --- the router's side ------------------------------------------------------------------------------------------------
+
+    def get(self, replica_id: str) -> Replica:
+        """The replica of that id; raises `UnknownReplica`."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise UnknownReplica(replica_id)
+        return replica
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """All of them, in the order in which they were added."""
+        return tuple(self._replicas.values())
+
+    def serving(self, model: str) -> tuple[Replica, ...]:
+        """Those that serve a model or an adapter, whatever their state; empty if nobody knows it."""
+        return self._by_model.get(model, ())
+
+    def models(self) -> dict[str, str | None]:
+        """Everything that is served: name -> None for a model, the model it adapts for an adapter."""
+        names: dict[str, str | None] = {}
+        for replica in self._replicas.values():
+            names.update(dict.fromkeys(replica.served.models))
+            for adapter, model in replica.served.adapters:
+                names.setdefault(adapter, model)
+        return names
+
+    def report_failure(self, replica_id: str, why: str) -> None:
+        """A request failed there, for the replica's fault: no connection, no answer, a broken answer, 502 to 504.
+
+        Never call it for a 4xx answer: that is the client's doing. *why* is shown to operators: no prompt, no key.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        before = replica.state
+        if replica.record.request_failed(why):
+            self._became_unhealthy(replica, before)
+        self._watchers[replica_id].check_soon()
+
+    def report_served(self, replica_id: str) -> None:
+        """A request was answered there, also with a 4xx."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.record.request_served()
+
+    def snapshot(self) -> tuple[ReplicaView, ...]:
+        """Everything about every replica, as of now."""
+        now = self._clock()
+        return tuple(replica.view(self._load.load_of(replica.id), now) for replica in self._replicas.values())
+
+    def statistics(self) -> RegistryStatistics:
+        """Numbers for metrics; those of one replica are in `snapshot`."""
+        replicas = self._replicas.values()
+        states = [replica.state for replica in replicas]
+        return RegistryStatistics(
+            replicas={state: states.count(state) for state in ReplicaState},
+            checks=sum(replica.record.checks for replica in replicas),
+            failed_checks=sum(replica.record.failed_checks for replica in replicas),
+            failed_requests=sum(replica.record.failed_requests for replica in replicas),
+            times_unhealthy=sum(replica.record.times_unhealthy for replica in replicas),
+            failed_discoveries=sum(replica.failed_discoveries for replica in replicas),
+            failed_scrapes=sum(replica.failed_scrapes for replica in replicas),
+        )
+
+    # --- what the watchers tell -------------------------------------------------------------------------------------------
+
+    def on_check(self, replica: Replica, error: str | None) -> None:
+        """Implements `Owner`."""
+        before = replica.state
+        if error is None and replica.record.check_passed():
+            self._became_healthy(replica, before)
+        elif error is not None and replica.record.check_failed(error):
+            self._became_unhealthy(replica, before)
+
+    def on_discovered(
+        self, replica: Replica, served: ServedModels | None, sources: tuple[EventSource, ...] | None, notes: tuple[str, ...]
+    ) -> None:
+        """Implements `Owner`."""
+        if notes and notes != replica.notes:
+            logger.warning("replica %s: %s", replica.id, "; ".join(notes))
+        replica.notes = notes
+        if served is not None:
+            self._take_models(replica, served)
+        # A source belongs to a model's index, so it cannot be followed before the model is known.
+        if sources is not None and replica.served.models:
+            self._take_sources(replica, sources)
+
+    def own_requests(self, replica: Replica) -> int:
+        """Implements `Owner`."""
+        return self._load.load_of(replica.id).requests
+
+    # --- steps ------------------------------------------------------------------------------------------------------------
+
+    def _check_free(self, config: ReplicaConfig) -> None:
+        if len(self._replicas) >= MAX_REPLICAS:
+            raise BadRequest("replicas", f"{len(self._replicas)} of them", "remove one before you add another")
+        if config.replica_id in self._replicas:
+            raise ReplicaExists("id", config.replica_id, config.replica_id)
+        for other in self._replicas.values():
+            if other.origin == config.origin:
+                raise ReplicaExists("url", str(config.origin), other.id)
+
+    def _announce_configured(self, replica: Replica) -> None:
+        """Tell of models and sources that need no discovery."""
+        self._index_models()
+        if replica.served.models:
+            self._listener.on_models_changed(replica, ServedModels())
+            self._take_sources(replica, replica.configured_sources or ())
+
+    def _set_draining(self, replica_id: str, draining: bool) -> Replica:
+        replica = self.get(replica_id)
+        before = replica.state
+        replica.draining = draining
+        if replica.state is not before:
+            self._tell_state(replica, before, "drained" if draining else "taken up again")
+        return replica
+
+    def _became_healthy(self, replica: Replica, before: ReplicaState) -> None:
+        replica.health_since = self._clock()
+        self._watchers[replica.id].became_healthy()
+        self._tell_state(replica, before, "the check passed")
+
+    def _became_unhealthy(self, replica: Replica, before: ReplicaState) -> None:
+        replica.health_since = self._clock()
+        self._watchers[replica.id].became_unhealthy()
+        self._tell_state(replica, before, replica.record.last_error or "")
+
+    def _tell_state(self, replica: Replica, before: ReplicaState, why: str) -> None:
+        if replica.state is before:
+            return
+        level = logging.WARNING if replica.state is ReplicaState.UNHEALTHY else logging.INFO
+        logger.log(level, "replica %s: %s, was %s: %s", replica.id, replica.state.value, before.value, why)
+        self._listener.on_state_changed(replica, before)
+
+    def _take_models(self, replica: Replica, served: ServedModels) -> None:
+        before = replica.served
+        if served != before:
+            replica.served = served
+            self._index_models()
+            self._listener.on_models_changed(replica, before)
+
+    def _take_sources(self, replica: Replica, sources: tuple[EventSource, ...]) -> None:
+        before = replica.sources
+        if sources != before:
+            replica.sources = sources
+            self._listener.on_sources_changed(replica, before)
+
+    def _index_models(self) -> None:
+        """Look up by model what every request asks for."""
+        by_model: dict[str, list[Replica]] = {}
+        for replica in self._replicas.values():
+            for name in (*replica.served.models, *(adapter for adapter, _ in replica.served.adapters)):
+                by_model.setdefault(name, []).append(replica)
+        self._by_model = {name: tuple(replicas) for name, replicas in by_model.items()}
+
+    def _end(self, watcher: Watcher) -> None:
+        watcher.cancel()
+        for task in watcher.tasks:
+            if not task.done():
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+
+def _report_crash(task: asyncio.Task[None]) -> None:
+    """A watcher ends by cancellation only; anything else is a bug, which must not pass in silence."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.critical("%s ended, and the replica is not watched any more", task.get_name(), exc_info=error)

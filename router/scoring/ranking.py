@@ -1,0 +1,72 @@
+"""From all replicas of a model to a ranking of those that can take the request now."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from router.errors import PolicyError
+from router.scoring.types import Candidate, Policy, Ranked, RouteRequest
+
+
+class Excluded(NamedTuple):
+    """A candidate that cannot take the request now."""
+
+    candidate: Candidate
+    reason: str
+
+
+class Ranking(NamedTuple):
+    """Who could serve a request, best first, and who cannot."""
+
+    ranked: tuple[Ranked, ...]
+    excluded: tuple[Excluded, ...]
+
+    @property
+    def why_nobody(self) -> str:
+        """Why the ranking is empty: how many are excluded for which reason."""
+        counts = Counter(excluded.reason for excluded in self.excluded)
+        return ", ".join(f"{count} {reason}" for reason, count in counts.most_common()) or "no replica serves it"
+
+
+def rank(policy: Policy, request: RouteRequest, candidates: Iterable[Candidate]) -> Ranking:
+    """Leave out who cannot take the request, and let *policy* order the rest.
+
+    Raises:
+        PolicyError: The policy lost, repeated or invented a candidate, or its costs are no ascending numbers.
+    """
+    able: list[Candidate] = []
+    excluded: list[Excluded] = []
+    for candidate in candidates:
+        reason = _obstacle(candidate)
+        if reason is None:
+            able.append(candidate)
+        else:
+            excluded.append(Excluded(candidate, reason))
+    ranked = policy.rank(request, able)
+    _check(policy, able, ranked)
+    return Ranking(tuple(ranked), tuple(excluded))
+
+
+def _obstacle(candidate: Candidate) -> str | None:
+    if not candidate.healthy:
+        return "not healthy"
+    if candidate.draining:
+        return "draining"
+    return "at its limit of requests" if candidate.at_capacity else None
+
+
+def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:
+    """Hold a policy, possibly a plug-in, to the rules of `Policy`."""
+    name = type(policy).__name__
+    given = sorted(candidate.replica_id for candidate in able)
+    answered = sorted(entry.candidate.replica_id for entry in ranked)
+    if given != answered:
+        raise PolicyError(f"policy {name}: ranked {answered}; it must rank each of {given} exactly once")
+    before = -math.inf
+    for entry in ranked:
+        if not before <= entry.cost < math.inf:
+            raise PolicyError(f"policy {name}: cost {entry.cost} after {before}; costs must be finite and ascend")
+        before = entry.cost

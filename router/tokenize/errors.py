@@ -1,0 +1,72 @@
+"""What can go wrong between a request body and its token ids.
+
+    TokenizeError
+    |-- RequestBodyError      the client's body: a place, what is there, the rule it breaks
+    |-- ModelFilesError       the operator's model directory cannot be used
+    |-- UntokenizableError    the prompt is sound, but its token ids cannot be known here
+    `-- ReplicaAnswerError    a replica's ``/tokenize`` refused or made no sense
+
+No message ever holds a piece of a prompt, a token or a key: values are described by type and size.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ModelFilesError",
+    "ReplicaAnswerError",
+    "RequestBodyError",
+    "TokenizeError",
+    "UntokenizableError",
+]
+
+
+class TokenizeError(Exception):
+    """Base of every error raised here on purpose."""
+
+
+class RequestBodyError(TokenizeError):
+    """A request body breaks a rule; the client gets a 400 with this text.
+
+    Args:
+        place: JSON path of the value, ``$.messages[3].content``.
+        found: Type and size of what is there, never the value itself.
+        rule: What would have been right.
+    """
+
+    def __init__(self, place: str, found: str, rule: str) -> None:
+        super().__init__(f"{place}: {found}; {rule}")
+        self.place = place
+        self.found = found
+        self.rule = rule
+
+
+class ModelFilesError(TokenizeError):
+    """A file of a model directory is missing or breaks a rule."""
+
+    def __init__(self, path: str, found: str, rule: str) -> None:
+        super().__init__(f"{path}: {found}; {rule}")
+        self.path = path
+        self.found = found
+        self.rule = rule
+
+
+class UntokenizableError(TokenizeError):
+    """The token ids of a prompt cannot be told by this tokenizer; another one may know.
+
+    Args:
+        reason: Short and from a fixed set, so that it can label a metric.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ReplicaAnswerError(TokenizeError):
+    """A replica answered ``/tokenize`` with an error or with something that is no token list."""
+
+    def __init__(self, place: str, found: str, rule: str) -> None:
+        super().__init__(f"{place}: {found}; {rule}")
+        self.place = place
+        self.found = found
+        self.rule = rule

@@ -1,0 +1,108 @@
+"""Reading values of a parsed body, with errors that name the place and the rule but never the value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from router.tokenize.errors import RequestBodyError
+
+__all__ = [
+    "as_count",
+    "check_nesting",
+    "describe",
+    "is_true",
+    "object_list",
+    "optional_object",
+    "optional_text",
+    "required",
+]
+
+
+def describe(value: object) -> str:
+    """Say the type and size of *value* without saying what it is."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "an integer" if isinstance(value, int) else "a number"
+    if isinstance(value, (str, bytes)):
+        return f"a string of {len(value)} characters"
+    if isinstance(value, list):
+        return f"a list of {len(value)} items"
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} fields"
+    return f"a value of type {type(value).__name__}"
+
+
+def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any:
+    """Return the field, which must be there and not null."""
+    value = fields.get(name)
+    if value is None:
+        found = "null" if name in fields else "missing"
+        raise RequestBodyError(f"{place}.{name}", found, rule)
+    return value
+
+
+def optional_text(fields: Mapping[str, Any], name: str, place: str, max_chars: int | None = None) -> str | None:
+    """Return a string field, None where it is absent or null."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise RequestBodyError(f"{place}.{name}", describe(value), "must be a string")
+    if max_chars is not None and len(value) > max_chars:
+        raise RequestBodyError(f"{place}.{name}", describe(value), f"must have at most {max_chars} characters")
+    return value
+
+
+def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[str, Any] | None:
+    """Return an object field, None where it is absent or null."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RequestBodyError(f"{place}.{name}", describe(value), "must be an object")
+    return value
+
+
+def object_list(value: object, place: str, max_items: int, max_nesting: int) -> list[dict[str, Any]]:
+    """Check that *value* is a list of objects within the bounds, and return it."""
+    if not isinstance(value, list):
+        raise RequestBodyError(place, describe(value), "must be a list of objects")
+    if len(value) > max_items:
+        raise RequestBodyError(place, describe(value), f"must have at most {max_items} items")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise RequestBodyError(f"{place}[{index}]", describe(item), "must be an object")
+        check_nesting(item, f"{place}[{index}]", max_nesting)
+    return value
+
+
+def check_nesting(value: object, place: str, max_levels: int) -> None:
+    """Refuse objects and lists nested deeper than *max_levels*.
+
+    Templates and JSON encoders recurse over what a client sends; the depth must be known before they do.
+    """
+    level = [value]
+    for _ in range(max_levels + 1):
+        level = [child for item in level if isinstance(item, (dict, list)) for child in _children(item)]
+        if not level:
+            return
+    raise RequestBodyError(place, "nested too deep", f"at most {max_levels} levels of objects and lists are allowed")
+
+
+def _children(item: dict[str, Any] | list[Any]) -> list[Any]:
+    values = item.values() if isinstance(item, dict) else item
+    return [value for value in values if isinstance(value, (dict, list))]
+
+
+def is_true(value: object) -> bool:
+    """Read a flag the lenient way an engine does: ``true``, 1 and ``"true"`` alike."""
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+
+
+def as_count(value: object) -> int | None:
+    """Read a count that only informs the router; what is no whole number >= 0 is left to the engine to refuse."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return int(value) if 0 <= value < 2**53 and float(value).is_integer() else None

@@ -1,0 +1,155 @@
+"""Tokenisation at a replica: ``POST /tokenize``, as vLLM offers it, through a function that the caller gives.
+
+Exact by definition where it answers, at the price of a round trip; used for models whose files the router does not
+have, and for chats that only the engine knows how to write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from router.tokenize.cache import SegmentCache, SegmentCacheStatistics
+from router.tokenize.conversation import has_media
+from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
+from router.tokenize.limits import PromptLimits
+from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
+from router.tokenize.truncation import truncate
+
+__all__ = ["Fetch", "RemoteStatistics", "RemoteTokenizer"]
+
+# (path, body) -> (status, body). Raises OSError or TimeoutError where no replica answers; bounds time and size.
+Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
+
+_PATH = "/tokenize"
+_DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
+# Ten digits, a comma and a blank for every id, and the other fields.
+_MAX_BYTES_PER_TOKEN = 12
+_MAX_OTHER_BYTES = 65_536
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[_TokenId]
+    count: int | None = None
+
+
+_ANSWER_DECODER = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(frozen=True)
+class RemoteStatistics:
+    """Counts since the start.
+
+    Attributes:
+        asked: Requests sent to replicas.
+        failed: Of these, how many brought no ids.
+        cache: Whole prompts kept; a hit saved a request.
+    """
+
+    asked: int
+    failed: int
+    cache: SegmentCacheStatistics
+
+
+class RemoteTokenizer:
+    """Asks a replica for token ids, and remembers the answers."""
+
+    def __init__(self, fetch: Fetch, *, limits: PromptLimits | None = None, cache_bytes: int = _DEFAULT_CACHE_BYTES) -> None:
+        """Use *fetch* to reach a replica; nothing is sent yet."""
+        self._fetch = fetch
+        self._limits = limits or PromptLimits()
+        self._cache = SegmentCache(cache_bytes)
+        self._asked = 0
+        self._failed = 0
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, model: str | None, cache_salt: str | None) -> TokenIds:
+        """Return the ids of *prompt*.
+
+        Args:
+            model: As the client named it: an adapter may bring tokens of its own.
+            cache_salt: Keeps answers of different tenants apart.
+        Raises:
+            UntokenizableError: ``/tokenize`` cannot tell this prompt's ids.
+            ReplicaAnswerError: The replica refused, or its answer makes no sense.
+            OSError: No replica answered; TimeoutError alike.
+        """
+        body = _request_body(prompt, model)
+        ids = await self._ask(body, cache_salt)
+        if prompt.truncation is not None and len(ids) > prompt.truncation.max_tokens:
+            if prompt.add_special_tokens and not prompt.truncation.counts_special_tokens:
+                raise UntokenizableError("truncation")
+            return truncate(ids, prompt.truncation, None)
+        return ids
+
+    def statistics(self) -> RemoteStatistics:
+        """Return a snapshot of the counts."""
+        return RemoteStatistics(asked=self._asked, failed=self._failed, cache=self._cache.statistics())
+
+    async def _ask(self, body: bytes, cache_salt: str | None) -> TokenIds:
+        key = (cache_salt, hashlib.sha256(body).hexdigest())
+        (known,) = self._cache.get_all([key])
+        if known is not None:
+            return known
+        self._asked += 1
+        ids = None
+        try:
+            ids = self._read(*await self._fetch(_PATH, body))
+        finally:
+            # Counted also where the caller gave up waiting.
+            self._failed += ids is None
+        self._cache.put(key, ids)
+        return ids
+
+    def _read(self, status: int, answer: bytes) -> TokenIds:
+        """Check an answer; its text is not quoted, it may hold the prompt."""
+        if status != 200:
+            raise ReplicaAnswerError(_PATH, f"status {status}", "must answer 200")
+        if len(answer) > self._limits.max_prompt_tokens * _MAX_BYTES_PER_TOKEN + _MAX_OTHER_BYTES:
+            raise ReplicaAnswerError(_PATH, f"{len(answer)} bytes", "must fit the bound on tokens")
+        try:
+            decoded = _ANSWER_DECODER.decode(answer)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise ReplicaAnswerError(_PATH, f"{len(answer)} bytes", "must be an object with a list of tokens") from None
+        if decoded.count is not None and decoded.count != len(decoded.tokens):
+            found = f"{len(decoded.tokens)} tokens and a count of {decoded.count}"
+            raise ReplicaAnswerError(_PATH, found, "must count its tokens right")
+        if len(decoded.tokens) > self._limits.max_prompt_tokens:
+            raise UntokenizableError("prompt_too_long")
+        return array("I", decoded.tokens)
+
+
+def _request_body(prompt: TextPrompt | ChatPrompt, model: str | None) -> bytes:
+    fields: dict[str, Any] = {} if model is None else {"model": model}
+    fields["add_special_tokens"] = prompt.add_special_tokens
+    if isinstance(prompt, TextPrompt):
+        fields["prompt"] = prompt.text
+    else:
+        fields.update(_chat_fields(prompt))
+    return msgspec.json.encode(fields)
+
+
+def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:
+    if has_media(prompt.messages):
+        # The replica would fetch and decode every image once more, only to count its tokens.
+        raise UntokenizableError("media")
+    arguments = dict(prompt.template_arguments)
+    if prompt.documents is not None:
+        # The endpoint has no field for them, but its template arguments take them.
+        arguments["documents"] = prompt.documents
+    fields: dict[str, Any] = {
+        "messages": prompt.messages,
+        "add_generation_prompt": prompt.add_generation_prompt,
+        "continue_final_message": prompt.continue_final_message,
+    }
+    if prompt.tools is not None:
+        fields["tools"] = prompt.tools
+    if arguments:
+        fields["chat_template_kwargs"] = arguments
+    return fields

@@ -1,0 +1,230 @@
+"""The tokenisation of one model, for an event loop: in the router where it can be, else at a replica, else not at all.
+
+A prompt whose ids cannot be known is no error: it is routed by load, and the engine gives the client its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
+from router.tokenize.local import LocalStatistics, LocalTokenizer, PreparedPrompt
+from router.tokenize.prompts import (
+    ChatPrompt,
+    Coverage,
+    OpaquePrompt,
+    Prompt,
+    PromptSpec,
+    TextPrompt,
+    TokenIds,
+    TokenizedPrompt,
+    TokenPrompt,
+)
+from router.tokenize.remote import RemoteStatistics, RemoteTokenizer
+from router.tokenize.truncation import truncate
+
+__all__ = ["PromptTokenizer", "Tokenization", "TokenizationStatistics"]
+
+_Result = TypeVar("_Result")
+_Attempt: TypeAlias = PreparedPrompt | UntokenizableError
+_Outcome: TypeAlias = tuple[TokenIds, Coverage] | UntokenizableError
+
+# Where the router cannot tell, a replica may, except for these: it would answer no better, or at too high a price.
+_FINAL_REASONS = frozenset(("random_model", "media", "prompt_too_long", "harmony", "busy"))
+
+
+class PromptTokenizer(Protocol):
+    """What the rest of the router asks for token ids."""
+
+    async def tokenize(self, spec: PromptSpec, *, lora_name: str | None = None) -> list[TokenizedPrompt]:
+        """Return one result for each prompt of *spec*, in order."""
+
+
+@dataclass(frozen=True)
+class TokenizationStatistics:
+    """Counts since the start.
+
+    Attributes:
+        prompts: Prompts by coverage.
+        unknown: Prompts without full coverage by reason.
+        seconds: Time from asking to the ids, summed over requests.
+        waiting: Requests now in a thread or waiting for one.
+        local: None without a local tokenizer.
+        remote: None without a remote one.
+    """
+
+    prompts: Mapping[Coverage, int]
+    unknown: Mapping[str, int]
+    seconds: float
+    waiting: int
+    local: LocalStatistics | None
+    remote: RemoteStatistics | None
+
+
+class Tokenization:
+    """Turns parsed requests for one model into token ids without blocking the event loop."""
+
+    def __init__(
+        self,
+        *,
+        local: LocalTokenizer | None = None,
+        remote: RemoteTokenizer | None = None,
+        max_threads: int = 2,
+        max_waiting: int = 256,
+        inline_chars: int = 2048,
+        inline_body_bytes: int = 262_144,
+    ) -> None:
+        """Use *local* first and *remote* where it cannot tell.
+
+        Args:
+            max_threads: Tokenizers that run at once beside the event loop.
+            max_waiting: Requests that may be in a thread or wait for one; more are answered ``UNKNOWN``.
+            inline_chars: Characters to tokenise in the event loop, some 0.5 ms; above that a thread does it.
+            inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
+        """
+        self._local = local
+        self._remote = remote
+        self._threads = _Threads(max_threads, max_waiting)
+        self._inline_chars = inline_chars
+        self._inline_body_bytes = inline_body_bytes
+        self._prompts: Counter[Coverage] = Counter()
+        self._unknown: Counter[str] = Counter()
+        self._seconds = 0.0
+
+    async def tokenize(self, spec: PromptSpec, *, lora_name: str | None = None) -> list[TokenizedPrompt]:
+        """Return one result for each prompt of *spec*, in order. Raises nothing but cancellation.
+
+        Args:
+            lora_name: The adapter that ``spec.model`` turned out to be.
+        """
+        start = time.perf_counter()
+        local = await self._tokenize_locally(spec)
+        results = [
+            self._result(spec, await self._settle(spec, prompt, outcome), lora_name or spec.lora_name)
+            for prompt, outcome in zip(spec.prompts, local, strict=True)
+        ]
+        self._seconds += time.perf_counter() - start
+        return results
+
+    def close(self) -> None:
+        """Let the threads go once they have done what waits; new work for them is answered ``UNKNOWN``."""
+        self._threads.close()
+
+    def statistics(self) -> TokenizationStatistics:
+        """Return a snapshot of the counts."""
+        return TokenizationStatistics(
+            prompts=dict(self._prompts),
+            unknown=dict(self._unknown),
+            seconds=self._seconds,
+            waiting=self._threads.waiting,
+            local=self._local.statistics() if self._local else None,
+            remote=self._remote.statistics() if self._remote else None,
+        )
+
+    async def _tokenize_locally(self, spec: PromptSpec) -> list[_Outcome]:
+        """Prepare all prompts, then finish them, each step in a thread if it is large."""
+        try:
+            attempts = await self._run(
+                lambda: [self._prepare(prompt, spec.cache_salt) for prompt in spec.prompts],
+                is_small=spec.body_bytes <= self._inline_body_bytes,
+            )
+            missing = sum(attempt.missing_chars for attempt in attempts if isinstance(attempt, PreparedPrompt))
+            return await self._run(
+                lambda: [self._finish(prompt, attempt) for prompt, attempt in zip(spec.prompts, attempts, strict=True)],
+                is_small=missing <= self._inline_chars,
+            )
+        except UntokenizableError as error:
+            return [error] * len(spec.prompts)
+
+    async def _run(self, job: Callable[[], _Result], *, is_small: bool) -> _Result:
+        return job() if is_small else await self._threads.run(job)
+
+    def _prepare(self, prompt: Prompt, cache_salt: str | None) -> _Attempt:
+        if isinstance(prompt, OpaquePrompt):
+            return UntokenizableError(prompt.reason)
+        if isinstance(prompt, TokenPrompt) or self._local is None:
+            return UntokenizableError("no_local_tokenizer")
+        try:
+            return self._local.prepare(prompt, cache_salt)
+        except UntokenizableError as error:
+            return error
+
+    def _finish(self, prompt: Prompt, attempt: _Attempt) -> _Outcome:
+        if isinstance(prompt, TokenPrompt):
+            return truncate(prompt.token_ids, prompt.truncation, None), Coverage.WHOLE
+        if isinstance(attempt, UntokenizableError) or self._local is None:
+            return attempt if isinstance(attempt, UntokenizableError) else UntokenizableError("no_local_tokenizer")
+        try:
+            return self._local.finish(attempt), attempt.coverage
+        except UntokenizableError as error:
+            return error
+
+    async def _settle(self, spec: PromptSpec, prompt: Prompt, outcome: _Outcome) -> _Outcome:
+        """Ask a replica where the router could not tell and a replica might."""
+        if not isinstance(outcome, UntokenizableError) or self._remote is None:
+            return outcome
+        if not isinstance(prompt, (TextPrompt, ChatPrompt)) or outcome.reason in _FINAL_REASONS:
+            return outcome
+        try:
+            ids = await self._remote.tokenize(prompt, model=spec.model, cache_salt=spec.cache_salt)
+        except UntokenizableError as error:
+            return error
+        except (ReplicaAnswerError, OSError, asyncio.TimeoutError):
+            return UntokenizableError("replica_failed")
+        return ids, Coverage.WHOLE
+
+    def _result(self, spec: PromptSpec, outcome: _Outcome, lora_name: str | None) -> TokenizedPrompt:
+        ids, coverage, reason = array("I"), Coverage.UNKNOWN, None
+        if isinstance(outcome, UntokenizableError):
+            reason = outcome.reason
+        else:
+            ids, coverage = outcome
+            reason = "media" if coverage is Coverage.PREFIX else None
+        self._prompts[coverage] += 1
+        if reason is not None:
+            self._unknown[reason] += 1
+        return TokenizedPrompt(ids, coverage, reason, lora_name, spec.cache_salt)
+
+
+class _Threads:
+    """A few threads and a bounded queue before them."""
+
+    def __init__(self, max_threads: int, max_waiting: int) -> None:
+        self._executor = ThreadPoolExecutor(max_threads, thread_name_prefix="tokenize")
+        self._max_waiting = max_waiting
+        self._lock = threading.Lock()
+        self.waiting = 0
+
+    async def run(self, job: Callable[[], _Result]) -> _Result:
+        """Run *job* in a thread.
+
+        Raises:
+            UntokenizableError: Too many wait already, or the threads are gone.
+        """
+        with self._lock:
+            if self.waiting >= self._max_waiting:
+                raise UntokenizableError("busy")
+            self.waiting += 1
+        try:
+            future = self._executor.submit(job)
+        except RuntimeError:
+            self._leave()
+            raise UntokenizableError("busy") from None
+        # A caller that gives up does not stop the thread: the place is free when the job has really ended.
+        future.add_done_callback(lambda _: self._leave())
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self.waiting -= 1

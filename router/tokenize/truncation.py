@@ -1,0 +1,30 @@
+"""``truncate_prompt_tokens``: which ids of a prompt the engine keeps."""
+
+from __future__ import annotations
+
+from router.tokenize.ends import Ends
+from router.tokenize.prompts import TokenIds, Truncation
+
+__all__ = ["truncate"]
+
+
+def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) -> TokenIds:
+    """Cut *ids* as the engine cuts them.
+
+    Args:
+        ids: Finished ids, special tokens included.
+        truncation: What the request asks for.
+        ends: The special tokens around *ids*; None where there are none.
+    """
+    if truncation is None or len(ids) <= truncation.max_tokens:
+        return ids
+    if truncation.counts_special_tokens or ends is None:
+        return _keep(ids, truncation.max_tokens, truncation.side)
+    # The tokenizer itself truncates: the text gives way, the special tokens around it stay.
+    body = ids[len(ends.before) : len(ids) - len(ends.after)]
+    room = max(truncation.max_tokens - len(ends.before) - len(ends.after), 0)
+    return ends.around(_keep(body, room, truncation.side))
+
+
+def _keep(ids: TokenIds, count: int, side: str) -> TokenIds:
+    return ids[len(ids) - count :] if side == "left" else ids[:count]

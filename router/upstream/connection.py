@@ -1,0 +1,235 @@
+"""One socket to one origin, carrying one exchange at a time. httptools parses; this file keeps the books."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Protocol, cast
+
+import httptools
+
+from router.upstream.errors import ClosedBeforeResponse, ResponseBroken
+from router.upstream.origin import Origin, Timeouts
+from router.upstream.response import UpstreamResponse
+
+MAX_HEADERS = 256
+# Bytes that may arrive without one byte of body among them: headers, interim answers, chunk framing, trailers.
+MAX_UNFRAMED_BYTES = 64 * 1024
+# A reader that is this far behind stops the socket from being read. One read of the event loop may come on top.
+HIGH_WATER_BYTES = 64 * 1024
+
+
+class Owner(Protocol):
+    """What a connection needs of the client that pools it."""
+
+    def connection_opened(self, connection: Connection) -> None:
+        """The socket is there."""
+
+    def exchange_ended(self, response: UpstreamResponse) -> None:
+        """The answer is complete, failed, or was cut."""
+
+    def recycle(self, connection: Connection) -> None:
+        """The connection is free for another exchange."""
+
+    def connection_closed(self, connection: Connection) -> None:
+        """The socket is gone."""
+
+
+class Connection(asyncio.Protocol):
+    """Writes a request, fills an `UpstreamResponse`, and tells its owner when it is free again."""
+
+    __slots__ = (
+        "_in_head",
+        "_interim",
+        "_keep_alive",
+        "_owner",
+        "_parser",
+        "_paused",
+        "_response",
+        "_transport",
+        "_unframed_bytes",
+        "_until_close",
+        "_unwanted",
+        "_violation",
+        "closed",
+        "idle_since",
+        "origin",
+    )
+
+    def __init__(self, owner: Owner, origin: Origin) -> None:
+        self.origin = origin
+        self.closed = False
+        self.idle_since = 0.0
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._response: UpstreamResponse | None = None
+        self._transport: asyncio.Transport | None = None
+        self._violation = ""
+        self._paused = False
+        self._unwanted = False
+        self._in_head = self._interim = self._keep_alive = self._until_close = False
+        self._unframed_bytes = 0
+
+    def start(self, head: bytes, body: bytes, timeouts: Timeouts, loop: asyncio.AbstractEventLoop) -> UpstreamResponse:
+        """Write the request; return the answer to be, still empty. The connection must be idle and open."""
+        assert self._transport is not None
+        assert self._response is None
+        response = self._response = UpstreamResponse(self, self.origin, timeouts, loop)
+        self._begin_head()
+        if self.closed:
+            response.fail(ClosedBeforeResponse(f"{self.origin}: closed before the request was sent"))
+        elif body:
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head)
+        return response
+
+    def abort(self) -> None:
+        """Close the socket at once, also one that is only being opened."""
+        self._unwanted = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What the answer asks of its source.
+
+    def resume(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def cut(self) -> None:
+        response, self._response = self._response, None
+        self.abort()
+        if response is not None:
+            self._owner.exchange_ended(response)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        # A request's last segment must not wait for the acknowledgement of the one before (Nagle).
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._owner.connection_opened(self)
+        if self._unwanted:
+            self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None:
+            # Bytes nobody asked for. The next answer could not be told from them, so the connection is spent.
+            self.abort()
+            return
+        response.received = True
+        self._unframed_bytes += len(data)
+        self._feed(data)
+        if response.complete:
+            self._finish(response)
+        elif self._violation or self._unframed_bytes > MAX_UNFRAMED_BYTES:
+            self._break(response)
+        elif response.buffered_bytes >= HIGH_WATER_BYTES and not self._paused:
+            self._pause()
+        response.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        response, self._response = self._response, None
+        self._owner.connection_closed(self)
+        if response is None:
+            return
+        if self._until_close and exc is None:
+            response.complete = True
+        elif response.received:
+            response.fail(ResponseBroken(f"{self.origin}: closed before the end of its answer", received=True))
+        else:
+            response.fail(ClosedBeforeResponse(f"{self.origin}: closed before the first byte of its answer"))
+        self._owner.exchange_ended(response)
+        response.wake()
+
+    # httptools.HttpResponseParser
+
+    def on_message_begin(self) -> None:
+        if self._response is not None and self._response.complete:
+            self._violation = "a second answer to one request"
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # A header after the head is a trailer (RFC 9110 6.5) and is dropped; so is all that follows the message.
+        if self._in_head and self._response is not None:
+            self._response.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if not self._in_head or self._response is None:
+            return
+        status = self._parser.get_status_code()
+        self._interim = 100 <= status < 200
+        if self._interim:
+            return
+        self._in_head = False
+        self._response.status = status
+        self._keep_alive = self._parser.should_keep_alive()
+        self._until_close = not self._keep_alive and not _is_delimited(self._response)
+        if not 200 <= status <= 599:
+            self._violation = f"status {status} is not from 200 to 599"
+        elif len(self._response.headers) > MAX_HEADERS:
+            self._violation = f"more than {MAX_HEADERS} headers"
+
+    def on_body(self, data: bytes) -> None:
+        self._unframed_bytes = 0
+        if self._response is not None and not self._response.complete:
+            self._response.add(data)
+
+    def on_message_complete(self) -> None:
+        if self._response is None:
+            return
+        if self._interim:
+            # 100 Continue, 102, 103: the answer proper follows (RFC 9110 15.2).
+            self._interim = False
+            self._response.headers.clear()
+        elif not self._violation:
+            self._response.complete = True
+
+    # Steps
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._interim = False
+        self._keep_alive = False
+        self._until_close = False
+        self._unframed_bytes = 0
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._violation = "an upgrade nobody asked for"
+        except httptools.HttpParserError:
+            # Its text may quote the answer; the kind of fault is enough.
+            self._violation = "not a well-formed HTTP/1.1 answer"
+
+    def _finish(self, response: UpstreamResponse) -> None:
+        self._response = None
+        self._owner.exchange_ended(response)
+        if self._keep_alive and not self._violation:
+            self.resume()
+            self._owner.recycle(self)
+        else:
+            self.abort()
+
+    def _break(self, response: UpstreamResponse) -> None:
+        rule = self._violation or f"more than {MAX_UNFRAMED_BYTES} bytes of headers or framing in a row"
+        response.fail(ResponseBroken(f"{self.origin}: {rule}", received=True))
+        self.cut()
+
+    def _pause(self) -> None:
+        if self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+
+def _is_delimited(response: UpstreamResponse) -> bool:
+    """Whether the end of the body shows in the body itself, so that closing before it is a truncation."""
+    for name, value in response.headers:
+        if name == b"content-length":
+            return True
+        if name == b"transfer-encoding":
+            return value.lower().endswith(b"chunked")
+    return False

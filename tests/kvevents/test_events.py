@@ -1,0 +1,266 @@
+"""Events as values - what equals what - and in the form in which they are written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvevents.codec import encode
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+    GroupSpec,
+    KVEventAggregator,
+)
+
+STORED = BlockStored([1, 2], None, [10, 11, 12, 13], "GPU", group_idx=0)
+REMOVED = BlockRemoved([1], "GPU", 0)
+LAYOUT = CacheLayout("publisher-1", [GroupSpec("full_attention", 16)], 16, 16)
+
+OTHER_VALUES: list[tuple[Event, str, Any]] = [
+    (STORED, "block_hashes", [1, 3]),
+    (STORED, "parent_block_hash", 9),
+    (STORED, "token_ids", [10, 11, 12, 14]),
+    (STORED, "medium", "CPU"),
+    (STORED, "group_idx", None),
+    (STORED, "group_idx", 1),
+    (STORED, "lora_name", "sql"),
+    (STORED, "extra_keys", [["salt"], None]),
+    (STORED, "kv_cache_spec_kind", "mamba"),
+    (STORED, "kv_cache_spec_sliding_window", 64),
+    (STORED, "block_size", 2),
+    (STORED, "lora_id", 1),
+    (STORED, "lookahead_token_ids", [[1], [2]]),
+    (REMOVED, "block_hashes", [2]),
+    (REMOVED, "medium", None),
+    (REMOVED, "group_idx", None),
+    (LAYOUT, "publisher_id", "publisher-2"),
+    (LAYOUT, "groups", [GroupSpec("full_attention", 32)]),
+    (LAYOUT, "eagle", True),
+]
+ONE_OF_EACH: list[Event] = [STORED, REMOVED, AllBlocksCleared(), LAYOUT]
+
+
+# --- values ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
+def test_equal_events_have_equal_hashes(event: Event) -> None:
+    """The aggregator counts by hash and equality; events carry lists, which Python cannot hash."""
+    copy = msgspec.convert(msgspec.to_builtins(event), type(event))
+    assert copy is not event
+    assert copy == event
+    assert hash(copy) == hash(event)
+
+
+@pytest.mark.parametrize(("event", "field", "value"), OTHER_VALUES, ids=lambda value: str(value)[:24])
+def test_every_field_takes_part_in_equality_and_hash(event: Event, field: str, value: Any) -> None:
+    """Group 0 and no group are different events, and so are two media."""
+    other = replace(event, **{field: value})
+    assert other != event
+    assert hash(other) != hash(event)
+
+
+def test_events_of_different_types_are_never_equal() -> None:
+    """A removal must not cancel the store of the same blocks."""
+    assert len(set(ONE_OF_EACH)) == 4
+    assert BlockStored([1], None, [], "GPU", 0) != BlockRemoved([1], "GPU", 0)
+
+
+def test_extra_keys_of_any_depth_can_be_hashed() -> None:
+    """They nest: a list per block of `(id, offset)` pairs."""
+    nested = replace(STORED, extra_keys=[[["image", 3], "salt"], None])
+    assert hash(nested) == hash(replace(STORED, extra_keys=[[["image", 3], "salt"], None]))
+    assert hash(nested) != hash(replace(STORED, extra_keys=[[["image", 4], "salt"], None]))
+
+
+# --- the aggregator -------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_every_worker_emitted_is_common() -> None:
+    """A block is usable when every tensor-parallel worker has its part of it."""
+    aggregator = KVEventAggregator(num_workers=2)
+    aggregator.add_events([STORED, REMOVED])
+    assert aggregator.get_common_events() == []
+    aggregator.add_events([STORED])
+    assert aggregator.get_common_events() == [STORED]
+    assert aggregator.get_all_events() == [STORED, STORED, REMOVED]
+
+
+def test_the_same_event_of_another_group_does_not_count() -> None:
+    """Worker 0 may be done with group 0 while worker 1 is done with group 1."""
+    aggregator = KVEventAggregator(num_workers=2)
+    aggregator.add_events([STORED])
+    aggregator.add_events([replace(STORED, group_idx=None), replace(STORED, group_idx=1)])
+    assert aggregator.get_common_events() == []
+
+
+def test_popping_forgets_what_was_common_and_keeps_the_rest() -> None:
+    """A worker that is behind completes the event in a later step."""
+    aggregator = KVEventAggregator(num_workers=2)
+    aggregator.add_events([STORED, REMOVED])
+    aggregator.add_events([STORED])
+    assert aggregator.pop_common_events() == [STORED]
+    assert aggregator.pop_common_events() == []
+    aggregator.add_events([REMOVED])
+    assert aggregator.pop_common_events() == [REMOVED]
+    assert aggregator.get_all_events() == []
+
+
+def test_popping_an_event_that_one_worker_emitted_twice_leaves_its_second_copy() -> None:
+    """Stored, evicted and stored again: the second time needs the other worker's second time."""
+    aggregator = KVEventAggregator(num_workers=2)
+    aggregator.add_events([STORED, STORED])
+    aggregator.add_events([STORED])
+    assert aggregator.pop_common_events() == [STORED]
+    assert aggregator.get_all_events() == [STORED]
+
+
+def test_common_events_keep_the_order_in_which_they_first_came() -> None:
+    """A removal must not overtake the store it undoes."""
+    aggregator = KVEventAggregator(num_workers=2)
+    aggregator.add_events([STORED, REMOVED, AllBlocksCleared()])
+    aggregator.add_events([AllBlocksCleared(), REMOVED, STORED])
+    assert aggregator.pop_common_events() == [STORED, REMOVED, AllBlocksCleared()]
+
+
+def test_workers_can_join_and_the_count_can_be_reset() -> None:
+    """The number of workers is known only once they have reported."""
+    aggregator = KVEventAggregator(num_workers=1)
+    aggregator.add_events([STORED])
+    aggregator.increment_workers(2)
+    assert aggregator.get_number_of_workers() == 3
+    assert aggregator.get_common_events() == []
+    aggregator.reset_workers()
+    assert aggregator.get_number_of_workers() == 1
+    assert aggregator.get_common_events() == [STORED]
+
+
+def test_clearing_forgets_every_event() -> None:
+    """After a reset of the cache nothing half-reported may come back."""
+    aggregator = KVEventAggregator(num_workers=1)
+    aggregator.add_events([STORED])
+    aggregator.clear_events()
+    assert aggregator.pop_common_events() == []
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_number_of_workers_that_makes_no_sense_is_refused(count: int) -> None:
+    """With none at all every event would be common, also those nobody sent."""
+    with pytest.raises(ValueError, match=f"num_workers is {count}"):
+        KVEventAggregator(count)
+    with pytest.raises(ValueError, match=f"count is {count}"):
+        KVEventAggregator(1).increment_workers(count)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=4))
+def test_popped_events_are_those_every_worker_reported_at_least_once_each_pop(reports: list[list[int]]) -> None:
+    """Against counting by hand, for any number of workers that report each event at most once."""
+    workers = [sorted(set(report)) for report in reports]
+    aggregator = KVEventAggregator(len(workers))
+    for report in workers:
+        aggregator.add_events([BlockRemoved([number], "GPU", number % 2) for number in report])
+    counted = Counter(number for report in workers for number in report)
+    popped = {event.block_hashes[0] for event in aggregator.pop_common_events() if isinstance(event, BlockRemoved)}
+    assert popped == {number for number, count in counted.items() if count == len(workers)}
+    assert len(aggregator.get_all_events()) == sum(counted.values()) - len(popped) * len(workers)
+
+
+# --- the written form -----------------------------------------------------------------------------------------------------
+
+
+def test_an_event_is_written_as_a_map_with_a_type_and_without_defaults() -> None:
+    """The form of vLLM >= 0.24: what equals its default is absent, what has none is there as nil."""
+    assert _written(BlockStored([1], None, [5, 6], None)) == {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [5, 6],
+        "medium": None,
+    }
+    assert _written(BlockRemoved([1], "CPU")) == {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"}
+    assert _written(AllBlocksCleared()) == {"type": "AllBlocksCleared"}
+
+
+def test_group_0_is_written() -> None:
+    """The default is no group at all; 0 is a group."""
+    assert _written(STORED)["group_idx"] == 0
+    assert _written(REMOVED)["group_idx"] == 0
+
+
+def test_an_event_of_ours_carries_no_block_size() -> None:
+    """The quotient of tokens and hashes is the block size; a consumer must not find two that differ."""
+    assert "block_size" not in _written(STORED)
+
+
+def test_a_layout_is_written_with_its_groups_without_defaults() -> None:
+    """It travels first, and with every snapshot."""
+    assert _written(LAYOUT) == {
+        "type": "CacheLayout",
+        "publisher_id": "publisher-1",
+        "groups": [{"kind": "full_attention", "block_size": 16}],
+        "hash_block_size": 16,
+        "scheduler_block_size": 16,
+    }
+
+
+def test_a_batch_is_written_as_timestamp_events_rank() -> None:
+    """Three elements, positional; an empty list of events is a heartbeat."""
+    assert msgspec.msgpack.decode(encode(EventBatch(1.5, [], 2))) == [1.5, [], 2]
+    assert msgspec.msgpack.decode(encode(EventBatch(1.5, [AllBlocksCleared()]))) == [1.5, [{"type": "AllBlocksCleared"}], None]
+
+
+class _ConsumersStored(msgspec.Struct, tag_field="type", tag="BlockStored"):
+    """What a consumer of vLLM's events declares, with the block size optional."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    medium: str | None
+    block_size: int | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+
+
+class _ConsumersRemoved(msgspec.Struct, tag_field="type", tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class _ConsumersBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_ConsumersStored | _ConsumersRemoved]
+    data_parallel_rank: int | None = None
+
+
+def test_a_consumer_that_tolerates_a_missing_block_size_reads_our_batches() -> None:
+    """Existing consumers of vLLM's stream are users, too."""
+    stored = BlockStored([b"\x01" * 32], b"\x02" * 32, [5, 6], "GPU", 3, "sql", [["sql", "salt"]], "sliding_window", 64)
+    read = msgspec.msgpack.decode(encode(EventBatch(1.0, [stored, REMOVED], 1)), type=_ConsumersBatch)
+    assert read == _ConsumersBatch(
+        1.0,
+        [
+            _ConsumersStored(
+                [b"\x01" * 32], b"\x02" * 32, [5, 6], "GPU", lora_name="sql", extra_keys=[["sql", "salt"]], group_idx=3
+            ),
+            _ConsumersRemoved([1], "GPU", 0),
+        ],
+        1,
+    )
+
+
+def _written(event: Event) -> Any:
+    return msgspec.msgpack.decode(encode(EventBatch(0.0, [event])))[1][0]

@@ -1,0 +1,402 @@
+"""The hit rule against its definition, written here a second time, and what a layout must fulfil."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.errors import LayoutError
+from kvevents.events import CacheLayout, GroupSpec
+from kvevents.layout import (
+    GroupKind,
+    KVCacheGroup,
+    KVCacheLayout,
+    accepts,
+    kind_from_wire,
+    longest_accepted,
+    longest_hit,
+)
+
+FULL = KVCacheGroup(GroupKind.FULL, 16)
+NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
+OF_EVERY_KIND = [GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.MAMBA, GroupKind.NOT_CACHED]
+
+
+# --- the definition, in the words of the design ---------------------------------------------------------------------------
+
+
+def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
+    """Ends of the blocks that *group* needs to accept *length* tokens; *one_more*: a window needs one block more."""
+    size, first = group.block_size, 0
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        assert group.sliding_window is not None
+        blocks = max(1, -(-(group.sliding_window - 1) // size)) + one_more
+        first = max(0, length - blocks * size)
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        assert group.attention_chunk_size is not None
+        first = length // group.attention_chunk_size * group.attention_chunk_size
+    return range(first + size, length + 1, size)
+
+
+def defined_accept(layout: KVCacheLayout, index: int, length: int, cache: Cache, reach: int) -> bool:
+    """Does the group accept *length* tokens, if blocks may be looked at up to *reach*?"""
+    group = layout.groups[index]
+    if length == 0 or group.kind is GroupKind.NOT_CACHED:
+        return True
+    if group.kind is GroupKind.MAMBA:
+        return cache.has(index, length)
+    tested = length + one_block_further(layout, group)
+    if tested > reach:
+        return False
+    inside = tested % group.block_size
+    if inside and group.kind is not GroupKind.FULL:
+        return False  # a window's hit ends with a block
+    if not all(cache.has(index, end) for end in needs(group, tested - inside, int(layout.eagle))):
+        return False
+    # A hit may end inside a block that has an entry of its own there, or further on in the same block.
+    last = min(tested - inside + group.block_size - 1, reach)
+    return not inside or any(cache.has(index, end) for end in range(tested, last + 1))
+
+
+def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
+    """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a block."""
+    if not layout.eagle:
+        return 0
+    return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
+
+
+def defined_hit(layout: KVCacheLayout, cache: Cache, limit: int, prompt_tokens: int) -> int:
+    """The largest length that every group accepts, found by trying all of them from the top."""
+    caching = sum(group.kind is not GroupKind.NOT_CACHED for group in layout.groups)
+    reach = limit if caching == 1 else prompt_tokens
+    return next(length for length in lengths(layout, limit) if _all_accept(layout, length, cache, limit, reach))
+
+
+def lengths(layout: KVCacheLayout, limit: int) -> range:
+    step = layout.scheduler_block_size
+    return range(limit - limit % step, -1, -step)
+
+
+def _all_accept(layout: KVCacheLayout, length: int, cache: Cache, limit: int, reach: int) -> bool:
+    bound = reach if layout.eagle else limit
+    return all(defined_accept(layout, index, length, cache, bound) for index in range(len(layout.groups)))
+
+
+# --- random caches --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cache:
+    """Which blocks are there, and which were asked for."""
+
+    ends: set[tuple[int, int]]
+    asked: set[int]
+
+    def has(self, group: int, end: int) -> bool:
+        return (group, end) in self.ends
+
+    def present(self, group: int, end: int) -> bool:
+        self.asked.add(end)
+        return self.has(group, end)
+
+
+@dataclass
+class Case:
+    layout: KVCacheLayout
+    cache: Cache
+    limit: int
+    prompt_tokens: int
+
+
+def random_group(rng: random.Random, unit: int, kinds: list[GroupKind], sizes: list[int]) -> KVCacheGroup:
+    size = unit * rng.choice(sizes)
+    chunk = size * rng.randint(1, 5)
+    return KVCacheGroup(rng.choice(kinds), size, sliding_window=rng.randint(1, 40), attention_chunk_size=chunk)
+
+
+def random_layout(rng: random.Random) -> KVCacheLayout:
+    """Any mix of kinds and block sizes; or one in which hits may end inside blocks, as only Mamba models have them."""
+    unit = rng.choice([1, 2, 4])
+    inside_blocks = rng.random() < 0.25
+    kinds = [GroupKind.FULL, GroupKind.MAMBA] if inside_blocks else OF_EVERY_KIND
+    sizes = rng.choice([[1], [1, 2], [2, 4], [2, 3]])
+    groups = [random_group(rng, unit, kinds, sizes) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))]
+    if inside_blocks and rng.random() < 0.5:
+        groups.append(random_group(rng, unit, [GroupKind.SLIDING_WINDOW], [1]))
+    if all(group.kind is GroupKind.NOT_CACHED for group in groups):
+        groups.append(KVCacheGroup(GroupKind.FULL, unit))
+    return KVCacheLayout.build(groups, unit, unit if inside_blocks else None, eagle=rng.random() < 0.4)
+
+
+def random_ends(rng: random.Random, layout: KVCacheLayout, index: int, prompt_tokens: int) -> set[tuple[int, int]]:
+    """Blocks of one group: nearly all, half of them, or few; entries inside blocks only where hits may end there."""
+    group = layout.groups[index]
+    step = min(group.block_size, layout.scheduler_block_size)
+    share = rng.choice([1.0, 0.97, 0.9, 0.5])
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        step = group.block_size
+    return {(index, end) for end in range(step, prompt_tokens + 1, step) if rng.random() < share}
+
+
+def random_case(rng: random.Random) -> Case:
+    layout = random_layout(rng)
+    prompt_tokens = rng.randint(1, 120)
+    ends = set[tuple[int, int]]().union(
+        *(random_ends(rng, layout, index, prompt_tokens) for index in range(len(layout.groups)))
+    )
+    return Case(layout, Cache(ends, set()), prompt_tokens - rng.choice([0, 1, 1]), prompt_tokens)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_the_hit_is_the_longest_prefix_that_every_group_accepts(rng: random.Random) -> None:
+    """Walking from block to block must find what trying every length finds."""
+    case = random_case(rng)
+    found = longest_hit(case.layout, case.cache.present, case.limit, case.prompt_tokens)
+    assert found == defined_hit(case.layout, case.cache, case.limit, case.prompt_tokens), case
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_only_ends_of_the_prompts_own_blocks_are_asked_for(rng: random.Random) -> None:
+    """The index names blocks by position: an end outside the prompt has no name."""
+    case = random_case(rng)
+    longest_hit(case.layout, case.cache.present, case.limit, case.prompt_tokens)
+    assert all(0 < end <= case.prompt_tokens and end % case.layout.hash_block_size == 0 for end in case.cache.asked)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_groups_own_longest_prefix_is_the_longest_it_accepts(rng: random.Random) -> None:
+    """What an operator is told about each group comes from the same rule."""
+    case = random_case(rng)
+    layout, cache, limit = case.layout, case.cache, case.limit
+    for index, group in enumerate(layout.groups):
+        if group.kind is not GroupKind.NOT_CACHED:
+            reach = case.prompt_tokens if layout.eagle else limit
+            expected = next(size for size in lengths(layout, limit) if defined_accept(layout, index, size, cache, reach))
+            assert longest_accepted(layout, index, cache.present, limit, case.prompt_tokens) == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_the_written_definition_accepts_what_the_design_says(rng: random.Random) -> None:
+    """`accepts` is what other parts are tested against, so it is tested itself."""
+    case = random_case(rng)
+    plain = KVCacheLayout.build(case.layout.groups, case.layout.hash_block_size, case.layout.scheduler_block_size)
+    for index, group in enumerate(plain.groups):
+        for length in lengths(plain, case.prompt_tokens):
+            if length % group.block_size == 0 or group.kind in (GroupKind.FULL, GroupKind.MAMBA):
+                wanted = defined_accept(plain, index, length, case.cache, case.prompt_tokens)
+                assert accepts(group, length, _within(case, index)) is wanted
+
+
+def _within(case: Case, index: int) -> Callable[[int], bool]:
+    return lambda end: case.cache.has(index, end)
+
+
+def test_the_random_caches_give_hits_of_every_size() -> None:
+    """Were all hits 0 or all of them whole, the comparisons above would say little."""
+    rng = random.Random(4)
+    cases = [random_case(rng) for _ in range(2000)]
+    hits = [defined_hit(case.layout, case.cache, case.limit, case.prompt_tokens) for case in cases]
+    longest = [lengths(case.layout, case.limit)[0] for case in cases]
+    between = sum(0 < hit < most for hit, most in zip(hits, longest, strict=True))
+    assert between > 400
+    assert sum(hit == most > 0 for hit, most in zip(hits, longest, strict=True)) > 100
+    assert hits.count(0) > 100
+
+
+# --- cases worth a name ---------------------------------------------------------------------------------------------------
+
+
+def window(size: int, block_size: int = 16) -> KVCacheGroup:
+    return KVCacheGroup(GroupKind.SLIDING_WINDOW, block_size, sliding_window=size)
+
+
+def chunked(size: int, block_size: int = 16) -> KVCacheGroup:
+    return KVCacheGroup(GroupKind.CHUNKED_LOCAL, block_size, attention_chunk_size=size)
+
+
+def mamba(block_size: int = 16) -> KVCacheGroup:
+    return KVCacheGroup(GroupKind.MAMBA, block_size)
+
+
+def hit(*groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 161, unit: int = 16, eagle: bool = False) -> int:
+    """The hit where all blocks are there but those *gone*, by group."""
+    layout = KVCacheLayout.build(groups, unit, unit if unit < 16 else None, eagle)
+    return longest_hit(layout, lambda group, end: end not in gone.get(group, ()), prompt_tokens - 1, prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks"), [(1, 1), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3), (64, 4), (65, 4), (66, 5), (1000, 63)]
+)
+def test_a_window_needs_the_blocks_its_other_tokens_lie_in_and_at_least_one(size: int, blocks: int) -> None:
+    """A window of w sees w - 1 tokens before the next one; vLLM asks for a block even where it sees none."""
+    assert window(size).window_blocks == blocks
+    reach = 160 if blocks > 10 else blocks * 16
+    assert hit(window(size), gone={0: set(range(16, 161 - reach, 16))}) == 160
+    assert hit(window(size), gone={0: {161 - 1 - reach + 16}}) < 160
+
+
+def test_a_chunk_that_starts_at_the_hit_needs_nothing() -> None:
+    """The next token reads only its own chunk, and that is empty yet."""
+    assert hit(FULL, chunked(32), gone={1: set(range(16, 161, 16))}) == 160
+    assert hit(FULL, chunked(64), gone={1: set(range(16, 129, 16))}) == 160
+    assert hit(FULL, chunked(64), gone={1: {144}}) == 128
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """A prompt that is cached whole still has to produce a token."""
+    assert hit(FULL, gone={}, prompt_tokens=160) == 144
+    assert hit(FULL, gone={}, prompt_tokens=161) == 160
+
+
+def test_a_cut_by_one_group_is_offered_to_the_others_again() -> None:
+    """Each shortens what the other accepted: window, then state, then window again."""
+    states = {1: set(range(16, 161, 16)) - {48, 112}}
+    assert hit(window(33), mamba(), gone=states) == 112
+    assert hit(window(33), mamba(), gone=states | {0: {96}}) == 48
+    assert hit(window(33), mamba(), gone=states | {0: {96, 32}}) == 0
+
+
+def test_eagle_must_see_one_block_more_than_is_reused() -> None:
+    """A window needs it on top of its own; a state is the state before the dropped block."""
+    assert hit(FULL, gone={}, eagle=True) == 144
+    assert hit(window(17), gone={}, eagle=True) == 144
+    assert hit(window(17), gone={0: {160}}, eagle=True) == 128
+    assert hit(window(17), gone={0: {144}}, eagle=True) == 112
+    assert hit(FULL, mamba(), gone={}, eagle=True) == 144
+
+
+def test_eagles_block_of_a_window_is_whole_also_where_hits_may_end_inside_blocks() -> None:
+    """Only full attention has entries inside a block to test; a window's next entry is at its block's end."""
+    layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 32), mamba(32), window(33, 32)], 16, 16, eagle=True)
+    assert longest_hit(layout, lambda group, end: True, 99, 100) == 64
+    assert longest_hit(layout, lambda group, end: (group, end) != (2, 96), 99, 100) == 32
+
+
+def test_groups_that_are_not_cached_have_no_say() -> None:
+    """The encoder's blocks of an encoder-decoder model are never shared."""
+    layout = KVCacheLayout.build([NOT_CACHED, FULL], eagle=False)
+    assert layout.scheduler_block_size == layout.hash_block_size == 16
+    assert longest_hit(layout, lambda group, end: group == 1, 160, 161) == 160
+    assert longest_accepted(layout, 0, lambda group, end: False, 160, 161) == 160
+    assert accepts(NOT_CACHED, 160, lambda end: False)
+
+
+def test_a_prompt_shorter_than_a_block_hits_nothing() -> None:
+    """There is no block to ask for."""
+    assert [hit(FULL, gone={}, prompt_tokens=length) for length in range(1, 17)] == [0] * 16
+
+
+# --- layouts that are refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes", "message"),
+    [
+        ([], {}, "at least one group that caches"),
+        ([NOT_CACHED], {}, "at least one group that caches"),
+        ([KVCacheGroup(GroupKind.FULL, 0)], {}, r"group 0 \(full_attention\): block_size 0 must lie in \[1, 1048576\]"),
+        ([FULL, KVCacheGroup(GroupKind.FULL, -16)], {}, r"group 1 \(full_attention\): block_size -16"),
+        ([KVCacheGroup(GroupKind.FULL, 2**20 + 1)], {}, r"group 0 \(full_attention\): block_size 1048577"),
+        ([KVCacheGroup(GroupKind.SLIDING_WINDOW, 16)], {}, r"group 0 \(sliding_window\): sliding_window None must lie in"),
+        ([window(0)], {}, r"group 0 \(sliding_window\): sliding_window 0 must lie in \[1, 2147483648\]"),
+        ([KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16)], {}, r"group 0 \(chunked_local_attention\): attention_chunk_size None"),
+        ([chunked(0)], {}, r"group 0 \(chunked_local_attention\): attention_chunk_size 0"),
+        ([FULL], {"hash_block_size": 24}, "scheduler_block_size 16 must be a multiple of hash_block_size 24"),
+        (
+            [FULL, window(64, 24)],
+            {"hash_block_size": 16},
+            r"group 1 \(sliding_window\): block_size 24 must be a multiple of hash_block_size 16",
+        ),
+        ([FULL], {"hash_block_size": -1}, r"layout: hash_block_size -1 must lie in \[1, 1048576\]"),
+        ([FULL], {"scheduler_block_size": 2**21}, "layout: scheduler_block_size 2097152 must lie in"),
+        (
+            [KVCacheGroup(GroupKind.FULL, 2**19 + 1), KVCacheGroup(GroupKind.FULL, 2**19 - 1)],
+            {},
+            "layout: scheduler_block_size 274877906943 must lie in",
+        ),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused_with_group_value_and_rule(
+    groups: list[KVCacheGroup], sizes: dict[str, int], message: str
+) -> None:
+    """Who configured it must find the line."""
+    with pytest.raises(LayoutError, match=message):
+        KVCacheLayout.build(groups, **sizes)
+
+
+def test_sizes_left_out_follow_from_the_groups() -> None:
+    """Hashes at the greatest common divisor, hits at the least common multiple."""
+    layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 48), window(100, 32), NOT_CACHED])
+    assert (layout.hash_block_size, layout.scheduler_block_size) == (16, 96)
+
+
+# --- from the wire --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("full_attention", GroupKind.FULL),
+        ("mla_attention", GroupKind.FULL),
+        ("sink_full_attention", GroupKind.FULL),
+        ("sliding_window", GroupKind.SLIDING_WINDOW),
+        ("sliding_window_mla", GroupKind.SLIDING_WINDOW),
+        ("chunked_local_attention", GroupKind.CHUNKED_LOCAL),
+        ("mamba", GroupKind.MAMBA),
+        ("linear_attention", GroupKind.MAMBA),
+        ("cross_attention", GroupKind.NOT_CACHED),
+        ("encoder_only_attention", GroupKind.NOT_CACHED),
+        ("attention of next year", None),
+        (None, None),
+    ],
+)
+def test_the_kinds_engines_name_are_known(name: str | None, kind: GroupKind | None) -> None:
+    """A kind nobody knows is not guessed."""
+    assert kind_from_wire(name) is kind
+
+
+@pytest.mark.parametrize("kind", GroupKind)
+def test_our_own_names_of_kinds_are_read_again(kind: GroupKind) -> None:
+    """A publisher of ours writes them into its layout."""
+    assert kind_from_wire(kind.value) is kind
+
+
+def test_an_announced_layout_is_taken_as_it_is() -> None:
+    """The sizes are the engine's own, not derived."""
+    specs = [
+        GroupSpec("full_attention", 32),
+        GroupSpec("sliding_window", 16, sliding_window=64),
+        GroupSpec("chunked_local_attention", 16, attention_chunk_size=128),
+        GroupSpec("cross_attention", 7),
+    ]
+    layout = KVCacheLayout.from_event(CacheLayout("publisher-1", specs, 8, 16, eagle=True))
+    groups = (KVCacheGroup(GroupKind.FULL, 32), window(64), chunked(128), KVCacheGroup(GroupKind.NOT_CACHED, 7))
+    assert layout == KVCacheLayout(groups, hash_block_size=8, scheduler_block_size=16, eagle=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (GroupSpec("wavelet", 16), "group 1: kind 'wavelet' is none of full_attention, "),
+        (GroupSpec("w" * 1000, 16), "group 1: kind 'w{40}' is none of"),
+        (GroupSpec("sliding_window", 16), r"group 1 \(sliding_window\): sliding_window None"),
+        (GroupSpec("full_attention", 0), r"group 1 \(full_attention\): block_size 0"),
+        (
+            GroupSpec("full_attention", 24),
+            r"group 1 \(full_attention\): block_size 24 must be a multiple of hash_block_size 16",
+        ),
+    ],
+)
+def test_an_announced_layout_that_contradicts_itself_is_refused(spec: GroupSpec, message: str) -> None:
+    """It came from outside: nothing of it is believed unchecked."""
+    with pytest.raises(LayoutError, match=message):
+        KVCacheLayout.from_event(CacheLayout("publisher-1", [GroupSpec("full_attention", 16), spec], 16, 48))

@@ -1,0 +1,131 @@
+"""What a sequence number means, decided without sockets."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvevents.sequence import SequenceTracker, Verdict, fingerprint
+
+
+def mark(seq: int, process: str = "a") -> bytes:
+    return fingerprint(f"{process} {seq}".encode())
+
+
+def tracker_at(last: int, first: int = 0, remembered: int = 4096) -> SequenceTracker:
+    tracker = SequenceTracker(remembered)
+    for seq in range(first, last + 1):
+        tracker.advance(seq, mark(seq))
+    return tracker
+
+
+def test_a_stream_begins_with_zero() -> None:
+    """Whoever comes later than the first batch has missed something."""
+    tracker = SequenceTracker()
+    assert tracker.classify(0, mark(0)) is Verdict.NEXT
+    assert tracker.classify(1, mark(1)) is Verdict.GAP
+
+
+def test_the_number_behind_the_last_is_next() -> None:
+    """The ordinary case must never be taken for trouble."""
+    assert tracker_at(7).classify(8, mark(8)) is Verdict.NEXT
+
+
+def test_a_number_further_ahead_is_a_gap() -> None:
+    """PUB drops at its high-water mark."""
+    assert tracker_at(7).classify(9, mark(9)) is Verdict.GAP
+
+
+def test_an_old_number_with_the_same_payload_is_a_duplicate() -> None:
+    """Relays repeat and delay; that must not cost a rebuild."""
+    tracker = tracker_at(7)
+    assert all(tracker.classify(seq, mark(seq)) is Verdict.DUPLICATE for seq in range(8))
+
+
+def test_an_old_number_with_another_payload_is_a_restart() -> None:
+    """A restarted engine counts from 0 again, and says other things."""
+    tracker = tracker_at(7)
+    assert tracker.classify(3, mark(3, "b")) is Verdict.RESTART
+    assert tracker.classify(7, mark(7, "b")) is Verdict.RESTART
+
+
+def test_an_old_number_that_is_no_longer_remembered_is_a_restart() -> None:
+    """Nothing tells it from another process, and looking is cheap."""
+    tracker = tracker_at(20, remembered=8)
+    assert tracker.classify(13, mark(13)) is Verdict.DUPLICATE
+    assert tracker.classify(12, mark(12)) is Verdict.RESTART
+
+
+def test_after_a_loss_nothing_before_it_is_remembered() -> None:
+    """What was never seen cannot be recognised, nor may an older batch in its slot stand for it."""
+    tracker = tracker_at(7)
+    tracker.advance(10, mark(10))
+    assert tracker.last == 10
+    assert tracker.recall(10) == mark(10)
+    assert [tracker.recall(seq) for seq in (7, 8, 9, 11)] == [None] * 4
+
+
+def test_a_snapshot_is_a_place_without_a_fingerprint_until_one_is_learned() -> None:
+    """A snapshot stands for a batch that was never seen."""
+    tracker = tracker_at(7)
+    tracker.jump(100)
+    assert tracker.recall(100) is None
+    assert tracker.classify(101, mark(101)) is Verdict.NEXT
+    tracker.learn(mark(100))
+    assert tracker.recall(100) == mark(100)
+    assert tracker.classify(100, mark(100)) is Verdict.DUPLICATE
+
+
+def test_after_forgetting_a_stream_begins_with_zero_again() -> None:
+    """The next process shares nothing with the one before."""
+    tracker = tracker_at(7)
+    tracker.publisher_id = "a"
+    tracker.forget()
+    assert (tracker.last, tracker.publisher_id, tracker.recall(7)) == (None, None, None)
+    assert tracker.classify(0, mark(0, "b")) is Verdict.NEXT
+
+
+def test_classifying_changes_nothing() -> None:
+    """A verdict is asked for before it is known whether the batch can be applied at all."""
+    tracker = tracker_at(7)
+    for seq in (0, 7, 8, 9, 100):
+        tracker.classify(seq, mark(seq))
+    assert tracker.last == 7
+    assert tracker.classify(8, mark(8)) is Verdict.NEXT
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    """Python's own hash differs between processes, and collides on purpose-made input once its key is known."""
+    code = "from kvevents.sequence import fingerprint; print(fingerprint(b'batch').hex())"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed == fingerprint(b"batch").hex()
+    assert len(fingerprint(b"batch")) == 8
+
+
+def test_remembering_nothing_is_refused() -> None:
+    """Without the last batch a replay proves nothing."""
+    with pytest.raises(ValueError, match="remembered is 0"):
+        SequenceTracker(0)
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32), st.integers(1, 120))
+def test_memory_is_exactly_the_last_batches_whatever_came(remembered: int, seed: int, steps: int) -> None:
+    """The ring of fingerprints must agree with a plain dictionary, across jumps and losses too."""
+    rng = random.Random(seed)
+    tracker = SequenceTracker(remembered)
+    known: dict[int, bytes] = {}
+    for _ in range(steps):
+        last = tracker.last
+        seq = 0 if last is None else last + 1
+        if rng.random() < 0.2:
+            seq += rng.randrange(1, 50)
+            known.clear()
+        tracker.advance(seq, mark(seq))
+        known[seq] = mark(seq)
+        known = {kept: value for kept, value in known.items() if kept > seq - remembered}
+        assert {each: tracker.recall(each) for each in range(seq + 2) if tracker.recall(each)} == known

@@ -1,0 +1,341 @@
+"""The mirror of a cache: a snapshot of it must stand for everything that was told before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.codec import decode, encode
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents.hashing import DEFAULT_SEED, HashChain
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+from kvevents.publisher import announce
+from kvevents.snapshot import BATCH_WEIGHT, BLOCK_WEIGHT, FORGOTTEN_PLACES, Mirror
+from router.index.index import PrefixIndex, SourceId
+from router.recording import Query, RecordingReader
+from tests.support.blocks import Prefix, mamba, tokens, window
+
+STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))
+FOLLOWED = SourceId("followed from the start")
+LATE = SourceId("joined late")
+
+FULL = KVCacheGroup(GroupKind.FULL, 4)
+LAYOUTS = {
+    "full": [FULL],
+    "full and window": [FULL, window(7, 4)],
+    "window first": [window(7, 4), FULL],
+    "full and Mamba": [mamba(4), FULL],
+    "two block sizes": [KVCacheGroup(GroupKind.FULL, 8), window(9, 4)],
+}
+PROMPTS = [
+    Prefix(tokens(24), 4),
+    Prefix(tokens(12) + tokens(12, 2000), 4),
+    Prefix(tokens(24, 3000), 4, as_int=False),
+    Prefix(tokens(24), 4, salt="pepper"),
+    Prefix(tokens(24), 4, lora="sql"),
+]
+
+
+def mirror_of(groups: Sequence[KVCacheGroup], chain: HashChain | None = None) -> Mirror:
+    return Mirror(announce(KVCacheLayout.build(groups), chain))
+
+
+def told(mirror: Mirror) -> list[Event]:
+    """Every event of a snapshot, as it comes over the wire."""
+    batches = [decode(encode(EventBatch(0.0, batch, 0))) for batch in mirror.capture().batches()]
+    return [event for batch in batches for event in batch.events]
+
+
+def apply(index: PrefixIndex, source: SourceId, events: Sequence[Event]) -> None:
+    index.apply(source, encode(EventBatch(0.0, list(events), 0)))
+
+
+def stored(mirror: Mirror) -> list[BlockStored]:
+    return [event for event in told(mirror) if isinstance(event, BlockStored)]
+
+
+# --- the whole state ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn, groups: Sequence[KVCacheGroup]) -> list[Event]:
+    """What an engine might do: blocks come twice, parents go first, tiers know hashes without tokens."""
+    return [draw(_events(groups)) for _ in range(draw(st.integers(1, 25)))]
+
+
+def _events(groups: Sequence[KVCacheGroup]) -> st.SearchStrategy[Event]:
+    prompt = st.sampled_from(PROMPTS)
+    group = st.sampled_from(range(len(groups)))
+    run = st.tuples(st.integers(0, 2), st.integers(1, 3)).map(lambda pair: (pair[0] * 8, (pair[0] + pair[1]) * 8))
+    ends = st.lists(st.sampled_from(range(4, 25, 4)), min_size=1, max_size=4, unique=True)
+    return st.one_of(
+        st.builds(lambda p, g, r: p.stored(g, groups[g], r[0], min(r[1], 24)), prompt, group, run),
+        st.builds(lambda p, g, e: p.removed(g, _own(groups[g], e)), prompt, group, ends),
+        st.builds(lambda p, g, e: p.offloaded(g, _own(groups[g], e)), prompt, group, ends),
+        st.builds(lambda p, g, e: p.removed(g, _own(groups[g], e), "CPU"), prompt, group, ends),
+        st.builds(AllBlocksCleared),
+    )
+
+
+def _own(group: KVCacheGroup, ends: Sequence[int]) -> list[int]:
+    return sorted({-(-end // group.block_size) * group.block_size for end in ends})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_late_joiner_holds_and_hits_what_a_follower_does(name: str, data: st.DataObject) -> None:
+    """This is what a snapshot is for; one missing copy is a wrong hit later."""
+    groups = LAYOUTS[name]
+    history = data.draw(histories(groups))
+    mirror, index = mirror_of(groups), PrefixIndex()
+    apply(index, FOLLOWED, [mirror.layout, *history])
+    mirror.apply(history)
+    index.add(LATE)
+    for batch in mirror.capture().batches():
+        apply(index, LATE, batch)
+    held = index.sources[FOLLOWED].held
+    assert index.sources[LATE].held == held
+    assert mirror.blocks == sum(len(hashes) for hashes in held.values())
+    for prompt in PROMPTS:
+        hits = index.match([*prompt.tokens, 1], prompt.lora, prompt.salt)
+        assert hits[LATE] == hits[FOLLOWED]
+
+
+@pytest.mark.parametrize("path", STREAMS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: Path) -> None:
+    """Real engines leave holes, store twice and evict in their own order; a snapshot must carry all of it."""
+    with RecordingReader(path) as recording:
+        hints = recording.header.hints(learn_layout=False)
+        records = list(recording)
+    layout = KVCacheLayout.build(hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle)
+    mirror, index, late = Mirror(announce(layout)), PrefixIndex(), []
+    for number, record in enumerate(records):
+        if number % (len(records) // 5) == 0:
+            late.append(_join(index, mirror, f"joined at {number}"))
+        if isinstance(record, Query):
+            hits = index.match(record.query, record.lora, record.salt, record.extra_keys)
+            assert {source: hits[source].total for source in late} == dict.fromkeys(late, record.hit)
+        else:
+            mirror.apply(decode(record).events)
+            for source in late:
+                index.apply(source, record)
+    assert len(late) >= 5
+
+
+def _join(index: PrefixIndex, mirror: Mirror, name: str) -> SourceId:
+    source = SourceId(name)
+    index.add(source)
+    for batch in mirror.capture().batches():
+        apply(index, source, batch)
+    return source
+
+
+def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
+    """Ancestors that slid out are gone, so that nothing but the engine's own hashes places what is left."""
+    group = window(7, 4)
+    prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
+    mirror, index = mirror_of([group], HashChain.from_seed("sha256")), PrefixIndex()
+    mirror.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
+    late = _join(index, mirror, "late")
+    assert index.match([*prompt.tokens, 1])[late].gpu == 24
+
+
+# --- how it is told -------------------------------------------------------------------------------------------------------
+
+
+def test_the_layout_stands_first_and_alone() -> None:
+    """A consumer must know the groups before it reads their blocks."""
+    mirror = mirror_of([FULL])
+    mirror.apply([PROMPTS[0].stored(0, FULL)])
+    first = next(mirror.capture().batches())
+    assert first == [mirror.layout]
+
+
+def test_contiguous_blocks_of_several_events_become_one_run() -> None:
+    """A snapshot of a large cache must not be larger than the cache deserves."""
+    mirror = mirror_of([FULL])
+    mirror.apply([PROMPTS[0].stored(0, FULL, start, start + 4) for start in range(0, 24, 4)])
+    (event,) = stored(mirror)
+    assert event.block_hashes == PROMPTS[0].hashes
+    assert event.token_ids == PROMPTS[0].tokens
+    assert event.parent_block_hash is None
+    assert event.block_size is None
+
+
+def test_a_block_stored_again_in_front_of_its_children_is_still_told_before_them() -> None:
+    """Consumers place a block by its parent: the other way round they have to wait for it."""
+    prompt, mirror = PROMPTS[0], mirror_of([FULL])
+    mirror.apply([prompt.stored(0, FULL), prompt.removed(0, [4]), prompt.stored(0, FULL, 0, 4)])
+    (event,) = stored(mirror)
+    assert event.block_hashes == prompt.hashes
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_parents_come_before_children(data: st.DataObject) -> None:
+    """Within one group and tier no run may lean on a block that is told later."""
+    mirror = mirror_of([FULL])
+    mirror.apply(data.draw(histories([FULL])))
+    seen: set[tuple[str | None, object]] = set()
+    all_held = {(event.medium, block_hash) for event in stored(mirror) for block_hash in event.block_hashes}
+    for event in stored(mirror):
+        parent = (event.medium, event.parent_block_hash)
+        assert event.parent_block_hash is None or parent in seen or parent not in all_held
+        seen |= {(event.medium, block_hash) for block_hash in event.block_hashes}
+
+
+def test_full_attention_and_the_gpu_come_first() -> None:
+    """Other groups' and tiers' hashes are resolved through them."""
+    prompt, group = PROMPTS[0], window(7, 4)
+    mirror = mirror_of([group, FULL])
+    mirror.apply([prompt.offloaded(1, [4]), prompt.stored(0, group), prompt.stored(1, FULL)])
+    assert [(event.medium, event.group_idx) for event in stored(mirror)] == [("GPU", 1), ("GPU", 0), ("CPU", 1)]
+
+
+def test_batches_and_events_are_bounded() -> None:
+    """A snapshot of any size goes out in pieces that hold up nothing else."""
+    count = 20_000
+    prompt, mirror = Prefix(list(range(4 * count)), 4), mirror_of([FULL])
+    mirror.apply([prompt.stored(0, FULL), prompt.offloaded(0, range(4, 4 * count + 1, 4))])
+    mirror.apply([BlockStored([-number for number in range(1, count)], None, [], "STORAGE", 0)])
+    batches = list(mirror.capture().batches())
+    for batch in batches:
+        assert sum(_weight(event) for event in batch if isinstance(event, BlockStored)) < 2 * BATCH_WEIGHT
+    assert sum(len(event.block_hashes) for event in stored(mirror)) == 3 * count - 1
+    assert all(_weight(event) <= BATCH_WEIGHT for event in stored(mirror))
+
+
+def _weight(event: BlockStored) -> int:
+    return len(event.token_ids) + BLOCK_WEIGHT * len(event.block_hashes)
+
+
+def test_everything_a_hash_covers_is_told_again() -> None:
+    """Adapter, salt, multimodal items and lookahead decide the content of a block as much as its tokens."""
+    event = BlockStored(
+        [1, 2],
+        None,
+        tokens(8),
+        "GPU",
+        0,
+        lora_name="sql",
+        extra_keys=[["salt", ["image", 2]], None],
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=7,
+        lookahead_token_ids=[[1004, 1005], [7, 8]],
+    )
+    mirror = mirror_of([window(7, 4)])
+    mirror.apply([event])
+    assert stored(mirror) == [event]
+
+
+def test_extra_keys_that_are_all_empty_are_told_as_such() -> None:
+    """An engine that says "no salt" is not one that says nothing about salts."""
+    mirror = mirror_of([FULL])
+    mirror.apply([BlockStored([1], None, tokens(4), "GPU", 0, extra_keys=[None])])
+    assert stored(mirror)[0].extra_keys == [None]
+    mirror.apply([BlockRemoved([1], "GPU", 0), BlockStored([2], None, tokens(4), "GPU", 0)])
+    assert stored(mirror)[0].extra_keys is None
+
+
+def test_runs_of_different_adapters_are_not_joined() -> None:
+    """One event has one adapter."""
+    mirror = mirror_of([FULL])
+    mirror.apply([BlockStored([1], None, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0, lora_name="sql")])
+    assert [(event.block_hashes, event.lora_name) for event in stored(mirror)] == [([1], None), ([2], "sql")]
+
+
+def test_a_block_with_three_copies_is_told_three_times() -> None:
+    """Each copy gets its own removal, and only the last of them removes the block."""
+    mirror = mirror_of([FULL])
+    mirror.apply([PROMPTS[0].stored(0, FULL, 0, 8), PROMPTS[0].stored(0, FULL), PROMPTS[0].stored(0, FULL, 0, 4)])
+    told_hashes = [block_hash for event in stored(mirror) for block_hash in event.block_hashes]
+    assert [told_hashes.count(block_hash) for block_hash in PROMPTS[0].hashes] == [3, 2, 1, 1, 1, 1]
+
+
+# --- what it follows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_clear_empties_the_gpu_and_leaves_the_lower_tiers() -> None:
+    """`AllBlocksCleared` speaks of the GPU pool only; the offloaded blocks are still there, and so are their tokens."""
+    prompt, mirror = PROMPTS[0], mirror_of([FULL])
+    mirror.apply([prompt.stored(0, FULL), prompt.offloaded(0, [4, 8]), AllBlocksCleared()])
+    (event,) = stored(mirror)
+    assert (event.medium, event.block_hashes, event.token_ids) == ("CPU", prompt.hashes[:2], prompt.tokens[:8])
+    assert mirror.blocks == 2
+
+
+def test_an_offloaded_block_is_told_with_the_tokens_of_its_gpu_event() -> None:
+    """Also when the transfer is announced after the GPU has evicted it, which is the usual order under pressure."""
+    prompt, mirror = PROMPTS[0], mirror_of([FULL])
+    mirror.apply([prompt.stored(0, FULL, 0, 4), prompt.removed(0, [4]), prompt.offloaded(0, [4])])
+    (event,) = stored(mirror)
+    assert (event.medium, event.token_ids) == ("CPU", prompt.tokens[:4])
+
+
+def test_an_offloaded_block_that_no_event_showed_is_told_without_tokens() -> None:
+    """It may become known later; until then its hash is all there is."""
+    mirror = mirror_of([FULL])
+    mirror.apply([PROMPTS[0].offloaded(0, [4])])
+    assert stored(mirror) == [BlockStored([PROMPTS[0].hash_at(4)], None, [], "CPU", 0)]
+
+
+def test_a_removal_of_what_is_not_there_changes_nothing() -> None:
+    """Counts below zero would hide the next store."""
+    prompt, mirror = PROMPTS[0], mirror_of([FULL])
+    mirror.apply([prompt.removed(0, [4]), prompt.removed(3, [4]), prompt.stored(0, FULL, 0, 4)])
+    assert mirror.blocks == 1
+    assert len(stored(mirror)) == 1
+
+
+def test_a_parent_loop_ends() -> None:
+    """No engine sends one, and none may hang the publisher."""
+    mirror = mirror_of([FULL])
+    mirror.apply([BlockStored([1], 2, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0)])
+    mirror.apply([BlockStored([3], 3, tokens(4), "GPU", 0)])
+    assert sorted(block_hash for event in stored(mirror) for block_hash in event.block_hashes) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_tokens_nobody_could_read_are_left_out(bad: int) -> None:
+    """A consumer refuses the whole batch for one of them."""
+    mirror = mirror_of([FULL])
+    mirror.apply([BlockStored([1], None, [1, 2, 3, bad], "GPU", 0)])
+    assert [event.token_ids for event in stored(mirror)] == [[]]
+
+
+def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
+    """Otherwise an engine's publisher would keep every prompt it ever saw."""
+    mirror = mirror_of([FULL])
+    for number in range(FORGOTTEN_PLACES + 2):
+        mirror.apply([BlockStored([number], None, tokens(4), "GPU", 0), BlockRemoved([number], "GPU", 0)])
+    mirror.apply([BlockStored([0, 1, 2], None, [], "CPU", 0)])
+    assert {event.block_hashes[0]: bool(event.token_ids) for event in stored(mirror)} == {2: True, 0: False}
+
+
+def test_a_capture_stays_as_it_was() -> None:
+    """It is sent bit by bit, while the engine goes on."""
+    prompt, mirror = PROMPTS[0], mirror_of([FULL])
+    mirror.apply([prompt.stored(0, FULL)])
+    batches: Iterator[list[Event]] = mirror.capture().batches()
+    next(batches)
+    mirror.apply([AllBlocksCleared(), PROMPTS[2].stored(0, FULL)])
+    ((event,),) = list(batches)
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == prompt.hashes
+
+
+def test_a_reset_replaces_everything() -> None:
+    """After a loss only the whole state is worth anything."""
+    mirror = mirror_of([FULL])
+    mirror.apply([PROMPTS[0].stored(0, FULL)])
+    mirror.lose()
+    assert not mirror.is_complete
+    mirror.reset([PROMPTS[2].stored(0, FULL)])
+    assert mirror.is_complete
+    assert mirror.blocks == 6
+    assert stored(mirror)[0].block_hashes == PROMPTS[2].hashes

@@ -1,0 +1,200 @@
+"""The proxy behind a real uvicorn (uvloop, httptools) in a thread of its own, on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from router.proxy import (
+    AbortableHttpProtocol,
+    Attempt,
+    End,
+    Failure,
+    Outcome,
+    Proxy,
+    ProxyRequest,
+    ProxySettings,
+    ProxyStatistics,
+    client_abort,
+)
+from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamStatistics
+from tests.router.raw_http import eventually
+
+TIMEOUTS = Timeouts(connect_s=5, first_byte_s=20, idle_s=20)
+
+
+class Recorder:
+    """An observer that writes everything down."""
+
+    def __init__(self) -> None:
+        self.attempts: list[str] = []
+        self.failures: list[tuple[str, Failure]] = []
+        self.first_bytes: list[tuple[str, float]] = []
+        self.data = b""
+        self.ends: list[Outcome] = []
+
+    def on_attempt(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt.replica_id)
+
+    def on_failure(self, attempt: Attempt, failure: Failure) -> None:
+        self.failures.append((attempt.replica_id, failure))
+
+    def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        self.first_bytes.append((attempt.replica_id, seconds))
+
+    def on_chunk(self, data: bytes) -> None:
+        self.data += data
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.ends.append(outcome)
+
+    @property
+    def outcome(self) -> Outcome:
+        (outcome,) = self.ends
+        return outcome
+
+
+class Server(uvicorn.Server):
+    """uvicorn that stops when told, not when it next looks."""
+
+    stop: asyncio.Event | None = None
+
+    async def main_loop(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.stop = asyncio.Event()
+        await self.stop.wait()
+
+    def tell_to_stop(self) -> None:
+        if self.stop is not None:
+            self.loop.call_soon_threadsafe(self.stop.set)
+
+
+Rewrite = Callable[[ProxyRequest], ProxyRequest]
+
+
+@dataclass
+class ProxyServer:
+    """An ASGI application that proxies every request along one plan, and what came of it."""
+
+    plan: Sequence[Attempt]
+    settings: ProxySettings
+    limits: PoolLimits
+    rewrite: Rewrite
+    port: int = 0
+    recorders: list[Recorder] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    client: UpstreamClient | None = None
+    proxy: Proxy | None = None
+    server: Server | None = None
+
+    @property
+    def open_sockets(self) -> int:
+        """Connections from clients."""
+        assert self.server is not None
+        return len(self.server.server_state.connections)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        body = b""
+        more = True
+        while more:
+            message = await receive()
+            body += message["body"]
+            more = message["more_body"]
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        request = ProxyRequest(scope["method"].encode(), target, scope["headers"], body, abort_client=client_abort(scope))
+        recorder = Recorder()
+        self.recorders.append(recorder)
+        assert self.proxy is not None
+        await self.proxy.stream(self.plan, self.rewrite(request), receive, send, recorder)
+
+    async def _live(self, receive: Any, send: Any) -> None:
+        await receive()
+        self.client = UpstreamClient(self.limits, tick_s=0.02)
+        self.proxy = Proxy(self.client, self.settings)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.client.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def recorder(self, end: End, within_s: float = 5.0) -> Recorder:
+        """The first recorder, once its request has ended; it must have ended so, and once."""
+        await eventually(lambda: self.recorders and self.recorders[0].ends, f"the request ends as {end}", within_s)
+        recorder = self.recorders[0]
+        assert recorder.outcome.end is end
+        return recorder
+
+    def statistics(self) -> tuple[ProxyStatistics, UpstreamStatistics]:
+        assert self.proxy is not None
+        assert self.client is not None
+        return self.proxy.statistics(), self.client.statistics()
+
+    async def check_all_is_over(self) -> None:
+        """Every request ended exactly once and left nothing at work."""
+        await eventually(lambda: all(recorder.ends for recorder in self.recorders), "every request has ended")
+        assert [len(recorder.ends) for recorder in self.recorders] == [1] * len(self.recorders)
+        await eventually(lambda: self.statistics()[0].active == 0, "no request is under way")
+        await eventually(lambda: self.statistics()[1].active == 0, "no exchange is under way")
+        assert sum(self.statistics()[0].ended.values()) == len(self.recorders)
+        await eventually(lambda: self.open_sockets == 0, "every client's socket is closed")
+        assert self.errors == []
+
+
+class _Errors(logging.Handler):
+    def __init__(self, errors: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._errors = errors
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._errors.append(record.getMessage() + str(record.exc_info or ""))
+
+
+@contextlib.asynccontextmanager
+async def proxy_server(
+    plan: Sequence[Attempt],
+    timeouts: Timeouts = TIMEOUTS,
+    client_stall_s: float = 60.0,
+    limits: PoolLimits | None = None,
+    rewrite: Rewrite = lambda request: request,
+) -> AsyncIterator[ProxyServer]:
+    """Serve until the block ends; then every request must be over, and uvicorn must have had nothing to complain of."""
+    settings = ProxySettings(timeouts, client_stall_s)
+    app = ProxyServer(plan, settings, limits or PoolLimits(), rewrite)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    app.port = listener.getsockname()[1]
+    config = uvicorn.Config(
+        app,
+        http=AbortableHttpProtocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = app.server = Server(config)
+    handler = _Errors(app.errors)
+    logging.getLogger("uvicorn.error").addHandler(handler)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        await eventually(lambda: server.stop is not None, "uvicorn has started")
+        yield app
+        await app.check_all_is_over()
+    finally:
+        server.tell_to_stop()
+        await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        logging.getLogger("uvicorn.error").removeHandler(handler)
+        listener.close()

@@ -1,0 +1,93 @@
+"""A subscriber under test, with everything it hands on written down."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from kvevents.delivery import Effect, SourceState
+from kvevents.errors import KVEventsError, MalformedBatch
+from kvevents.messages import Batch
+from kvevents.replay import ReplayLimits
+from kvevents.sockets import SocketLimits
+from kvevents.subscriber import Subscriber, SubscriberOptions
+
+QUICK = SubscriberOptions(
+    patience_s=0.5,
+    first_probe_s=0.1,
+    max_probe_s=0.4,
+    first_retry_s=0.01,
+    max_retry_s=0.1,
+    socket=SocketLimits(connect_timeout_s=2.0),
+    replay=ReplayLimits(silence_s=1.0),
+)
+"""Short delays; nothing else differs from the defaults."""
+
+
+class Notebook:
+    """A consumer that writes down what it gets. Payloads that begin with `bad` are malformed, with `clear` make all known."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.reasons: list[str] = []
+        self.states: list[SourceState] = []
+        self.problems: list[KVEventsError] = []
+        self.per_state: list[tuple[SourceState, int]] = []
+
+    @property
+    def seqs(self) -> list[int]:
+        """Numbers since the last clear."""
+        return [batch.seq for batch in self.batches]
+
+    def apply(self, batch: Batch) -> Effect:
+        if batch.payload.startswith(b"bad"):
+            raise MalformedBatch("payload: it begins with bad")
+        self.batches.append(batch)
+        return Effect.KNOWN_AGAIN if batch.payload.startswith(b"clear") else Effect.KEPT
+
+    def clear(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.batches.clear()
+
+    def change(self, state: SourceState) -> None:
+        self.states.append(state)
+
+    def report(self, problem: KVEventsError) -> None:
+        self.problems.append(problem)
+
+
+@asynccontextmanager
+async def following(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
+    """Run *subscriber*; at the end its task must have ended by being told to, and nothing else."""
+    task = asyncio.get_running_loop().create_task(subscriber.run())
+    try:
+        yield subscriber
+    finally:
+        if not task.done():
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0, show: Callable[[], object] = str) -> None:
+    """Wait for a condition; fail with *what* and what *show* says when it does not come."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come within {timeout_s:g} s: {show()}")
+        await asyncio.sleep(0.005)
+
+
+async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: float = 10.0) -> None:
+    """Wait until everything up to *last_seq* was handed on and nothing is missing."""
+    await until_state(subscriber, SourceState.LIVE, last_seq, timeout_s)
+
+
+async def until_state(subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 10.0) -> None:
+    def is_there() -> bool:
+        statistics = subscriber.statistics()
+        return statistics.state is state and statistics.last_seq == last_seq
+
+    await until(is_there, f"{state} at {last_seq}", timeout_s, subscriber.statistics)

@@ -1,0 +1,131 @@
+"""A publisher that behaves as vLLM's does on the wire: no identity, no heartbeats, no snapshots, a bounded ring."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+import zmq
+
+END = b"\xff" * 8
+Reply = list[bytes]
+Answer = Callable[["VllmPublisher", int], list[Reply]]
+"""Replies to a request from some number on, for a replay endpoint that does not behave."""
+
+
+def seq_frame(seq: int) -> bytes:
+    return seq.to_bytes(8, "big")
+
+
+class VllmPublisher:
+    """PUB and ROUTER on loopback, served by one thread, as vLLM does it.
+
+    Args:
+        topic: First frame of every message.
+        ring: Batches kept for replay.
+        with_topic: Replies carry the topic (vLLM >= 0.26).
+        first_seq: Where the numbers begin.
+        port: Of the PUB socket; 0: any.
+        replay_port: Of the ROUTER socket; 0: any.
+        answer: Answers in place of the ring.
+    """
+
+    def __init__(
+        self,
+        topic: str = "kv-events",
+        ring: int = 10_000,
+        with_topic: bool = True,
+        first_seq: int = 0,
+        port: int = 0,
+        replay_port: int = 0,
+        answer: Answer | None = None,
+    ) -> None:
+        self.topic = topic.encode()
+        self.ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
+        self.requests: list[bytes] = []
+        self.answer = answer
+        self._with_topic = with_topic
+        self._next_seq = first_seq
+        self._queue: deque[list[bytes]] = deque()
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._router = self._context.socket(zmq.ROUTER)
+        for socket, wanted in ((self._pub, port), (self._router, replay_port)):
+            socket.linger = 0
+            socket.sndhwm = 0
+            socket.bind(f"tcp://127.0.0.1:{wanted}")
+        self.endpoint: str = self._pub.last_endpoint.decode()
+        self.replay_endpoint: str = self._router.last_endpoint.decode()
+        self.lock = threading.Lock()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
+    @property
+    def replay_port(self) -> int:
+        return int(self.replay_endpoint.rpartition(":")[2])
+
+    @property
+    def last_seq(self) -> int:
+        return self._next_seq - 1
+
+    def publish(self, payload: bytes, on_wire: bool = True, in_ring: bool = True) -> int:
+        """Publish one batch; or, to stage a loss, leave it off the wire or out of the ring."""
+        with self.lock:
+            seq = self._next_seq
+            self._next_seq += 1
+            if in_ring:
+                self.ring.append((seq, payload))
+            if on_wire:
+                self._queue.append([self.topic, seq_frame(seq), payload])
+        return seq
+
+    def send_raw(self, frames: list[bytes]) -> None:
+        """Send anything at all to the subscribers."""
+        self._queue.append(frames)
+
+    def close(self) -> None:
+        """Send what was taken and end."""
+        self._is_closing = True
+        self._thread.join()
+
+    def __enter__(self) -> VllmPublisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            while self._queue:
+                self._pub.send_multipart(self._queue.popleft())
+            if self._router.poll(1):
+                self._serve(self._router.recv_multipart())
+        self._context.destroy(linger=0)
+
+    def _serve(self, frames: list[bytes]) -> None:
+        if len(frames) != 3:
+            return
+        client, _, start = frames
+        self.requests.append(start)
+        first = int.from_bytes(start, "big")
+        for reply in self.answer(self, first) if self.answer else self.replies(first):
+            self._router.send_multipart([client, *reply])
+
+    def replies(self, first: int) -> list[Reply]:
+        """What the ring answers."""
+        with self.lock:
+            batches = [(seq, payload) for seq, payload in self.ring if seq >= first]
+        return [*(self.reply(seq, payload) for seq, payload in batches), self.end()]
+
+    def reply(self, seq: int, payload: bytes) -> Reply:
+        return [b"", self.topic, seq_frame(seq), payload] if self._with_topic else [b"", seq_frame(seq), payload]
+
+    def end(self) -> Reply:
+        return [b"", b"", END, b""] if self._with_topic else [b"", END, b""]

@@ -1,0 +1,71 @@
+"""Reads the captured messages of `tests/wire_samples`: every frame exactly as an engine of that version sent it.
+
+A file is a sequence of messages, gzipped: u64 nanoseconds, u32 frame count, then per frame u32 length and the bytes, all big
+endian. A live message is `[topic, seq, payload]`; a replayed one `["", seq, payload]`, or from vLLM 0.26 on
+`["", topic, seq, payload]`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent.parent / "wire_samples"
+END_OF_REPLAY = b"\xff" * 8
+_HEAD = struct.Struct(">QI")
+_LENGTH = struct.Struct(">I")
+
+
+class Sequenced(NamedTuple):
+    """One message of a stream, without its transport."""
+
+    seq: int
+    payload: bytes
+
+
+def versions() -> list[str]:
+    """The engine versions there are samples of, oldest first."""
+    names = {path.name.removeprefix("vllm-").removesuffix(".raw.gz").removesuffix(".replay") for path in FOLDER.glob("*.gz")}
+    return sorted(names, key=number)
+
+
+def number(version: str) -> tuple[int, ...]:
+    """A version in a form that compares: 0.9.2 comes before 0.12.0."""
+    return tuple(map(int, version.split(".")))
+
+
+def messages(path: Path) -> Iterator[list[bytes]]:
+    """The frames of every message of one file."""
+    raw, offset = gzip.decompress(path.read_bytes()), 0
+    while offset < len(raw):
+        _, count = _HEAD.unpack_from(raw, offset)
+        offset += _HEAD.size
+        frames = []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(raw, offset)
+            offset += _LENGTH.size
+            frames.append(raw[offset : offset + length])
+            offset += length
+        yield frames
+
+
+def live(version: str) -> list[Sequenced]:
+    """What a subscriber received."""
+    return [_sequenced(frames) for frames in messages(FOLDER / f"vllm-{version}.raw.gz")]
+
+
+def replay_frames(version: str) -> list[list[bytes]]:
+    """What the replay socket answered to a request from 0, the end marker included."""
+    return list(messages(FOLDER / f"vllm-{version}.replay.raw.gz"))
+
+
+def replayed(version: str) -> list[Sequenced]:
+    """The batches of a replay, without the end marker."""
+    return [_sequenced(frames) for frames in replay_frames(version) if frames[-2] != END_OF_REPLAY]
+
+
+def _sequenced(frames: list[bytes]) -> Sequenced:
+    return Sequenced(int.from_bytes(frames[-2], "big"), frames[-1])
