@@ -229,8 +229,8 @@ class Capture:
         yield [self._layout]
         batch: list[Event] = []
         weight = 0
-        for tier in self._tiers:
-            for event in _stored_events(tier):
+        for index, tier in enumerate(self._tiers):
+            for event in _stored_events(tier, self._tiers[:index]):
                 batch.append(event)
                 weight += len(event.token_ids) + BLOCK_WEIGHT * len(event.block_hashes)
                 if weight >= BATCH_WEIGHT:
@@ -240,16 +240,16 @@ class Capture:
             yield batch
 
 
-def _stored_events(tier: _Tier) -> Iterator[BlockStored]:
+def _stored_events(tier: _Tier, told: Sequence[_Tier]) -> Iterator[BlockStored]:
     """Everything in a tier; a block with two copies comes twice."""
     pending = dict(tier.held)
     while pending:
         further_copies: _Held = {}
-        yield from _events_of_one_copy(tier, pending, further_copies)
+        yield from _events_of_one_copy(tier, told, pending, further_copies)
         pending = further_copies
 
 
-def _events_of_one_copy(tier: _Tier, pending: _Held, further_copies: _Held) -> Iterator[BlockStored]:
+def _events_of_one_copy(tier: _Tier, told: Sequence[_Tier], pending: _Held, further_copies: _Held) -> Iterator[BlockStored]:
     loose: list[BlockHash] = []
     most_loose = BATCH_WEIGHT // BLOCK_WEIGHT
     while pending:
@@ -259,9 +259,24 @@ def _events_of_one_copy(tier: _Tier, pending: _Held, further_copies: _Held) -> I
         if len(loose) == most_loose:
             yield _loose_event(tier, loose)
             loose = []
-        yield from _dense_events(tier, run)
+        for part in _anchored(tier, told, run):
+            yield from _dense_events(tier, part)
     if loose:
         yield _loose_event(tier, loose)
+
+
+def _anchored(tier: _Tier, told: Sequence[_Tier], run: list[BlockHash]) -> list[list[BlockHash]]:
+    """Cut a run that leans on an evicted block behind its first block that another group or tier has told.
+
+    Of such a run nothing can be placed, for want of its parent; what comes behind the cut can.
+    """
+    parent = tier.places[run[0]].parent if run else None
+    if parent is None or parent in tier.places:
+        return [run]
+    for index, block_hash in enumerate(run[:-1], start=1):
+        if any(block_hash in other.held and block_hash in other.places for other in told):
+            return [run[:index], run[index:]]
+    return [run]
 
 
 def _take_run(places: _Places, pending: _Held, further_copies: _Held) -> list[BlockHash]:

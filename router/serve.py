@@ -73,7 +73,9 @@ def _uvicorn_config(app: RouterApp, config: RouterConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=AbortableHttpProtocol,
+        interface="asgi3",
         ws="none",
+        proxy_headers=False,
         lifespan="on",
         log_config=None,
         access_log=config.observability.access_log,

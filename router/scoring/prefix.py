@@ -7,10 +7,13 @@ spills over by itself: no threshold, only costs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from random import Random
 
-from router.scoring.cost import Estimate, estimate
+from router.scoring.cost import estimate
 from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
+
+_BEFORE_THE_ESTIMATE = itemgetter(0, 1, 2)
 
 
 class PrefixPolicy:
@@ -22,9 +25,8 @@ class PrefixPolicy:
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
         """Implements `Policy`."""
-        estimates = [estimate(request.prompt_tokens, candidate, self._weights) for candidate in candidates]
-        estimates.sort(key=self._order)
-        return [Ranked(found.candidate, found.cost, found.reason) for found in estimates]
-
-    def _order(self, found: Estimate) -> tuple[float, int, float]:
-        return found.cost, found.candidate.requests, self._random()
+        draw, tokens, weights = self._random, request.prompt_tokens, self._weights
+        estimates = [estimate(tokens, candidate, weights) for candidate in candidates]
+        order = [(found.cost, found.candidate.requests, draw(), found) for found in estimates]
+        order.sort(key=_BEFORE_THE_ESTIMATE)
+        return [Ranked(found.candidate, cost, found.reason) for cost, _, _, found in order]

@@ -61,10 +61,11 @@ def _obstacle(candidate: Candidate) -> str | None:
 def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:
     """Hold a policy, possibly a plug-in, to the rules of `Policy`."""
     name = type(policy).__name__
-    given = sorted(candidate.replica_id for candidate in able)
-    answered = sorted(entry.candidate.replica_id for entry in ranked)
-    if given != answered:
-        raise PolicyError(f"policy {name}: ranked {answered}; it must rank each of {given} exactly once")
+    given = {candidate.replica_id for candidate in able}
+    answered = {entry.candidate.replica_id for entry in ranked}
+    if len(ranked) != len(able) or given != answered:
+        names = [entry.candidate.replica_id for entry in ranked]
+        raise PolicyError(f"policy {name}: ranked {names}; it must rank each of {sorted(given)} exactly once")
     before = -math.inf
     for entry in ranked:
         if not before <= entry.cost < math.inf:

@@ -139,7 +139,11 @@ def test_equal_and_idle_replicas_share_the_requests(make: Make) -> None:
 @every_policy
 @pytest.mark.parametrize(
     ("state", "reason"),
-    [({"healthy": False}, "not healthy"), ({"draining": True}, "draining"), ({"at_capacity": True}, "at its limit of requests")],
+    [
+        ({"healthy": False}, "not healthy"),
+        ({"draining": True}, "draining"),
+        ({"at_capacity": True}, "at its limit of requests"),
+    ],
     ids=["unhealthy", "draining", "full"],
 )
 def test_a_replica_that_cannot_serve_is_never_ranked(make: Make, state: dict[str, bool], reason: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.layout import GroupKind, KVCacheGroup
@@ -291,10 +291,19 @@ def test_the_message_has_a_line_for_each_problem() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("replicas: [{url: 'http://a:1', id: r}, {url: 'http://b:1', id: r}]", "replicas[1].id: 'r'; replicas[0].id has it already"),
-        ("replicas: [{url: 'http://a'}, {url: 'http://A:80/', id: r}]", "replicas[1].url: 'http://a:80'; replicas[0].url has it already"),
+        (
+            "replicas: [{url: 'http://a:1', id: r}, {url: 'http://b:1', id: r}]",
+            "replicas[1].id: 'r'; replicas[0].id has it already",
+        ),
+        (
+            "replicas: [{url: 'http://a'}, {url: 'http://A:80/', id: r}]",
+            "replicas[1].url: 'http://a:80'; replicas[0].url has it already",
+        ),
         ("models: [{name: a}, {name: b, aliases: [a]}]", "models[1].aliases[0]: 'a'; models[0].name has it already"),
-        ("models: [{name: a, lora_adapters: [x, x]}]", "models[0].lora_adapters[1]: 'x'; models[0].lora_adapters[0] has it already"),
+        (
+            "models: [{name: a, lora_adapters: [x, x]}]",
+            "models[0].lora_adapters[1]: 'x'; models[0].lora_adapters[0] has it already",
+        ),
         (
             "models: [{name: gemma, aliases: [g]}]\nreplicas: [{url: 'http://a', models: [g, gemna]}]",
             "replicas[0].models[1]: 'gemna'; expected one of the configured models: g, gemma",
@@ -306,7 +315,10 @@ def test_the_message_has_a_line_for_each_problem() -> None:
         ("health: {interval_s: 1, timeout_s: 2}", "health.timeout_s: 2; must be at most interval_s (1)"),
         ("health: {interval_s: 10}", "health.gauges_stale_after_s: 10; must exceed interval_s (10)"),
         ("policy: {options: {a: 1}}", "policy.options: a mapping of 1; the built-in policies take none"),
-        ("models: [{name: a, layout: {authoritative: true}}]", "models[0].layout.authoritative: true; there must be groups for that"),
+        (
+            "models: [{name: a, layout: {authoritative: true}}]",
+            "models[0].layout.authoritative: true; there must be groups for that",
+        ),
         (
             "models: [{name: a, layout: {groups: [{kind: nope, block_size: 16}]}}]",
             "models[0].layout.groups[0]: group 0: kind 'nope' is none of full_attention",
@@ -364,7 +376,11 @@ def test_merged_mappings_may_be_overridden() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read: No such file"), (b"\xff\xfe", "byte 0 is no UTF-8"), (b"#" * (4 * 1024 * 1024 + 1), "at most 4194304")],
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe", "byte 0 is no UTF-8"),
+        (b"#" * (4 * 1024 * 1024 + 1), "at most 4194304"),
+    ],
     ids=["missing", "binary", "huge"],
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -390,6 +406,7 @@ known = st.dictionaries(
 )
 
 
+@settings(max_examples=60)
 @given(plain | known)
 def test_any_document_is_read_or_refused(document: Any) -> None:
     """No other exception than our own leaves the reader."""

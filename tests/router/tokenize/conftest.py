@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ def local_of() -> Callable[..., LocalTokenizer]:
 
 
 @pytest.fixture
-def write_model(tmp_path: Path) -> Iterator[Callable[..., ModelFiles]]:
+def write_model(tmp_path: Path) -> Callable[..., ModelFiles]:
     """Write a model directory and read it back: the tokenizer, then other files by name."""
 
     def write(tokenizer: Tokenizer, **contents: object) -> ModelFiles:
@@ -227,4 +227,4 @@ def write_model(tmp_path: Path) -> Iterator[Callable[..., ModelFiles]]:
             path.write_text(content if isinstance(content, str) else json.dumps(content))
         return read_model_files(tmp_path)
 
-    yield write
+    return write

@@ -1,0 +1,1 @@
+"""`kvroute demo`: recorded engines behind a real router, and the score of its predictions."""

@@ -1,0 +1,808 @@
+"""One subscriber, one publisher, real sockets on loopback: what is handed on, and what the state says about it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import socket
+import time
+import tracemalloc
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+
+import pytest
+import uvloop
+import zmq
+
+from kvevents.codec import encode
+from kvevents.delivery import SourceState
+from kvevents.errors import EndpointError, KVEventsError
+from kvevents.events import CacheLayout, EventBatch, GroupSpec
+from kvevents.live import BacklogLimits
+from kvevents.pacing import Backoff, Pacer
+from kvevents.replay import ReplayLimits
+from kvevents.sockets import SocketLimits
+from kvevents.subscriber import Subscriber, SubscriberOptions
+from tests.support.following import QUICK, Notebook, following, until, until_live, until_state
+from tests.support.vllm_publisher import END, Reply, VllmPublisher, seq_frame
+
+LIVE, SUSPECT, RECOVERING, CONNECTING = SourceState.LIVE, SourceState.SUSPECT, SourceState.RECOVERING, SourceState.CONNECTING
+
+
+@pytest.fixture
+def publisher() -> Iterator[VllmPublisher]:
+    with VllmPublisher() as made:
+        yield made
+
+
+@pytest.fixture
+def notebook() -> Notebook:
+    return Notebook()
+
+
+def subscriber_to(publisher: VllmPublisher, notebook: Notebook, options: SubscriberOptions = QUICK) -> Subscriber:
+    return Subscriber(
+        publisher.endpoint,
+        notebook,
+        replay_endpoint=publisher.replay_endpoint,
+        topic=publisher.topic.decode(),
+        options=options,
+    )
+
+
+def without_replay(publisher: VllmPublisher, notebook: Notebook) -> Subscriber:
+    return Subscriber(publisher.endpoint, notebook, topic=publisher.topic.decode(), options=QUICK)
+
+
+def publish(publisher: VllmPublisher, count: int, name: str = "a", **loss: bool) -> int:
+    """Publish so many batches; returns the last number."""
+    return [publisher.publish(f"{name} {publisher.last_seq + 1}".encode(), **loss) for _ in range(count)][-1]
+
+
+def restarted(publisher: VllmPublisher, **settings: int) -> VllmPublisher:
+    """Another process at the same addresses."""
+    publisher.close()
+    return VllmPublisher(port=publisher.port, replay_port=publisher.replay_port, **settings)
+
+
+# --- the ordinary course --------------------------------------------------------------------------------------------------
+
+
+async def test_batches_are_handed_on_in_order_and_once(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """The whole point."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, None)
+        last = publish(publisher, 500)
+        await until_live(subscriber, last)
+        assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(500)]
+        assert subscriber.statistics().gaps == 0
+
+
+@pytest.mark.parametrize("with_topic", [True, False])
+async def test_who_comes_late_replays_from_zero(with_topic: bool, notebook: Notebook) -> None:
+    """A router restarts more often than an engine; replies come with and without a topic, by version."""
+    with VllmPublisher(with_topic=with_topic) as publisher:
+        last = publish(publisher, 100)
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            await until_live(subscriber, last)
+            assert notebook.seqs == list(range(100))
+            last = publish(publisher, 10)
+            await until_live(subscriber, last)
+    assert notebook.seqs == list(range(110))
+
+
+async def test_who_comes_too_late_is_suspect(notebook: Notebook) -> None:
+    """What the ring has forgotten cannot be known; what it has is better than nothing."""
+    with VllmPublisher(ring=10) as publisher:
+        last = publish(publisher, 100)
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            await until_state(subscriber, SUSPECT, last)
+            assert notebook.seqs == list(range(90, 100))
+            last = publish(publisher, 5)
+            await until_state(subscriber, SUSPECT, last)
+
+
+async def test_a_suspect_source_is_known_again_when_its_cache_was_cleared(notebook: Notebook) -> None:
+    """`AllBlocksCleared` makes up for everything that was missed before."""
+    with VllmPublisher(ring=10) as publisher:
+        publish(publisher, 100)
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            await until_state(subscriber, SUSPECT, 99)
+            await until_live(subscriber, publisher.publish(b"clear"))
+            await until_live(subscriber, publish(publisher, 5))
+
+
+async def test_a_gap_is_filled_from_the_ring(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """PUB drops at its high-water mark, so a gap is normal."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 10)
+        await until_live(subscriber, 9)
+        publish(publisher, 5, on_wire=False)
+        last = publish(publisher, 5)
+        await until_live(subscriber, last)
+        statistics = subscriber.statistics()
+    assert notebook.seqs == list(range(20))
+    assert (statistics.gaps, statistics.restarts, notebook.reasons) == (1, 0, [])
+
+
+async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """vLLM sends no heartbeats, and the last batch of a burst may stay the last for an hour."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 10)
+        await until_live(subscriber, 9)
+        last = publish(publisher, 3, on_wire=False)
+        await until_live(subscriber, last)
+    assert notebook.seqs == list(range(13))
+
+
+async def test_duplicates_and_stragglers_change_nothing(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Relays repeat messages and deliver some late."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 10)
+        await until_live(subscriber, 9)
+        for seq in (9, 3, 3, 0):
+            publisher.send_raw([publisher.topic, seq_frame(seq), f"a {seq}".encode()])
+        await until_live(subscriber, publish(publisher, 1))
+        statistics = subscriber.statistics()
+    assert notebook.seqs == list(range(11))
+    assert (statistics.duplicates, statistics.restarts, notebook.reasons) == (4, 0, [])
+
+
+async def test_another_topic_with_the_same_beginning_is_not_ours(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """ZMQ subscribes to prefixes; a second engine behind a collector has its own numbers."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 3)
+        await until_live(subscriber, 2)
+        publisher.send_raw([publisher.topic + b"-2", seq_frame(3), b"of another engine"])
+        await until_live(subscriber, publish(publisher, 1))
+        statistics = subscriber.statistics()
+    assert (statistics.malformed, statistics.restarts) == (1, 0)
+    assert b"of another engine" not in [batch.payload for batch in notebook.batches]
+
+
+def test_it_works_on_uvloop(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """The router runs on it, and it handles file descriptors in its own way."""
+
+    async def check() -> None:
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            publish(publisher, 200)
+            await until_live(subscriber, 199)
+            publish(publisher, 5, on_wire=False)
+            await until_live(subscriber, publish(publisher, 5))
+
+    _run_on(uvloop.new_event_loop(), check())
+    assert notebook.seqs == list(range(210))
+
+
+def _run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, None]) -> None:
+    try:
+        loop.run_until_complete(work)
+    finally:
+        loop.close()
+
+
+async def test_one_process_can_hold_both_ends(notebook: Notebook) -> None:
+    """`inproc` has no handshake to wait for."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as router:
+        pub.bind("inproc://events")
+        router.bind("inproc://replay")
+        subscriber = Subscriber(
+            "inproc://events", notebook, replay_endpoint="inproc://replay", topic="t", options=QUICK, context=context
+        )
+        async with following(subscriber):
+            await until(lambda: bool(router.poll(0)), "the first question")
+            client, _, start = router.recv_multipart()
+            assert start == b"snapshot"
+            router.send_multipart([client, b"", b"", END, b""])
+            await until(lambda: bool(router.poll(0)), "the second question")
+            client, _, start = router.recv_multipart()
+            assert start == seq_frame(0)
+            router.send_multipart([client, b"", b"", END, b""])
+            await until_live(subscriber, None)
+            pub.send_multipart([b"t", seq_frame(0), b"a 0"])
+            await until(lambda: notebook.seqs == [0], "the batch")
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_restart_is_seen_before_the_new_process_says_anything(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """An idle engine after a restart holds nothing, and must not keep the reputation of the old one."""
+    publish(publisher, 10)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, 9)
+        with restarted(publisher):
+            await until_live(subscriber, None)
+            statistics = subscriber.statistics()
+    assert (notebook.batches, notebook.reasons, statistics.restarts) == ([], ["restart"], 1)
+
+
+@pytest.mark.parametrize("new", [3, 10, 11, 50], ids=["before", "just before", "exactly at", "far behind"])
+async def test_a_restart_is_seen_wherever_the_new_number_stands(new: int, publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Before, at and behind the old number: only the last batch, asked for again, tells the processes apart."""
+    publish(publisher, 10)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, 9)
+        with restarted(publisher) as again:
+            publish(again, new, "b")
+            await until_live(subscriber, new - 1)
+            publish(again, 5, "b")
+            await until_live(subscriber, new + 4)
+    assert [batch.payload for batch in notebook.batches] == [f"b {seq}".encode() for seq in range(new + 5)]
+    assert notebook.reasons == ["restart"]
+
+
+async def test_a_restart_that_no_connection_shows_is_seen_by_its_number(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Behind a relay the connection stays, whatever happens to the engine."""
+    publish(publisher, 10)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, 9)
+        _become_another_process(publisher, 4)
+        publisher.send_raw([publisher.topic, seq_frame(3), b"b 3"])
+        await until_live(subscriber, 3)
+    assert [batch.payload for batch in notebook.batches] == [b"b 0", b"b 1", b"b 2", b"b 3"]
+
+
+async def test_a_restart_that_no_connection_shows_is_seen_behind_a_gap(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """The new process has passed the old number: it looks like a gap, and the ring would even fill it."""
+    publish(publisher, 10)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, 9)
+        _become_another_process(publisher, 20)
+        publisher.send_raw([publisher.topic, seq_frame(19), b"b 19"])
+        await until_live(subscriber, 19)
+    assert [batch.payload for batch in notebook.batches] == [f"b {seq}".encode() for seq in range(20)]
+
+
+def _become_another_process(publisher: VllmPublisher, count: int) -> None:
+    with publisher.lock:
+        publisher.ring.clear()
+        publisher.ring.extend((seq, f"b {seq}".encode()) for seq in range(count))
+
+
+async def test_a_publisher_that_changes_its_name_is_another_process(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """The identity in a layout decides, even where the numbers fit."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publisher.publish(layout("first"))
+        publish(publisher, 3)
+        await until_live(subscriber, 3)
+        assert subscriber.statistics().publisher_id == "first"
+        publisher.publish(layout("second"))
+        await until(lambda: subscriber.statistics().restarts > 0, "the restart")
+        await until(lambda: subscriber.statistics().publisher_id == "second", "the new name")
+    assert notebook.reasons[0] == "restart"
+
+
+def layout(publisher_id: str) -> bytes:
+    group = GroupSpec("full_attention", 16)
+    event = CacheLayout(publisher_id, [group], hash_block_size=16, scheduler_block_size=16)
+    return encode(EventBatch(1.0, [event]))
+
+
+async def test_without_a_replay_endpoint_a_restart_shows_by_its_number_alone(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """The least that can be had: batch 0 of a new process is a known beginning."""
+    async with following(without_replay(publisher, notebook)) as subscriber:
+        await until_state(subscriber, SUSPECT, None)
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        with restarted(publisher) as again:
+            await until(lambda: subscriber.statistics().connections == 2, "the second connection")
+            await until_state(subscriber, SUSPECT, 4)
+            publish(again, 2, "b")
+            await until_live(subscriber, 1)
+    assert [batch.payload for batch in notebook.batches] == [b"b 0", b"b 1"]
+
+
+async def test_without_a_replay_endpoint_a_gap_leaves_the_source_suspect(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Nobody can be asked, so what is lost stays lost and is said to be."""
+    async with following(without_replay(publisher, notebook)) as subscriber:
+        await until_state(subscriber, SUSPECT, None)
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        publish(publisher, 1, on_wire=False)
+        await until_state(subscriber, SUSPECT, publish(publisher, 2))
+        await until_live(subscriber, publisher.publish(b"clear"))
+    assert notebook.seqs == [0, 1, 2, 3, 4, 6, 7, 8]
+
+
+async def test_without_a_replay_endpoint_a_reconnect_leaves_the_source_suspect(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """The next number may be the expected one by chance; nobody can say what was missed."""
+    async with following(without_replay(publisher, notebook)) as subscriber:
+        await until_state(subscriber, SUSPECT, None)
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        with restarted(publisher, first_seq=5) as again:
+            await until(lambda: subscriber.statistics().connections == 2, "the second connection")
+            publish(again, 1, "b")
+            await until_state(subscriber, SUSPECT, 5)
+
+
+# --- what cannot be had ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_loss_the_ring_has_forgotten_leaves_the_source_suspect(notebook: Notebook) -> None:
+    """vLLM makes no snapshots: what is known is kept, and not trusted."""
+    with VllmPublisher(ring=10) as publisher:
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            publish(publisher, 5)
+            await until_live(subscriber, 4)
+            publish(publisher, 50, on_wire=False)
+            last = publish(publisher, 1)
+            await until_state(subscriber, SUSPECT, last)
+            assert notebook.seqs == [0, 1, 2, 3, 4, *range(46, 56)]
+            assert notebook.reasons == []
+            await until_live(subscriber, publisher.publish(b"clear"))
+
+
+async def test_a_batch_that_was_never_sent_leaves_a_hole_that_is_passed(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """A batch that vLLM fails to encode uses up its number; nothing will ever fill the gap."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        publish(publisher, 1, on_wire=False, in_ring=False)
+        last = publish(publisher, 3)
+        await until_state(subscriber, SUSPECT, last)
+        await until_state(subscriber, SUSPECT, publish(publisher, 3))
+    assert notebook.seqs == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+async def test_a_batch_spoiled_on_the_way_is_fetched_again(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """A malformed batch is a gap, and the ring may have it whole."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        publish(publisher, 1, on_wire=False)
+        publisher.send_raw([publisher.topic, seq_frame(5), b"bad"])
+        await until_live(subscriber, publish(publisher, 1))
+        assert subscriber.statistics().malformed == 1
+    assert notebook.seqs == list(range(7))
+
+
+async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """It will not become better by asking again: go on, and say that something is missing."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        publisher.publish(b"bad for good")
+        last = publish(publisher, 3)
+        await until_state(subscriber, SUSPECT, last)
+        questions = subscriber.statistics().questions
+        await until_state(subscriber, SUSPECT, publish(publisher, 20))
+        assert subscriber.statistics().questions - questions < 20
+    assert notebook.seqs == [0, 1, 2, 3, 4, *range(6, 29)]
+
+
+async def test_a_batch_above_the_limit_is_refused_and_the_rest_goes_on(notebook: Notebook) -> None:
+    """100 MB in one frame end the connection; the same frame waits in the ring, and must not stop the stream for good."""
+    with VllmPublisher() as publisher:
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            publish(publisher, 5)
+            await until_live(subscriber, 4)
+            publisher.publish(bytes(100_000_000))
+            last = publish(publisher, 3)
+            await until(lambda: subscriber.statistics().connections >= 2, "a new connection")
+            last = publish(publisher, 3)
+            await until_state(subscriber, SUSPECT, last)
+            assert max(len(batch.payload) for batch in notebook.batches) < 100
+            assert notebook.seqs[:5] == [0, 1, 2, 3, 4]
+
+
+# --- a replay endpoint that does not behave -------------------------------------------------------------------------------
+
+
+async def test_a_replay_endpoint_that_nobody_serves_delays_the_stream_only_for_so_long(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """A wrong port in the configuration must show as suspect, not as a replica without events."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        subscriber = Subscriber(publisher.endpoint, notebook, replay_endpoint=silent, topic="kv-events", options=QUICK)
+        async with following(subscriber):
+            await until_state(subscriber, SUSPECT, None)
+            publish(publisher, 5)
+            await until_live(subscriber, 4)  # It began with 0, so nothing is missing.
+            publish(publisher, 1, on_wire=False)
+            await until_state(subscriber, SUSPECT, publish(publisher, 2))
+    assert notebook.seqs == [0, 1, 2, 3, 4, 6, 7]
+
+
+async def test_what_was_missed_while_nobody_answered_is_made_up_for_later(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """A replay endpoint that was down for a while costs time, not exactness."""
+    down = True
+    publisher.answer = lambda self, first: [] if down else self.replies(first)
+    quick = replace(QUICK, patience_s=0.1, replay=ReplayLimits(silence_s=0.05))
+    publish(publisher, 5)
+    async with following(subscriber_to(publisher, notebook, quick)) as subscriber:
+        await until_state(subscriber, SUSPECT, None)
+        publish(publisher, 5)
+        await until_state(subscriber, SUSPECT, 9)
+        assert notebook.seqs == [5, 6, 7, 8, 9]
+        down = False
+        await until_live(subscriber, 9)
+        await until_live(subscriber, publish(publisher, 5))
+    assert notebook.seqs == list(range(15))
+    assert notebook.reasons == ["rebuild"]
+
+
+async def test_a_ring_that_keeps_nothing_is_not_taken_for_a_restart(notebook: Notebook) -> None:
+    """`buffer_steps: 0` answers the end marker to everything; that must not clear an index at every look."""
+    with VllmPublisher(ring=0) as publisher:
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            await until_live(subscriber, None)
+            publish(publisher, 5)
+            await until_live(subscriber, 4)
+            questions = subscriber.statistics().questions
+            await until(lambda: subscriber.statistics().questions > questions + 1, "two looks at a silent tail")
+            publish(publisher, 1, on_wire=False)
+            await until_state(subscriber, SUSPECT, publish(publisher, 1))
+    assert notebook.reasons == []
+    assert notebook.seqs == [0, 1, 2, 3, 4, 6]
+
+
+def endless(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [publisher.reply(seq, b"made up") for seq in range(first, first + 20_000)]
+
+
+def backwards(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [publisher.reply(seq, b"made up") for seq in (first + 3, first + 1, first + 2)]
+
+
+def before_the_start(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [publisher.reply(max(0, first - 1), b"made up"), publisher.end()]
+
+
+def of_another_topic(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [[b"", b"another", seq_frame(first), b"made up"], publisher.end()]
+
+
+def huge(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [publisher.reply(first, bytes(5_000_000)), publisher.end()]
+
+
+def garbage(publisher: VllmPublisher, first: int) -> list[Reply]:
+    rng = random.Random(first)
+    return [[rng.randbytes(rng.randrange(12)) for _ in range(rng.randrange(1, 9))] for _ in range(50)]
+
+
+def with_a_loaded_end(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [[b"", b"", END, b"more"]]
+
+
+def with_a_short_number(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [[b"", publisher.topic, b"\0\0\0\1", b"made up"], publisher.end()]
+
+
+def far_ahead(publisher: VllmPublisher, first: int) -> list[Reply]:
+    return [publisher.reply(2**63 + 5, b"made up"), publisher.end()]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        endless,
+        backwards,
+        before_the_start,
+        of_another_topic,
+        huge,
+        garbage,
+        with_a_loaded_end,
+        with_a_short_number,
+        far_ahead,
+    ],
+)
+async def test_an_answer_against_the_rules_is_cut_and_survived(
+    answer: object, publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Whatever the replay endpoint says: no crash, no hang, and all is well once it says the truth."""
+    limits = ReplayLimits(silence_s=0.2, total_s=2.0, batches=5000, payload_bytes=2_000_000)
+    options = replace(QUICK, replay=limits, socket=SocketLimits(message_bytes=3_000_000, connect_timeout_s=2.0))
+    publish(publisher, 5)
+    async with following(subscriber_to(publisher, notebook, options)) as subscriber:
+        await until_live(subscriber, 4)
+        publisher.answer = answer  # type: ignore[assignment]
+        publish(publisher, 1, on_wire=False)
+        publish(publisher, 1)
+        await until(lambda: len(publisher.requests) > 3, "questions")
+        await until(lambda: _is_hurt(subscriber), "a sign that the answer was refused", show=subscriber.statistics)
+        publisher.answer = None
+        await until_live(subscriber, publish(publisher, 1))
+        assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(8)]
+
+
+def _is_hurt(subscriber: Subscriber) -> bool:
+    statistics = subscriber.statistics()
+    return statistics.unanswered + statistics.malformed + statistics.restarts > 0
+
+
+async def test_an_answer_that_is_cut_short_is_continued_where_it_ended(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """A ROUTER drops what a slow reader does not take, the end marker too: what came is kept, the rest asked for again."""
+    publisher.answer = lambda self, first: self.replies(first)[:20]
+    publish(publisher, 100)
+    quick = replace(QUICK, replay=ReplayLimits(silence_s=0.05))
+    async with following(subscriber_to(publisher, notebook, quick)) as subscriber:
+        await until_live(subscriber, 99)
+    assert notebook.seqs == list(range(100))
+
+
+async def test_holes_in_an_answer_are_asked_for_again(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """A ROUTER at its high-water mark drops from the middle; that is no hole in the ring."""
+
+    def with_holes(self: VllmPublisher, first: int) -> list[Reply]:
+        return [reply for place, reply in enumerate(self.replies(first)) if place % 7 != 6 or reply == self.end()]
+
+    publish(publisher, 3)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, 2)
+        publisher.answer = with_holes
+        publish(publisher, 40, on_wire=False)
+        await until_live(subscriber, 42)
+        assert notebook.seqs == list(range(43))
+        assert notebook.reasons == []
+
+
+# --- hostile batches ------------------------------------------------------------------------------------------------------
+
+
+async def test_ten_thousand_mutated_messages_change_nothing(notebook: Notebook) -> None:
+    """Anybody who can connect a collector can send anything: every message is refused and counted, none is believed."""
+    rng = random.Random(7)
+    with VllmPublisher() as publisher:
+        publish(publisher, 50)
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            await until_live(subscriber, 49)
+            sent = 0
+            tracemalloc.start()
+            grown = []
+            for _ in range(20):
+                for _ in range(500):
+                    publisher.send_raw(_mutated(rng, publisher.topic))
+                sent += 500
+                await until_live(subscriber, publish(publisher, 1), 20)
+                await until(lambda: _refused(subscriber) >= sent, "all of them counted", show=subscriber.statistics)  # noqa: B023
+                gc.collect()
+                grown.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+            statistics = subscriber.statistics()
+    assert notebook.seqs == list(range(70))
+    assert (_refused(subscriber), notebook.reasons) == (sent, [])
+    assert statistics.malformed > 1000
+    assert statistics.discarded > 500
+    assert grown[-1] - grown[4] < 300_000
+
+
+def _refused(subscriber: Subscriber) -> int:
+    statistics = subscriber.statistics()
+    return statistics.malformed + statistics.duplicates + statistics.discarded + statistics.overflow
+
+
+def _mutated(rng: random.Random, topic: bytes) -> list[bytes]:
+    """A message with our topic's beginning, so that it passes the subscription, and something wrong with it."""
+    kind = rng.randrange(6)
+    seq, payload = seq_frame(rng.randrange(1000)), rng.randbytes(rng.randrange(100))
+    if kind == 0:
+        return [topic, *[rng.randbytes(rng.randrange(10)) for _ in range(rng.choice((0, 1, 3, 4, 30)))]]
+    if kind == 1:
+        return [topic, rng.randbytes(rng.choice((0, 1, 7, 9, 100))), payload]
+    if kind == 2:
+        return [topic + rng.randbytes(3), seq, payload]
+    if kind == 3:
+        return [topic, rng.choice((END, seq_frame(2**63), seq_frame(2**64 - 2))), payload]
+    if kind == 4:
+        return [topic, seq_frame(rng.choice((10**6, 2**40, 2**63 - 1))), payload]
+    return [topic, seq_frame(rng.randrange(50)), b"made up " + payload]
+
+
+async def test_a_flood_during_a_recovery_is_bounded_and_fetched_afterwards(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Live batches wait while the ring is asked, but not without end; what is dropped is counted and not lost."""
+    asked = False
+
+    def slowly(self: VllmPublisher, first: int) -> list[Reply]:
+        nonlocal asked
+        asked = True
+        return self.replies(first) if len(self.ring) > 500 else []
+
+    options = replace(QUICK, patience_s=10.0, backlog=BacklogLimits(batches=50), replay=ReplayLimits(silence_s=0.2))
+    async with following(subscriber_to(publisher, notebook, options)) as subscriber:
+        publish(publisher, 5)
+        await until_live(subscriber, 4)
+        publisher.answer = slowly
+        publish(publisher, 1, on_wire=False)
+        publish(publisher, 1)
+        await until(lambda: asked, "a question")
+        publish(publisher, 400)
+        await until(lambda: subscriber.statistics().overflow >= 300, "an overflow", show=subscriber.statistics)
+        last = publish(publisher, 200)
+        await until_live(subscriber, last)
+    assert notebook.seqs == list(range(last + 1))
+
+
+async def test_bytes_that_wait_are_bounded_too(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Fifty batches may be anything up to fifty times the largest."""
+    publisher.answer = lambda self, first: self.replies(first) if len(self.ring) > 100 else []
+    options = replace(QUICK, patience_s=10.0, backlog=BacklogLimits(payload_bytes=100_000), replay=ReplayLimits(silence_s=0.2))
+    async with following(subscriber_to(publisher, notebook, options)) as subscriber:
+        await until(lambda: bool(publisher.requests), "a question")
+        for _ in range(20):
+            publisher.publish(bytes(20_000))
+        await until(lambda: subscriber.statistics().overflow >= 15, "an overflow", show=subscriber.statistics)
+        await until_live(subscriber, publish(publisher, 100))
+    assert notebook.seqs == list(range(120))
+
+
+# --- coming and going -----------------------------------------------------------------------------------------------------
+
+
+async def test_it_waits_for_a_publisher_that_comes_later(notebook: Notebook) -> None:
+    """Engines take minutes to load their weights; the router is there first."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    subscriber = Subscriber(f"tcp://127.0.0.1:{port}", notebook, topic="kv-events", options=QUICK)
+    async with following(subscriber):
+        assert subscriber.statistics().state is CONNECTING
+        with VllmPublisher(port=port) as publisher:
+            await until_state(subscriber, SUSPECT, None)
+            await until_live(subscriber, publish(publisher, 1))
+        await until(lambda: subscriber.statistics().state is CONNECTING, "the loss of the connection")
+
+
+async def test_a_host_is_found_by_its_name(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Kubernetes gives names; the look-up must not stop the loop or libzmq's only thread."""
+    named = publisher.endpoint.replace("127.0.0.1", "localhost")
+    async with following(Subscriber(named, notebook, topic="kv-events", options=QUICK)) as subscriber:
+        await until_state(subscriber, SUSPECT, None)
+        await until_live(subscriber, publish(publisher, 1))
+
+
+@pytest.mark.parametrize("endpoint", ["http://host:1", "tcp://host", "tcp://*:5557", "tcp://host:0", "tcp://host:99999", ""])
+async def test_an_endpoint_that_cannot_be_one_is_an_error(endpoint: str, notebook: Notebook) -> None:
+    """Waiting for such a publisher would be waiting for ever."""
+    with pytest.raises(EndpointError):
+        await Subscriber(endpoint, notebook).run()
+    assert notebook.states == [SourceState.DEAD]
+
+
+async def test_a_peer_that_speaks_no_zmq_is_left_and_tried_again(notebook: Notebook) -> None:
+    """A port that belongs to something else must not hold a connection open for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        options = replace(QUICK, socket=SocketLimits(connect_timeout_s=0.05))
+        accepted = 0
+        async with following(Subscriber(endpoint, notebook, options=options)):
+            while accepted < 3:
+                connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(listener), 5)
+                connection.close()
+                accepted += 1
+    assert notebook.states == [SourceState.DEAD]
+
+
+async def test_cancelling_leaves_nothing_behind_at_any_moment(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Replicas come and go for months: no socket, no descriptor and no task may stay."""
+    publish(publisher, 300)
+    before = len(asyncio.all_tasks())
+    context = zmq.Context()
+    for steps in range(0, 60, 2):
+        subscriber = Subscriber(
+            publisher.endpoint,
+            Notebook(),
+            replay_endpoint=publisher.replay_endpoint,
+            topic="kv-events",
+            options=QUICK,
+            context=context,
+        )
+        task = asyncio.get_running_loop().create_task(subscriber.run())
+        for _ in range(steps):
+            await asyncio.sleep(0.0005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert subscriber.statistics().state is SourceState.DEAD
+    assert len(asyncio.all_tasks()) == before
+    started = time.monotonic()
+    context.term()  # Waits for every socket that is still open.
+    assert time.monotonic() - started < 1.0
+
+
+async def test_problems_are_told_without_their_contents(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Payloads are prompts."""
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, None)
+        publisher.send_raw([publisher.topic, b"secret", b"secret"])
+        publisher.send_raw([publisher.topic + b"secret", seq_frame(0), b"secret"])
+        publisher.send_raw([publisher.topic, seq_frame(0), b"bad secret"])
+        await until(lambda: subscriber.statistics().malformed >= 3, "three problems")
+    assert all(isinstance(problem, KVEventsError) and "secret" not in str(problem) for problem in notebook.problems)
+    assert len(notebook.problems) == subscriber.statistics().malformed
+
+
+@pytest.mark.parametrize("name", ["patience_s", "first_probe_s", "max_probe_s", "first_retry_s", "max_retry_s"])
+def test_delays_must_be_positive(name: str) -> None:
+    """A delay of zero is a busy loop."""
+    with pytest.raises(ValueError, match=name):
+        SubscriberOptions(**{name: 0.0})
+
+
+# --- sharing the loop -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others(notebook: Notebook) -> None:
+    """One bad replica never slows the others."""
+    other_notebook, pacer = Notebook(), Pacer()
+    with VllmPublisher(ring=100_000) as flooding, VllmPublisher() as calm:
+        publish(flooding, 60_000)
+        flood = Subscriber(
+            flooding.endpoint,
+            notebook,
+            replay_endpoint=flooding.replay_endpoint,
+            topic="kv-events",
+            options=QUICK,
+            pacer=pacer,
+        )
+        quiet = Subscriber(
+            calm.endpoint,
+            other_notebook,
+            replay_endpoint=calm.replay_endpoint,
+            topic="kv-events",
+            options=QUICK,
+            pacer=pacer,
+        )
+        async with following(quiet), following(flood):
+            await until_live(quiet, None)
+            await until(lambda: len(notebook.batches) > 100, "the flood")
+            pauses = []
+            while len(notebook.batches) < 50_000:
+                started = time.monotonic()
+                await asyncio.sleep(0)
+                pauses.append(time.monotonic() - started)
+                if len(pauses) == 20:
+                    last = publish(calm, 1)
+                    await until_live(quiet, last, 2)
+                    assert len(notebook.batches) < 60_000, "the flood was over before the other one had its turn"
+            await until_live(flood, 59_999, 30)
+    assert sorted(pauses)[len(pauses) // 2] < 0.02
+
+
+async def test_turns_go_round() -> None:
+    """Whoever waits longest works next."""
+    pacer = Pacer(slice_s=0.001)
+    order: list[int] = []
+
+    async def work(name: int) -> None:
+        for _ in range(5):
+            end = await pacer.turn()
+            order.append(name)
+            while time.monotonic() <= end:
+                pass
+
+    await asyncio.gather(*(work(name) for name in range(3)))
+    assert len(order) == 15
+    assert all(sorted(order[start : start + 3]) == [0, 1, 2] for start in range(0, 15, 3))
+
+
+async def test_a_turn_of_someone_who_left_goes_to_the_next() -> None:
+    """A removed replica must not take the turn with it."""
+    pacer = Pacer(slice_s=0.001)
+    end = await pacer.turn()
+    while time.monotonic() <= end:
+        pass
+    first, second = asyncio.ensure_future(pacer.turn()), asyncio.ensure_future(pacer.turn())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait_for(second, 1)
+
+
+def test_delays_double_up_to_their_cap_and_differ() -> None:
+    """A thousand routers that lost one engine must not come back in step."""
+    backoff = Backoff(1.0, 8.0)
+    delays = [backoff.next_delay() for _ in range(6)]
+    assert all(most / 2 <= delay <= most for delay, most in zip(delays, (1, 2, 4, 8, 8, 8), strict=True))
+    backoff.reset()
+    assert backoff.next_delay() <= 1.0
+    assert len({Backoff(1.0, 8.0).next_delay() for _ in range(20)}) > 1

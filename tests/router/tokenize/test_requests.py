@@ -1,0 +1,372 @@
+"""Bodies of every endpoint, good and bad."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.tokenize import (
+    ChatPrompt,
+    Endpoint,
+    OpaquePrompt,
+    PromptLimits,
+    PromptSpec,
+    RequestBodyError,
+    TextPrompt,
+    TokenPrompt,
+    Truncation,
+    parse_request,
+)
+
+_USER = {"role": "user", "content": "hi"}
+
+
+def _parse(endpoint: Endpoint, body: object, **options: Any) -> PromptSpec:
+    return parse_request(endpoint, json.dumps(body).encode(), **options)
+
+
+def _chat(body: dict[str, Any]) -> ChatPrompt:
+    (prompt,) = _parse(Endpoint.CHAT, {"messages": [_USER], **body}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def test_a_chat_brings_all_that_routing_needs() -> None:
+    """One look at the body is all there is."""
+    body = {
+        "model": "m",
+        "messages": [_USER],
+        "stream": True,
+        "max_tokens": 5,
+        "max_completion_tokens": 7,
+        "n": 3,
+        "cache_salt": "s",
+        "user": "me",
+        "unknown": {"field": [1]},
+    }
+    spec = _parse(Endpoint.CHAT, body)
+    assert (spec.model, spec.stream, spec.max_tokens, spec.choices, spec.cache_salt) == ("m", True, 7, 3, "s")
+    assert (spec.session, spec.lora_name, spec.has_engine_arguments) == ("me", None, False)
+    assert spec.body_bytes == len(json.dumps(body))
+    (prompt,) = spec.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert list(prompt.messages) == [_USER]
+    assert (prompt.add_generation_prompt, prompt.continue_final_message, prompt.add_special_tokens) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "session"),
+    [
+        ({"session_id": "a", "user": "b"}, "a"),
+        ({"prompt_cache_key": "a", "user": "b"}, "a"),
+        ({"vllm_xargs": {"session_id": "a"}}, "a"),
+        ({"metadata": {"user_id": "a"}}, "a"),
+        ({"user": 7, "metadata": [1], "vllm_xargs": "x"}, None),
+        ({"user": "u" * 1000}, "u" * 512),
+    ],
+)
+def test_the_session_is_what_the_client_calls_it(body: dict[str, Any], session: str | None) -> None:
+    """Session policies hash it; it is bounded because it is the client's."""
+    assert _parse(Endpoint.CHAT, {"messages": [_USER], **body}).session == session
+
+
+def test_options_of_the_prompt_are_the_request_s() -> None:
+    """Each of them changes the text."""
+    prompt = _chat(
+        {
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+            "add_special_tokens": True,
+            "documents": [{"title": "t"}],
+            "chat_template_kwargs": {"a": 1, "b": None, "c": "auto", "enable_thinking": True},
+            "reasoning_effort": "low",
+            "truncate_prompt_tokens": 9,
+        }
+    )
+    assert (prompt.add_generation_prompt, prompt.continue_final_message, prompt.add_special_tokens) == (False, True, True)
+    assert prompt.documents == [{"title": "t"}]
+    assert prompt.template_arguments == {"a": 1, "enable_thinking": True, "reasoning_effort": "low"}
+    assert prompt.truncation == Truncation(9, "left", counts_special_tokens=False)
+
+
+@pytest.mark.parametrize(("effort", "enabled"), [("none", False), ("high", True)])
+def test_reasoning_effort_switches_thinking(effort: str, enabled: bool) -> None:
+    """The engine derives the one from the other; templates look at either."""
+    assert _chat({"reasoning_effort": effort}).template_arguments == {"reasoning_effort": effort, "enable_thinking": enabled}
+
+
+def test_tools_get_the_shape_and_order_that_templates_see() -> None:
+    """Tools stand at the start of a prompt, as JSON: another order of keys is another prefix."""
+    tool = {"function": {"parameters": {"b": 1, "a": 2}, "extra": 1, "name": "f", "strict": True}, "type": "function"}
+    (shaped,) = _chat({"tools": [tool]}).tools or ()
+    expected = {
+        "type": "function",
+        "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}, "strict": True},
+    }
+    assert json.dumps(shaped) == json.dumps(expected)
+
+
+def test_a_template_in_the_request_is_never_run() -> None:
+    """It is a program of the client's."""
+    spec = _parse(Endpoint.CHAT, {"messages": [_USER], "chat_template": "{{ 1 }}"})
+    assert spec.prompts == (OpaquePrompt("request_chat_template"),)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.EMBEDDINGS])
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [TextPrompt("a")]),
+        ("", [TextPrompt("")]),
+        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3], []], [[1], [2, 3], []]),
+        (["a", [1]], [TextPrompt("a"), [1]]),
+    ],
+)
+def test_prompts_are_text_tokens_or_batches_of_them(endpoint: Endpoint, prompt: object, expected: list[object]) -> None:
+    """All the forms that the completions and embeddings endpoints take."""
+    field = "prompt" if endpoint is Endpoint.COMPLETIONS else "input"
+    found = [
+        item.token_ids.tolist() if isinstance(item, TokenPrompt) else item for item in _parse(endpoint, {field: prompt}).prompts
+    ]
+    assert found == expected
+
+
+def test_completions_can_do_without_special_tokens() -> None:
+    """The request overrides the default of the endpoint."""
+    spec = _parse(Endpoint.COMPLETIONS, {"prompt": "a", "add_special_tokens": False})
+    assert spec.prompts == (TextPrompt("a", add_special_tokens=False),)
+
+
+def test_embedded_prompts_are_opaque() -> None:
+    """Nobody can tell their tokens, there are none."""
+    spec = _parse(Endpoint.COMPLETIONS, {"prompt_embeds": ["x", "y"]})
+    assert spec.prompts == (OpaquePrompt("prompt_embeds"),) * 2
+
+
+def test_a_million_token_ids_are_taken() -> None:
+    """The longest contexts that models have."""
+    ids = list(range(1_000_000))
+    (prompt,) = _parse(Endpoint.ROUTE, {"model": "m", "token_ids": ids}).prompts
+    assert isinstance(prompt, TokenPrompt)
+    assert prompt.token_ids.tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "place"),
+    [
+        ([1, -1], "$.prompt[1]"),
+        ([1, 2**32], "$.prompt[1]"),
+        ([1, 2**70], "$.prompt[1]"),
+        ([0, True], "$.prompt[1]"),
+        ([0, 1.0], "$.prompt[1]"),
+        ([0, "secret"], "$.prompt[1]"),
+        ([0, None], "$.prompt[1]"),
+        ([None], "$.prompt[0]"),
+        ([[0], [1, -5]], "$.prompt[1][1]"),
+        (["a", {"secret": 1}], "$.prompt[1]"),
+        ({"secret": 1}, "$.prompt"),
+        (7, "$.prompt"),
+        ([], "$.prompt"),
+        (None, "$.prompt"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(ids: object, place: str) -> None:
+    """The client must find the mistake; the log must not find the prompt."""
+    with pytest.raises(RequestBodyError) as error:
+        _parse(Endpoint.COMPLETIONS, {"prompt": ids})
+    assert error.value.place == place
+    assert "secret" not in str(error.value)
+    assert "-5" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({}, "$.messages"),
+        ({"messages": []}, "$.messages"),
+        ({"messages": {"secret": 1}}, "$.messages"),
+        ({"messages": ["secret"]}, "$.messages[0]"),
+        ({"messages": [{"content": "secret"}]}, "$.messages[0].role"),
+        ({"messages": [_USER, {"role": "user", "content": 7}]}, "$.messages[1].content"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "$.messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"text": 7}]}]}, "$.messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": ["secret"]}]}]}, "$.messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "tool_calls": "secret"}]}, "$.messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "$.messages[0].tool_calls[0]"),
+        ({"messages": [_USER], "model": 7}, "$.model"),
+        ({"messages": [_USER], "cache_salt": ""}, "$.cache_salt"),
+        ({"messages": [_USER], "cache_salt": "s" * 1025}, "$.cache_salt"),
+        ({"messages": [_USER], "cache_salt": ["secret"]}, "$.cache_salt"),
+        ({"messages": [_USER], "tools": "secret"}, "$.tools"),
+        ({"messages": [_USER], "tools": [{"type": "function"}]}, "$.tools[0].function"),
+        ({"messages": [_USER], "tools": [{"function": {"name": 1}}]}, "$.tools[0].function.name"),
+        ({"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": []}}]}, "$.tools[0].function.parameters"),
+        ({"messages": [_USER], "chat_template_kwargs": ["secret"]}, "$.chat_template_kwargs"),
+        ({"messages": [_USER], "documents": "secret"}, "$.documents"),
+    ],
+)
+def test_a_bad_chat_is_refused_with_its_place(body: object, place: str) -> None:
+    """The same for every field that shapes the prompt."""
+    with pytest.raises(RequestBodyError) as error:
+        _parse(Endpoint.CHAT, body)
+    assert error.value.place == place
+    assert "secret" not in str(error.value)
+
+
+def _nested(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("field", ["messages", "tools", "documents", "chat_template_kwargs"])
+def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
+    """Templates and JSON encoders go down as deep as a client digs."""
+    limits = PromptLimits(max_nesting=8)
+    deep = {"role": "user", "content": "x", "function": {"name": "f"}, "deep": _nested(20)}
+    body = {"messages": [_USER], field: deep if field == "chat_template_kwargs" else [deep]}
+    with pytest.raises(RequestBodyError, match="nested too deep"):
+        _parse(Endpoint.CHAT, body, limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "limits"),
+    [
+        (Endpoint.CHAT, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),
+        (Endpoint.COMPLETIONS, {"prompt": ["a"] * 3}, PromptLimits(max_prompts=2)),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2, 3]}, PromptLimits(max_prompt_tokens=2)),
+        (Endpoint.COMPLETIONS, {"prompt": "aaa"}, PromptLimits(max_prompt_chars=2)),
+        (Endpoint.RESPONSES, {"input": [_USER] * 3}, PromptLimits(max_messages=2)),
+        (Endpoint.MESSAGES, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),
+    ],
+)
+def test_sizes_are_bounded(endpoint: Endpoint, body: object, limits: PromptLimits) -> None:
+    """One request must not make the router hold or compute without end."""
+    with pytest.raises(RequestBodyError, match="at most 2"):
+        _parse(endpoint, body, limits=limits)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b'"text"',
+        b"\xff",
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b"{} {}",
+        b"[" * 100_000,
+        b"1" * 10_000,
+    ],
+)
+def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
+    """Whatever the parser raises, a client sees one kind of error."""
+    with pytest.raises(RequestBodyError) as error:
+        parse_request(Endpoint.CHAT, body)
+    assert error.value.place == "$"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    endpoint=st.sampled_from(Endpoint),
+    body=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        *("messages", "prompt", "input", "token_ids", "role", "content", "type", "text", "tools", "function"),
+                        *("name", "model", "cache_salt", "tool_calls", "system", "output", "source", "input_schema", "n"),
+                        *("thinking", "reasoning", "summary", "documents", "endpoint", "truncate_prompt_tokens", "max_tokens"),
+                    ]
+                ),
+                inner | st.sampled_from(["user", "system", "tool_result", "tool_use", "function_call", "reasoning", "text"]),
+                max_size=6,
+            )
+        ),
+        max_leaves=30,
+    ),
+)
+def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None:
+    """Hostile input is normal: no other exception may come out."""
+    with suppress(RequestBodyError):
+        assert parse_request(endpoint, json.dumps(body).encode()).prompts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_random_msgpack_is_parsed_or_refused(body: bytes) -> None:
+    """``/route`` takes msgpack, which can carry what JSON cannot."""
+    with suppress(RequestBodyError):
+        assert parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
+
+
+def test_route_takes_msgpack_with_adapter_and_salt() -> None:
+    """Gateways that hold token ids already ask in the cheaper form."""
+    body = msgspec.msgpack.encode({"model": "m", "token_ids": [1, 2], "lora_name": "l", "cache_salt": "s"})
+    spec = parse_request(Endpoint.ROUTE, body, encoding="msgpack")
+    assert (spec.endpoint, spec.lora_name, spec.cache_salt) == (Endpoint.ROUTE, "l", "s")
+    (prompt,) = spec.prompts
+    assert isinstance(prompt, TokenPrompt)
+    assert prompt.token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"messages": [_USER]}, Endpoint.CHAT),
+        ({"prompt": "a"}, Endpoint.COMPLETIONS),
+        ({"input": "a"}, Endpoint.RESPONSES),
+        ({"input": "a", "endpoint": "/v1/embeddings"}, Endpoint.EMBEDDINGS),
+        ({"messages": [_USER], "endpoint": "/v1/messages"}, Endpoint.MESSAGES),
+    ],
+)
+def test_route_takes_the_bodies_of_the_other_endpoints(body: object, form: Endpoint) -> None:
+    """Who asks where a request should go sends that request."""
+    assert _parse(Endpoint.ROUTE, body).endpoint is form
+
+
+@pytest.mark.parametrize("body", [{}, {"endpoint": "/secret"}, {"endpoint": ["secret"]}, {"endpoint": "/v1/messages"}])
+def test_route_refuses_what_it_cannot_place(body: object) -> None:
+    """A guess would be answered with hits of a prompt that nobody sent."""
+    with pytest.raises(RequestBodyError) as error:
+        _parse(Endpoint.ROUTE, body)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "expected"),
+    [
+        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": 5}, Truncation(5, "left", counts_special_tokens=False)),
+        (Endpoint.EMBEDDINGS, {"truncate_prompt_tokens": 5}, Truncation(5, "right", counts_special_tokens=False)),
+        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": 5, "truncation_side": "right"}, Truncation(5, "right", True)),
+        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": -1}, None),
+        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": None}, None),
+    ],
+)
+def test_truncation_is_read_with_the_engine_s_defaults(endpoint: Endpoint, fields: dict[str, Any], expected: object) -> None:
+    """Generation keeps the end of a prompt, embeddings keep its beginning."""
+    (prompt,) = _parse(endpoint, {"prompt": "a", "input": "a", **fields}).prompts
+    assert isinstance(prompt, TextPrompt)
+    assert prompt.truncation == expected
+
+
+def test_flags_are_read_as_leniently_as_the_engine_reads_them() -> None:
+    """A router that refuses what an engine takes is in the way."""
+    for value, expected in ((True, True), ("true", True), (1, True), (False, False), (None, False), ("no", False), ([], False)):
+        assert _parse(Endpoint.CHAT, {"messages": [_USER], "stream": value}).stream is expected
+    for count, tokens in ((7, 7), (7.0, 7), (7.5, None), (-1, None), ("7", None), (True, None), (1e300, None)):
+        assert _parse(Endpoint.CHAT, {"messages": [_USER], "max_tokens": count}).max_tokens == tokens
