@@ -165,6 +165,8 @@ class Connection:
         if watched:
             self._monitor = self._socket.get_monitor_socket(_UP | _DOWN)
             loop.add_reader(self._monitor.fileno(), self._on_monitor)
+            # libzmq signals only after its state was read once: what it did while it was set up is not signalled.
+            self._on_monitor()
 
     async def _comes_up(self) -> bool:
         loop = asyncio.get_running_loop()

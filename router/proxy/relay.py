@@ -137,7 +137,7 @@ class Relay:
         """
         if self._sending_since and now - self._sending_since > self._settings.client_stall_s:
             self._interrupt(End.CLIENT_STALLED)
-        elif self._listener is None:
+        elif self._listener is None and now - self._started_at >= self._settings.watch_s:
             self._listener = self._loop.create_task(self._listen())
 
     def stop_watching(self) -> None:

@@ -27,7 +27,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     average half of it is done when somebody looks. Below 1 it also keeps a burst of equal prompts together: to wait for a
     prefix that is being computed must be cheaper than to compute it a second time, since that work delays others too."""
 
-    decode_request: Cost = 0
+    decode_request: Cost = 16.0
     """One request in decode: it takes a place and a token in each of the few steps that this prompt's prefill lasts, and its
     sampling and scheduling on top."""
 
