@@ -90,6 +90,8 @@ class KVCacheLayout:
     hash_block_size: int
     scheduler_block_size: int
     eagle: bool = False
+    eagle_sees_last_token: bool = True
+    """Whether EAGLE's extra block may hold the prompt's last token, where several groups must agree: vLLM >= 0.32."""
 
     @classmethod
     def build(
@@ -98,6 +100,7 @@ class KVCacheLayout:
         hash_block_size: int | None = None,
         scheduler_block_size: int | None = None,
         eagle: bool = False,
+        eagle_sees_last_token: bool = True,
     ) -> KVCacheLayout:
         """A checked layout; what is left out follows from the groups' block sizes.
 
@@ -114,6 +117,7 @@ class KVCacheLayout:
             hash_block_size=hash_block_size or math.gcd(*sizes),
             scheduler_block_size=scheduler_block_size or math.lcm(*sizes),
             eagle=eagle,
+            eagle_sees_last_token=eagle_sees_last_token,
         )
         _check_layout(layout)
         return layout
@@ -216,7 +220,7 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
     """
     caching = [index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED]
     # vLLM looks a single group up to the limit and then drops a block; groups that must agree may look further.
-    reach = limit if len(caching) == 1 else prompt_tokens
+    reach = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
     hit = limit
     for index in caching:
         if layout.groups[index].kind is GroupKind.FULL:
@@ -226,25 +230,37 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
 
 
 def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit: int, reach: int) -> int:
-    """Let groups cut *hit* in turn until none does. Full attention has no say here: what it accepted it accepts shorter."""
+    """Let groups cut *hit* in turn until none does. Full attention has no say here: what it accepted it accepts shorter.
+
+    Like vLLM's coordinator, a group that has given EAGLE's block once is asked without it from then on, until a group that
+    was asked without it cuts the hit again.
+    """
+    gave_extra: set[int] = set()
     while hit:
         shorter = hit
         for index in indexes:
-            shorter = longest_accepted(layout, index, present, shorter, reach)
+            before, is_free = shorter, index in gave_extra
+            shorter = longest_accepted(layout, index, present, before, reach, without_extra=is_free)
+            if not is_free:
+                gave_extra.add(index)
+            elif shorter < before:
+                gave_extra.clear()
         if shorter == hit or len(indexes) == 1:
             return shorter
         hit = shorter
     return 0
 
 
-def longest_accepted(layout: KVCacheLayout, index: int, present: Present, limit: int, reach: int) -> int:
+def longest_accepted(
+    layout: KVCacheLayout, index: int, present: Present, limit: int, reach: int, without_extra: bool = False
+) -> int:
     """The longest prefix of at most *limit* tokens that group *index* accepts; EAGLE's extra block ends by *reach*."""
     group = layout.groups[index]
     if group.kind is GroupKind.NOT_CACHED:
         return limit
     if group.kind is GroupKind.MAMBA:
         return _longest_state(layout, index, present, limit)
-    extra = _eagle_tokens(layout, group)
+    extra = 0 if without_extra else _eagle_tokens(layout, group)
     length = min(limit, reach - extra)
     if length <= 0:
         return 0
@@ -279,6 +295,13 @@ def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: in
     return _align(max(run - extra, 0), step)
 
 
+def _drops_a_step(group: KVCacheGroup, ends: range, extra: int, step: int) -> bool:
+    # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
+    return bool(
+        extra and group.kind is GroupKind.SLIDING_WINDOW and group.block_size != step and len(ends) < group.window_blocks + 1
+    )
+
+
 def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
     # Chunks that are no multiple of the block size: vLLM looks at the chunk of *limit* alone, never at the one before, though
     # the first block of the chunk reaches back into it. For all others this is what `accepts` says.
@@ -299,7 +322,7 @@ def _longest_window(layout: KVCacheLayout, index: int, present: Present, length:
         ends = needed_ends(group, length + extra, 1 if extra else 0)
         missing = next((end for end in reversed(ends) if not present(index, end)), None)
         if missing is None:
-            return length
+            return length - step if _drops_a_step(group, ends, extra, step) else length
         # Every length from the missing block on would need that block too.
         length = _align(max(missing - group.block_size - extra, 0), step)
     return 0

@@ -29,6 +29,9 @@ _DOWN = (
 )
 
 
+_NEVER_MS = 10**9
+
+
 class NoConnection(KVEventsError):
     """Nobody to talk to at an endpoint, for now."""
 
@@ -96,14 +99,15 @@ class Connection:
     def receive(self) -> list[bytes] | None:
         """The next message, or None if there is none; of one with too many frames the surplus is cut down to one."""
         socket = self._open_socket()
+        frames: list[bytes] = []
         try:
-            frames = [socket.recv(zmq.NOBLOCK)]
+            while not frames or socket.getsockopt(zmq.RCVMORE):
+                frame = socket.recv(zmq.NOBLOCK)
+                if len(frames) <= MAX_FRAMES:
+                    frames.append(frame)
         except zmq.Again:
+            # Nothing there; or the peer left in the middle of a message, which libzmq then takes back.
             return None
-        while socket.getsockopt(zmq.RCVMORE):
-            frame = socket.recv(zmq.NOBLOCK)
-            if len(frames) <= MAX_FRAMES:
-                frames.append(frame)
         return frames
 
     async def wait(self, timeout_s: float) -> None:
@@ -178,7 +182,8 @@ class Connection:
     def _new_socket(self) -> Socket:
         socket: Socket = self._context.socket(self._kind)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # Not -1, with which libzmq throws away what it has received when the peer leaves.
+        socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
         socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
         # A peer behind a cut cable says nothing; the kernel finds out in half a minute.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.dispatch import Dispatched
+from router.errors import UnknownReplica
 from router.load import InFlight, LoadTracker
 from router.metrics import RouterMetrics
 from router.proxy import RETRIED, Attempt, End, Failure, Outcome
@@ -44,7 +45,7 @@ class Account:
         self._books.planner.remember(self._decision, replica_id)
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> None:
-        if failure in RETRIED:
+        if failure in RETRIED and self._knows(attempt.replica_id):
             self._books.metrics.retries.labels(attempt.replica_id, failure.value).inc()
             self._books.planner.forget(attempt.replica_id)
         # A 500 may be the request's own doing; were it held against the replica, one client could empty the fleet.
@@ -55,7 +56,8 @@ class Account:
         if self._in_flight is not None:
             self._in_flight.first_token()
         self._books.replicas.report_served(attempt.replica_id)
-        self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(seconds)
+        if self._knows(attempt.replica_id):
+            self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(seconds)
 
     def on_chunk(self, data: bytes) -> None:
         self._usage.feed(data)
@@ -68,12 +70,25 @@ class Account:
         if self._in_flight is not None:
             self._in_flight.ended()
         metrics, model = self._books.metrics, self._decision.model
-        replica = outcome.attempt.replica_id if outcome.attempt else "none"
+        replica = self._label(outcome)
         metrics.requests.labels(model, replica, self._decision.policy, str(outcome.status or "none")).inc()
         metrics.ends.labels(outcome.end.value).inc()
         metrics.total.labels(model).observe(outcome.seconds)
-        if outcome.end is End.COMPLETED and outcome.status == 200 and outcome.attempt is not None:
+        if outcome.end is End.COMPLETED and outcome.status == 200 and self._knows(replica):
             self._compare(replica)
+
+    def _label(self, outcome: Outcome) -> str:
+        """Who answered. The series of a replica that was removed meanwhile are gone, and must not come back."""
+        if outcome.attempt is None:
+            return "none"
+        return outcome.attempt.replica_id if self._knows(outcome.attempt.replica_id) else "removed"
+
+    def _knows(self, replica_id: str) -> bool:
+        try:
+            self._books.replicas.get(replica_id)
+        except UnknownReplica:
+            return False
+        return True
 
     def _compare(self, replica: str) -> None:
         dispatched = self._dispatched

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
 
 from router.answers import models_answer, replica_answer, route_answer
 from router.config import read_replica
 from router.errors import BadRequest, RequestError
-from router.gateway import PROXIED_PATHS, check_key, read_body
+from router.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
 from router.metrics import CONTENT_TYPE
 from router.service import RouterService
 from router.tokenize import Endpoint
@@ -23,10 +23,36 @@ MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 
 
+class UnknownPath(RequestError):
+    """No endpoint of that path; the path is not repeated, since nobody knows what a client puts there."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "path_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("path: there is no such endpoint; GET /docs lists them")
+
+
+class MethodNotAllowed(RequestError):
+    """An endpoint exists, but for other methods."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"method: this endpoint takes {allowed} only")
+        self.allowed = allowed
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return ((b"allow", self.allowed.encode()),)
+
+
 def create_api(service: RouterService) -> FastAPI:
     """The application beside the proxied paths."""
     app = FastAPI(title="kvroute", summary="Exact prefix-cache routing for LLM inference engines.", lifespan=service.lifespan)
-    app.add_exception_handler(RequestError, _answer_error)
+    _add_error_answers(app, service)
     _add_probes(app, service)
     _add_routing(app, service)
     _add_operation(app, service)
@@ -175,14 +201,37 @@ def _answer(request: Request, value: Any) -> Response:
     return _json(value)
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, headers=headers, media_type="application/json")
 
 
-async def _answer_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    headers = {name.decode(): value.decode() for name, value in error.headers()}
-    return Response(json.dumps(error.openai()), status_code=error.status, headers=headers, media_type="application/json")
+# --- errors ---------------------------------------------------------------------------------------------------------------
+
+
+def _add_error_answers(app: FastAPI, service: RouterService) -> None:
+    """Every error in the one shape, and on the books."""
+
+    async def answer(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        service.metrics.bad_requests.labels(error.code).inc()
+        headers = {name.decode(): value.decode() for name, value in error.headers()}
+        return _json(error.openai(), error.status, headers)
+
+    async def answer_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if request.url.path in PROXIED_PATHS:
+            return await answer(request, MethodNotAllowed("POST"))
+        if error.status_code == 405:
+            return await answer(request, MethodNotAllowed((error.headers or {}).get("Allow", "other methods")))
+        return await answer(request, UnknownPath())
+
+    async def answer_nobody(_request: Request, error: Exception) -> Response:
+        service.metrics.bad_requests.labels("client_gone").inc()
+        return Response(status_code=400)
+
+    app.add_exception_handler(RequestError, answer)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(ClientGone, answer_nobody)
 
 
 # --- the description ------------------------------------------------------------------------------------------------------

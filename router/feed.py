@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import zmq
@@ -235,15 +237,16 @@ class _SourceFeed:
         self.state = SourceState.DEAD
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            # Not its message: it may quote what it choked on.
-            where = error.__traceback__
-            while where is not None and where.tb_next is not None:
-                where = where.tb_next
-            place = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where else "unknown place"
             _log.error(
                 "replica %s rank %d: no longer followed, %s at %s",
                 self._source.replica,
                 self._source.dp_rank,
                 type(error).__name__,
-                place,
+                _places(error),
             )
+
+
+def _places(error: BaseException) -> str:
+    """Where an error was raised, outermost first. Without its message, which may quote what it choked on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " > ".join(f"{PurePath(frame.filename).name}:{frame.lineno}" for frame in frames)

@@ -14,7 +14,7 @@ from router.dispatch import Dispatched, Dispatcher
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, ShuttingDown, Unauthorized
 from router.proxy import Attempt, Dialect, Proxy, ProxyRequest, client_abort, error_body
 from router.routing import Decision
-from router.tokenize import Endpoint, strip_report_mode
+from router.tokenize import Endpoint
 from router.upstream import Header
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -30,6 +30,8 @@ OTHER_PATHS = ("/tokenize", "/detokenize")
 PROXIED_PATHS = frozenset((*PROMPT_PATHS, *OTHER_PATHS))
 
 MAX_REQUEST_ID_LENGTH = 128
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Where a client may carry its key: OpenAI's SDKs and Anthropic's."""
 
 
 class ClientGone(Exception):
@@ -67,9 +69,10 @@ class Gateway:
             body = await read_body(headers, receive, self._server.max_body_bytes, self._server.timeouts.client_body_s)
             decision, dispatched = await self._decide(scope["path"], headers, body)
             self._dispatcher.require_replica(decision)
-            request = self._request(scope, body, dispatched, answer_headers, dialect)
-            account = Account(self._books, decision, dispatched)
-            await self._proxy.stream(self._attempts(decision, request_id), request, receive, send, account)
+            # Before anything else is waited for: a replica may be removed at any time.
+            attempts = self._attempts(decision, request_id)
+            request = self._request(scope, await self._without_report_mode(body, dispatched), answer_headers, dialect)
+            await self._proxy.stream(attempts, request, receive, send, Account(self._books, decision, dispatched))
         except RequestError as error:
             self._books.metrics.bad_requests.labels(error.code).inc()
             await send_error(send, error, answer_headers, dialect)
@@ -88,14 +91,12 @@ class Gateway:
     async def _decide(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[Decision, Dispatched | None]:
         endpoint = PROMPT_PATHS.get(path)
         if endpoint is None:
-            return self._dispatcher.by_load(body), None
+            return await self._dispatcher.by_load(body), None
         session = headers.get(self._session_header)
         dispatched = await self._dispatcher.dispatch(endpoint, body, session.decode("latin-1") if session else None)
         return dispatched.decision, dispatched
 
-    def _request(
-        self, scope: Scope, body: bytes, dispatched: Dispatched | None, headers: tuple[Header, ...], dialect: Dialect
-    ) -> ProxyRequest:
+    def _request(self, scope: Scope, body: bytes, headers: tuple[Header, ...], dialect: Dialect) -> ProxyRequest:
         target: bytes = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
@@ -103,16 +104,16 @@ class Gateway:
             method=b"POST",
             target=target,
             headers=scope["headers"],
-            body=self._without_report_mode(body, dispatched),
+            body=body,
             response_headers=headers,
             dialect=dialect,
             abort_client=client_abort(scope),
         )
 
-    def _without_report_mode(self, body: bytes, dispatched: Dispatched | None) -> bytes:
+    async def _without_report_mode(self, body: bytes, dispatched: Dispatched | None) -> bytes:
         if dispatched is None:
             return body
-        stripped = strip_report_mode(body, dispatched.spec)
+        stripped = await self._dispatcher.strip_report_mode(body, dispatched.spec)
         if stripped is not body:
             self._books.metrics.report_modes.inc()
         return stripped
@@ -137,8 +138,8 @@ class Gateway:
         self, own: tuple[Header, ...], dp_rank: int | None, request_id: bytes
     ) -> tuple[tuple[bytes, bytes | None], ...]:
         headers: list[tuple[bytes, bytes | None]] = [(b"x-request-id", request_id), *own]
-        if self._server.client_api_key is not None and not own:
-            headers.append((b"authorization", None))  # the router's key is nobody else's
+        if self._server.client_api_key is not None:  # the router's key is nobody else's
+            headers += [(name, None) for name in KEY_HEADERS if name not in dict(own)]
         if dp_rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % dp_rank))
         return tuple(headers)

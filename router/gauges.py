@@ -5,7 +5,6 @@ Names by engine: vLLM's `vllm:*` (older versions say `gpu_cache_usage_perc` for 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
@@ -16,7 +15,7 @@ _WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 
 MAX_REQUESTS = 10_000_000
-"""A gauge beyond this is taken for nonsense."""
+"""A gauge beyond this is taken for nonsense, as is NaN."""
 
 # One sample a line: name, perhaps labels, value, perhaps a time. The labels are not looked into.
 _NAMES = b"|".join((*_RUNNING, *_WAITING, *_USAGE))
@@ -51,7 +50,7 @@ def _samples(text: bytes) -> Iterator[tuple[bytes, float]]:
             value = float(match[2])
         except ValueError:
             continue
-        if math.isfinite(value) and 0 <= value <= MAX_REQUESTS:
+        if 0 <= value <= MAX_REQUESTS:
             yield match[1], value
 
 

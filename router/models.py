@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from router.config import ModelConfig
-from router.errors import UnknownModel
+from router.errors import ConfigError, Problem, UnknownModel
 from router.index.index import PrefixIndex
 from router.index.learning import LayoutHints
-from router.tokenize import ChatSettings, LocalTokenizer, RemoteTokenizer, Tokenization, read_model_files
+from router.tokenize import (
+    ChatSettings,
+    LocalTokenizer,
+    ModelFilesError,
+    RemoteTokenizer,
+    Tokenization,
+    read_model_files,
+)
 
 FetchForModel: TypeAlias = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
 """`(model, path, body) -> (status, body)`: asks some replica that serves the model."""
 
-MAX_DISCOVERED_MODELS = 256
-"""Bound on models that no configuration names: a replica's answer must not grow the router without end."""
+MAX_NAMES = 16_384
+"""Bound on names of models and adapters: a replica's answer must not grow the router without end."""
 
 
 @dataclass(slots=True)
@@ -50,13 +57,20 @@ class ModelSet:
         """Load the tokenizers of all configured models.
 
         Raises:
-            ModelFilesError: A tokenizer or chat template cannot be used.
+            ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
         self._models: dict[str, Model] = {}
         self._names: dict[str, tuple[str, str | None]] = {}
-        for config in configured:
-            self._add_configured(config)
+        problems: list[Problem] = []
+        for index, config in enumerate(configured):
+            try:
+                self._add_configured(config)
+            except ModelFilesError as error:
+                problems.append(Problem(f"models[{index}]", str(error)))
+        if problems:
+            raise ConfigError(problems)
+        self._configured = frozenset(self._names)
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
@@ -86,7 +100,7 @@ class ModelSet:
         """A replica serves *name*, as an adapter of *parent* if that is given; None if there are too many already."""
         if name in self._names:
             return self._models[self._names[name][0]]
-        if len(self._names) >= MAX_DISCOVERED_MODELS:
+        if len(self._names) >= MAX_NAMES:
             return None
         base = self._names[parent][0] if parent in self._names else parent or name
         if base not in self._models:
@@ -94,6 +108,15 @@ class ModelSet:
             self._names[base] = (base, None)
         self._names[name] = (base, name if parent else None)
         return self._models[base]
+
+    def forget_all_but(self, served: Container[str]) -> None:
+        """Let go of what no configuration names and no replica serves any more: adapters come and go."""
+        for name in [name for name in self._names if name not in self._configured and name not in served]:
+            base, adapter = self._names[name]
+            if adapter is not None or not any(other == base for key, (other, _) in self._names.items() if key != name):
+                del self._names[name]
+                if adapter is None:
+                    self._models.pop(base).tokenization.close()
 
     def names(self) -> dict[str, str | None]:
         """Every name a request may use, with the base model of those that are adapters."""
@@ -122,6 +145,14 @@ class ModelSet:
 def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
     if config.tokenized_at_replica:
         return None
-    files = read_model_files(Path(config.tokenizer))
-    template = Path(config.chat_template).read_text() if config.chat_template else None
-    return LocalTokenizer(files, chat=ChatSettings(chat_template=template) if template else None)
+    return LocalTokenizer(read_model_files(Path(config.tokenizer)), chat=_chat_settings(config.chat_template))
+
+
+def _chat_settings(template: str | None) -> ChatSettings | None:
+    if template is None:
+        return None
+    try:
+        return ChatSettings(chat_template=Path(template).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or "not UTF-8"
+        raise ModelFilesError(template, found, "must be a readable text file") from error

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import gzip
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -46,9 +48,20 @@ class Header(msgspec.Struct):
             RecordingError: The groups contradict themselves.
         """
         groups = self._groups()
+        common = LayoutHints(groups, eagle=self.eagle, eagle_sees_last_token=self._is_recent_vllm())
         if learn_layout:
-            return LayoutHints(groups, eagle=self.eagle, assume_unseen=False)
-        return LayoutHints(groups, self.hash_block_size, self.scheduler_block_size, self.eagle, authoritative=bool(groups))
+            return dataclasses.replace(common, assume_unseen=False)
+        return dataclasses.replace(
+            common,
+            hash_block_size=self.hash_block_size,
+            scheduler_block_size=self.scheduler_block_size,
+            authoritative=bool(groups),
+        )
+
+    def _is_recent_vllm(self) -> bool:
+        """False for vLLM before 0.32, whose EAGLE look-ups end a token earlier; no event tells the version."""
+        version = re.match(r"vllm (\d+)\.(\d+)", self.source or "")
+        return version is None or tuple(map(int, version.groups())) >= (0, 32)
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
         try:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import math
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
 import uvloop
 
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.proxy import AbortableHttpProtocol
+from router.errors import ConfigError, Problem
+from router.proxy.guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -25,21 +30,44 @@ _BACKLOG = 4096
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, without its way with signals: it raises them again when it is done, and so never ends with 0."""
+    """uvicorn with an eye on its clients, and without its way with signals: it would raise them again when it is done."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in tuple(self.server_state.connections):
+                cast(GuardedHttpProtocol, connection).look_after(now)
+        return await super().on_tick(counter)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends at once.
 
     Raises:
-        OSError: The address cannot be bound.
+        ConfigError: The address cannot be bound, or a tokenizer not be used.
     """
     service = RouterService(config)
-    server = _Server(_uvicorn_config(RouterApp(service), config))
+    server = _Server(_uvicorn_config(service, config))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, server, service)
@@ -51,7 +79,8 @@ async def serve(config: RouterConfig) -> None:
 
 def run(config: RouterConfig) -> int:
     """`serve` on uvloop; the exit code of the process."""
-    logging.basicConfig(level=config.observability.log_level.upper(), format=_log_format(config))
+    _set_up_logging(config)
+    _allow_open_files()
     if sys.version_info >= (3, 11):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config))
@@ -69,10 +98,12 @@ def _stop(server: uvicorn.Server, service: RouterService) -> None:
     server.should_exit = True
 
 
-def _uvicorn_config(app: RouterApp, config: RouterConfig) -> uvicorn.Config:
+def _uvicorn_config(service: RouterService, config: RouterConfig) -> uvicorn.Config:
+    timeouts = config.server.timeouts
+    limits = ClientLimits(config.server.max_header_bytes, timeouts.client_body_s, timeouts.client_stall_s)
     return uvicorn.Config(
-        app,
-        http=AbortableHttpProtocol,
+        RouterApp(service),
+        http=guarded_protocol(limits, lambda refusal: service.metrics.bad_requests.labels(refusal).inc()),
         interface="asgi3",
         ws="none",
         proxy_headers=False,
@@ -82,7 +113,7 @@ def _uvicorn_config(app: RouterApp, config: RouterConfig) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(config.server.timeouts.shutdown_grace_s),
+        timeout_graceful_shutdown=math.ceil(timeouts.shutdown_grace_s),
     )
 
 
@@ -92,9 +123,9 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise ConfigError([Problem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]) from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener
@@ -104,7 +135,15 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _log_format(config: RouterConfig) -> str:
-    if config.observability.log_format == "json":
-        return '{"time": "%(asctime)s", "level": "%(levelname)s", "logger": "%(name)s", "message": "%(message)s"}'
-    return "%(asctime)s %(levelname)s %(name)s: %(message)s"
+def _set_up_logging(config: RouterConfig) -> None:
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_JsonFormatter() if config.observability.log_format == "json" else text)
+    logging.basicConfig(level=config.observability.log_level.upper(), handlers=[handler])
+
+
+def _allow_open_files() -> None:
+    """Take all the sockets the system grants: a stream needs two, and shells often start with 1024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

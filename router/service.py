@@ -32,7 +32,7 @@ from router.recent import RecentPrefixes
 from router.replicas import EventSource, Replica, ReplicaRegistry, ReplicaState, ServedModels, UpstreamFetch
 from router.routing import RoutePlanner
 from router.scoring import PolicySettings, make_policy
-from router.upstream import PoolLimits, Timeouts, UpstreamClient
+from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,11 @@ class RouterService:
         """None if some replica can take requests now."""
         if self.gateway.is_shutting_down:
             return "the router is shutting down"
-        if not any(replica.state is ReplicaState.HEALTHY for replica in self.registry.replicas()):
+        healthy = [replica for replica in self.registry.replicas() if replica.state is ReplicaState.HEALTHY]
+        if not healthy:
             return f"none of {len(self.registry.replicas())} replicas is healthy"
+        if not any(replica.served.models for replica in healthy):
+            return f"none of {len(healthy)} healthy replicas has told yet what it serves"
         return None
 
     def served_names(self) -> list[str]:
@@ -171,15 +174,18 @@ class RouterService:
     # --- asking replicas --------------------------------------------------------------------------------------------------
 
     async def _ask_for_tokens(self, model: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to the least loaded healthy replica that serves *model*."""
+        """POST to the least loaded healthy replica that serves *model*. Raises ConnectionError if none answers."""
         replica = min(self._healthy(model), key=lambda found: self.load.load_of(found.id).requests, default=None)
         if replica is None:
             raise ConnectionError(NoReplica(model, "none is healthy"))
         timeouts = self.config.server.timeouts
         limits = Timeouts(timeouts.connect_s, self.config.health.timeout_s + 5.0, timeouts.connect_s)
-        status, _, answer = await self.upstream.fetch(
-            replica.origin, b"POST", path.encode(), body, limits, _TOKENIZE_ANSWER_BYTES, (*_JSON, *replica.headers)
-        )
+        try:
+            status, _, answer = await self.upstream.fetch(
+                replica.origin, b"POST", path.encode(), body, limits, _TOKENIZE_ANSWER_BYTES, (*_JSON, *replica.headers)
+            )
+        except UpstreamError as error:
+            raise ConnectionError(error) from error
         return status, answer
 
     def _healthy(self, model: str) -> Iterator[Replica]:

@@ -96,6 +96,8 @@ class LayoutConfig(Section, frozen=True, kw_only=True):
     scheduler_block_size: Tokens | None = None
     eagle: bool = False
     """The engines draft with EAGLE or MTP; nothing on the wire says so."""
+    eagle_sees_last_token: bool = True
+    """False for vLLM before 0.32."""
     authoritative: bool = False
     """The groups are facts, whatever the events say."""
     assume_unseen: bool = LayoutHints().assume_unseen
@@ -111,6 +113,7 @@ class LayoutConfig(Section, frozen=True, kw_only=True):
             hash_block_size=self.hash_block_size,
             scheduler_block_size=self.scheduler_block_size,
             eagle=self.eagle,
+            eagle_sees_last_token=self.eagle_sees_last_token,
             authoritative=self.authoritative,
             assume_unseen=self.assume_unseen,
             hash_seeds=self.hash_seeds,

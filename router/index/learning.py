@@ -25,6 +25,7 @@ class LayoutHints:
         hash_block_size: Tokens between two engine hashes; None: the greatest common divisor of the block sizes.
         scheduler_block_size: Granularity of hits; None: the least common multiple of the block sizes.
         eagle: The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on the wire.
+        eagle_sees_last_token: See `KVCacheLayout`; False for vLLM before 0.32.
         authoritative: The groups are facts and events cannot change them.
         assume_unseen: Groups no event has named yet exist all the same.
         hash_seeds: Values of `PYTHONHASHSEED` the engines may run with.
@@ -34,6 +35,7 @@ class LayoutHints:
     hash_block_size: int | None = None
     scheduler_block_size: int | None = None
     eagle: bool = False
+    eagle_sees_last_token: bool = True
     authoritative: bool = False
     assume_unseen: bool = True
     hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
@@ -119,6 +121,7 @@ class LayoutLearner:
             self._inner_step(groups) or hints.scheduler_block_size,
             # Hashes that cover the next tokens make the drop unnecessary, and vLLM >= 0.33 then does without.
             hints.eagle and not self.lookahead,
+            hints.eagle_sees_last_token,
         )
 
     def _inner_step(self, groups: Sequence[KVCacheGroup]) -> int | None:

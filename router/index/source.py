@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import KVCacheLayout
@@ -27,6 +29,9 @@ from router.index.learning import (
 from router.index.waiting import Run, SourceLimits, WaitingRuns
 
 GroupTier: TypeAlias = tuple[int, str]
+
+_DIGEST_BYTES = 32
+"""Of SHA-256; the xxhash family's are shorter."""
 
 
 @dataclass(slots=True)
@@ -141,9 +146,9 @@ class Source:
 
     def _apply_event(self, event: Event, result: ApplyResult) -> None:
         if isinstance(event, BlockStored):
-            self._store(event, result)
+            self._store(_stored_with_short_hashes(event), result)
         elif isinstance(event, BlockRemoved):
-            self._remove(event, result)
+            self._remove(_removed_with_short_hashes(event), result)
         elif isinstance(event, AllBlocksCleared):
             self._clear_gpu(result)
 
@@ -347,6 +352,32 @@ class Source:
         for event in batch.events:
             if isinstance(event, BlockStored) and self.finder.may_find and (event.medium or GPU) == GPU:
                 self.finder.try_event(event, step)
+
+
+def _stored_with_short_hashes(event: BlockStored) -> BlockStored:
+    """The event with each hash cut to one digest.
+
+    Up to vLLM 0.23 a block of several hash blocks is named by all their digests, one after the other; the last is the hash
+    that every other group and every newer version has for the same end.
+    """
+    if not any(map(_is_long, (*event.block_hashes[:1], event.parent_block_hash))):
+        return event
+    parent = None if event.parent_block_hash is None else _last_digest(event.parent_block_hash)
+    return msgspec.structs.replace(event, block_hashes=list(map(_last_digest, event.block_hashes)), parent_block_hash=parent)
+
+
+def _removed_with_short_hashes(event: BlockRemoved) -> BlockRemoved:
+    if not any(map(_is_long, event.block_hashes)):
+        return event
+    return msgspec.structs.replace(event, block_hashes=list(map(_last_digest, event.block_hashes)))
+
+
+def _is_long(name: BlockHash | None) -> bool:
+    return isinstance(name, bytes) and len(name) > _DIGEST_BYTES
+
+
+def _last_digest(name: BlockHash) -> BlockHash:
+    return name[-_DIGEST_BYTES:] if isinstance(name, bytes) else name
 
 
 def _behind(start: int, marks: Sequence[Mark]) -> list[Mark]:

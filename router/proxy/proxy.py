@@ -28,6 +28,7 @@ class Proxy:
         self._relays: set[Relay] = set()
         self._ended = dict.fromkeys(End, 0)
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def stream(
         self, plan: Sequence[Attempt], request: ProxyRequest, receive: Receive, send: Send, observer: Observer
@@ -46,7 +47,7 @@ class Proxy:
         Raises:
             asyncio.CancelledError: The task was cancelled by somebody else. The replica's connection is closed.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._loop = self._loop or asyncio.get_running_loop()
         relay = Relay(self._client, self._settings, request, receive, send, observer, loop)
         self._relays.add(relay)
         if self._timer is None:

@@ -40,6 +40,7 @@ class HealthRecord:
         self.checks += 1
         self.failed_checks += 1
         self.last_error = error[:MAX_ERROR_CHARS]
+        self._passed_in_a_row = 0
         self._failed_in_a_row += 1
         return self._failed_in_a_row >= self._unhealthy_after and self._become_unhealthy()
 

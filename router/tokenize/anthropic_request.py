@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,9 @@ class _Turn:
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments = block.get("input")
-    function = {"name": block.get("name") or "", "arguments": arguments if isinstance(arguments, dict) else {}}
+    # As a string, the way OpenAI's form has them: a replica is asked with these messages too.
+    text = json.dumps(arguments if isinstance(arguments, dict) else {})
+    function = {"name": block.get("name") or "", "arguments": text}
     return {"id": block.get("id") or "", "type": "function", "function": function}
 
 

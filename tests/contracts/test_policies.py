@@ -1,4 +1,4 @@
-"""What every policy must do, whatever it thinks of caches: one suite, run on each built-in policy and on a plug-in's stand-in."""
+"""What every policy must do, whatever it thinks of caches: one suite, run on each built-in policy and on a plug-in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.scoring import Candidate, Policy, PolicySettings, Ranked, RouteRequest, make_policy, rank
@@ -26,10 +26,11 @@ class ByName:
 
 Make = Callable[[int], Policy]
 POLICIES: dict[str, Make] = {
-    name: lambda seed, name=name: make_policy(name, PolicySettings(random=Random(seed)))  # type: ignore[misc]
-    for name in BUILT_IN
+    name: lambda seed, name=name: make_policy(name, PolicySettings(random=Random(seed))) for name in BUILT_IN
 } | {"plug-in": lambda seed: ByName()}
 
+# Six policies run each property, so fewer examples do.
+few = settings(max_examples=40)
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 
 tokens = st.integers(0, 2_000_000)
@@ -69,6 +70,7 @@ def request(session: str | None = None, prompt_tokens: int = 1000) -> RouteReque
 
 
 @every_policy
+@few
 @given(asked=requests, candidates=candidate_lists)
 def test_every_candidate_is_ranked_exactly_once(make: Make, asked: RouteRequest, candidates: list[Candidate]) -> None:
     """The rest of a ranking is what a failed request is retried on, so nobody may be missing or tried twice."""
@@ -78,6 +80,7 @@ def test_every_candidate_is_ranked_exactly_once(make: Make, asked: RouteRequest,
 
 
 @every_policy
+@few
 @given(asked=requests, candidates=candidate_lists)
 def test_costs_are_finite_and_never_fall_along_the_ranking(
     make: Make, asked: RouteRequest, candidates: list[Candidate]
@@ -89,6 +92,7 @@ def test_costs_are_finite_and_never_fall_along_the_ranking(
 
 
 @every_policy
+@few
 @given(asked=requests, candidates=candidate_lists)
 def test_reasons_are_one_line_and_hold_nothing_of_the_client(
     make: Make, asked: RouteRequest, candidates: list[Candidate]

@@ -1,4 +1,4 @@
-"""The hit rule against its definition, written here a second time, and what a layout must fulfil."""
+"""The hit rule against its definition, written a second time in the words of the design, and what a layout must fulfil."""
 
 from __future__ import annotations
 
@@ -20,71 +20,11 @@ from kvevents.layout import (
     longest_accepted,
     longest_hit,
 )
+from tests.support.engine_model import defined_accept, defined_hit, lengths, one_block_further
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
 OF_EVERY_KIND = [GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.MAMBA, GroupKind.NOT_CACHED]
-
-
-# --- the definition, in the words of the design ---------------------------------------------------------------------------
-
-
-def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
-    """Ends of the blocks that *group* needs to accept *length* tokens; *one_more*: a window needs one block more."""
-    size, first = group.block_size, 0
-    if group.kind is GroupKind.SLIDING_WINDOW:
-        assert group.sliding_window is not None
-        blocks = max(1, -(-(group.sliding_window - 1) // size)) + one_more
-        first = max(0, length - blocks * size)
-    if group.kind is GroupKind.CHUNKED_LOCAL:
-        assert group.attention_chunk_size is not None
-        first = length // group.attention_chunk_size * group.attention_chunk_size
-    return range(first + size, length + 1, size)
-
-
-def defined_accept(layout: KVCacheLayout, index: int, length: int, cache: Cache, reach: int) -> bool:
-    """Does the group accept *length* tokens, if blocks may be looked at up to *reach*?"""
-    group = layout.groups[index]
-    if length == 0 or group.kind is GroupKind.NOT_CACHED:
-        return True
-    if group.kind is GroupKind.MAMBA:
-        return cache.has(index, length)
-    tested = length + one_block_further(layout, group)
-    if tested > reach:
-        return False
-    inside = tested % group.block_size
-    if inside and group.kind is not GroupKind.FULL:
-        return False  # a window's hit ends with a block
-    if not all(cache.has(index, end) for end in needs(group, tested - inside, int(layout.eagle))):
-        return False
-    # A hit may end inside a block that has an entry of its own there, or further on in the same block.
-    last = min(tested - inside + group.block_size, reach)
-    return not inside or any(cache.has(index, end) for end in range(tested, last + 1))
-
-
-def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
-    """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a block."""
-    if not layout.eagle:
-        return 0
-    return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
-
-
-def defined_hit(layout: KVCacheLayout, cache: Cache, limit: int, prompt_tokens: int) -> int:
-    """The largest length that every group accepts, found by trying all of them from the top."""
-    caching = sum(group.kind is not GroupKind.NOT_CACHED for group in layout.groups)
-    furthest = limit if caching == 1 else prompt_tokens
-    groups = range(len(layout.groups))
-    reaches = [min(furthest, limit + one_block_further(layout, group)) for group in layout.groups]
-    return next(
-        length
-        for length in lengths(layout, limit)
-        if all(defined_accept(layout, index, length, cache, reaches[index]) for index in groups)
-    )
-
-
-def lengths(layout: KVCacheLayout, limit: int) -> range:
-    step = layout.scheduler_block_size
-    return range(limit - limit % step, -1, -step)
 
 
 # --- random caches --------------------------------------------------------------------------------------------------------
@@ -177,7 +117,7 @@ def test_the_hit_is_the_longest_prefix_that_every_group_accepts(seed: int) -> No
         case
         for case in random_cases(2500, seed)
         if longest_hit(case.layout, case.cache.present, case.limit, case.prompt_tokens)
-        != defined_hit(case.layout, case.cache, case.limit, case.prompt_tokens)
+        != defined_hit(case.layout, case.cache.has, case.limit, case.prompt_tokens)
     ]
     assert smallest(wrong) == []
 
@@ -209,7 +149,7 @@ def _defined_own_prefix(case: Case, index: int, group: KVCacheGroup) -> int:
         return case.limit
     reach = min(case.prompt_tokens, case.limit + one_block_further(case.layout, group))
     wanted = lengths(case.layout, case.limit)
-    return next(length for length in wanted if defined_accept(case.layout, index, length, case.cache, reach))
+    return next(length for length in wanted if defined_accept(case.layout, index, length, case.cache.has, reach))
 
 
 def test_the_written_definition_accepts_what_the_design_says() -> None:
@@ -221,7 +161,7 @@ def test_the_written_definition_accepts_what_the_design_says() -> None:
 def _agrees_with_accepts(case: Case) -> bool:
     plain = KVCacheLayout.build(case.layout.groups, case.layout.hash_block_size, case.layout.scheduler_block_size)
     return all(
-        accepts(group, length, _within(case, index)) is defined_accept(plain, index, length, case.cache, 10**9)
+        accepts(group, length, _within(case, index)) is defined_accept(plain, index, length, case.cache.has, 10**9)
         for index, group in enumerate(plain.groups)
         for length in lengths(plain, case.prompt_tokens)
         if length % group.block_size == 0 or group.kind in (GroupKind.FULL, GroupKind.MAMBA)
@@ -235,7 +175,7 @@ def _within(case: Case, index: int) -> Callable[[int], bool]:
 def test_the_random_caches_give_hits_of_every_size() -> None:
     """Were all hits 0 or all of them whole, the comparisons above would say little."""
     cases = list(random_cases(2000))
-    hits = [defined_hit(case.layout, case.cache, case.limit, case.prompt_tokens) for case in cases]
+    hits = [defined_hit(case.layout, case.cache.has, case.limit, case.prompt_tokens) for case in cases]
     longest = [lengths(case.layout, case.limit)[0] for case in cases]
     between = sum(0 < hit < most for hit, most in zip(hits, longest, strict=True))
     assert between > 400

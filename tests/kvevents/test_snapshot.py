@@ -61,33 +61,43 @@ def stored(mirror: Mirror) -> list[BlockStored]:
 # --- the whole state ------------------------------------------------------------------------------------------------------
 
 
-def history(seed: int, groups: Sequence[KVCacheGroup]) -> list[Event]:
-    """What an engine might do: blocks come twice, parents go first, tiers know hashes without tokens."""
-    random = Random(seed)
-    return [_event(random, groups) for _ in range(random.randint(1, 40))]
+class Engine:
+    """What an engine might do: blocks come twice, parents go first, and the CPU gets blocks that the GPU has or had."""
 
+    def __init__(self, seed: int, groups: Sequence[KVCacheGroup]) -> None:
+        self._random = Random(seed)
+        self._groups = groups
+        self._seen: dict[tuple[int, int], set[int]] = {}
 
-def _event(random: Random, groups: Sequence[KVCacheGroup]) -> Event:
-    prompt, index = random.choice(PROMPTS), random.randrange(len(groups))
-    size = groups[index].block_size
-    start = random.choice([0, 0, 8, 16])
-    ends = random.sample(range(size, 25, size), random.randint(1, 3))
-    choice = random.random()
-    if choice < 0.45:
-        return prompt.stored(index, groups[index], start, random.choice(range(start + 8, 25, 8)))
-    if choice < 0.7:
-        return prompt.removed(index, ends)
-    if choice < 0.97:
-        return prompt.offloaded(index, ends) if choice < 0.85 else prompt.removed(index, ends, "CPU")
-    return AllBlocksCleared()
+    def history(self) -> list[Event]:
+        return [self._event() for _ in range(self._random.randint(1, 40))]
+
+    def _event(self) -> Event:
+        which, index = self._random.randrange(len(PROMPTS)), self._random.randrange(len(self._groups))
+        prompt, group, choice = PROMPTS[which], self._groups[index], self._random.random()
+        seen = self._seen.setdefault((which, index), set())
+        if choice < 0.45 or not seen:
+            start = self._random.choice([0, 0, 8, 16])
+            end = self._random.choice(range(start + 8, 25, 8))
+            seen |= set(range(start + group.block_size, end + 1, group.block_size))
+            return prompt.stored(index, group, start, end)
+        ends = self._random.sample(sorted(seen), self._random.randint(1, min(3, len(seen))))
+        if choice < 0.7:
+            return prompt.removed(index, ends)
+        if choice < 0.97:
+            return prompt.offloaded(index, ends) if choice < 0.85 else prompt.removed(index, ends, "CPU")
+        return AllBlocksCleared()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_a_late_joiner_holds_and_hits_what_a_follower_does(name: str, seed: int) -> None:
-    """This is what a snapshot is for; one missing copy is a wrong hit later."""
-    events = history(seed, LAYOUTS[name])
+def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(name: str, seed: int) -> None:
+    """This is what a snapshot is for; one missing copy is a wrong hit later.
+
+    It may find more: a follower gives up the tokens of a run that waits for its parent when its blocks go.
+    """
+    events = Engine(seed, LAYOUTS[name]).history()
     mirror, index = mirror_of(LAYOUTS[name]), PrefixIndex()
     apply(index, FOLLOWED, [mirror.layout, *events])
     mirror.apply(events)
@@ -97,7 +107,8 @@ def test_a_late_joiner_holds_and_hits_what_a_follower_does(name: str, seed: int)
     assert mirror.blocks == sum(len(hashes) for hashes in held.values())
     for prompt in PROMPTS:
         hits = index.match([*prompt.tokens, 1], prompt.lora, prompt.salt)
-        assert hits[late] == hits[FOLLOWED]
+        assert hits[late].gpu >= hits[FOLLOWED].gpu
+        assert hits[late].total >= hits[FOLLOWED].total
 
 
 def test_the_histories_reach_what_is_interesting() -> None:
@@ -106,7 +117,7 @@ def test_the_histories_reach_what_is_interesting() -> None:
     for seed in range(100):
         source = SourceId(str(seed))
         mirror = mirror_of([FULL])
-        apply(index, source, [mirror.layout, *history(seed, [FULL])])
+        apply(index, source, [mirror.layout, *Engine(seed, [FULL]).history()])
         totals["copies"] += max(max(held.values()) for held in index.sources[source].held.values() or [{0: 0}]) > 1
     for prompt in PROMPTS:
         for hit in index.match([*prompt.tokens, 1], prompt.lora, prompt.salt).values():
@@ -188,7 +199,7 @@ def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
 def test_parents_come_before_children(seed: int) -> None:
     """Within one group and tier no run may lean on a block whose tokens are told later."""
     mirror = mirror_of([FULL])
-    mirror.apply(history(seed, [FULL]))
+    mirror.apply(Engine(seed, [FULL]).history())
     seen: set[tuple[str | None, object]] = set()
     runs = [event for event in stored(mirror) if event.token_ids]
     all_told = {(event.medium, block_hash) for event in runs for block_hash in event.block_hashes}

@@ -17,7 +17,7 @@ import zmq
 
 from kvevents.codec import encode
 from kvevents.delivery import SourceState
-from kvevents.errors import EndpointError, KVEventsError
+from kvevents.errors import EndpointError
 from kvevents.events import CacheLayout, EventBatch, GroupSpec
 from kvevents.live import BacklogLimits
 from kvevents.pacing import Backoff, Pacer
@@ -569,8 +569,8 @@ async def test_ten_thousand_mutated_messages_change_nothing(notebook: Notebook) 
             tracemalloc.stop()
             statistics = subscriber.statistics()
     assert notebook.seqs == list(range(70))
-    # The twenty true ones may come twice, since a replay overtakes them.
-    assert sent <= _refused(subscriber) <= sent + 20
+    # The seventy true ones may come twice, since a replay overtakes them.
+    assert sent <= _refused(subscriber) <= sent + 70
     assert notebook.reasons == []
     assert statistics.malformed > 1000
     assert statistics.discarded > 500
@@ -654,6 +654,22 @@ async def test_it_waits_for_a_publisher_that_comes_later(notebook: Notebook) -> 
         await until(lambda: subscriber.statistics().state is CONNECTING, "the loss of the connection")
 
 
+async def test_what_a_publisher_said_before_it_left_is_still_taken(notebook: Notebook) -> None:
+    """An engine that shuts down flushes; libzmq would rather throw away what nobody has read yet."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub:
+        pub.sndhwm = 0
+        pub.bind("tcp://127.0.0.1:0")
+        options = replace(QUICK, socket=SocketLimits(queue_messages=100_000))
+        async with following(Subscriber(pub.last_endpoint.decode(), notebook, options=options)) as subscriber:
+            await until_state(subscriber, SUSPECT, None)
+            for seq in range(3000):
+                pub.send_multipart([b"", seq_frame(seq), b"a"])
+            pub.close(linger=5000)
+            context.term()  # Returns when everything has left; nothing has been read on our side yet.
+            await until(lambda: subscriber.statistics().state is CONNECTING, "the end of the connection")
+    assert notebook.seqs == list(range(3000))
+
+
 async def test_a_host_is_found_by_its_name(publisher: VllmPublisher, notebook: Notebook) -> None:
     """Kubernetes gives names; the look-up must not stop the loop or libzmq's only thread."""
     named = publisher.endpoint.replace("127.0.0.1", "localhost")
@@ -690,7 +706,7 @@ async def test_cancelling_leaves_nothing_behind_at_any_moment(publisher: VllmPub
     publish(publisher, 300)
     before = len(asyncio.all_tasks())
     context = zmq.Context()
-    for steps in range(0, 60, 2):
+    for steps in range(1, 61, 2):
         subscriber = Subscriber(
             publisher.endpoint,
             Notebook(),
@@ -720,7 +736,7 @@ async def test_problems_are_told_without_their_contents(publisher: VllmPublisher
         publisher.send_raw([publisher.topic + b"secret", seq_frame(0), b"secret"])
         publisher.send_raw([publisher.topic, seq_frame(0), b"bad secret"])
         await until(lambda: subscriber.statistics().malformed >= 3, "three problems")
-    assert all(isinstance(problem, KVEventsError) and "secret" not in str(problem) for problem in notebook.problems)
+    assert not any("secret" in problem for problem in notebook.problems)
     assert len(notebook.problems) == subscriber.statistics().malformed
 
 
@@ -738,7 +754,7 @@ async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others
     """One bad replica never slows the others."""
     other_notebook, pacer = Notebook(), Pacer()
     with VllmPublisher(ring=100_000) as flooding, VllmPublisher() as calm:
-        publish(flooding, 60_000)
+        publish(flooding, 30_000)
         flood = Subscriber(
             flooding.endpoint,
             notebook,
@@ -759,15 +775,15 @@ async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others
             await until_live(quiet, None)
             await until(lambda: len(notebook.batches) > 100, "the flood")
             pauses = []
-            while len(notebook.batches) < 50_000:
+            while len(notebook.batches) < 25_000:
                 started = time.monotonic()
                 await asyncio.sleep(0)
                 pauses.append(time.monotonic() - started)
                 if len(pauses) == 20:
                     last = publish(calm, 1)
                     await until_live(quiet, last, 2)
-                    assert len(notebook.batches) < 60_000, "the flood was over before the other one had its turn"
-            await until_live(flood, 59_999, 30)
+                    assert len(notebook.batches) < 30_000, "the flood was over before the other one had its turn"
+            await until_live(flood, 29_999, 30)
     assert sorted(pauses)[len(pauses) // 2] < 0.02
 
 
@@ -785,7 +801,7 @@ async def test_turns_go_round() -> None:
 
     await asyncio.gather(*(work(name) for name in range(3)))
     assert len(order) == 15
-    assert all(sorted(order[start : start + 3]) == [0, 1, 2] for start in range(0, 15, 3))
+    assert order[1:13] == [0, 1, 2] * 4
 
 
 async def test_a_turn_of_someone_who_left_goes_to_the_next() -> None:

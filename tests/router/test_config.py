@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -410,12 +411,8 @@ known = st.dictionaries(
 @given(plain | known)
 def test_any_document_is_read_or_refused(document: Any) -> None:
     """No other exception than our own leaves the reader."""
-    try:
-        config = read(yaml.safe_dump(document))
-    except ConfigError as error:
-        assert error.problems
-    else:
-        assert isinstance(config, RouterConfig)
+    with contextlib.suppress(ConfigError):
+        assert isinstance(read(yaml.safe_dump(document)), RouterConfig)
 
 
 # --- a replica in a request -----------------------------------------------------------------------------------------------

@@ -56,9 +56,14 @@ def test_every_step_may_be_repeated() -> None:
 def test_an_exception_on_the_way_ends_the_request() -> None:
     """A cancelled or crashed request must not stay in the books."""
     load = LoadTracker()
-    with pytest.raises(ConnectionResetError), load.started("a", 300, 1000) as flight:
-        flight.first_token()
-        raise ConnectionResetError
+
+    def break_off() -> None:
+        with load.started("a", 300, 1000) as flight:
+            flight.first_token()
+            raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        break_off()
     assert load.statistics().replicas == {}
     assert load.statistics().in_flight == 0
 

@@ -15,6 +15,7 @@ import pytest
 
 from router.proxy import Attempt, Dialect, End, Failure, Proxy, ProxyRequest, ProxySettings
 from router.proxy.events import MAX_HELD_BYTES, EventLines
+from router.proxy.server import JoiningTransport
 from router.upstream import Origin, PoolLimits, UpstreamClient
 from tests.router.proxy_server import TIMEOUTS, Recorder, proxy_server
 from tests.router.raw_http import (
@@ -809,6 +810,51 @@ async def test_a_request_that_is_over_leaves_no_task_behind() -> None:
             outcome = await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
         assert outcome.end is End.COMPLETED
         await eventually(lambda: asyncio.all_tasks() == before, "only the tasks from before are left")
+
+
+class Wire(asyncio.Transport):
+    """Counts the writes that reach the system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[Any] = []
+
+    def write(self, data: Any) -> None:
+        self.done.append(data)
+
+    def writelines(self, pieces: Any) -> None:
+        self.done.append(b"".join(pieces))
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def abort(self) -> None:
+        self.done.append("abort")
+
+
+async def test_what_is_written_in_one_turn_is_one_write_and_precedes_a_close() -> None:
+    """Headers and body of a short answer in one packet; and nothing of it lost when the connection is not kept."""
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"head")
+    transport.write(b"body")
+    assert wire.done == []
+    await asyncio.sleep(0)
+    assert wire.done == [b"headbody"]
+    transport.write(b"more")
+    transport.close()
+    await asyncio.sleep(0)
+    assert wire.done == [b"headbody", b"more", "close"]
+
+
+async def test_what_is_written_before_an_abort_is_dropped() -> None:
+    """An abort is for a client that is to see a cut; a late piece of body would be written to a closed socket."""
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"body")
+    transport.abort()
+    await asyncio.sleep(0)
+    assert wire.done == ["abort"]
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

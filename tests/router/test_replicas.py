@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import HealthConfig, ReplicaConfig, read_replica
-from router.errors import BadRequest, ReplicaAnswerInvalid, ReplicaExists, RouterError, ShuttingDown, UnknownReplica
+from router.errors import BadRequest, ReplicaAnswerInvalid, ReplicaExists, ShuttingDown, UnknownReplica
 from router.load import LoadTracker
 from router.replicas import (
     EventSource,
@@ -376,14 +377,12 @@ def test_models_that_make_no_sense_are_refused_with_their_place(body: object, me
         parse_models(json.dumps(body).encode())
 
 
-@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789abdeint', max_size=60).map(str.encode))
-def test_no_answer_raises_anything_else(body: bytes) -> None:
+@pytest.mark.parametrize("parse", [lambda body: parse_sources(body, "host"), parse_models], ids=["sources", "models"])
+@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789abdeint', max_size=60).map(str.encode))
+def test_no_answer_raises_anything_else(parse: Callable[[bytes], object], body: bytes) -> None:
     """One malformed answer must not end the task that watches the replica."""
-    for parse in (lambda: parse_sources(body, "host"), lambda: parse_models(body)):
-        try:
-            parse()
-        except RouterError as error:
-            assert isinstance(error, ReplicaAnswerInvalid)  # noqa: PT017
+    with contextlib.suppress(ReplicaAnswerInvalid):
+        parse(body)
 
 
 @pytest.mark.parametrize(
@@ -466,6 +465,19 @@ async def test_one_bad_replica_does_not_slow_the_others() -> None:
         assert here.registry.get("well").sources
 
 
+async def test_an_unhealthy_replica_is_asked_for_its_health_only() -> None:
+    """An engine that is starting up or going down has other things to do."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: replica.gauges)
+        engine.answer("/health", b"", status=503)
+        await until(is_in(replica, ReplicaState.UNHEALTHY))
+        checks, others = engine.asked["/health"], engine.asked.total() - engine.asked["/health"]
+        await until(lambda: engine.asked["/health"] >= checks + 4)
+        assert engine.asked.total() - engine.asked["/health"] <= others + 3, "at most the round that was under way"
+
+
 async def test_failed_requests_take_a_replica_out_before_its_next_check() -> None:
     """Between two checks lie seconds, and in them hundreds of requests that would all be retried."""
     slow = msgspec.structs.replace(FAST, interval_s=60.0, timeout_s=1.0, unhealthy_after=3)
@@ -518,7 +530,7 @@ async def test_reports_about_a_replica_that_is_gone_are_nothing() -> None:
 def test_a_replica_is_starting_until_it_is_well_or_has_failed_often_enough() -> None:
     """The state that nobody routes to, and that is no alarm."""
     record = HealthRecord(unhealthy_after=3, healthy_after=2)
-    assert [record.check_failed("x"), record.check_passed()] == [False, False]
+    assert [record.check_failed("x"), record.check_passed(), record.check_failed("x"), record.check_passed()] == [False] * 4
     assert record.health is Health.STARTING
     assert record.check_passed() is True
     assert record.health is Health.HEALTHY
@@ -724,6 +736,23 @@ async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
     for engine in engines:
         await engine.stop()
     await until(lambda: asyncio.all_tasks() == before)
+
+
+async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> None:
+    """Before Python 3.12 `wait_for` swallows a cancellation that meets the end of what it waits for."""
+    asked = asyncio.Event()
+
+    async def deaf_fetch(*anything: object) -> tuple[int, bytes]:
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 200, b""
+
+    registry = ReplicaRegistry(deaf_fetch, HealthConfig(interval_s=600), LoadTracker())
+    replica = registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
+    await asked.wait()
+    await asyncio.wait_for(registry.close(), 5)
+    assert replica.state is ReplicaState.STARTING
 
 
 async def test_a_watcher_that_crashes_is_heard_of(caplog: pytest.LogCaptureFixture) -> None:

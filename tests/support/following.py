@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -33,8 +34,7 @@ class Notebook:
         self.batches: list[Batch] = []
         self.reasons: list[str] = []
         self.states: list[SourceState] = []
-        self.problems: list[KVEventsError] = []
-        self.per_state: list[tuple[SourceState, int]] = []
+        self.problems: deque[str] = deque(maxlen=100)
 
     @property
     def seqs(self) -> list[int]:
@@ -55,7 +55,7 @@ class Notebook:
         self.states.append(state)
 
     def report(self, problem: KVEventsError) -> None:
-        self.problems.append(problem)
+        self.problems.append(str(problem))
 
 
 @asynccontextmanager

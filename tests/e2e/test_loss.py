@@ -1,0 +1,274 @@
+"""A relay that drops, delays, reorders, repeats and cuts: afterwards the index is the one that lost nothing, or says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvevents.delivery import SourceState
+from kvevents.events import Event
+from kvevents.publisher import PublisherConfig, ZmqEventPublisher
+from kvevents.replay import ReplayLimits
+from router.feed import Feed, SourceFeedStatistics
+from router.index.index import PrefixIndex, SourceId
+from tests.support.following import QUICK, until
+from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
+from tests.support.relay import Faults, LossyRelay, cutting_relay
+from tests.support.vllm_publisher import VllmPublisher
+
+SOURCE = SourceId("replica-a")
+TOPIC = "kv-events"
+STEPS = 800
+OPTIONS = replace(QUICK, patience_s=5.0, replay=ReplayLimits(silence_s=0.5))
+LOOPBACK = PublisherConfig("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", TOPIC, heartbeat_s=0.2)
+
+
+class Router:
+    """A feed with its index, beside the one that is fed without loss."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.true = PrefixIndex()
+        self.true.add(SOURCE)
+        self.feed = Feed(lambda model: self.index, OPTIONS)
+
+    def follow(self, endpoint: str, replay_endpoint: str | None) -> None:
+        self.feed.add(SOURCE, endpoint, replay_endpoint, TOPIC, "a model")
+
+    @property
+    def statistics(self) -> SourceFeedStatistics:
+        return self.feed.statistics()[SOURCE]
+
+    async def until(self, state: SourceState, last_seq: int) -> None:
+        def is_there() -> bool:
+            seen = self.statistics.stream
+            return self.feed.state(SOURCE) is state and seen.last_seq is not None and seen.last_seq >= last_seq
+
+        await until(is_there, f"{state} at {last_seq}", 20, lambda: self.statistics)
+
+    async def until_live_from_the_start(self) -> None:
+        """Wait until the router is there before the first batch."""
+        await until(lambda: self.feed.state(SOURCE) is SourceState.LIVE, "a first connection")
+
+    def assert_exact(self, engine: RandomEngine) -> None:
+        """The same blocks, and the same answer to every prompt."""
+        assert self.index.sources[SOURCE].held == self.true.sources[SOURCE].held
+        hits = [(self.index.match(prompt)[SOURCE], self.true.match(prompt)[SOURCE]) for prompt in engine.prompts]
+        assert [found for found, _ in hits] == [expected for _, expected in hits]
+        assert any(hit.gpu for hit, _ in hits)
+
+
+@asynccontextmanager
+async def router() -> AsyncIterator[Router]:
+    made = Router()
+    try:
+        yield made
+    finally:
+        await made.feed.close()
+
+
+class VllmEngine:
+    """The engine with a publisher like vLLM's."""
+
+    def __init__(self, publisher: VllmPublisher, engine: RandomEngine, true: PrefixIndex) -> None:
+        self.publisher, self.engine, self.true = publisher, engine, true
+
+    async def run(self, steps: int) -> int:
+        """So many steps; returns the last number."""
+        for step in range(steps):
+            self.emit(self.engine.step())
+            await asyncio.sleep(0.001 if step % 4 == 0 else 0)
+        return self.publisher.last_seq
+
+    def emit(self, events: list[Event]) -> int:
+        payload = self.engine.payload(events)
+        self.true.apply(SOURCE, payload)
+        return self.publisher.publish(payload)
+
+
+async def run_ours(publisher: ZmqEventPublisher, engine: RandomEngine, true: PrefixIndex, steps: int) -> int:
+    """The engine with our publisher; returns the number of the last batch."""
+    for step in range(steps):
+        events = engine.step()
+        true.apply(SOURCE, engine.payload(events))
+        publisher.publish(events)
+        await asyncio.sleep(0.001 if step % 4 == 0 else 0)
+    await until(lambda: publisher.statistics().queue_depth == 0, "an empty queue")
+    return publisher.statistics().last_seq
+
+
+# --- what the publisher can make up for -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_a_long_ring_makes_up_for_every_loss(seed: int) -> None:
+    """By replay alone, from a publisher that knows nothing of us."""
+    async with router() as routing:
+        with VllmPublisher(with_topic=seed % 2 == 0) as publisher, LossyRelay(publisher.endpoint, seed, Faults()) as relay:
+            async with cutting_relay(publisher.replay_endpoint, seed, 0.05) as replays:
+                engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
+                routing.follow(relay.endpoint, replays.endpoint)
+                last = await engine.run(STEPS)
+                relay.heal()
+                replays.cut = 0.0
+                await routing.until(SourceState.LIVE, last)
+                routing.assert_exact(engine.engine)
+                assert relay.dropped > 5
+                assert routing.statistics.stream.replays > 3
+                assert routing.statistics.stream.restarts == 0
+
+
+@pytest.mark.parametrize("seed", [4, 5, 6])
+async def test_a_snapshot_makes_up_for_what_the_ring_has_forgotten(seed: int) -> None:
+    """Our publisher with a ring of ten batches: most losses are beyond it."""
+    async with router() as routing:
+        engine = RandomEngine(seed)
+        short = replace(LOOPBACK, buffer_steps=10)
+        with ZmqEventPublisher(short, LAYOUT, CHAIN) as publisher, LossyRelay(publisher.endpoint, seed, Faults()) as relay:
+            async with cutting_relay(publisher.replay_endpoint or "", seed, 0.02) as replays:
+                routing.follow(relay.endpoint, replays.endpoint)
+                last = await run_ours(publisher, engine, routing.true, STEPS)
+                relay.heal()
+                replays.cut = 0.0
+                await routing.until(SourceState.LIVE, last)
+                routing.assert_exact(engine)
+                assert routing.statistics.stream.snapshots > 1
+
+
+async def test_a_snapshot_makes_up_for_what_the_publisher_itself_dropped() -> None:
+    """An engine faster than its publisher's thread drops batches before they get on the wire; no ring has them."""
+    async with router() as routing:
+        engine = RandomEngine(7)
+        with ZmqEventPublisher(replace(LOOPBACK, max_queue_size=4), LAYOUT, CHAIN) as publisher:
+            routing.follow(publisher.endpoint, publisher.replay_endpoint)
+            for _ in range(50):
+                burst = [engine.step() for _ in range(6)]
+                for events in burst:
+                    routing.true.apply(SOURCE, engine.payload(events))
+                    publisher.publish(events)
+                await until(lambda: publisher.statistics().queue_depth == 0, "an empty queue")
+            assert publisher.statistics().dropped > 10
+            await routing.until(SourceState.LIVE, publisher.statistics().last_seq)
+            routing.assert_exact(engine)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+async def test_a_router_that_starts_late_ends_in_the_same_state(ours: bool) -> None:
+    """Routers are updated while engines run."""
+    async with router() as routing:
+        engine = RandomEngine(8)
+        with ZmqEventPublisher(replace(LOOPBACK, buffer_steps=10), LAYOUT, CHAIN) as publisher, VllmPublisher() as plain:
+            followed = publisher if ours else plain
+            vllm = VllmEngine(plain, engine, routing.true)
+            half = run_ours(publisher, engine, routing.true, STEPS // 2) if ours else vllm.run(STEPS // 2)
+            await half
+            routing.follow(followed.endpoint, followed.replay_endpoint)
+            last = await (run_ours(publisher, engine, routing.true, 100) if ours else vllm.run(100))
+            await routing.until(SourceState.LIVE, last)
+            routing.assert_exact(engine)
+
+
+# --- what it cannot -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [9, 10])
+async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleared(seed: int) -> None:
+    """What cannot be known is said to be unknown, and known again when nothing is left of it."""
+    async with router() as routing:
+        with VllmPublisher(ring=5) as publisher, LossyRelay(publisher.endpoint, seed, Faults()) as relay:
+            engine = VllmEngine(publisher, RandomEngine(seed, with_cpu=False), routing.true)
+            routing.follow(relay.endpoint, publisher.replay_endpoint)
+            await routing.until_live_from_the_start()
+            last = await engine.run(STEPS)
+            relay.heal()
+            await routing.until(SourceState.SUSPECT, last)
+            assert routing.feed.is_suspect(SOURCE)
+            engine.emit(engine.engine.clear())
+            await routing.until(SourceState.LIVE, publisher.last_seq)
+            await routing.until(SourceState.LIVE, await engine.run(50))
+            routing.assert_exact(engine.engine)
+
+
+async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> None:
+    """`AllBlocksCleared` speaks of the GPU alone; what the CPU tier lost meanwhile stays unknown until a restart."""
+    async with router() as routing:
+        with VllmPublisher(ring=5) as publisher:
+            engine = VllmEngine(publisher, RandomEngine(11), routing.true)
+            routing.follow(publisher.endpoint, publisher.replay_endpoint)
+            await routing.until_live_from_the_start()
+            await routing.until(SourceState.LIVE, await engine.run(100))
+            for _ in range(10):
+                publisher.publish(engine.engine.payload(engine.engine.step()), on_wire=False)
+            await routing.until(SourceState.SUSPECT, await engine.run(1))
+            engine.emit(engine.engine.clear())
+            await routing.until(SourceState.SUSPECT, await engine.run(50))
+        routing.true.clear(SOURCE)
+        with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
+            new = VllmEngine(again, RandomEngine(12), routing.true)
+            await routing.until(SourceState.LIVE, await new.run(100))
+            routing.assert_exact(new.engine)
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "seed"), [(30, 13), (400, 14)], ids=["before its seq passes the old one", "after"])
+async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(steps: int, seed: int) -> None:
+    """On the same address, with the old number still ahead or already passed when we hear of it."""
+    async with router() as routing:
+        with VllmPublisher() as publisher:
+            relay = LossyRelay(publisher.endpoint, seed, Faults())
+            with relay:
+                engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
+                routing.follow(relay.endpoint, publisher.replay_endpoint)
+                await engine.run(200)
+                publisher.close()
+                routing.true.clear(SOURCE)
+                with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
+                    new = VllmEngine(again, RandomEngine(seed + 100), routing.true)
+                    relay.reconnect()
+                    last = await new.run(steps)
+                    relay.heal()
+                    await routing.until(SourceState.LIVE, last)
+                    await until(lambda: routing.statistics.stream.last_seq == last, "the new numbers")
+                    routing.assert_exact(new.engine)
+                    assert routing.statistics.cleared >= 1
+
+
+async def test_our_restarted_engine_is_known_by_its_name() -> None:
+    """A new process has a new publisher id, whatever its numbers."""
+    async with router() as routing:
+        with ZmqEventPublisher(LOOPBACK, LAYOUT, CHAIN) as publisher:
+            routing.follow(publisher.endpoint, publisher.replay_endpoint)
+            await routing.until(SourceState.LIVE, await run_ours(publisher, RandomEngine(15), routing.true, 50))
+        routing.true.clear(SOURCE)
+        same = replace(LOOPBACK, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        with ZmqEventPublisher(same, LAYOUT, CHAIN) as again:
+            engine = RandomEngine(16)
+            last = await run_ours(again, engine, routing.true, 200)
+            await routing.until(SourceState.LIVE, last)
+            await until(lambda: routing.statistics.stream.publisher_id == again.publisher_id, "the new name")
+            routing.assert_exact(engine)
+
+
+# --- what is too large ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_frame_of_100_megabytes_is_refused_and_then_made_up_for() -> None:
+    """The connection ends, the next one asks for a snapshot, and nothing is missing in the end."""
+    async with router() as routing:
+        engine = RandomEngine(17)
+        with ZmqEventPublisher(LOOPBACK, LAYOUT, CHAIN) as publisher, VllmPublisher() as plain:
+            routing.follow(publisher.endpoint, publisher.replay_endpoint)
+            await routing.until(SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50))
+            vllm = SourceId("replica-b")
+            routing.feed.add(vllm, plain.endpoint, plain.replay_endpoint, TOPIC, "a model")
+            await until(lambda: routing.feed.state(vllm) is SourceState.LIVE, "the second replica")
+            plain.publish(bytes(100_000_000))
+            await until(lambda: routing.feed.statistics()[vllm].stream.connections > 1, "the end of the connection")
+            await routing.until(SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50))
+            routing.assert_exact(engine)

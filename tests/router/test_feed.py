@@ -1,0 +1,304 @@
+"""The feed: every source into the index of its model, and a word on how far each can be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvevents.codec import encode
+from kvevents.delivery import SourceState
+from kvevents.errors import EndpointError
+from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
+from router.feed import Feed
+from router.index.index import Hit, PrefixIndex, SourceId
+from router.index.learning import LayoutHints
+from router.index.waiting import SourceLimits
+from tests.support.blocks import FULL, Prefix
+from tests.support.following import QUICK, until
+from tests.support.vllm_publisher import VllmPublisher, seq_frame
+
+A, B = SourceId("replica-a"), SourceId("replica-b")
+PROMPT = list(range(1, 130))
+TOPIC = "kv-events"
+
+
+class Models:
+    """Two models' indexes."""
+
+    def __init__(self) -> None:
+        self.indexes = {"one": PrefixIndex(), "two": PrefixIndex()}
+
+    def __call__(self, model: str) -> PrefixIndex:
+        return self.indexes[model]
+
+    def hit(self, source: SourceId, model: str = "one") -> Hit:
+        return self.indexes[model].match(PROMPT)[source]
+
+
+@pytest.fixture
+def models() -> Models:
+    return Models()
+
+
+@pytest.fixture
+async def feed(models: Models) -> AsyncIterator[Feed]:
+    made = Feed(models, QUICK)
+    yield made
+    await made.close()
+
+
+def batch(*events: Event) -> bytes:
+    return encode(EventBatch(1.0, list(events), 0))
+
+
+def stored(tokens: int, start: int = 0, medium: str = "GPU") -> bytes:
+    """The blocks of `PROMPT` in `[start, tokens)`."""
+    return batch(Prefix(PROMPT).stored(0, FULL, start, tokens, medium))
+
+
+def follow(feed: Feed, source: SourceId, publisher: VllmPublisher, model: str = "one") -> None:
+    feed.add(source, publisher.endpoint, publisher.replay_endpoint, TOPIC, model)
+
+
+async def until_live(feed: Feed, source: SourceId, last_seq: int | None) -> None:
+    await until_state(feed, source, SourceState.LIVE, last_seq)
+
+
+async def until_state(feed: Feed, source: SourceId, state: SourceState, last_seq: int | None) -> None:
+    def is_there() -> bool:
+        statistics = feed.statistics()[source]
+        return statistics.state is state and statistics.stream.last_seq == last_seq
+
+    await until(is_there, f"{source} {state}", show=lambda: feed.statistics()[source])
+
+
+async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Models) -> None:
+    """Two models may have equal tokens and equal hashes."""
+    with VllmPublisher() as first, VllmPublisher() as second:
+        follow(feed, A, first, "one")
+        follow(feed, B, second, "two")
+        first.publish(stored(64))
+        second.publish(stored(32))
+        await until_live(feed, A, 0)
+        await until_live(feed, B, 0)
+        assert (models.hit(A, "one"), models.hit(B, "two")) == (Hit(64, 64), Hit(32, 32))
+        assert B not in models("one").sources
+        statistics = feed.statistics()
+        assert (statistics[A].stored, statistics[A].model, statistics[B].stored) == (4, "one", 2)
+
+
+async def test_two_ranks_of_a_replica_are_two_sources(feed: Feed, models: Models) -> None:
+    """Each data-parallel rank has a cache, an endpoint and numbers of its own."""
+    ranks = [SourceId("replica-a", 0), SourceId("replica-a", 1)]
+    with VllmPublisher() as first, VllmPublisher() as second:
+        follow(feed, ranks[0], first)
+        follow(feed, ranks[1], second)
+        first.publish(stored(64))
+        await until_live(feed, ranks[0], 0)
+        await until_live(feed, ranks[1], None)
+        assert [models.hit(rank).gpu for rank in ranks] == [64, 0]
+
+
+async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:
+    """Until the past is known, a hit of nothing means nothing."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        assert feed.is_suspect(A)
+        assert feed.state(A) is SourceState.CONNECTING
+        await until_live(feed, A, None)
+        assert not feed.is_suspect(A)
+
+
+def test_a_source_nobody_follows_is_suspect() -> None:
+    """Whoever asks for a replica that was just removed gets an answer, not an exception."""
+
+    async def ask() -> None:
+        feed = Feed(Models())
+        assert feed.is_suspect(A)
+        assert feed.state(A) is SourceState.DEAD
+        await feed.close()
+
+    asyncio.run(ask())
+
+
+async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> None:
+    """A replica that disappears must not be chosen for what it had."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+        await feed.remove(A)
+        assert A not in models("one").sources
+        assert feed.statistics() == {}
+        await feed.remove(A)
+        follow(feed, A, publisher)
+        await until_live(feed, A, 0)
+        assert models.hit(A) == Hit(64, 64)
+
+
+async def test_what_the_configuration_says_of_a_layout_survives_a_restart(feed: Feed, models: Models) -> None:
+    """A cleared source starts from the same hints as a new one."""
+    hints = LayoutHints(eagle=True)
+    with VllmPublisher() as publisher:
+        feed.add(A, publisher.endpoint, publisher.replay_endpoint, TOPIC, "one", hints)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+    with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
+        again.publish(stored(48))
+        await until(lambda: feed.statistics()[A].cleared == 1, "the clear")
+        await until_live(feed, A, 0)
+    assert models("one").sources[A].learner.hints is hints
+    assert models.hit(A) == Hit(32, 32)
+
+
+async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -> None:
+    """An index that had to refuse blocks is incomplete, however well the stream is followed."""
+    models.indexes["one"] = PrefixIndex(limits=SourceLimits(blocks=5))
+    feed = Feed(models, QUICK)
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+        publisher.publish(stored(128, 64))
+        await until_state(feed, A, SourceState.SUSPECT, 1)
+        assert feed.statistics()[A].overflow == 3
+        publisher.publish(batch(AllBlocksCleared()))
+        publisher.publish(stored(64))
+        await until_live(feed, A, 3)
+        await feed.close()
+
+
+async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models) -> None:
+    """A run that was given up can be found by no prompt."""
+    models.indexes["one"] = PrefixIndex(limits=SourceLimits(waiting_batches=3))
+    feed = Feed(models, QUICK)
+    with VllmPublisher(ring=0) as publisher:
+        follow(feed, A, publisher)
+        await until_live(feed, A, None)
+        publisher.publish(stored(64, 32))
+        await until_live(feed, A, 0)
+        for _ in range(5):
+            publisher.publish(batch())
+        await until_state(feed, A, SourceState.SUSPECT, 5)
+        await feed.close()
+
+
+async def test_a_cleared_cache_makes_a_suspect_source_known_unless_it_has_a_lower_tier(feed: Feed) -> None:
+    """`AllBlocksCleared` says nothing of what a lower tier stored while we did not hear."""
+    with VllmPublisher(ring=1) as plain, VllmPublisher(ring=1) as tiered:
+        for source, publisher in ((A, plain), (B, tiered)):
+            follow(feed, source, publisher)
+            await until_live(feed, source, None)
+        hashes = Prefix(PROMPT).hashes
+        tiered.publish(batch(BlockStored([hashes[0]], None, [], "CPU", 0)))
+        plain.publish(stored(16))
+        for publisher in (plain, tiered):
+            for _ in range(3):
+                publisher.publish(stored(32), on_wire=False)
+            publisher.publish(stored(48))
+        await until_state(feed, A, SourceState.SUSPECT, 4)
+        await until_state(feed, B, SourceState.SUSPECT, 4)
+        for publisher in (plain, tiered):
+            publisher.publish(batch(AllBlocksCleared()))
+        await until_live(feed, A, 5)
+        await until_state(feed, B, SourceState.SUSPECT, 5)
+
+
+async def test_a_malformed_batch_is_logged_once_a_replica_and_without_its_contents(
+    feed: Feed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Token ids are prompts, and a broken engine sends thousands of broken batches."""
+    caplog.set_level(logging.WARNING)
+    ranks = [SourceId("replica-a", 0), SourceId("replica-a", 1)]
+    with VllmPublisher() as first, VllmPublisher() as second:
+        for rank, publisher in zip(ranks, (first, second), strict=True):
+            follow(feed, rank, publisher)
+            for _ in range(5):
+                publisher.publish(b"\x93\x01\x91\x92\xabBlockStored\xa6secret\xc0")
+        for rank in ranks:
+            await until(lambda: feed.statistics()[rank].stream.last_seq == 4, "all of them")  # noqa: B023
+            assert feed.statistics()[rank].stream.malformed >= 5
+            assert feed.is_suspect(rank)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert "replica-a" in warnings[0]
+    assert "secret" not in caplog.text
+
+
+async def test_a_replica_that_misbehaves_does_not_slow_the_others(feed: Feed, models: Models) -> None:
+    """Broken batches, wrong numbers and a replay that never ends, as fast as one replica can send them."""
+
+    def endless(publisher: VllmPublisher, first: int) -> list[list[bytes]]:
+        return [publisher.reply(first + step, stored(64)) for step in range(2000)]
+
+    with VllmPublisher(answer=endless) as bad, VllmPublisher() as good:
+        follow(feed, A, bad)
+        follow(feed, B, good)
+        await until_live(feed, B, None)
+        slowest = 0.0
+        for step in range(50):
+            for _ in range(100):
+                bad.send_raw([bad.topic, seq_frame(step * 1000), b"made up"])
+            started = time.monotonic()
+            last = good.publish(stored(64))
+            await until_live(feed, B, last)
+            slowest = max(slowest, time.monotonic() - started)
+    assert models("one").sources[B].held[0, "GPU"][Prefix(PROMPT).hash_at(16)] == 50
+    assert slowest < 2.0
+
+
+async def test_an_endpoint_that_cannot_be_one_is_refused_at_once(feed: Feed) -> None:
+    """A mistake in the configuration belongs to whoever made it, not to a log."""
+    for endpoint, replay_endpoint in (("tcp://host", None), ("http://host:1", None), ("tcp://host:1", "nowhere")):
+        with pytest.raises(EndpointError):
+            feed.add(A, endpoint, replay_endpoint, TOPIC, "one")
+    assert feed.statistics() == {}
+
+
+async def test_a_source_is_followed_once(feed: Feed) -> None:
+    """Two subscribers of one source would count every block twice."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        with pytest.raises(ValueError, match="replica-a"):
+            follow(feed, A, publisher)
+
+
+async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    """A mistake of ours stops one source, visibly; its message may quote a prompt."""
+
+    class Broken(PrefixIndex):
+        def apply(self, source: SourceId, payload: object) -> object:  # type: ignore[override]
+            raise RuntimeError("secret")
+
+    models.indexes["two"] = Broken()
+    feed = Feed(models, QUICK)
+    with VllmPublisher() as bad, VllmPublisher() as good:
+        follow(feed, A, bad, "two")
+        follow(feed, B, good)
+        bad.publish(stored(16))
+        await until(lambda: feed.state(A) is SourceState.DEAD, "the end")
+        await until_live(feed, B, good.publish(stored(16)))
+        assert feed.is_suspect(A)
+        await feed.remove(A)
+        await feed.close()
+    assert "RuntimeError at" in caplog.text
+    assert "test_feed.py" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_many_sources_fit() -> None:
+    """libzmq allows a thousand sockets where nobody asks for more, and each source takes several."""
+    models = Models()
+    feed = Feed(models, QUICK)
+    with VllmPublisher() as publisher:
+        publisher.publish(stored(16))
+        sources = [SourceId(f"replica-{number}") for number in range(120)]
+        for source in sources:
+            follow(feed, source, publisher)
+        await until(lambda: not any(map(feed.is_suspect, sources)), "all of them live", 20)
+        await feed.close()
+    assert all(models.hit(source) == Hit(16, 16) for source in sources)

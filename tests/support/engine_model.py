@@ -1,0 +1,217 @@
+"""A tiny model of an engine's cache that knows the truth, and the hit rule in the words of the design.
+
+The model stores, keeps, offloads, evicts and clears blocks, hands out the event an engine would send, and answers what it would
+reuse of a prompt by trying every length from the top. Nothing here shares code with the parts it is held against.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+
+Has: TypeAlias = Callable[[int, int], bool]
+"""`has(group, end)`: is the group's block that ends at token *end* there?"""
+
+
+# --- the hit rule, in the words of the design -----------------------------------------------------------------------------
+
+
+def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
+    """Ends of the blocks that *group* needs to accept *length* tokens; *one_more*: a window needs one block more."""
+    size, first = group.block_size, 0
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        assert group.sliding_window is not None
+        blocks = max(1, -(-(group.sliding_window - 1) // size)) + one_more
+        first = max(0, length - blocks * size)
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        assert group.attention_chunk_size is not None
+        first = length // group.attention_chunk_size * group.attention_chunk_size
+    return range(first + size, length + 1, size)
+
+
+def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
+    """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a block."""
+    if not layout.eagle:
+        return 0
+    return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
+
+
+def defined_accept(layout: KVCacheLayout, index: int, length: int, has: Has, reach: int) -> bool:
+    """Does the group accept *length* tokens, if blocks may be looked at up to *reach*?"""
+    group = layout.groups[index]
+    if length == 0 or group.kind is GroupKind.NOT_CACHED:
+        return True
+    if group.kind is GroupKind.MAMBA:
+        return has(index, length)
+    tested = length + one_block_further(layout, group)
+    if tested > reach:
+        return False
+    inside = tested % group.block_size
+    if inside and group.kind is not GroupKind.FULL:
+        return False  # a window's hit ends with a block
+    if not all(has(index, end) for end in needs(group, tested - inside, int(layout.eagle))):
+        return False
+    # A hit may end inside a block that has an entry of its own there, or further on in the same block.
+    last = min(tested - inside + group.block_size, reach)
+    return not inside or any(has(index, end) for end in range(tested, last + 1))
+
+
+def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int) -> int:
+    """The largest length that every group accepts, found by trying all of them from the top."""
+    caching = sum(group.kind is not GroupKind.NOT_CACHED for group in layout.groups)
+    furthest = limit if caching == 1 else prompt_tokens
+    reaches = [min(furthest, limit + one_block_further(layout, group)) for group in layout.groups]
+    return next(
+        length
+        for length in lengths(layout, limit)
+        if all(defined_accept(layout, index, length, has, reach) for index, reach in enumerate(reaches))
+    )
+
+
+def lengths(layout: KVCacheLayout, limit: int) -> range:
+    """Every length a hit may have, the longest first."""
+    step = layout.scheduler_block_size
+    return range(limit - limit % step, -1, -step)
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------------
+
+
+class Prompt(NamedTuple):
+    """Tokens, and what else decides the content of their blocks."""
+
+    tokens: tuple[int, ...]
+    lora: str | None = None
+    salt: str | None = None
+
+    def upto(self, end: int) -> Prompt:
+        return self._replace(tokens=self.tokens[:end])
+
+
+class Block(NamedTuple):
+    """One block: which group and tier it is in, and the whole prefix up to its end."""
+
+    group: int
+    tier: str
+    prefix: Prompt
+
+
+@dataclass
+class EngineModel:
+    """What one engine holds, and what its events have said of it."""
+
+    layout: KVCacheLayout
+    as_int: bool = True
+    names_block_size: bool = True
+    """vLLM's form; ours leaves the size out and so has no events with holes."""
+    seed: str = "of the engine's own"
+    copies: Counter[Block] = field(default_factory=Counter)
+    described: set[Prompt] = field(default_factory=set)
+    """Prefixes whose hash a dense event has shown together with all tokens: only these can be found by anyone."""
+    _undescribed: dict[Prompt, list[Prompt]] = field(default_factory=dict)
+    """Parent not described yet -> prefixes that will be when it is."""
+
+    def hash_of(self, prefix: Prompt) -> BlockHash:
+        """The engine's name of a prefix, by a function nobody outside knows."""
+        digest = hashlib.blake2b(repr((self.seed, prefix)).encode(), digest_size=32).digest()
+        return int.from_bytes(digest[:8], "big") if self.as_int else digest
+
+    # --- what an engine does, as the event it sends -----------------------------------------------------------------------
+
+    def store(self, group: int, prompt: Prompt, start: int, end: int, tier: str = "GPU") -> BlockStored:
+        """All blocks of a group in `[start, end)`, a dense event."""
+        ends = range(start + self.layout.groups[group].block_size, end + 1, self.layout.groups[group].block_size)
+        self._add(group, tier, prompt, ends)
+        self._describe(prompt, start, ends)
+        return self._stored(group, prompt, start, end, ends, tier)
+
+    def keep(self, group: int, prompt: Prompt, start: int, end: int, kept: Sequence[int]) -> BlockStored:
+        """Only the blocks of `[start, end)` that end at *kept*: an event with holes, and nothing says where."""
+        self._add(group, "GPU", prompt, kept)
+        if len(kept) * self.layout.groups[group].block_size == end - start:
+            self._describe(prompt, start, kept)
+        return self._stored(group, prompt, start, end, kept, "GPU")
+
+    def offload(self, group: int, prompt: Prompt, ends: Sequence[int], tier: str) -> BlockStored:
+        """Copies in a lower tier: hashes and nothing else."""
+        self._add(group, tier, prompt, ends)
+        hashes = [self.hash_of(prompt.upto(end)) for end in ends]
+        return BlockStored(hashes, None, [], tier, group_idx=group, block_size=0 if self.names_block_size else None)
+
+    def evict(self, block: Block) -> BlockRemoved:
+        """One copy less."""
+        self.copies[block] -= 1
+        self.copies = +self.copies
+        return BlockRemoved([self.hash_of(block.prefix)], block.tier, block.group)
+
+    def clear(self) -> AllBlocksCleared:
+        """The GPU's blocks are gone; those of lower tiers stay."""
+        self.copies = Counter({block: count for block, count in self.copies.items() if block.tier != "GPU"})
+        return AllBlocksCleared()
+
+    def _add(self, group: int, tier: str, prompt: Prompt, ends: Iterable[int]) -> None:
+        self.copies.update(Block(group, tier, prompt.upto(end)) for end in ends)
+
+    def _describe(self, prompt: Prompt, start: int, ends: Iterable[int]) -> None:
+        prefixes, parent = [prompt.upto(end) for end in ends], prompt.upto(start)
+        if start and parent not in self.described:
+            self._undescribed.setdefault(parent, []).extend(prefixes)
+            return
+        self.described.update(prefixes)
+        for prefix in prefixes:
+            for child in self._undescribed.pop(prefix, []):
+                self._describe(child, 0, [len(child.tokens)])
+
+    def _stored(self, group: int, prompt: Prompt, start: int, end: int, ends: Sequence[int], tier: str) -> BlockStored:
+        spec = self.layout.groups[group]
+        return BlockStored(
+            block_hashes=[self.hash_of(prompt.upto(block_end)) for block_end in ends],
+            parent_block_hash=self.hash_of(prompt.upto(start)) if start else None,
+            token_ids=list(prompt.tokens[start:end]),
+            medium=tier,
+            group_idx=group,
+            lora_name=prompt.lora,
+            extra_keys=[_extra_keys(prompt, block_end == spec.block_size) for block_end in ends],
+            kv_cache_spec_kind=spec.kind.value,
+            kv_cache_spec_sliding_window=spec.sliding_window,
+            block_size=spec.block_size if self.names_block_size else None,
+        )
+
+    # --- the truth --------------------------------------------------------------------------------------------------------
+
+    def hit(self, prompt: Prompt) -> tuple[int, int]:
+        """Tokens it would reuse from the GPU, and with what lower tiers bring back."""
+        length = len(prompt.tokens)
+        if length < 2:
+            return 0, 0
+        found = self._found(prompt)
+        on_gpu = {(group, end) for group, tier, end in found if tier == "GPU"}
+        below = {(group, end) for group, tier, end in found if tier != "GPU"}
+        gpu = defined_hit(self.layout, lambda group, end: (group, end) in on_gpu, length - 1, length)
+        both = {(group, end) for group, end in on_gpu if end <= gpu} | {(group, end) for group, end in below if end > gpu}
+        total = defined_hit(self.layout, lambda group, end: (group, end) in both, length, length)
+        return gpu, max(gpu, total) if any(block.tier != "GPU" for block in self.copies) else gpu
+
+    def _found(self, prompt: Prompt) -> set[tuple[int, str, int]]:
+        """Group, tier and end of the prompt's blocks that are there and whose hash was ever shown with tokens."""
+        return {
+            (block.group, block.tier, len(block.prefix.tokens))
+            for block in self.copies
+            if block.prefix == prompt.upto(len(block.prefix.tokens)) and block.prefix in self.described
+        }
+
+    def counts(self) -> dict[tuple[int, str], int]:
+        """Distinct blocks by group and tier."""
+        return dict(Counter((block.group, block.tier) for block in self.copies))
+
+
+def _extra_keys(prompt: Prompt, is_first: bool) -> list[str] | None:
+    """The adapter's name in every block, the salt in the first."""
+    name = [prompt.lora] if prompt.lora else []
+    return [*name, prompt.salt] if prompt.salt and is_first else name or None

@@ -1,0 +1,495 @@
+"""An engine over real sockets, without a model: HTTP by hand, so that a test decides every byte and every close; real KV events.
+
+It lives on the test's own event loop. What a prompt request meets is a `Behaviour`, by default `answer`; everything around it
+(health, models, event sources, load, tokenisation) is as vLLM has it. Token ids of a text are its UTF-8 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from kvevents.layout import KVCacheLayout
+from kvevents.publisher import ZmqEventPublisher
+from kvevents.publisher_config import PublisherConfig
+from tests.support.blocks import FULL, Prefix
+
+BLOCK = FULL.block_size
+DONE = b"data: [DONE]\n\n"
+TOPIC = "kv-events"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings")
+
+_names = itertools.count(1)
+
+
+def unique(prefix: str) -> str:
+    """A name that no other test uses: models and replicas share one router."""
+    return f"{prefix}-{next(_names)}"
+
+
+@dataclass(frozen=True)
+class StubRequest:
+    """A request as it came, names of headers in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        body = self.json
+        return ids_of(body.get("prompt", body.get("messages", "")))
+
+
+def ids_of(prompt: Any) -> list[int]:
+    """Token ids of a text, of a list of ids, or of a chat."""
+    if isinstance(prompt, str):
+        return list(prompt.encode())
+    if prompt and isinstance(prompt[0], dict):
+        return ids_of("".join(str(message["content"]) for message in prompt))
+    return list(prompt)
+
+
+class Gone(Exception):
+    """The router has closed the connection."""
+
+
+class Exchange:
+    """One request in the hands of a behaviour."""
+
+    def __init__(self, stub: EngineStub, request: StubRequest, transport: asyncio.Transport) -> None:
+        self.stub = stub
+        self.request = request
+        self.gone = asyncio.Event()
+        self._transport = transport
+
+    async def send(self, data: bytes) -> None:
+        """Write at once; raises `Gone` where nobody listens any more."""
+        if self.gone.is_set():
+            raise Gone
+        self._transport.write(data)
+        # A turn for the loop: data written by one sender in a row must not hide that the other side has left.
+        await asyncio.sleep(0)
+
+    async def chunk(self, data: bytes) -> None:
+        """One chunk of a chunked body; the empty one ends it."""
+        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def whole(self, body: bytes, status: str = "200 OK", content_type: str = "application/json") -> None:
+        """A whole answer with its length."""
+        head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+        await self.send(head.encode() + body)
+
+    async def wait(self, event: asyncio.Event) -> None:
+        """Until *event*; raises `Gone` if the router leaves before it."""
+        waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.gone.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        if self.gone.is_set():
+            raise Gone
+
+    def reset(self) -> None:
+        """Cut the connection, as a process that dies does."""
+        self._transport.abort()
+
+
+Behaviour: TypeAlias = Callable[[Exchange], Awaitable[None]]
+
+
+# --- behaviours -----------------------------------------------------------------------------------------------------------
+
+
+async def answer(exchange: Exchange) -> None:
+    """What an engine says: one token, its usage with the tokens it had cached; as a stream where the client asks for one."""
+    if exchange.request.json.get("stream"):
+        await exchange.send(STREAM_HEAD)
+        for event in events_of(exchange, 1):
+            await exchange.chunk(event)
+        await exchange.chunk(b"")
+    else:
+        await exchange.whole(json.dumps(_answer_of(exchange)).encode())
+
+
+def streaming(count: int, gap_s: float = 0.0) -> Behaviour:
+    """A stream of *count* tokens, one every *gap_s*."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for event in events_of(exchange, count):
+            await exchange.chunk(event)
+            if gap_s:
+                await asyncio.sleep(gap_s)
+        await exchange.chunk(b"")
+
+    return behave
+
+
+def sending(*pieces: bytes) -> Behaviour:
+    """These bytes as the chunks of an event stream."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for piece in pieces:
+            await exchange.chunk(piece)
+        await exchange.chunk(b"")
+
+    return behave
+
+
+def after(event: asyncio.Event, then: Behaviour = answer) -> Behaviour:
+    """Nothing before *event*; then as told."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.wait(event)
+        await then(exchange)
+
+    return behave
+
+
+def begun_until(event: asyncio.Event, begin: int = 2, end: int = 2) -> Behaviour:
+    """A stream that pauses after *begin* tokens until *event*."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for token in [token_event(exchange.request.path, index) for index in range(begin)]:
+            await exchange.chunk(token)
+        await exchange.wait(event)
+        for piece in [*(token_event(exchange.request.path, begin + index) for index in range(end)), DONE, b""]:
+            await exchange.chunk(piece)
+
+    return behave
+
+
+async def hang(exchange: Exchange) -> None:
+    """Takes the request and never says a word."""
+    await exchange.wait(asyncio.Event())
+
+
+async def hang_up(exchange: Exchange) -> None:
+    """Takes the request and cuts the connection."""
+    exchange.reset()
+
+
+def dying_after(count: int) -> Behaviour:
+    """A stream that is cut after *count* tokens."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for index in range(count):
+            await exchange.chunk(token_event(exchange.request.path, index))
+        exchange.reset()
+
+    return behave
+
+
+def refusing(status: str) -> Behaviour:
+    """An error of the engine, as `429 Too Many Requests`."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.whole(b'{"error": {"message": "the engine says no", "type": "x", "code": "y"}}', status)
+
+    return behave
+
+
+def token_event(path: str, index: int) -> bytes:
+    """One token of a stream."""
+    if path == "/v1/messages":
+        delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": f"t{index} "}}
+        return b"event: content_block_delta\ndata: " + json.dumps(delta).encode() + b"\n\n"
+    choice = {"index": 0, "delta": {"content": f"t{index} "}} if "chat" in path else {"index": 0, "text": f"t{index} "}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def events_of(exchange: Exchange, count: int) -> list[bytes]:
+    """A whole stream."""
+    path = exchange.request.path
+    tokens = [token_event(path, index) for index in range(count)]
+    if path == "/v1/messages":
+        start = {"type": "message_start", "message": {"usage": _anthropic_usage(exchange)}}
+        return [
+            b"event: message_start\ndata: " + json.dumps(start).encode() + b"\n\n",
+            *tokens,
+            b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        ]
+    return [*tokens, b"data: " + json.dumps({"choices": [], "usage": _usage(exchange)}).encode() + b"\n\n", DONE]
+
+
+def _answer_of(exchange: Exchange) -> dict[str, Any]:
+    if exchange.request.path == "/v1/messages":
+        return {"type": "message", "content": [{"type": "text", "text": "."}], "usage": _anthropic_usage(exchange)}
+    return {"id": "x", "choices": [{"index": 0, "text": "."}], "usage": _usage(exchange), "served_by": exchange.stub.name}
+
+
+def _usage(exchange: Exchange) -> dict[str, Any]:
+    ids = exchange.request.prompt_ids
+    cached = {"cached_tokens": exchange.stub.cached_tokens(ids)}
+    return {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": cached}
+
+
+def _anthropic_usage(exchange: Exchange) -> dict[str, Any]:
+    ids = exchange.request.prompt_ids
+    cached = exchange.stub.cached_tokens(ids)
+    return {"input_tokens": len(ids) - cached, "cache_read_input_tokens": cached, "output_tokens": 1}
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EngineStub:
+    """One replica. `start` and `stop` it, or use it as an async context manager.
+
+    Args:
+        model: What it serves.
+        behaviour: What a prompt request meets; may be changed at any time.
+        name: Its id in the router.
+        adapters: Served beside the model, as LoRA adapters of it.
+        has_events: Whether it publishes KV events and tells where.
+    """
+
+    model: str
+    behaviour: Behaviour = answer
+    name: str = field(default_factory=lambda: unique("stub"))
+    adapters: tuple[str, ...] = ()
+    has_events: bool = False
+    health_status: str = "200 OK"
+    tokenizing: Behaviour | None = None
+    """What /tokenize does in place of an answer."""
+    waiting_requests: int = 0
+    """What its gauge of queued requests shows."""
+
+    port: int = 0
+    active: int = 0
+    """Prompt requests under way."""
+    peak: int = 0
+    served: int = 0
+    """Prompt requests answered to the end."""
+    left: list[float] = field(default_factory=list)
+    """When the router closed a connection in the middle of a prompt request, on the clock of `time.monotonic`."""
+    requests: list[StubRequest] = field(default_factory=list)
+    """Prompt requests, and others that came through the router's proxy."""
+    connections: int = 0
+    stored_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._open: set[_Connection] = set()
+        self._prompts: list[list[int]] = []
+        self._publisher: ZmqEventPublisher | None = None
+        self._kv_addresses = ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def sources(self) -> int:
+        """How many event streams it tells of."""
+        return int(self.has_events)
+
+    async def __aenter__(self) -> EngineStub:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, at the address it had before if it had one."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096)
+        self.port = self._server.sockets[0].getsockname()[1]
+        if self.has_events:
+            endpoint, replay = self._kv_addresses
+            config = PublisherConfig(endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=0.2)
+            self._publisher = ZmqEventPublisher(config, KVCacheLayout.build([FULL]))
+            assert self._publisher.replay_endpoint is not None
+            self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
+
+    async def stop(self) -> None:
+        """Go down as a killed process does: every connection is cut, what was cached is lost."""
+        if self._server is not None:
+            self._server.close()
+            for connection in tuple(self._open):
+                connection.abort()
+            await self._server.wait_closed()
+            self._server = None
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.shutdown)
+            self._publisher = None
+        self._prompts.clear()
+        self.stored_blocks = 0
+
+    # --- its cache --------------------------------------------------------------------------------------------------------
+
+    def store(self, ids: Sequence[int]) -> None:
+        """Its cache holds the whole blocks of this prompt from now on, and it says so."""
+        assert self._publisher is not None
+        blocks = len(ids) // BLOCK
+        self._prompts.append(list(ids[: blocks * BLOCK]))
+        self._publisher.publish([Prefix(list(ids[: blocks * BLOCK])).stored(0, FULL)])
+        self.stored_blocks += blocks
+
+    def cached_tokens(self, ids: Sequence[int]) -> int:
+        """How many tokens of a prompt it has, by the rule of full attention: whole blocks, and never the last token."""
+        most = (len(ids) - 1) // BLOCK * BLOCK
+        common = [sum(1 for _ in itertools.takewhile(_is_same, zip(ids, prompt, strict=False))) for prompt in self._prompts]
+        return min(max(common, default=0) // BLOCK * BLOCK, most)
+
+    # --- HTTP -------------------------------------------------------------------------------------------------------------
+
+    async def serve(self, exchange: Exchange) -> None:
+        """One request, whatever it is."""
+        path = exchange.request.path
+        if path == "/health":
+            await exchange.whole(b"", self.health_status)
+        elif path == "/v1/models":
+            await exchange.whole(json.dumps(self._models()).encode())
+        elif path == "/kv_event_sources":
+            await exchange.whole(json.dumps(self._event_sources()).encode())
+        elif path == "/metrics":
+            await exchange.whole(self._gauges().encode(), content_type="text/plain")
+        elif path == "/tokenize":
+            await self._tokenize(exchange)
+        elif path in PROMPT_PATHS:
+            await self._generate(exchange)
+        else:
+            await exchange.whole(b'{"error": {"message": "no such path"}}', "404 Not Found")
+
+    async def _generate(self, exchange: Exchange) -> None:
+        self.requests.append(exchange.request)
+        self.active += 1
+        self.peak = max(self.peak, self.active)
+        try:
+            await self.behaviour(exchange)
+            self.served += 1
+        finally:
+            self.active -= 1
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        self.requests.append(exchange.request)
+        if self.tokenizing is not None:
+            await self.tokenizing(exchange)
+            return
+        ids = exchange.request.prompt_ids
+        await exchange.whole(json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode())
+
+    def _models(self) -> dict[str, Any]:
+        adapters = [{"id": adapter, "object": "model", "parent": self.model} for adapter in self.adapters]
+        return {"object": "list", "data": [{"id": self.model, "object": "model", "parent": None}, *adapters]}
+
+    def _event_sources(self) -> dict[str, Any]:
+        if self._publisher is None:
+            return {}
+        endpoint, replay = self._kv_addresses
+        return {"0": {"publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay, "topic": TOPIC}}
+
+    def _gauges(self) -> str:
+        return f"vllm:num_requests_running {self.active}\nvllm:num_requests_waiting {self.waiting_requests}\n"
+
+    # --- what its connections tell ----------------------------------------------------------------------------------------
+
+    def connection_opened(self, connection: _Connection) -> None:
+        self._open.add(connection)
+        self.connections += 1
+
+    def connection_closed(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+
+
+class _Connection(asyncio.Protocol):
+    """Requests of one connection, one after the other."""
+
+    def __init__(self, stub: EngineStub) -> None:
+        self._stub = stub
+        self._buffer = bytearray()
+        self._needed_bytes = 1
+        self._exchange: Exchange | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._stub.connection_opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        self._take_next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stub.connection_closed(self)
+        if self._exchange is not None:
+            self._exchange.gone.set()
+            if self._exchange.request.path in PROMPT_PATHS:
+                self._stub.left.append(time.monotonic())
+        if self._task is not None:
+            self._task.cancel()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _take_next(self) -> None:
+        if self._exchange is not None or len(self._buffer) < self._needed_bytes:
+            return
+        head, separator, rest = bytes(self._buffer).partition(b"\r\n\r\n")
+        if not separator:
+            return
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        length = int(headers.get("content-length", "0"))
+        self._needed_bytes = len(head) + len(separator) + length
+        if len(rest) < length:
+            return
+        self._buffer, self._needed_bytes = bytearray(rest[length:]), 1
+        method, target, _ = first.split(" ")
+        self._exchange = Exchange(self._stub, StubRequest(method, target, headers, rest[:length]), self._transport)
+        self._task = asyncio.get_running_loop().create_task(self._serve(self._exchange))
+
+    async def _serve(self, exchange: Exchange) -> None:
+        with contextlib.suppress(Gone):
+            await self._stub.serve(exchange)
+            self._exchange = None
+            self._take_next()
+
+
+def _is_same(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
+
+
+@contextlib.asynccontextmanager
+async def engines(count: int, model: str | None = None, **options: Any) -> AsyncIterator[list[EngineStub]]:
+    """Several replicas of one model."""
+    async with contextlib.AsyncExitStack() as stack:
+        name = model or unique("model")
+        yield [await stack.enter_async_context(EngineStub(name, **options)) for _ in range(count)]
+
+
+def prompt_ids(count: int, first: int) -> list[int]:
+    """A prompt that shares no block with one of another *first*."""
+    return [first * 100_000 + index for index in range(count)]
+
+
+def names(stubs: Iterable[EngineStub]) -> list[str]:
+    return [stub.name for stub in stubs]

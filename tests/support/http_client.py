@@ -1,0 +1,156 @@
+"""An HTTP client over one plain connection: the test decides when a request is written, read, or left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+DEADLINE_S = 20.0
+
+
+async def eventually(condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
+    """Poll *condition* until it holds; fail with *what* after *within_s*."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer, names of headers in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, str]:
+        """The error of a body in OpenAI's shape, which it must have, and nothing beside it."""
+        answer = self.json
+        assert set(answer) - {"type"} == {"error"}, answer
+        assert set(answer["error"]) == {"message", "type", "code"}, answer
+        return dict(answer["error"])
+
+
+def encoded(body: object) -> bytes:
+    """A body as bytes: those it is, or JSON."""
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
+
+
+def request_bytes(method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+    """One whole request."""
+    lines = [f"{method} {target} HTTP/1.1", "host: router"]
+    if body or method == "POST":
+        lines.append(f"content-length: {len(body)}")
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+@dataclass
+class HttpClient:
+    """One connection. After `send`, read with `read_head` and then `read_piece` or `read_body`."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+
+    async def send(
+        self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.write(request_bytes(method, target, encoded(body), headers))
+
+    async def write(self, data: bytes) -> None:
+        """Bytes as they are."""
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def ask(
+        self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        await self.send(method, target, body, headers)
+        return await self.read_answer()
+
+    async def read_answer(self) -> Answer:
+        await self.read_head()
+        return Answer(self.status, self.headers, await self.read_body())
+
+    async def read_head(self, within_s: float = DEADLINE_S) -> int:
+        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), within_s)
+        first, *lines = raw.decode("latin-1").split("\r\n")[:-2]
+        self.status = int(first.split(" ")[1])
+        pairs = [line.split(": ", 1) for line in lines]
+        self.headers = dict(pairs)
+        assert len(self.headers) == len(pairs), f"a header is there twice: {pairs}"
+        return self.status if self.status >= 200 else await self.read_head(within_s)
+
+    async def read_piece(self, within_s: float = DEADLINE_S) -> bytes:
+        """One chunk as the server wrote it; b"" is the regular end."""
+        size = int(await asyncio.wait_for(self.reader.readuntil(b"\r\n"), within_s), 16)
+        return (await asyncio.wait_for(self.reader.readexactly(size + 2), within_s))[:-2]
+
+    async def read_body(self) -> bytes:
+        """The whole body. Raises IncompleteReadError where it ends too early."""
+        if "content-length" in self.headers:
+            return await asyncio.wait_for(self.reader.readexactly(int(self.headers["content-length"])), DEADLINE_S)
+        body = b""
+        while piece := await self.read_piece():
+            body += piece
+        return body
+
+    async def is_closed(self, within_s: float = DEADLINE_S) -> bool:
+        """Wait until the server has closed, or for *within_s*."""
+        try:
+            while await asyncio.wait_for(self.reader.read(65_536), within_s):
+                pass
+        except ConnectionError:
+            return True
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def leave(self, reset: bool = False) -> None:
+        """Close at once; *reset*: with RST, as a crashed host does."""
+        if reset:
+            sock = self.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.writer.transport.abort()
+        else:
+            self.writer.close()
+
+
+@contextlib.asynccontextmanager
+async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator[HttpClient]:
+    """A connection to 127.0.0.1; *receive_buffer* bounds what the kernel takes in for a client that does not read."""
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**16 if receive_buffer is None else 1024)
+    try:
+        yield HttpClient(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def ask(
+    port: int, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+) -> Answer:
+    """One request on a connection of its own."""
+    async with connect(port) as client:
+        return await client.ask(method, target, body, headers)

@@ -1,0 +1,224 @@
+"""The router as operators run it: a process of its own, told by a YAML file, watched over HTTP, ended by SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.engine_stub import EngineStub
+from tests.support.http_client import DEADLINE_S, Answer, ask, eventually
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "router.cli.main", "serve")
+_ANNOUNCEMENT = re.compile(rb"listens on (http://\S+:(\d+))\n")
+
+QUICK_HEALTH = {"interval_s": 0.25, "timeout_s": 0.25, "discovery_interval_s": 1.0, "unhealthy_after": 2}
+
+
+class Metrics:
+    """One scrape."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Sum over all samples of that name that have these labels; 0 if there is none."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+        )
+
+    def names(self) -> set[str]:
+        return {sample.name for sample in self._samples}
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """Sums by one label."""
+        return {value: self.sum(name, **{label: value}) for value in {s.labels.get(label, "") for s in self._samples}}
+
+
+class RouterProcess:
+    """`kvroute serve` on a port of the system's choice.
+
+    Args:
+        config: The configuration as plain data; host and port are set.
+        environ: Added to the environment.
+        limit: Called in the new process before it becomes the router.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        limit: Callable[[], None] | None = None,
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvroute-test-")
+        directory = Path(self._directory.name)
+        whole = {**(config or {})}
+        whole["server"] = {**whole.get("server", {}), "port": 0}
+        path = directory / "kvroute.yaml"
+        path.write_text(yaml.safe_dump(whole))
+        self._log = directory / "stderr.log"
+        with self._log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*COMMAND, "--config", str(path)],
+                cwd=ROOT,
+                env={**os.environ, **(environ or {})},
+                stderr=stderr,
+                preexec_fn=limit,
+            )
+        try:
+            self.url, self.port = self._announced()
+        except BaseException:
+            self.kill()
+            raise
+
+    def log(self) -> str:
+        """Everything it has said."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def rss_bytes(self) -> int:
+        """Memory in use, as the kernel counts it."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    # --- asking -----------------------------------------------------------------------------------------------------------
+
+    async def get(self, target: str, headers: Mapping[str, str] | None = None) -> Answer:
+        return await ask(self.port, "GET", target, b"", headers)
+
+    async def post(self, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
+        return await ask(self.port, "POST", target, body, headers)
+
+    async def delete(self, target: str, headers: Mapping[str, str] | None = None) -> Answer:
+        return await ask(self.port, "DELETE", target, b"", headers)
+
+    async def metrics(self, headers: Mapping[str, str] | None = None) -> Metrics:
+        answer = await self.get("/metrics", headers)
+        assert answer.status == 200, answer
+        return Metrics(answer.body.decode())
+
+    async def replica(self, replica_id: str) -> dict[str, Any]:
+        answer = await self.get(f"/replicas/{replica_id}")
+        assert answer.status == 200, answer
+        found: dict[str, Any] = answer.json
+        return found
+
+    async def until(self, condition: Callable[[Metrics], object], what: str, within_s: float = DEADLINE_S) -> None:
+        """Scrape until *condition* holds."""
+        deadline = time.monotonic() + within_s
+        while not condition(await self.metrics()):
+            assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+
+    async def until_idle(self, within_s: float = DEADLINE_S) -> None:
+        """Every count of what is in flight is zero again."""
+        names = ("kvroute_in_flight_requests", "kvroute_in_flight_prefill_tokens", "kvroute_in_flight_decodes")
+        names += ("kvroute_requests_under_way",)
+        await self.until(lambda now: not any(now.sum(name) for name in names), "nothing is in flight", within_s)
+
+    # --- replicas ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def serving(self, *stubs: EngineStub, **settings: Any) -> AsyncIterator[None]:
+        """Add replicas at run time by nothing but their URLs, wait until they are in rotation, and remove them at the end."""
+        for stub in stubs:
+            answer = await self.post("/replicas", {"url": stub.url, "id": stub.name, **settings})
+            assert answer.status == 201, answer
+        try:
+            for stub in stubs:
+                await self.until_in_rotation(stub)
+            yield
+        finally:
+            for stub in stubs:
+                await self.delete(f"/replicas/{stub.name}")
+
+    async def until_in_rotation(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
+        """Healthy, its models known, its event streams live."""
+        deadline = time.monotonic() + within_s
+        while True:
+            found = await self.replica(stub.name)
+            feeds = [source["feed"] for source in found["sources"]]
+            is_live = len(feeds) == stub.sources and all(feed and feed["state"] == "live" for feed in feeds)
+            if found["state"] == "healthy" and found["models"] and is_live:
+                return
+            assert time.monotonic() < deadline, f"{stub.name} is not in rotation within {within_s:g} s: {found}"
+
+    async def until_applied(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
+        """The index has every event that *stub* has published."""
+        deadline = time.monotonic() + within_s
+        while True:
+            (source,) = (await self.replica(stub.name))["sources"]
+            if source["feed"]["state"] == "live" and source["feed"]["stored"] >= stub.stored_blocks:
+                return
+            assert time.monotonic() < deadline, f"{stub.name}: not applied within {within_s:g} s: {source}"
+
+    # --- the end ----------------------------------------------------------------------------------------------------------
+
+    def tell_to_stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def ended(self, within_s: float = DEADLINE_S) -> int:
+        """The exit code."""
+        await eventually(lambda: self.process.poll() is not None, "the router has ended", within_s)
+        return int(self.process.returncode)
+
+    def stop(self, within_s: float = DEADLINE_S) -> None:
+        """SIGTERM; it must end with 0, and must not have met an error of its own."""
+        self.tell_to_stop()
+        try:
+            code = self.process.wait(within_s)
+            assert code == 0, f"exit code {code}\n{self.log()[-4000:]}"
+            assert "Traceback" not in self.log(), self.log()[-8000:]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._directory.cleanup()
+
+    def _announced(self) -> tuple[str, int]:
+        deadline = time.monotonic() + 60
+        while True:
+            said = self._log.read_bytes()
+            found = _ANNOUNCEMENT.search(said)
+            if found:
+                return found[1].decode(), int(found[2])
+            assert self.process.poll() is None, f"the router ended: {said.decode(errors='replace')}"
+            assert time.monotonic() < deadline, f"the router does not listen: {said.decode(errors='replace')}"
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def router_process(
+    config: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    limit: Callable[[], None] | None = None,
+) -> Iterator[RouterProcess]:
+    """A router until the block ends; then it must stop cleanly, unless the block ended it already."""
+    router = RouterProcess(config, environ, limit)
+    try:
+        yield router
+        if router.process.poll() is None:
+            router.stop()
+    finally:
+        router.kill()
