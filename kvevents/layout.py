@@ -276,8 +276,10 @@ def _align(length: int, step: int) -> int:
 
 
 def _eagle_tokens(layout: KVCacheLayout, group: KVCacheGroup) -> int:
-    """What the draft model must see again: one block, or one hash unit where hits may end inside a block."""
-    return min(group.block_size, layout.scheduler_block_size) if layout.eagle else 0
+    """What the draft model must see again: a block, or of full attention a hash unit where hits may end inside a block."""
+    if not layout.eagle:
+        return 0
+    return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
 
 
 def _longest_state(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:

@@ -283,8 +283,13 @@ class Recovery:
         self._delivery.clear("broken snapshot")
 
     async def _follow_snapshot(self, client: ReplayClient, seq: int) -> None:
-        """What came since. On the same connection, so what it says of batch *seq* is proof enough of who it is."""
-        first = await self._ask(client, seq)
+        """What came since. On the same connection, so what it says of batch *seq* is proof enough of who it is.
+
+        No new mark: if the ring has lost *seq* meanwhile, live batches that came since the snapshot lead on.
+        """
+        self._counters.questions += 1
+        client.ask(seq)
+        first = await client.reply()
         if first is not None and first.seq == seq:
             self._tracker.learn(fingerprint(first.payload))
             first = await client.reply()

@@ -225,7 +225,7 @@ def _add_error_answers(app: FastAPI, service: RouterService) -> None:
             return await answer(request, MethodNotAllowed((error.headers or {}).get("Allow", "other methods")))
         return await answer(request, UnknownPath())
 
-    async def answer_nobody(_request: Request, error: Exception) -> Response:
+    async def answer_nobody(_request: Request, _error: Exception) -> Response:
         service.metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 

@@ -141,11 +141,13 @@ class RouterMetrics:
         self.predictions.labels(model, replica, outcome).inc()
         self.prediction_error.labels(model).observe(abs(predicted - actual))
 
-    def forget_replica(self, replica: str) -> None:
-        """Drop the series of a replica that is gone for good."""
-        for metric in (self.requests, self.first_byte, self.retries, self.predicted, self.actual, self.predictions):
-            place = metric._labelnames.index("replica")
-            for labels in [labels for labels in metric._metrics if labels[place] == replica]:
+    def forget(self, label: str, value: str) -> None:
+        """Drop every series with this label: of a replica, or a model, that is gone for good."""
+        for metric in (metric for metric in vars(self).values() if isinstance(metric, (Counter, Histogram))):
+            if label not in metric._labelnames:
+                continue
+            place = metric._labelnames.index(label)
+            for labels in [labels for labels in metric._metrics if labels[place] == value]:
                 metric.remove(*labels)
 
     async def render(self, families: Iterable[Family]) -> bytes:

@@ -50,6 +50,13 @@ class ModelName(NamedTuple):
     lora_name: str | None
 
 
+class _Meaning(NamedTuple):
+    """The base model behind a name, and the adapter if it is one."""
+
+    base: str
+    adapter: str | None = None
+
+
 class ModelSet:
     """Models by name. Configured ones stay; others appear when a replica says that it serves them."""
 
@@ -61,13 +68,8 @@ class ModelSet:
         """
         self._fetch = fetch
         self._models: dict[str, Model] = {}
-        self._names: dict[str, tuple[str, str | None]] = {}
-        problems: list[Problem] = []
-        for index, config in enumerate(configured):
-            try:
-                self._add_configured(config)
-            except ModelFilesError as error:
-                problems.append(Problem(f"models[{index}]", str(error)))
+        self._names: dict[str, _Meaning] = {}
+        problems = [problem for index, config in enumerate(configured) if (problem := self._add_configured(index, config))]
         if problems:
             raise ConfigError(problems)
         self._configured = frozenset(self._names)
@@ -94,46 +96,58 @@ class ModelSet:
         found = self._names.get(name or "")
         if found is None:
             raise UnknownModel(name or "(none named)")
-        return ModelName(self._models[found[0]], found[1])
+        return ModelName(self._models[found.base], found.adapter)
 
     def discover(self, name: str, parent: str | None = None) -> Model | None:
         """A replica serves *name*, as an adapter of *parent* if that is given; None if there are too many already."""
         if name in self._names:
-            return self._models[self._names[name][0]]
+            return self._models[self._names[name].base]
         if len(self._names) >= MAX_NAMES:
             return None
-        base = self._names[parent][0] if parent in self._names else parent or name
+        base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
             self._models[base] = Model(base, Tokenization(remote=self._remote(base)))
-            self._names[base] = (base, None)
-        self._names[name] = (base, name if parent else None)
+            self._names[base] = _Meaning(base)
+        self._names[name] = _Meaning(base, name if parent else None)
         return self._models[base]
 
-    def forget_all_but(self, served: Container[str]) -> None:
-        """Let go of what no configuration names and no replica serves any more: adapters come and go."""
-        for name in [name for name in self._names if name not in self._configured and name not in served]:
-            base, adapter = self._names[name]
-            if adapter is not None or not any(other == base for key, (other, _) in self._names.items() if key != name):
+    def forget_all_but(self, served: Container[str]) -> list[str]:
+        """Let go of what no configuration names and no replica serves any more: adapters come and go.
+
+        Returns:
+            The base models that are gone, with their indexes.
+        """
+        unserved = [name for name in self._names if name not in self._configured and name not in served]
+        for name in unserved:
+            if self._names[name].adapter is not None:
                 del self._names[name]
-                if adapter is None:
-                    self._models.pop(base).tokenization.close()
+        needed = {found.base for name, found in self._names.items() if name != found.base}
+        gone = [name for name in unserved if name in self._models and name not in needed]
+        for name in gone:
+            del self._names[name]
+            self._models.pop(name).tokenization.close()
+        return gone
 
     def names(self) -> dict[str, str | None]:
         """Every name a request may use, with the base model of those that are adapters."""
-        return {name: base if adapter else None for name, (base, adapter) in self._names.items()}
+        return {name: found.base if found.adapter else None for name, found in self._names.items()}
 
     def close(self) -> None:
         """Let the tokenizers' threads go."""
         for model in self._models.values():
             model.tokenization.close()
 
-    def _add_configured(self, config: ModelConfig) -> None:
-        tokenization = Tokenization(local=_local_tokenizer(config), remote=self._remote(config.name))
+    def _add_configured(self, index: int, config: ModelConfig) -> Problem | None:
+        try:
+            tokenization = Tokenization(local=_local_tokenizer(config), remote=self._remote(config.name))
+        except ModelFilesError as error:
+            return Problem(f"models[{index}]", str(error))
         self._models[config.name] = Model(config.name, tokenization, config.aliases, config.layout.to_hints())
         for name in (config.name, *config.aliases):
-            self._names[name] = (config.name, None)
+            self._names[name] = _Meaning(config.name)
         for adapter in config.lora_adapters:
-            self._names[adapter] = (config.name, adapter)
+            self._names[adapter] = _Meaning(config.name, adapter)
+        return None
 
     def _remote(self, model: str) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ RECENT_STEP = 64
 """Tokens between two keys of the short memory of what was sent where; one step for all, as it asks for."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
+
+
+_NO_HIT = Hit(0, 0)
+_ONE_RANK = [0]
 
 
 class PredictedHit(NamedTuple):
@@ -89,13 +93,13 @@ class RoutePlanner:
             PolicyError: A plug-in broke the rules of a policy.
         """
         started = time.perf_counter()
-        matches = [index.match_prompt(prompt) for prompt in prompts]
+        found = _sum([index.match_prompt(prompt) for prompt in prompts])
         keys = tuple(prompt.keys(RECENT_STEP) for prompt in prompts)
         recent = self._recent_tokens(keys)
         hits: dict[str, PredictedHit] = {}
         candidates = []
         for replica in replicas:
-            hits[replica.id] = hit = self._hit(replica, matches)
+            hits[replica.id] = hit = self._hit(replica, found)
             candidates.append(self._candidate(replica, hit, recent.get(replica.id, 0)))
         ranking = rank(self._policy, request, candidates)
         seconds = seconds_before + time.perf_counter() - started
@@ -119,16 +123,17 @@ class RoutePlanner:
                 tokens[replica_id] = tokens.get(replica_id, 0) + found
         return tokens
 
-    def _hit(self, replica: Replica, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
+    def _hit(self, replica: Replica, found: Mapping[SourceId, Hit]) -> PredictedHit:
         """The best rank of a replica; of equal ones the first."""
-        ranks = [source.dp_rank for source in replica.sources] or [0]
-        hits = [self._rank_hit(SourceId(replica.id, rank), matches) for rank in ranks]
-        return max(hits, key=lambda hit: (hit.total, hit.gpu))
-
-    def _rank_hit(self, source: SourceId, matches: Sequence[dict[SourceId, Hit]]) -> PredictedHit:
-        found = [match[source] for match in matches if source in match]
-        gpu, total = sum(hit.gpu for hit in found), sum(hit.total for hit in found)
-        return PredictedHit(source, gpu, total, self._is_suspect(source))
+        ranks = [source.dp_rank for source in replica.sources] or _ONE_RANK
+        best = SourceId(replica.id, ranks[0])
+        hit = found.get(best, _NO_HIT)
+        for rank in ranks[1:]:
+            source = SourceId(replica.id, rank)
+            other = found.get(source, _NO_HIT)
+            if (other.total, other.gpu) > (hit.total, hit.gpu):
+                best, hit = source, other
+        return PredictedHit(best, hit.gpu, hit.total, self._is_suspect(best))
 
     def _candidate(self, replica: Replica, hit: PredictedHit, recent_tokens: int) -> Candidate:
         has_choice = len(replica.sources) > 1 and hit.total > 0
@@ -142,6 +147,18 @@ class RoutePlanner:
             suspect=hit.suspect,
             dp_rank=hit.source.dp_rank if has_choice else None,
         )
+
+
+def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
+    """Hits over all prompts of a batch."""
+    if len(matches) == 1:
+        return matches[0]
+    total: dict[SourceId, Hit] = {}
+    for match in matches:
+        for source, hit in match.items():
+            before = total.get(source, _NO_HIT)
+            total[source] = Hit(before.gpu + hit.gpu, before.total + hit.total)
+    return total
 
 
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Prompt]:

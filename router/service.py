@@ -47,7 +47,7 @@ class RouterService:
         """Load tokenizers and make the parts.
 
         Raises:
-            ModelFilesError: A tokenizer or chat template cannot be used.
+            ConfigError: A tokenizer or chat template cannot be used.
             PolicyError: The policy cannot be made.
         """
         self.config = config
@@ -138,6 +138,7 @@ class RouterService:
         if before.models and before.models != replica.served.models:
             self._follow(replica, replica.sources, ())
             self._follow(replica, (), replica.sources)
+        self._forget_unserved_models()
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
         """Follow the streams it has now."""
@@ -146,7 +147,12 @@ class RouterService:
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
         self.recent.forget(replica.id)
-        self.metrics.forget_replica(replica.id)
+        self.metrics.forget("replica", replica.id)
+        self._forget_unserved_models()
+
+    def _forget_unserved_models(self) -> None:
+        for model in self.models.forget_all_but(self.registry.models()):
+            self.metrics.forget("model", model)
 
     def _follow(self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]) -> None:
         """Queue the changes: to leave a stream takes a moment, and it must be left before it is followed again."""
@@ -159,6 +165,8 @@ class RouterService:
             self._feed_changes.put_nowait(functools.partial(self._add_source, replica, new, model))
 
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
+        if self.models.get(model.name) is not model:
+            return  # it was removed again before its turn came
         source_id = SourceId(replica.id, source.dp_rank)
         topic = source.topic or None  # nobody names the empty topic: it means whatever comes
         self.feed.add(source_id, source.endpoint, source.replay_endpoint, topic, model.name, model.hints)

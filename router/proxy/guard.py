@@ -7,7 +7,7 @@ finished answer waits to be read, nor how many requests may stand in a row behin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,6 +52,9 @@ _STATUS_LINES = {
     HEAD_TOO_LARGE: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
     PIPELINED: b"HTTP/1.1 400 Bad Request\r\n",
 }
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class _OverBound(Exception):
@@ -116,6 +119,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             raise _OverBound
         self._is_in_head = False
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False
         # What follows are trailers, which are no headers (RFC 9110 6.5.1): they must not get into the scope.
         self.headers = []
 
@@ -124,6 +129,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # this is the end of the head only, see `_BodyReader`
         self._unframed_bytes = 0
         self._receiving_since = None
         super().on_message_complete()
@@ -138,15 +145,21 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return rest is not None
 
     def _parse(self, data: bytes) -> bytes | None:
-        """What is left of *data* behind a request to upgrade; None if it is no HTTP."""
+        """What is left of *data* behind a head that asks for an upgrade; None if it is no HTTP."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # Nothing is offered to upgrade to, so the request is one like any other (RFC 9110 7.8).
+            self._decline_upgrade()
             return data[upgrade.args[0] :]
         except httptools.HttpParserError:
             return None
         return b""
+
+    def _decline_upgrade(self) -> None:
+        """Put a parser in place that stands right behind the head. It reads one body; the connection is not kept."""
+        framing = [b"%b: %b\r\n" % (name, value) for name, value in self.scope["headers"] if name in _FRAMING]
+        self.parser = httptools.HttpRequestParser(_BodyReader(self))
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -201,6 +214,27 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         if self._stalled_since is None or self._unsent_bytes < before or is_writing:
             self._stalled_since = now
         return now - self._stalled_since > self.limits.stall_s + self.limits.slack_s
+
+
+class _BodyReader:
+    """What a parser calls for the body behind a head that asked for an upgrade.
+
+    httptools takes such a head for the whole message, and what follows for another protocol's. But nothing is offered to
+    upgrade to, so the body follows (RFC 9110 7.8): Java's own client asks for HTTP/2 in this way with every first request.
+    """
+
+    def __init__(self, protocol: GuardedHttpProtocol) -> None:
+        self._protocol = protocol
+        self._is_complete = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_complete:
+            self._protocol.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            self._protocol.on_message_complete()
 
 
 def guarded_protocol(client_limits: ClientLimits, on_refusal: Callable[[Refusal], None]) -> type[GuardedHttpProtocol]:

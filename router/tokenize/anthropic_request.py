@@ -23,7 +23,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 def parse_messages(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> ChatPrompt | OpaquePrompt:
     """Read system prompt, messages, tools and thinking options."""
-    given = object_list(fields.get("messages"), "$.messages", limits.max_messages, limits.max_nesting)
+    given = object_list(fields.get("messages"), "$.messages", limits)
     if not given:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
     if any(_changes_tools(message) for message in given):

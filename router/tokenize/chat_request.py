@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.tokenize.errors import RequestBodyError
-from router.tokenize.fields import check_nesting, describe, is_true, object_list, optional_object
+from router.tokenize.fields import check_shape, describe, is_true, object_list, optional_object
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Truncation
 from router.tokenize.tools import chat_tools
@@ -47,7 +47,7 @@ def parse_chat(
 
 def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
     """Check the shape of ``messages`` as far as anything here relies on it."""
-    messages = object_list(fields.get("messages"), "$.messages", limits.max_messages, limits.max_nesting)
+    messages = object_list(fields.get("messages"), "$.messages", limits)
     if not messages:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
     for index, message in enumerate(messages):
@@ -93,13 +93,13 @@ def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
     documents = fields.get("documents")
     if documents is None:
         return None
-    return object_list(documents, "$.documents", limits.max_messages, limits.max_nesting)
+    return object_list(documents, "$.documents", limits)
 
 
 def template_arguments(fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object) -> dict[str, Any]:
     """Return ``chat_template_kwargs`` with what the engine adds to them for *reasoning_effort*."""
     given = optional_object(fields, "chat_template_kwargs", "$") or {}
-    check_nesting(given, "$.chat_template_kwargs", limits.max_nesting)
+    check_shape(given, "$.chat_template_kwargs", limits)
     arguments = dict(given)
     if isinstance(reasoning_effort, str) and reasoning_effort != "auto":
         arguments["reasoning_effort"] = reasoning_effort

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.tokenize.errors import RequestBodyError
+from router.tokenize.limits import PromptLimits
 
 __all__ = [
     "as_count",
-    "check_nesting",
+    "check_shape",
     "describe",
     "is_true",
     "object_list",
@@ -65,35 +66,36 @@ def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[st
     return value
 
 
-def object_list(value: object, place: str, max_items: int, max_nesting: int) -> list[dict[str, Any]]:
+def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[str, Any]]:
     """Check that *value* is a list of objects within the bounds, and return it."""
     if not isinstance(value, list):
         raise RequestBodyError(place, describe(value), "must be a list of objects")
-    if len(value) > max_items:
-        raise RequestBodyError(place, describe(value), f"must have at most {max_items} items")
+    if len(value) > limits.max_messages:
+        raise RequestBodyError(place, describe(value), f"must have at most {limits.max_messages} items")
     for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise RequestBodyError(f"{place}[{index}]", describe(item), "must be an object")
-        check_nesting(item, f"{place}[{index}]", max_nesting)
+    check_shape(value, place, limits)
     return value
 
 
-def check_nesting(value: object, place: str, max_levels: int) -> None:
-    """Refuse objects and lists nested deeper than *max_levels*.
+def check_shape(value: object, place: str, limits: PromptLimits) -> None:
+    """Refuse what is nested too deep or holds too many values.
 
-    Templates and JSON encoders recurse over what a client sends; the depth must be known before they do.
+    Templates and JSON encoders recurse over what a client sends, and every value costs a look or two in the event
+    loop; both must be known before they start.
     """
-    level = [value]
-    for _ in range(max_levels + 1):
-        level = [child for item in level if isinstance(item, (dict, list)) for child in _children(item)]
-        if not level:
+    level, left = [value], limits.max_values
+    for _ in range(limits.max_nesting + 2):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        if not containers:
             return
-    raise RequestBodyError(place, "nested too deep", f"at most {max_levels} levels of objects and lists are allowed")
-
-
-def _children(item: dict[str, Any] | list[Any]) -> list[Any]:
-    values = item.values() if isinstance(item, dict) else item
-    return [value for value in values if isinstance(value, (dict, list))]
+        left -= sum(map(len, containers))
+        if left < 0:
+            raise RequestBodyError(place, "too many values", f"at most {limits.max_values} values are allowed")
+        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+    rule = f"at most {limits.max_nesting} levels of objects and lists are allowed"
+    raise RequestBodyError(place, "nested too deep", rule)
 
 
 def is_true(value: object) -> bool:

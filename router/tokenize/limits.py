@@ -17,6 +17,7 @@ class PromptLimits:
         max_prompt_chars: Characters of one prompt's text, after the chat template was rendered.
         max_messages: Messages of one chat, and tools, and documents.
         max_nesting: Levels of objects and lists inside a message, a tool or a template argument.
+        max_values: Values, counted at all levels, of all messages, and of all tools, documents, template arguments.
         max_salt_chars: Characters of ``cache_salt``, as vLLM bounds it.
     """
 
@@ -25,4 +26,5 @@ class PromptLimits:
     max_prompt_chars: int = 16_777_216
     max_messages: int = 16_384
     max_nesting: int = 64
+    max_values: int = 262_144
     max_salt_chars: int = 1024

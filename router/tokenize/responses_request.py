@@ -65,7 +65,7 @@ def _messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str,
     if not isinstance(given, list):
         raise RequestBodyError("$.input", describe(given), "must be a string or a list of items")
     turns: list[dict[str, Any]] = []
-    for item in object_list(given, "$.input", limits.max_messages, limits.max_nesting):
+    for item in object_list(given, "$.input", limits):
         _add_item(turns, item)
     return messages + turns
 

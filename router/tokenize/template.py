@@ -32,8 +32,7 @@ _TEMPLATE_FAULTS = (
     AttributeError,
     LookupError,
     MemoryError,
-    NotImplementedError,
-    RecursionError,
+    RuntimeError,
     TypeError,
     ValueError,
 )

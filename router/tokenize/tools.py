@@ -49,7 +49,7 @@ def _tool_list(fields: Mapping[str, Any], limits: PromptLimits) -> Sequence[dict
     tools = fields.get("tools")
     if tools is None:
         return None
-    return object_list(tools, "$.tools", limits.max_messages, limits.max_nesting)
+    return object_list(tools, "$.tools", limits)
 
 
 def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:

@@ -120,6 +120,15 @@ def test_marks_at_different_tokens_give_different_keys(space: KeySpace, position
     assert [at for at, key in keys.items() if key == keys[position]] == [position]
 
 
+@pytest.mark.parametrize("salt", ["tenant-a", "b"])
+def test_tokens_cannot_imitate_a_mark(space: KeySpace, salt: str) -> None:
+    """Whoever knows a salt can compute its digest; two tokens that spell it must not lead to the salted prompt's key."""
+    high, low = divmod(digest(salt), 2**32)
+    (salted,) = chain(space, [5, 6], [2], marks_of(None, 2, cache_salt=salt))
+    (imitated,) = chain(space, [high, low, 5, 6], [4])
+    assert imitated != salted
+
+
 def test_different_prefixes_have_different_keys() -> None:
     """A thousand prompts of one block, and every prefix of a long one, under a modulus nobody knows."""
     space, rng = KeySpace(), random.Random(3)

@@ -171,12 +171,12 @@ def test_an_error_shows_nothing_of_a_prompt(tmp_path: Path) -> None:
     assert "3141592653" not in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["in the header", "behind it"])
+@pytest.mark.parametrize("place", ["from the start on", "from the middle on"])
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path, place: str) -> None:
     """A broken disk or download: the compressor's own errors are of three kinds."""
     lines = [HEADER_LINE, *(json.dumps({"frame": base64.b64encode(bytes([i] * 300)).decode()}) for i in range(250))]
     whole = gzip.compress("\n".join(lines).encode())
-    for position in range(10 if place == "in the header" else len(whole) // 2, len(whole), 97):
+    for position in range(10 if place == "from the start on" else len(whole) // 2, len(whole), 97):
         damaged = bytearray(whole)
         damaged[position] ^= 0xFF
         (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)

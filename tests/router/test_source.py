@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
+from collections import Counter
 
 import pytest
 from msgspec.structs import replace
@@ -341,3 +343,82 @@ def test_clearing_the_gpu_takes_every_copy() -> None:
     assert statistics(index).blocks == {(0, GPU): 2}
     apply(index, PROMPT.removed(0, [16, 32]))
     assert statistics(index).blocks == {}
+
+
+# --- well-formed nonsense -------------------------------------------------------------------------------------------------
+
+
+class Nonsense:
+    """Batches that every rule of the wire allows and no engine would send."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def batch(self) -> EventBatch:
+        kinds = [self._stored] * 6 + [self._removed] * 2 + [AllBlocksCleared] + [self._layout] * (self.rng.random() < 0.05)
+        return EventBatch(0.0, [self.rng.choice(kinds)() for _ in range(self.rng.randint(1, 4))])
+
+    def _stored(self) -> BlockStored:
+        any_of = self.rng.choice
+        return BlockStored(
+            block_hashes=self._hashes(),
+            parent_block_hash=any_of([None, *self._hashes()]),
+            token_ids=self.rng.choices(range(3), k=any_of([0, 1, 2, 4, 8])),
+            medium=any_of([None, "GPU", "gpu", "CPU", "DISK", ""]),
+            group_idx=any_of([None, 0, 1, 2]),
+            lora_name=any_of([None, None, "", "sql"]),
+            extra_keys=any_of(
+                [None, [], [None], [["sql", "salt"]], [[["image", any_of([-3, 0, 1, 5])]], None], [7], [[]], ["x"]]
+            ),
+            kv_cache_spec_kind=any_of([None, "full_attention", "mamba", "sliding_window", "chunked_local_attention", "x"]),
+            kv_cache_spec_sliding_window=any_of([None, 0, 1, 3, 9]),
+            block_size=any_of([None, 0, 1, 2, 2, 4]),
+            lookahead_token_ids=any_of([None, None, None, [], [[]], [[1]], [[1, 2], []]]),
+        )
+
+    def _hashes(self) -> list[BlockHash]:
+        return self.rng.choices([1, 2, 3, 4, 5, b"six", -7], k=self.rng.choice([0, 1, 1, 2, 4]))
+
+    def _removed(self) -> BlockRemoved:
+        return BlockRemoved(self._hashes(), self.rng.choice([None, "GPU", "CPU"]), self.rng.choice([None, 0, 1]))
+
+    def _layout(self) -> CacheLayout:
+        any_of = self.rng.choice
+        kinds = ["full_attention", "mamba", "sliding_window", "chunked_local_attention", "cross_attention", "x"]
+        groups = [
+            GroupSpec(any_of(kinds), any_of([1, 2, 4]), any_of([None, 3]), any_of([None, 4])) for _ in range(any_of([0, 1, 3]))
+        ]
+        root = any_of([None, b"", HashChain.from_seed().none_hash])
+        return CacheLayout(
+            "p", groups, any_of([0, 1, 2]), any_of([0, 2, 4]), any_of([None, "sha256"]), root, any_of([True, False])
+        )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_well_formed_batch_makes_the_index_fail(seed: int) -> None:
+    """The codec cannot refuse what only makes no sense: applying it must not fail half-way, nor may a look-up behind it."""
+    nonsense, index = Nonsense(seed), PrefixIndex(limits=SourceLimits(blocks=20, waiting_runs=5, tiers=2))
+    if seed % 2:
+        groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 2, 3)]
+        apply(index, CacheLayout("p", groups, 2, 2, "sha256", HashChain.from_seed().none_hash))
+    for _ in range(60):
+        index.apply(SOURCE, encode(nonsense.batch()))
+        prompt = nonsense.rng.choices(range(3), k=9)
+        hit = index.match(prompt, nonsense.rng.choice([None, "sql"]), nonsense.rng.choice([None, "salt"]))[SOURCE]
+        assert 0 <= hit.gpu <= 8
+        assert hit.gpu <= hit.total <= 9
+        index.explain(prompt)
+        _expect_sound(index.sources[SOURCE])
+
+
+def _expect_sound(source: Source) -> None:
+    """What is written down twice says the same twice."""
+    copies = Counter[BlockHash]()
+    for hashes in source.held.values():
+        assert all(count > 0 for count in hashes.values())
+        copies.update(hashes)
+    assert copies == {block_hash: block.copies for block_hash, block in source._blocks.items()}
+    assert source._held_total == sum(map(len, source.held.values())) <= source.limits.blocks
+    assert source.unplaced == sum(block.key is None for block in source._blocks.values())
+    assert all(source._blocks[block_hash].key == key for key, block_hash in source.hash_at.items())
+    assert source.waiting()[0] == sum(map(len, source._waiting.by_parent.values())) <= source.limits.waiting_runs

@@ -1,4 +1,4 @@
-"""An engine over real sockets, without a model: HTTP by hand, so that a test decides every byte and every close; real KV events.
+"""An engine over real sockets, without a model: HTTP by hand, so that a test decides every byte and close; real KV events.
 
 It lives on the test's own event loop. What a prompt request meets is a `Behaviour`, by default `answer`; everything around it
 (health, models, event sources, load, tokenisation) is as vLLM has it. Token ids of a text are its UTF-8 bytes.

@@ -67,9 +67,7 @@ class HttpClient:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def send(
-        self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
-    ) -> None:
+    async def send(self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> None:
         await self.write(request_bytes(method, target, encoded(body), headers))
 
     async def write(self, data: bytes) -> None:
@@ -77,9 +75,7 @@ class HttpClient:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def ask(
-        self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    async def ask(self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
         await self.send(method, target, body, headers)
         return await self.read_answer()
 
@@ -148,9 +144,7 @@ async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator
             await writer.wait_closed()
 
 
-async def ask(
-    port: int, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
-) -> Answer:
+async def ask(port: int, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
     """One request on a connection of its own."""
     async with connect(port) as client:
         return await client.ask(method, target, body, headers)

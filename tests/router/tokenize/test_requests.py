@@ -239,6 +239,32 @@ def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": ["a"] * 50}, {"role": "user", "content": [{}] * 51}]},
+        {"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": {"enum": [1] * 101}}}]},
+        {"messages": [_USER], "chat_template_kwargs": {str(index): 1 for index in range(101)}},
+    ],
+)
+def test_values_are_bounded_wherever_they_hide(body: object) -> None:
+    """A body of ten megabytes holds millions of them, and each costs time in the event loop."""
+    with pytest.raises(RequestBodyError, match="too many values"):
+        _parse(Endpoint.CHAT, body, limits=PromptLimits(max_values=100))
+
+
+def test_nesting_up_to_the_limit_is_taken() -> None:
+    """The bound is where it is said to be."""
+    limits = PromptLimits(max_nesting=8)
+    for levels, is_taken in ((8, True), (9, False)):
+        body = {"messages": [{"role": "user", "content": "x", "deep": _nested(levels - 1)}]}
+        if is_taken:
+            assert _parse(Endpoint.CHAT, body, limits=limits)
+        else:
+            with pytest.raises(RequestBodyError):
+                _parse(Endpoint.CHAT, body, limits=limits)
+
+
+@pytest.mark.parametrize(
     ("endpoint", "body", "limits"),
     [
         (Endpoint.CHAT, {"messages": [_USER] * 3}, PromptLimits(max_messages=2)),

@@ -1,0 +1,751 @@
+"""The publisher over real sockets: what goes out, what is answered, what is dropped, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+
+from kvevents.codec import decode
+from kvevents.errors import EndpointError, PublisherClosed
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.hashing import HashChain
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+from kvevents.messages import Batch
+from kvevents.publisher import (
+    EventPublisher,
+    NullEventPublisher,
+    PublisherConfig,
+    PublisherStatistics,
+    RecordedStreamPublisher,
+    ReplyLimits,
+    ZmqEventPublisher,
+    create_publisher,
+    register_publisher,
+)
+from kvevents.stream import Stream, Taking
+from router.index.index import PrefixIndex, SourceId
+from tests.support.blocks import Prefix, tokens
+from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
+
+FULL = KVCacheGroup(GroupKind.FULL, 16)
+LAYOUT = KVCacheLayout.build([FULL])
+CHAIN = HashChain.from_seed("sha256_cbor")
+QUIET = PublisherConfig("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv-events", heartbeat_s=3600.0)
+PROMPT = Prefix(tokens(160))
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with new_client() as client:
+        yield client
+
+
+@pytest.fixture
+def publisher() -> Iterator[ZmqEventPublisher]:
+    with ZmqEventPublisher(QUIET, LAYOUT, CHAIN, data_parallel_rank=0) as publisher:
+        yield publisher
+
+
+def stored(number: int, padding: int = 0) -> list[Event]:
+    """One block named *number*, in a batch as large as wanted."""
+    return [BlockStored([number], None, tokens(16 + 16 * padding), "GPU", 0)]
+
+
+def numbers(batches: Sequence[Batch]) -> list[int]:
+    return [batch.seq for batch in batches]
+
+
+def events_of(batches: Sequence[Batch]) -> list[Event]:
+    return [event for batch in batches for event in decode(batch.payload).events]
+
+
+def follow(client: Client, publisher: ZmqEventPublisher) -> Peer:
+    """A subscriber that is certain to get what is published from now on."""
+    peer = client.subscribe(publisher.endpoint)
+    greeting, last = BlockRemoved([b"greeting"], "GPU", 0), BlockRemoved([b"last greeting"], "GPU", 0)
+    while not peer.socket.poll(20):
+        publisher.publish([greeting])
+    publisher.publish([last])
+    while list(peer.decoded()[1].events) != [last]:
+        pass
+    return peer
+
+
+def settle(publisher: ZmqEventPublisher | RecordedStreamPublisher, last_seq: int) -> None:
+    until(lambda: publisher.statistics().last_seq >= last_seq, f"batch {last_seq} is sent")
+
+
+# --- what goes out --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_is_the_layout(client: Client, publisher: ZmqEventPublisher) -> None:
+    """A consumer learns groups, hash function and identity before any block."""
+    first = client.dealer(publisher.replay_endpoint).answer(0)[0]
+    (layout,) = decode(first.payload).events
+    assert isinstance(layout, CacheLayout)
+    assert first.seq == 0
+    assert layout.publisher_id == publisher.publisher_id
+    assert (layout.hash_algorithm, layout.none_hash) == (CHAIN.algorithm, CHAIN.none_hash)
+    assert KVCacheLayout.from_event(layout) == LAYOUT
+
+
+def test_every_publisher_has_an_identity_of_its_own(publisher: ZmqEventPublisher) -> None:
+    """A restarted engine must not be taken for the one before."""
+    with ZmqEventPublisher(QUIET, LAYOUT) as other:
+        assert other.publisher_id != publisher.publisher_id
+
+
+def test_batches_arrive_in_order_under_topic_and_number(client: Client) -> None:
+    """The three frames every consumer expects, vLLM's included."""
+    with ZmqEventPublisher(QUIET, LAYOUT, data_parallel_rank=3) as publisher:
+        peer = follow(client, publisher)
+        begin, before = publisher.statistics().last_seq + 1, time.time()
+        for number in range(50):
+            assert publisher.publish(stored(number))
+        for number in range(50):
+            topic, seq, payload = peer.message()
+            batch = decode(payload)
+            assert (topic, seq) == (b"kv-events", (begin + number).to_bytes(8, "big"))
+            assert (batch.events, batch.data_parallel_rank) == (stored(number), 3)
+            assert before <= batch.ts <= time.time()
+
+
+def test_silence_is_broken_by_an_empty_batch_in_sequence(client: Client) -> None:
+    """Otherwise a loss at the tail stays unseen until the next request."""
+    with ZmqEventPublisher(replace(QUIET, heartbeat_s=0.02), LAYOUT) as publisher:
+        peer = client.subscribe(publisher.endpoint)
+        first, second = peer.decoded(), peer.decoded()
+        assert (first[1].events, second[1].events) == ([], [])
+        assert second[0] == first[0] + 1
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(first[0]))[:2] == [first[0], second[0]]
+
+
+def test_a_step_without_events_costs_no_number(publisher: ZmqEventPublisher) -> None:
+    """An engine that decodes stores nothing most of the time."""
+    assert publisher.publish([])
+    assert publisher.publish(stored(1))
+    settle(publisher, 1)
+    assert publisher.statistics().last_seq == 1
+
+
+def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(client: Client, publisher: ZmqEventPublisher) -> None:
+    """One bad value must cost neither the other events nor the thread."""
+    bad = BlockStored([2**64], None, tokens(16), "GPU", 0)
+    strange = BlockStored([7], None, tokens(16), "GPU", 0, extra_keys=[object()])
+    publisher.publish([*stored(1), bad, strange, *stored(2)])
+    settle(publisher, 1)
+    assert publisher.statistics().rejected_events == 2
+    replies = client.dealer(publisher.replay_endpoint).answer(1)
+    assert events_of(replies) == [*stored(1), *stored(2)]
+    assert len(client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)) == 2
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("start", "expected"), [(0, range(11)), (4, range(4, 11)), (10, [10]), (11, []), (2**63, [])])
+def test_a_replay_has_everything_from_its_start_on(client: Client, start: int, expected: Sequence[int]) -> None:
+    """And ends with the marker, whatever it brought."""
+    with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
+        for number in range(10):
+            publisher.publish(stored(number))
+        settle(publisher, 10)
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(start)) == list(expected)
+        until(lambda: publisher.statistics().replays_served == 1, "the replay is counted")
+
+
+def test_replies_carry_the_topic(client: Client, publisher: ZmqEventPublisher) -> None:
+    """The form of vLLM from 0.26 on."""
+    peer = client.dealer(publisher.replay_endpoint)
+    peer.ask(0)
+    assert peer.message()[:3] == [b"", b"kv-events", bytes(8)]
+
+
+def test_a_start_that_the_ring_has_lost_begins_with_its_oldest(client: Client) -> None:
+    """The hole shows in the numbers; what is there is still worth having."""
+    with ZmqEventPublisher(replace(QUIET, buffer_steps=5), LAYOUT) as publisher:
+        for number in range(20):
+            publisher.publish(stored(number))
+        settle(publisher, 20)
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(3)) == [16, 17, 18, 19, 20]
+        assert publisher.statistics().ring_batches == 5
+
+
+def test_a_replay_from_0_begins_with_the_layout_although_the_ring_has_lost_it(client: Client) -> None:
+    """Under the number before the oldest batch, so that the consumer counts one gap and not two."""
+    with ZmqEventPublisher(replace(QUIET, buffer_steps=5), LAYOUT) as publisher:
+        for number in range(20):
+            publisher.publish(stored(number))
+        settle(publisher, 20)
+        replies = client.dealer(publisher.replay_endpoint).answer(0)
+        assert numbers(replies) == [15, 16, 17, 18, 19, 20]
+        (layout,) = decode(replies[0].payload).events
+        assert isinstance(layout, CacheLayout)
+        assert layout.publisher_id == publisher.publisher_id
+
+
+def test_the_ring_is_bounded_in_bytes(client: Client) -> None:
+    """Batches of a long prefill are large; ten thousand of them are no bound."""
+    with ZmqEventPublisher(replace(QUIET, buffer_bytes=10_000), LAYOUT) as publisher:
+        for number in range(100):
+            publisher.publish(stored(number, padding=20))
+        settle(publisher, 100)
+        statistics = publisher.statistics()
+        assert 0 < statistics.ring_bytes <= 10_000
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(50))[-1] == 100
+
+
+def test_a_batch_larger_than_the_ring_leaves_it_empty(client: Client) -> None:
+    """Then a replay from 0 still says who publishes."""
+    with ZmqEventPublisher(replace(QUIET, buffer_bytes=1000), LAYOUT) as publisher:
+        publisher.publish(stored(1, padding=200))
+        settle(publisher, 1)
+        (reply,) = client.dealer(publisher.replay_endpoint).answer(0)
+        assert reply.seq == 1
+        assert isinstance(decode(reply.payload).events[0], CacheLayout)
+
+
+def test_a_replay_longer_than_its_queue_comes_whole(client: Client) -> None:
+    """A client slower than the publisher is waited for, as long as it reads at all."""
+    limits = ReplyLimits(queued_messages=4)
+    with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
+        for number in range(600):
+            publisher.publish(stored(number, padding=30))
+        settle(publisher, 600)
+        assert numbers(client.dealer(publisher.replay_endpoint, hwm=1).answer(0)) == list(range(601))
+
+
+# --- snapshots ------------------------------------------------------------------------------------------------------------
+
+
+def index_of(batches: Sequence[Batch]) -> dict[tuple[int, str], dict[Any, int]]:
+    index, source = PrefixIndex(), SourceId("late")
+    for batch in batches:
+        index.apply(source, batch.payload)
+    return index.sources[source].held
+
+
+def test_a_snapshot_and_what_follows_it_equal_the_whole_stream(client: Client, publisher: ZmqEventPublisher) -> None:
+    """The promise of the number it carries: everything up to it is in, nothing behind it."""
+    for step in range(40):
+        publisher.publish([PROMPT.stored(0, FULL, 0, 16 + step % 9 * 16)])
+        publisher.publish([PROMPT.removed(0, [16 + step % 5 * 16]), PROMPT.offloaded(0, [16 * (1 + step % 10)])])
+    peer = client.dealer(publisher.replay_endpoint)
+    peer.ask(SNAPSHOT)
+    for step in range(40):
+        publisher.publish([PROMPT.removed(0, [16 + step % 3 * 16]), PROMPT.stored(0, FULL, 32, 64)])
+    snapshot = peer.reply()
+    settle(publisher, 120)
+    assert len(set(numbers(snapshot))) == 1
+    following = peer.answer(snapshot[0].seq + 1)
+    assert index_of([*snapshot, *following]) == index_of(peer.answer(0))
+    assert publisher.statistics().snapshots_served == 1
+
+
+def test_a_snapshot_begins_with_the_layout(client: Client, publisher: ZmqEventPublisher) -> None:
+    """Whoever joins late knows neither groups nor identity."""
+    publisher.publish(stored(1))
+    settle(publisher, 1)
+    layout, block = events_of(client.dealer(publisher.replay_endpoint).answer(SNAPSHOT))
+    assert isinstance(layout, CacheLayout)
+    assert block == stored(1)[0]
+
+
+def test_a_snapshot_of_an_empty_cache_is_its_layout(client: Client, publisher: ZmqEventPublisher) -> None:
+    """Empty and refused are different answers."""
+    (layout,) = client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)
+    assert isinstance(decode(layout.payload).events[0], CacheLayout)
+    assert layout.seq == 0
+
+
+def test_everybody_who_asks_gets_a_snapshot(client: Client, publisher: ZmqEventPublisher) -> None:
+    """All routers start at once after an upgrade."""
+    for number in range(2000):
+        publisher.publish(stored(number))
+    settle(publisher, 2000)
+    peers = [client.dealer(publisher.replay_endpoint) for _ in range(12)]
+    for peer in peers:
+        peer.ask(SNAPSHOT)
+    for peer in peers:
+        assert sum(len(hashes) for hashes in index_of(peer.reply()).values()) == 2000
+
+
+# --- a full queue ---------------------------------------------------------------------------------------------------------
+
+
+class GatedContent:
+    """A content whose thread stands still until it is let through."""
+
+    def __init__(self) -> None:
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.noted: list[int] = []
+        self.losses = 0
+
+    def opening(self) -> bytes | None:
+        return None
+
+    def payload(self, item: int) -> bytes:
+        self.entered.set()
+        assert self.gate.wait(30)
+        return str(item).encode()
+
+    def note(self, item: int) -> None:
+        self.noted.append(item)
+
+    def lose(self) -> None:
+        self.losses += 1
+
+    def heartbeat(self) -> bytes | None:
+        return None
+
+    def snapshot(self, seq: int) -> Iterator[bytes] | None:
+        return None
+
+
+def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> None:
+    """The engine's step must not depend on anybody's network; what is dropped shows in the numbers."""
+    content = GatedContent()
+    stream: Stream[int] = Stream(replace(QUIET, max_queue_size=3), content, 0)
+    assert stream.offer(0) is Taking.SENT
+    assert content.entered.wait(30)
+    takings = [stream.offer(item) for item in range(1, 10)]
+    assert takings == [Taking.SENT] * 3 + [Taking.UNSENT] * 3 + [Taking.LOST] * 3
+    content.gate.set()
+    until(lambda: stream.statistics().last_seq == 9, "all numbers are used up")
+    assert stream.offer(10) is Taking.SENT
+    until(lambda: stream.statistics().last_seq == 10, "the stream goes on")
+    sent = client.dealer(stream.replay_endpoint).answer(0)
+    stream.close(5.0)
+    assert [int(batch.payload) for batch in sent] == [0, 1, 2, 3, 10]
+    # The three lost ones are left out as soon as the loss is known, which is before what waited at that time.
+    assert numbers(sent) == [0, 4, 5, 6, 10]
+    assert (content.noted, content.losses) == ([4, 5, 6], 1)
+    assert (stream.statistics().dropped, stream.statistics().lost) == (6, 3)
+
+
+def overload(publisher: ZmqEventPublisher, burst: int, wanted: int) -> tuple[list[Event], list[bool]]:
+    """Publish faster than the thread can send, until *wanted* batches are dropped; whatever is taken or not is applied."""
+    events: list[Event] = []
+    taken: list[bool] = []
+    while publisher.statistics().dropped < wanted:
+        until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+        for _ in range(burst):
+            batch = stored(len(taken)) if len(taken) % 3 else [BlockRemoved([len(taken) - 1], "GPU", 0), *stored(len(taken))]
+            taken.append(publisher.publish(batch))
+            events += batch
+    until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+    settle(publisher, len(taken))
+    return events, taken
+
+
+def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client) -> None:
+    """The gap makes consumers ask, and the answer must be right although nobody can replay the batch."""
+    with ZmqEventPublisher(replace(QUIET, max_queue_size=40), LAYOUT) as publisher:
+        events, taken = overload(publisher, burst=80, wanted=30)
+        peer = client.dealer(publisher.replay_endpoint)
+        replayed, snapshot = peer.answer(0), peer.answer(SNAPSHOT)
+        statistics = publisher.statistics()
+    assert statistics.last_seq == len(taken)
+    assert statistics.dropped == taken.count(False)
+    assert numbers(replayed) == [0] + [number for number, is_taken in enumerate(taken, start=1) if is_taken]
+    index, source = PrefixIndex(), SourceId("all")
+    index.apply(source, EventBatch(0.0, events))
+    assert index_of(snapshot) == index.sources[source].held
+    assert snapshot[0].seq == len(taken)
+
+
+def test_a_gap_at_the_tail_shows_with_the_next_heartbeat(client: Client) -> None:
+    """The last batches before an engine falls idle may be the dropped ones."""
+    with ZmqEventPublisher(replace(QUIET, max_queue_size=1, heartbeat_s=0.05), LAYOUT) as publisher:
+        peer = client.subscribe(publisher.endpoint)
+        peer.batch()
+        while publisher.publish(stored(1)):
+            pass
+        last = publisher.statistics().last_seq
+        until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+        while (heartbeat := peer.decoded())[1].events or heartbeat[0] <= last:
+            pass
+        replayed = numbers(client.dealer(publisher.replay_endpoint).answer(0))
+        assert set(range(heartbeat[0])) - set(replayed)
+
+
+def test_what_the_mirror_never_saw_makes_snapshots_refused(client: Client) -> None:
+    """No answer is better than a wrong one: the consumer then knows that it does not know."""
+    with ZmqEventPublisher(replace(QUIET, max_queue_size=1), LAYOUT) as publisher:
+        overload(publisher, burst=50, wanted=100)
+        statistics = publisher.statistics()
+        assert not statistics.mirror_is_complete
+        assert client.dealer(publisher.replay_endpoint).answer(SNAPSHOT) == []
+        publisher.publish([AllBlocksCleared()])
+        settle(publisher, statistics.last_seq + 1)
+        assert client.dealer(publisher.replay_endpoint).answer(SNAPSHOT) == []
+        assert publisher.statistics().snapshots_served == 0
+
+
+def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: Client) -> None:
+    """Asked on its own thread, where the state cannot change meanwhile."""
+    asked: list[threading.Thread] = []
+
+    def present_state() -> list[Event]:
+        asked.append(threading.current_thread())
+        return [*stored(111), *stored(222)]
+
+    with ZmqEventPublisher(replace(QUIET, max_queue_size=1), LAYOUT, present_state=present_state) as publisher:
+        while publisher.statistics().mirror_is_complete:
+            for number in range(50):
+                publisher.publish(stored(number))
+        until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+        before = publisher.statistics().last_seq
+        publisher.publish(stored(222))
+        settle(publisher, before + 1)
+        snapshot = client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)
+        assert set(asked) == {threading.current_thread()}
+        assert index_of(snapshot) == {(0, "GPU"): {111: 1, 222: 1}}
+        asked.clear()
+        publisher.publish(stored(333))
+        settle(publisher, before + 2)
+        assert asked == []
+        assert publisher.statistics().mirror_blocks == 3
+
+
+# --- hostile and slow clients ---------------------------------------------------------------------------------------------
+
+MALFORMED: list[list[bytes]] = [
+    [b""],
+    [b"", b""],
+    [b"", b"1234567"],
+    [b"", b"123456789"],
+    [b"", b"snapshots"],
+    [bytes(8)],
+    [b"x", bytes(8)],
+    [b"", bytes(8), b""],
+    [b"", b"", bytes(8)],
+    [b""] * 1000,
+    [b"", bytes(1000)],
+]
+
+
+def test_malformed_requests_are_counted_and_not_answered(client: Client, publisher: ZmqEventPublisher) -> None:
+    """Anybody who reaches the port can send anything."""
+    peer = client.dealer(publisher.replay_endpoint)
+    for frames in MALFORMED:
+        peer.socket.send_multipart(frames)
+    until(lambda: publisher.statistics().malformed_requests == len(MALFORMED), "all are counted")
+    assert numbers(peer.answer(0)) == [0]
+
+
+def test_a_huge_request_ends_the_connection_not_the_publisher(client: Client, publisher: ZmqEventPublisher) -> None:
+    """A frame beyond the limit is never held in memory."""
+    client.dealer(publisher.replay_endpoint).socket.send_multipart([b"", bytes(50_000_000)])
+    assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
+    assert publisher.statistics().malformed_requests == 0
+
+
+def test_a_flood_of_requests_is_read_at_a_bounded_rate(client: Client) -> None:
+    """What is over waits in the sender's memory, not in ours, and others still get their turn."""
+    limits = ReplyLimits(requests_per_s=20)
+    with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
+        flood = client.dealer(publisher.replay_endpoint)
+        began = time.monotonic()
+        for _ in range(5000):
+            flood.socket.send_multipart([b"", b"?"])
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
+        malformed, seconds = publisher.statistics().malformed_requests, time.monotonic() - began
+        assert malformed <= 20 + 20 * seconds + 1
+
+
+@pytest.fixture
+def stalling() -> Iterator[ZmqEventPublisher]:
+    """A publisher with much to replay, little patience and one reply at a time."""
+    limits = ReplyLimits(concurrent=1, queued_messages=4, stall_s=0.3)
+    with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
+        for number in range(400):
+            publisher.publish(stored(number, padding=2000))
+        settle(publisher, 400)
+        yield publisher
+
+
+def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_client(
+    client: Client, stalling: ZmqEventPublisher
+) -> None:
+    """It loses the rest of its reply, and its place."""
+    live = follow(client, stalling)
+    stalled = client.dealer(stalling.replay_endpoint, hwm=1)
+    stalled.ask(0)
+    assert stalled.socket.poll(10_000)
+    last = stalling.statistics().last_seq
+    stalling.publish(stored(1))
+    assert live.batch().seq == last + 1
+    assert stalling.statistics().replies_aborted == 0
+    assert numbers(client.dealer(stalling.replay_endpoint).answer(390)) == list(range(390, last + 2))
+    assert stalling.statistics().replies_aborted == 1
+
+
+def test_a_client_that_leaves_in_the_middle_frees_its_place(client: Client, stalling: ZmqEventPublisher) -> None:
+    """Routers are restarted while they recover."""
+    leaving = client.dealer(stalling.replay_endpoint, hwm=1)
+    leaving.ask(0)
+    assert leaving.socket.poll(10_000)
+    client.leave(leaving)
+    assert numbers(client.dealer(stalling.replay_endpoint).answer(400)) == [400]
+    assert stalling.statistics().replies_aborted == 1
+
+
+def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
+    """A REQ socket sees only the first reply and asks on; it must not have to wait for the rest of the old one."""
+    limits = ReplyLimits(queued_messages=4, concurrent=2)
+    with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
+        for number in range(400):
+            publisher.publish(stored(number, padding=2000))
+        settle(publisher, 400)
+        peer = client.dealer(publisher.replay_endpoint, hwm=1)
+        peer.ask(0)
+        assert peer.socket.poll(10_000)
+        peer.ask(399)
+        until(lambda: publisher.statistics().replies_aborted == 1, "the first reply is given up")
+        seen = numbers(peer.reply())
+        assert seen[-2:] == [399, 400]
+        assert 0 < len(seen) < 400
+
+
+def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(client: Client, publisher: ZmqEventPublisher) -> None:
+    """A large cache takes seconds to tell; other routers must not go blind meanwhile."""
+    for first in range(0, 60_000, 600):
+        publisher.publish([BlockStored(list(range(first, first + 600)), None, tokens(9600), "GPU", 0)])
+    live = follow(client, publisher)
+    asking = client.dealer(publisher.replay_endpoint)
+    asking.ask(SNAPSHOT)
+    asking.message()
+    last = publisher.statistics().last_seq
+    publisher.publish([AllBlocksCleared()])
+    assert live.batch().seq == last + 1
+    assert publisher.statistics().snapshots_served == 0
+    assert sum(len(hashes) for hashes in index_of(asking.reply()).values()) == 60_000
+
+
+# --- the end --------------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_was_taken_is_sent_before_shutdown_returns(client: Client) -> None:
+    """An engine's last evictions matter to whoever routes to it when it is back."""
+    publisher = ZmqEventPublisher(QUIET, LAYOUT)
+    peer = follow(client, publisher)
+    begin = publisher.statistics().last_seq + 1
+    for number in range(5000):
+        assert publisher.publish(stored(number))
+    publisher.shutdown()
+    assert publisher.statistics().last_seq == begin + 4999
+    assert [peer.batch().seq for _ in range(5000)] == list(range(begin, begin + 5000))
+
+
+def test_shutdown_leaves_no_thread_and_no_address_behind(client: Client) -> None:
+    """A restarted engine binds the same ports."""
+    before = set(threading.enumerate())
+    publisher = ZmqEventPublisher(QUIET, LAYOUT)
+    client.dealer(publisher.replay_endpoint).answer(0)
+    addresses = replace(QUIET, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+    publisher.shutdown()
+    publisher.shutdown()
+    assert set(threading.enumerate()) == before
+    with ZmqEventPublisher(addresses, LAYOUT) as again:
+        assert (again.endpoint, again.replay_endpoint) == (publisher.endpoint, publisher.replay_endpoint)
+        assert numbers(client.dealer(again.replay_endpoint).answer(0)) == [0]
+
+
+def test_a_subscriber_that_never_reads_does_not_hold_up_shutdown(client: Client) -> None:
+    """The time to flush is bounded, whoever listens."""
+    publisher = ZmqEventPublisher(QUIET, LAYOUT)
+    follow(client, publisher)
+    slow = client.subscribe(publisher.endpoint, hwm=1)
+    assert slow.socket.poll(0) == 0
+    for number in range(300):
+        publisher.publish(stored(number, padding=2000))
+    began = time.monotonic()
+    publisher.shutdown(timeout_s=0.2)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("kind", ["null", "zmq"])
+def test_nothing_is_taken_after_shutdown(kind: str) -> None:
+    """A caller that goes on publishing has a bug, and hears of it."""
+    publisher = create_publisher(replace(QUIET, kind=kind), LAYOUT)
+    assert publisher.publish(stored(1))
+    publisher.shutdown()
+    publisher.shutdown()
+    for events in (stored(1), []):
+        with pytest.raises(PublisherClosed, match="shut down"):
+            publisher.publish(events)
+    assert isinstance(publisher.statistics(), PublisherStatistics)
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
+        return int(publisher.endpoint.rpartition(":")[2])
+
+
+def test_a_rank_has_ports_of_its_own(client: Client) -> None:
+    """Every data-parallel rank publishes for itself, from one configuration."""
+    port, replay_port = free_port(), free_port()
+    config = replace(QUIET, endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{replay_port}")
+    with ZmqEventPublisher(config, LAYOUT, data_parallel_rank=2) as publisher:
+        assert publisher.endpoint == f"tcp://127.0.0.1:{port + 2}"
+        assert publisher.replay_endpoint == f"tcp://127.0.0.1:{replay_port + 2}"
+        (layout,) = client.dealer(publisher.replay_endpoint).answer(0)
+        assert decode(layout.payload).data_parallel_rank == 2
+
+
+def test_ranks_of_one_process_share_a_context_by_name() -> None:
+    """Tests and single-process engines use `inproc`."""
+    config = replace(QUIET, endpoint="inproc://live", replay_endpoint="inproc://replay")
+    context: zmq.Context[Any] = zmq.Context()
+    with (
+        ZmqEventPublisher(config, LAYOUT, context=context) as first,
+        ZmqEventPublisher(config, LAYOUT, data_parallel_rank=1, context=context) as second,
+    ):
+        assert (first.endpoint, second.endpoint) == ("inproc://live", "inproc://live_dp1")
+        assert second.replay_endpoint == "inproc://replay_dp1"
+        client = Client(context)
+        (layout,) = client.dealer(second.replay_endpoint).answer(0)
+        assert decode(layout.payload).data_parallel_rank == 1
+        assert len(client.dealer(second.replay_endpoint).answer(SNAPSHOT)) == 1
+        client.close()
+    context.term()
+
+
+def test_inproc_without_a_context_uses_the_common_one() -> None:
+    """Both ends must find each other without passing a context around."""
+    config = replace(QUIET, endpoint="inproc://common", replay_endpoint="inproc://common-replay")
+    with ZmqEventPublisher(config, LAYOUT) as publisher:
+        client = Client(zmq.Context.instance())
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
+        client.close()
+
+
+def test_without_a_replay_endpoint_batches_still_go_out(client: Client) -> None:
+    """vLLM's default has none."""
+    with ZmqEventPublisher(replace(QUIET, replay_endpoint=None), LAYOUT) as publisher:
+        assert publisher.replay_endpoint is None
+        peer = follow(client, publisher)
+        publisher.publish(stored(5))
+        assert peer.decoded()[1].events == stored(5)
+        assert publisher.statistics().replays_served == 0
+
+
+def test_an_address_in_use_is_refused_and_nothing_stays_open() -> None:
+    """Two engines on one port would be one engine to the router."""
+    before = set(threading.enumerate())
+    with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
+        with pytest.raises(EndpointError, match=f"^endpoint: cannot bind {publisher.endpoint}: Address already in use"):
+            ZmqEventPublisher(replace(QUIET, endpoint=publisher.endpoint), LAYOUT)
+        with pytest.raises(EndpointError, match=r"^replay_endpoint: cannot bind"):
+            ZmqEventPublisher(replace(QUIET, replay_endpoint=publisher.endpoint), LAYOUT)
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("rank", [-1, 65536])
+def test_a_rank_out_of_range_is_refused(rank: int) -> None:
+    """A wrong rank would publish under another's address."""
+    with pytest.raises(ValueError, match="data_parallel_rank"):
+        ZmqEventPublisher(QUIET, LAYOUT, data_parallel_rank=rank)
+
+
+# --- by configuration -----------------------------------------------------------------------------------------------------
+
+
+def test_no_configuration_means_no_events() -> None:
+    """An engine asks for a publisher in any case."""
+    publisher = create_publisher(None, LAYOUT)
+    assert isinstance(publisher, NullEventPublisher)
+    assert publisher.publish(stored(1))
+    assert publisher.statistics() == PublisherStatistics()
+
+
+def test_the_factory_passes_everything_on(client: Client) -> None:
+    """What it builds is what the class builds."""
+    with create_publisher(QUIET, LAYOUT, CHAIN, 3) as publisher:
+        assert isinstance(publisher, ZmqEventPublisher)
+        (first,) = client.dealer(publisher.replay_endpoint).answer(0)
+        batch = decode(first.payload)
+        assert isinstance(batch.events[0], CacheLayout)
+        assert (batch.data_parallel_rank, batch.events[0].hash_algorithm) == (3, CHAIN.algorithm)
+
+
+def test_further_kinds_can_be_registered_once() -> None:
+    """Other transports plug in without a change here."""
+    built: list[tuple[PublisherConfig, int]] = []
+
+    def build(config: PublisherConfig, layout: KVCacheLayout, chain: HashChain | None, rank: int) -> EventPublisher:
+        built.append((config, rank))
+        return NullEventPublisher()
+
+    register_publisher("test-kind", build)
+    config = replace(QUIET, kind="test-kind")
+    assert isinstance(create_publisher(config, LAYOUT, None, 1), NullEventPublisher)
+    assert built == [(config, 1)]
+    with pytest.raises(ValueError, match="'test-kind' is registered already"):
+        register_publisher("test-kind", build)
+
+
+def test_an_unknown_kind_is_refused_by_name() -> None:
+    """The user hears what there is."""
+    with pytest.raises(ValueError, match=r"kind: publisher 'kafka' is none of null, .*zmq"):
+        create_publisher(replace(QUIET, kind="kafka"), LAYOUT)
+
+
+# --- recordings -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_is_played_verbatim_under_new_numbers(client: Client) -> None:
+    """The demo's replicas speak exactly as the recorded engine did."""
+    payloads = [b"not even msgpack", b"", b"\x93\xcb" + bytes(8) + b"\x90\xc0"]
+    with RecordedStreamPublisher(QUIET) as publisher:
+        for payload in payloads:
+            assert publisher.publish_raw(payload)
+        settle(publisher, 2)
+        peer = client.dealer(publisher.replay_endpoint)
+        assert peer.answer(0) == [Batch(number, payload) for number, payload in enumerate(payloads)]
+        assert peer.answer(1) == [Batch(1, payloads[1]), Batch(2, payloads[2])]
+
+
+def test_a_recording_goes_out_live(client: Client) -> None:
+    """On the same three frames."""
+    with RecordedStreamPublisher(QUIET) as publisher:
+        peer = client.subscribe(publisher.endpoint)
+        while not peer.socket.poll(20):
+            publisher.publish_raw(b"greeting")
+        assert peer.message()[::2] == [b"kv-events", b"greeting"]
+
+
+def test_a_recording_has_no_snapshot_as_vllm_has_none(client: Client) -> None:
+    """Eight bytes that vLLM reads as a huge number; the router has to fall back."""
+    with RecordedStreamPublisher(replace(QUIET, heartbeat_s=0.01, buffer_steps=2)) as publisher:
+        peer = client.dealer(publisher.replay_endpoint)
+        assert peer.answer(SNAPSHOT) == []
+        assert peer.answer(0) == []
+        for number in range(5):
+            publisher.publish_raw(str(number).encode())
+        settle(publisher, 4)
+        assert peer.answer(SNAPSHOT) == []
+        assert numbers(peer.answer(0)) == [3, 4]
+        assert publisher.statistics().last_seq == 4
+        assert publisher.statistics().snapshots_served == 0
+
+
+def test_a_recording_flushes_and_closes() -> None:
+    """The same end as a real publisher's."""
+    publisher = RecordedStreamPublisher(QUIET)
+    for _ in range(100):
+        publisher.publish_raw(b"x")
+    publisher.shutdown()
+    assert publisher.statistics().published == 100
+    with pytest.raises(PublisherClosed):
+        publisher.publish_raw(b"x")
