@@ -232,12 +232,12 @@ class Stream(Generic[Item]):
         self._sent_at = time.monotonic()
         if payload is None:
             return
-        seq = self._next_seq
-        # PUB never blocks: at the high-water mark it drops for that subscriber, who sees the gap and asks for a replay.
-        self._sockets.pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
-        self._ring.append(Batch(seq, payload))
+        batch = Batch(self._next_seq, payload)
+        self._ring.append(batch)
         self._next_seq += 1
         self._sent += 1
+        # PUB never blocks: at the high-water mark it drops for that subscriber, who sees the gap and asks for a replay.
+        self._sockets.pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     # --- replies ----------------------------------------------------------------------------------------------------------
 

@@ -65,9 +65,14 @@ class Header(msgspec.Struct):
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
         try:
-            return tuple(group_from_spec(index, spec) for index, spec in enumerate(self.groups))
+            return tuple(group_from_spec(index, _known(spec)) for index, spec in enumerate(self.groups))
         except LayoutError as error:
             raise RecordingError(f"line 1, header: {error}") from None
+
+
+def _known(spec: GroupSpec) -> GroupSpec:
+    """vLLM names a group `unknown` that is scratch space of a request: nothing of it is ever shared."""
+    return msgspec.structs.replace(spec, kind="not_cached") if spec.kind == "unknown" else spec
 
 
 class Query(msgspec.Struct):

@@ -128,8 +128,8 @@ class RoutePlanner:
         ranks = [source.dp_rank for source in replica.sources] or _ONE_RANK
         best = SourceId(replica.id, ranks[0])
         hit = found.get(best, _NO_HIT)
-        for rank in ranks[1:]:
-            source = SourceId(replica.id, rank)
+        for dp_rank in ranks[1:]:
+            source = SourceId(replica.id, dp_rank)
             other = found.get(source, _NO_HIT)
             if (other.total, other.gpu) > (hit.total, hit.gpu):
                 best, hit = source, other

@@ -7,7 +7,7 @@ finished answer waits to be read, nor how many requests may stand in a row behin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 

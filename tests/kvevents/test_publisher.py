@@ -465,9 +465,9 @@ def stalling() -> Iterator[ZmqEventPublisher]:
     """A publisher with much to replay, little patience and one reply at a time."""
     limits = ReplyLimits(concurrent=1, queued_messages=4, stall_s=0.3)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
-        for number in range(400):
+        for number in range(100):
             publisher.publish(stored(number, padding=2000))
-        settle(publisher, 400)
+        settle(publisher, 100)
         yield publisher
 
 
@@ -483,7 +483,7 @@ def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_clie
     stalling.publish(stored(1))
     assert live.batch().seq == last + 1
     assert stalling.statistics().replies_aborted == 0
-    assert numbers(client.dealer(stalling.replay_endpoint).answer(390)) == list(range(390, last + 2))
+    assert numbers(client.dealer(stalling.replay_endpoint).answer(90)) == list(range(90, last + 2))
     assert stalling.statistics().replies_aborted == 1
 
 
@@ -493,7 +493,7 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place(client: Client, stal
     leaving.ask(0)
     assert leaving.socket.poll(10_000)
     client.leave(leaving)
-    assert numbers(client.dealer(stalling.replay_endpoint).answer(400)) == [400]
+    assert numbers(client.dealer(stalling.replay_endpoint).answer(100)) == [100]
     assert stalling.statistics().replies_aborted == 1
 
 
@@ -501,17 +501,17 @@ def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
     """A REQ socket sees only the first reply and asks on; it must not have to wait for the rest of the old one."""
     limits = ReplyLimits(queued_messages=4, concurrent=2)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
-        for number in range(400):
+        for number in range(100):
             publisher.publish(stored(number, padding=2000))
-        settle(publisher, 400)
+        settle(publisher, 100)
         peer = client.dealer(publisher.replay_endpoint, hwm=1)
         peer.ask(0)
         assert peer.socket.poll(10_000)
-        peer.ask(399)
+        peer.ask(99)
         until(lambda: publisher.statistics().replies_aborted == 1, "the first reply is given up")
         seen = numbers(peer.reply())
-        assert seen[-2:] == [399, 400]
-        assert 0 < len(seen) < 400
+        assert seen[-2:] == [99, 100]
+        assert 0 < len(seen) < 100
 
 
 def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(client: Client, publisher: ZmqEventPublisher) -> None:

@@ -90,7 +90,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(name: str, seed: int) -> None:
     """This is what a snapshot is for; one missing copy is a wrong hit later.
@@ -194,7 +194,7 @@ def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
     assert [block_hash for event in stored(mirror) for block_hash in event.block_hashes] == prompt.hashes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_parents_come_before_children(seed: int) -> None:
     """Within one group and tier no run may lean on a block whose tokens are told later."""

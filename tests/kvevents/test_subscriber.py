@@ -8,7 +8,8 @@ import random
 import socket
 import time
 import tracemalloc
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,14 @@ def without_replay(publisher: VllmPublisher, notebook: Notebook) -> Subscriber:
     return Subscriber(publisher.endpoint, notebook, topic=publisher.topic.decode(), options=QUICK)
 
 
+@asynccontextmanager
+async def live(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
+    """Run a subscriber of a publisher that has said nothing yet; it is there before the first batch."""
+    async with following(subscriber):
+        await until_live(subscriber, None)
+        yield subscriber
+
+
 def publish(publisher: VllmPublisher, count: int, name: str = "a", **loss: bool) -> int:
     """Publish so many batches; returns the last number."""
     return [publisher.publish(f"{name} {publisher.last_seq + 1}".encode(), **loss) for _ in range(count)][-1]
@@ -71,8 +80,7 @@ def restarted(publisher: VllmPublisher, **settings: int) -> VllmPublisher:
 
 async def test_batches_are_handed_on_in_order_and_once(publisher: VllmPublisher, notebook: Notebook) -> None:
     """The whole point."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
-        await until_live(subscriber, None)
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         last = publish(publisher, 500)
         await until_live(subscriber, last)
         assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(500)]
@@ -115,7 +123,7 @@ async def test_a_suspect_source_is_known_again_when_its_cache_was_cleared(notebo
 
 async def test_a_gap_is_filled_from_the_ring(publisher: VllmPublisher, notebook: Notebook) -> None:
     """PUB drops at its high-water mark, so a gap is normal."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 10)
         await until_live(subscriber, 9)
         publish(publisher, 5, on_wire=False)
@@ -128,7 +136,7 @@ async def test_a_gap_is_filled_from_the_ring(publisher: VllmPublisher, notebook:
 
 async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(publisher: VllmPublisher, notebook: Notebook) -> None:
     """vLLM sends no heartbeats, and the last batch of a burst may stay the last for an hour."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 10)
         await until_live(subscriber, 9)
         last = publish(publisher, 3, on_wire=False)
@@ -138,7 +146,7 @@ async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(publisher: VllmP
 
 async def test_duplicates_and_stragglers_change_nothing(publisher: VllmPublisher, notebook: Notebook) -> None:
     """Relays repeat messages and deliver some late."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 10)
         await until_live(subscriber, 9)
         for seq in (9, 3, 3, 0):
@@ -151,7 +159,7 @@ async def test_duplicates_and_stragglers_change_nothing(publisher: VllmPublisher
 
 async def test_another_topic_with_the_same_beginning_is_not_ours(publisher: VllmPublisher, notebook: Notebook) -> None:
     """ZMQ subscribes to prefixes; a second engine behind a collector has its own numbers."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 3)
         await until_live(subscriber, 2)
         publisher.send_raw([publisher.topic + b"-2", seq_frame(3), b"of another engine"])
@@ -165,7 +173,7 @@ def test_it_works_on_uvloop(publisher: VllmPublisher, notebook: Notebook) -> Non
     """The router runs on it, and it handles file descriptors in its own way."""
 
     async def check() -> None:
-        async with following(subscriber_to(publisher, notebook)) as subscriber:
+        async with live(subscriber_to(publisher, notebook)) as subscriber:
             publish(publisher, 200)
             await until_live(subscriber, 199)
             publish(publisher, 5, on_wire=False)
@@ -263,7 +271,7 @@ def _become_another_process(publisher: VllmPublisher, count: int) -> None:
 
 async def test_a_publisher_that_changes_its_name_is_another_process(publisher: VllmPublisher, notebook: Notebook) -> None:
     """The identity in a layout decides, even where the numbers fit."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publisher.publish(layout("first"))
         publish(publisher, 3)
         await until_live(subscriber, 3)
@@ -328,7 +336,7 @@ async def test_without_a_replay_endpoint_a_reconnect_leaves_the_source_suspect(
 async def test_a_loss_the_ring_has_forgotten_leaves_the_source_suspect(notebook: Notebook) -> None:
     """vLLM makes no snapshots: what is known is kept, and not trusted."""
     with VllmPublisher(ring=10) as publisher:
-        async with following(subscriber_to(publisher, notebook)) as subscriber:
+        async with live(subscriber_to(publisher, notebook)) as subscriber:
             publish(publisher, 5)
             await until_live(subscriber, 4)
             publish(publisher, 50, on_wire=False)
@@ -341,7 +349,7 @@ async def test_a_loss_the_ring_has_forgotten_leaves_the_source_suspect(notebook:
 
 async def test_a_batch_that_was_never_sent_leaves_a_hole_that_is_passed(publisher: VllmPublisher, notebook: Notebook) -> None:
     """A batch that vLLM fails to encode uses up its number; nothing will ever fill the gap."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 5)
         await until_live(subscriber, 4)
         publish(publisher, 1, on_wire=False, in_ring=False)
@@ -353,7 +361,7 @@ async def test_a_batch_that_was_never_sent_leaves_a_hole_that_is_passed(publishe
 
 async def test_a_batch_spoiled_on_the_way_is_fetched_again(publisher: VllmPublisher, notebook: Notebook) -> None:
     """A malformed batch is a gap, and the ring may have it whole."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 5)
         await until_live(subscriber, 4)
         publish(publisher, 1, on_wire=False)
@@ -365,7 +373,7 @@ async def test_a_batch_spoiled_on_the_way_is_fetched_again(publisher: VllmPublis
 
 async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(publisher: VllmPublisher, notebook: Notebook) -> None:
     """It will not become better by asking again: go on, and say that something is missing."""
-    async with following(subscriber_to(publisher, notebook)) as subscriber:
+    async with live(subscriber_to(publisher, notebook)) as subscriber:
         publish(publisher, 5)
         await until_live(subscriber, 4)
         publisher.publish(b"bad for good")
@@ -380,7 +388,7 @@ async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(publisher: Vl
 async def test_a_batch_above_the_limit_is_refused_and_the_rest_goes_on(notebook: Notebook) -> None:
     """100 MB in one frame end the connection; the same frame waits in the ring, and must not stop the stream for good."""
     with VllmPublisher() as publisher:
-        async with following(subscriber_to(publisher, notebook)) as subscriber:
+        async with live(subscriber_to(publisher, notebook)) as subscriber:
             publish(publisher, 5)
             await until_live(subscriber, 4)
             publisher.publish(bytes(100_000_000))
@@ -432,8 +440,7 @@ async def test_what_was_missed_while_nobody_answered_is_made_up_for_later(publis
 async def test_a_ring_that_keeps_nothing_is_not_taken_for_a_restart(notebook: Notebook) -> None:
     """`buffer_steps: 0` answers the end marker to everything; that must not clear an index at every look."""
     with VllmPublisher(ring=0) as publisher:
-        async with following(subscriber_to(publisher, notebook)) as subscriber:
-            await until_live(subscriber, None)
+        async with live(subscriber_to(publisher, notebook)) as subscriber:
             publish(publisher, 5)
             await until_live(subscriber, 4)
             questions = subscriber.statistics().questions
@@ -611,7 +618,7 @@ async def test_a_flood_during_a_recovery_is_bounded_and_fetched_afterwards(
         return self.replies(first) if len(self.ring) > 500 else []
 
     options = replace(QUICK, patience_s=10.0, backlog=BacklogLimits(batches=50), replay=ReplayLimits(silence_s=0.2))
-    async with following(subscriber_to(publisher, notebook, options)) as subscriber:
+    async with live(subscriber_to(publisher, notebook, options)) as subscriber:
         publish(publisher, 5)
         await until_live(subscriber, 4)
         publisher.answer = slowly

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -277,6 +277,8 @@ class EngineStub:
     """What /tokenize does in place of an answer."""
     waiting_requests: int = 0
     """What its gauge of queued requests shows."""
+    silent_paths: tuple[str, ...] = ()
+    """Requests to these are taken and never answered."""
 
     port: int = 0
     active: int = 0
@@ -352,6 +354,10 @@ class EngineStub:
         self._publisher.publish([Prefix(list(ids[: blocks * BLOCK])).stored(0, FULL)])
         self.stored_blocks += blocks
 
+    def forget(self) -> None:
+        """Its cache is empty from now on, and it says nothing of it: what an engine must not do."""
+        self._prompts.clear()
+
     def cached_tokens(self, ids: Sequence[int]) -> int:
         """How many tokens of a prompt it has, by the rule of full attention: whole blocks, and never the last token."""
         most = (len(ids) - 1) // BLOCK * BLOCK
@@ -363,7 +369,9 @@ class EngineStub:
     async def serve(self, exchange: Exchange) -> None:
         """One request, whatever it is."""
         path = exchange.request.path
-        if path == "/health":
+        if path in self.silent_paths:
+            await hang(exchange)
+        elif path == "/health":
             await exchange.whole(b"", self.health_status)
         elif path == "/v1/models":
             await exchange.whole(json.dumps(self._models()).encode())
@@ -489,7 +497,3 @@ async def engines(count: int, model: str | None = None, **options: Any) -> Async
 def prompt_ids(count: int, first: int) -> list[int]:
     """A prompt that shares no block with one of another *first*."""
     return [first * 100_000 + index for index in range(count)]
-
-
-def names(stubs: Iterable[EngineStub]) -> list[str]:
-    return [stub.name for stub in stubs]

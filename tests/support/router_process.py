@@ -162,11 +162,12 @@ class RouterProcess:
             assert time.monotonic() < deadline, f"{stub.name} is not in rotation within {within_s:g} s: {found}"
 
     async def until_applied(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
-        """The index has every event that *stub* has published."""
+        """The index holds all blocks that *stub* says it has."""
         deadline = time.monotonic() + within_s
         while True:
             (source,) = (await self.replica(stub.name))["sources"]
-            if source["feed"]["state"] == "live" and source["feed"]["stored"] >= stub.stored_blocks:
+            blocks = sum(held["blocks"] for held in source["cache"]["blocks"]) if source["cache"] else 0
+            if source["feed"]["state"] == "live" and blocks == stub.stored_blocks:
                 return
             assert time.monotonic() < deadline, f"{stub.name}: not applied within {within_s:g} s: {source}"
 
