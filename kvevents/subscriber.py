@@ -34,12 +34,14 @@ class SubscriberOptions:
     Attributes:
         patience_s: How long live batches wait for a replay endpoint that does not answer, before they go on without it.
         first_probe_s: Silence after which the tail is checked; doubles up to *max_probe_s*.
+        spacing_s: Between two recoveries, whatever comes: a publisher that sends nonsense does not keep us busy asking.
         first_retry_s: Delay before the next connection, or the next question that got no answer; doubles up to *max_retry_s*.
     """
 
     patience_s: float = 10.0
     first_probe_s: float = 2.0
     max_probe_s: float = 60.0
+    spacing_s: float = 0.05
     first_retry_s: float = 0.1
     max_retry_s: float = 10.0
     socket: SocketLimits = field(default_factory=SocketLimits)
@@ -47,7 +49,7 @@ class SubscriberOptions:
     replay: ReplayLimits = field(default_factory=ReplayLimits)
 
     def __post_init__(self) -> None:
-        for name in ("patience_s", "first_probe_s", "max_probe_s", "first_retry_s", "max_retry_s"):
+        for name in ("patience_s", "first_probe_s", "max_probe_s", "spacing_s", "first_retry_s", "max_retry_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be a positive number of seconds")
 
@@ -118,6 +120,7 @@ class Subscriber:
         """True while the replay endpoint is of no help, so that batches go on as they come."""
         self._probe = Backoff(self._options.first_probe_s, self._options.max_probe_s)
         self._probe_at = math.inf
+        self._recovered_at = -math.inf
         self._slice_ends_at = 0.0
         self._last_message_at: float | None = None
         self._put_back: Batch | None = None
@@ -255,9 +258,11 @@ class Subscriber:
             self._change(SourceState.RECOVERING)
         live.start_collecting()
         try:
+            await asyncio.sleep(max(0.0, self._recovered_at + self._options.spacing_s - monotonic()))
             outcome = await self._ask_patiently(live)
         finally:
             live.stop_collecting()
+            self._recovered_at = monotonic()
         self._conclude(live, outcome)
         self._settle()
         self._plan_probe()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -116,8 +115,10 @@ class Feed:
         feed = self._sources.pop(source, None)
         if feed is None:
             return
-        await feed.stop()
+        feed.cancel()
+        # At once: by the time its task has ended, the source may have been added again.
         feed.index.drop(source)
+        await feed.ended()
         if not any(other.replica == source.replica for other in self._sources):
             self._complained.discard(source.replica)
 
@@ -126,7 +127,9 @@ class Feed:
         feeds = list(self._sources.values())
         self._sources.clear()
         for feed in feeds:
-            await feed.stop()
+            feed.cancel()
+        for feed in feeds:
+            await feed.ended()
         self._context.term()
 
     def state(self, source: SourceId) -> SourceState:
@@ -186,11 +189,15 @@ class _SourceFeed:
         self._task = asyncio.get_running_loop().create_task(subscriber.run(), name=f"feed {self._source}")
         self._task.add_done_callback(self._on_end)
 
-    async def stop(self) -> None:
+    def cancel(self) -> None:
+        """Hand on nothing from now on."""
         assert self._task is not None
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([self._task])
+
+    async def ended(self) -> None:
+        """Until all sockets are closed."""
+        assert self._task is not None
+        await asyncio.wait([self._task])
 
     def statistics(self) -> SourceFeedStatistics:
         assert self._subscriber is not None

@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -75,10 +75,13 @@ def _known(spec: GroupSpec) -> GroupSpec:
     return msgspec.structs.replace(spec, kind="not_cached") if spec.kind == "unknown" else spec
 
 
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
 class Query(msgspec.Struct):
     """A prompt and how many of its tokens the engine reused."""
 
-    query: list[int]
+    query: list[_Token]
     hit: int
     salt: str | None = None
     lora: str | None = None
@@ -91,12 +94,15 @@ Record: TypeAlias = bytes | Query
 
 class _Line(msgspec.Struct):
     frame: str | None = None
-    query: list[int] | None = None
+    query: list[_Token] | None = None
     hit: int | None = None
     salt: str | None = None
     lora: str | None = None
     extra_keys: list[Any] | None = None
 
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+_DAMAGED = (OSError, EOFError, zlib.error)
 
 _header_decoder = msgspec.json.Decoder(Header)
 _line_decoder = msgspec.json.Decoder(_Line)
@@ -114,7 +120,7 @@ class RecordingReader:
         self.line = 1
         try:
             self.header: Header = _header_decoder.decode(self._file.readline(MAX_LINE_BYTES))
-        except (msgspec.MsgspecError, OSError, EOFError) as error:
+        except (*_UNREADABLE, *_DAMAGED) as error:
             self._file.close()
             raise RecordingError(f"{path.name}, line 1: no header of a recording ({error})") from None
 
@@ -132,7 +138,7 @@ class RecordingReader:
     def _next_line(self) -> bytes:
         try:
             return self._file.readline(MAX_LINE_BYTES)
-        except (OSError, EOFError) as error:
+        except _DAMAGED as error:
             raise RecordingError(f"line {self.line + 1}: the file is cut off or damaged ({error})") from None
 
     def _record(self, raw: bytes) -> Record:
@@ -140,7 +146,7 @@ class RecordingReader:
             line = _line_decoder.decode(raw)
             if line.frame is not None:
                 return base64.b64decode(line.frame, validate=True)
-        except (msgspec.MsgspecError, binascii.Error) as error:
+        except _UNREADABLE as error:
             raise RecordingError(f"line {self.line}: {error}") from None
         if line.query is None or line.hit is None:
             raise RecordingError(f"line {self.line}: a line has either `frame`, or `query` and `hit`")

@@ -422,7 +422,7 @@ async def test_a_head_over_the_bound_is_refused(router: RouterProcess, path: str
         "many": start + b"".join(b"x-%d: %d\r\n" % (index, index) for index in range(2000)) + b"\r\n",
         "target": f"POST {path}?{'q' * MAX_HEAD} HTTP/1.1\r\nhost: router\r\n\r\n".encode(),
         "endless": start + b"x: " + b"a" * (4 * MAX_HEAD),
-        "trailers": start + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: " + b"a" * (2 * MAX_HEAD) + b"\r\n\r\n",
+        "trailers": start + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: " + b"a" * (4 * MAX_HEAD),
     }[shape]
     before = await router.metrics()
     async with connect(router.port) as client:

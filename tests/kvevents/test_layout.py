@@ -20,7 +20,7 @@ from kvevents.layout import (
     longest_accepted,
     longest_hit,
 )
-from tests.support.engine_model import defined_accept, defined_hit, lengths, one_block_further
+from tests.support.engine_model import defined_accept, defined_hit, defined_own, lengths
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
@@ -68,7 +68,7 @@ def random_layout(rng: random.Random) -> KVCacheLayout:
     groups = [random_group(rng, unit, OF_EVERY_KIND, sizes) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))]
     if all(group.kind is GroupKind.NOT_CACHED for group in groups):
         groups.append(KVCacheGroup(GroupKind.FULL, unit))
-    return KVCacheLayout.build(groups, unit, eagle=rng.random() < 0.4)
+    return KVCacheLayout.build(groups, unit, None, rng.random() < 0.4, rng.random() < 0.8)
 
 
 def random_layout_with_hits_inside_blocks(rng: random.Random) -> KVCacheLayout:
@@ -77,8 +77,8 @@ def random_layout_with_hits_inside_blocks(rng: random.Random) -> KVCacheLayout:
     groups = [random_group(rng, unit, [GroupKind.MAMBA], sizes) for _ in range(rng.randint(1, 3))]
     groups.insert(rng.randint(0, 1), random_group(rng, unit, [GroupKind.FULL], sizes))
     if rng.random() < 0.4:
-        groups.append(random_group(rng, unit, [GroupKind.SLIDING_WINDOW], [1]))
-    return KVCacheLayout.build(groups, unit, unit, eagle=rng.random() < 0.4)
+        groups.append(random_group(rng, unit, [GroupKind.SLIDING_WINDOW], sizes))
+    return KVCacheLayout.build(groups, unit, unit, rng.random() < 0.4, rng.random() < 0.8)
 
 
 def random_ends(rng: random.Random, layout: KVCacheLayout, index: int, prompt_tokens: int) -> set[tuple[int, int]]:
@@ -141,15 +141,8 @@ def _own_prefixes(case: Case) -> list[int]:
 
 
 def _defined_own_prefixes(case: Case) -> list[int]:
-    return [_defined_own_prefix(case, index, group) for index, group in enumerate(case.layout.groups)]
-
-
-def _defined_own_prefix(case: Case, index: int, group: KVCacheGroup) -> int:
-    if group.kind is GroupKind.NOT_CACHED:
-        return case.limit
-    reach = min(case.prompt_tokens, case.limit + one_block_further(case.layout, group))
-    wanted = lengths(case.layout, case.limit)
-    return next(length for length in wanted if defined_accept(case.layout, index, length, case.cache.has, reach))
+    groups = range(len(case.layout.groups))
+    return [defined_own(case.layout, index, case.cache.has, case.limit, case.prompt_tokens) for index in groups]
 
 
 def test_the_written_definition_accepts_what_the_design_says() -> None:
@@ -161,7 +154,7 @@ def test_the_written_definition_accepts_what_the_design_says() -> None:
 def _agrees_with_accepts(case: Case) -> bool:
     plain = KVCacheLayout.build(case.layout.groups, case.layout.hash_block_size, case.layout.scheduler_block_size)
     return all(
-        accepts(group, length, _within(case, index)) is defined_accept(plain, index, length, case.cache.has, 10**9)
+        accepts(group, length, _within(case, index)) is defined_accept(group, length, 0, _within(case, index), 10**9)
         for index, group in enumerate(plain.groups)
         for length in lengths(plain, case.prompt_tokens)
         if length % group.block_size == 0 or group.kind in (GroupKind.FULL, GroupKind.MAMBA)

@@ -140,6 +140,20 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
         assert models.hit(A) == Hit(64, 64)
 
 
+async def test_a_source_that_is_removed_and_added_at_once_is_followed(feed: Feed, models: Models) -> None:
+    """A replica is configured anew in one go; what ends late must not take the new one's blocks."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+        removing = asyncio.ensure_future(feed.remove(A))
+        await asyncio.sleep(0)
+        follow(feed, A, publisher)
+        await removing
+        await until_live(feed, A, 0)
+        assert models.hit(A) == Hit(64, 64)
+
+
 async def test_what_the_configuration_says_of_a_layout_survives_a_restart(feed: Feed, models: Models) -> None:
     """A cleared source starts from the same hints as a new one."""
     hints = LayoutHints(eagle=True)

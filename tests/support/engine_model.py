@@ -7,6 +7,7 @@ reuse of a prompt by trying every length from the top. Nothing here shares code 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,41 +38,78 @@ def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
 
 def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
     """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a block."""
-    if not layout.eagle:
+    if not layout.eagle or group.kind in (GroupKind.MAMBA, GroupKind.NOT_CACHED):
         return 0
     return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
 
 
-def defined_accept(layout: KVCacheLayout, index: int, length: int, has: Has, reach: int) -> bool:
-    """Does the group accept *length* tokens, if blocks may be looked at up to *reach*?"""
-    group = layout.groups[index]
+def defined_accept(group: KVCacheGroup, length: int, further: int, has: Callable[[int], bool], reach: int) -> bool:
+    """Does the group accept *length* tokens, tested *further* tokens on, if blocks may be looked at up to *reach*?"""
     if length == 0 or group.kind is GroupKind.NOT_CACHED:
         return True
     if group.kind is GroupKind.MAMBA:
-        return has(index, length)
-    tested = length + one_block_further(layout, group)
+        return has(length)
+    tested = length + further
     if tested > reach:
         return False
     inside = tested % group.block_size
     if inside and group.kind is not GroupKind.FULL:
         return False  # a window's hit ends with a block
-    if not all(has(index, end) for end in needs(group, tested - inside, int(layout.eagle))):
+    if not all(has(end) for end in needs(group, tested - inside, int(further > 0))):
         return False
     # A hit may end inside a block that has an entry of its own there, or further on in the same block.
     last = min(tested - inside + group.block_size, reach)
-    return not inside or any(has(index, end) for end in range(tested, last + 1))
+    return not inside or any(has(end) for end in range(tested, last + 1))
+
+
+def defined_own(layout: KVCacheLayout, index: int, has: Has, limit: int, furthest: int, with_extra: bool = True) -> int:
+    """The longest prefix the group alone accepts, found by trying all of them from the top."""
+    group = layout.groups[index]
+    if group.kind is GroupKind.NOT_CACHED:
+        return limit
+    further = one_block_further(layout, group) if with_extra else 0
+    reach = min(furthest, limit + further)
+    tried = lengths(layout, limit)
+    own = next(length for length in tried if defined_accept(group, length, further, lambda end: has(index, end), reach))
+    return max(0, own - _lost_step(layout, group, own, further))
+
+
+def _lost_step(layout: KVCacheLayout, group: KVCacheGroup, own: int, further: int) -> int:
+    """With EAGLE vLLM rounds a run of other blocks than its step twice, if the run is shorter than the window."""
+    step = math.lcm(layout.scheduler_block_size, group.block_size)
+    if not (own and further) or group.kind is not GroupKind.SLIDING_WINDOW or group.block_size == step:
+        return 0
+    wanted = len(needs(group, 10**6 * step, 1))
+    return step if len(needs(group, own + further, 1)) < wanted else 0
 
 
 def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int) -> int:
-    """The largest length that every group accepts, found by trying all of them from the top."""
-    caching = sum(group.kind is not GroupKind.NOT_CACHED for group in layout.groups)
-    furthest = limit if caching == 1 else prompt_tokens
-    reaches = [min(furthest, limit + one_block_further(layout, group)) for group in layout.groups]
+    """The largest length that every group accepts; with EAGLE the one on which vLLM's groups agree, asked in turn."""
+    caching = [index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED]
+    furthest = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
+    if layout.eagle:
+        return _agreed(layout, caching, has, limit, furthest)
+    groups = [(index, layout.groups[index]) for index in caching]
     return next(
         length
         for length in lengths(layout, limit)
-        if all(defined_accept(layout, index, length, has, reach) for index, reach in enumerate(reaches))
+        if all(defined_accept(group, length, 0, lambda end, index=index: has(index, end), limit) for index, group in groups)
     )
+
+
+def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furthest: int) -> int:
+    """Full attention once, then the others round after round; who has given EAGLE's block is spared it until the hit moves."""
+    full = [index for index in caching if layout.groups[index].kind is GroupKind.FULL]
+    others = [index for index in caching if index not in full]
+    for index in full:
+        hit = defined_own(layout, index, has, hit, furthest)
+    spared: set[int] = set()
+    for _ in range(1 if len(others) == 1 else hit + 1):
+        for index in others:
+            own = defined_own(layout, index, has, hit, furthest, with_extra=index not in spared)
+            spared = set() if index in spared and own < hit else spared | {index}
+            hit = own
+    return hit
 
 
 def lengths(layout: KVCacheLayout, limit: int) -> range:
