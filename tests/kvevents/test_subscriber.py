@@ -66,7 +66,9 @@ async def live(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
 
 def publish(publisher: VllmPublisher, count: int, name: str = "a", **loss: bool) -> int:
     """Publish so many batches; returns the last number."""
-    return [publisher.publish(f"{name} {publisher.last_seq + 1}".encode(), **loss) for _ in range(count)][-1]
+    last = [publisher.publish(f"{name} {publisher.last_seq + 1}".encode(), **loss) for _ in range(count)][-1]
+    publisher.flush()
+    return last
 
 
 def restarted(publisher: VllmPublisher, **settings: int) -> VllmPublisher:

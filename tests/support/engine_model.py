@@ -104,11 +104,15 @@ def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furth
     for index in full:
         hit = defined_own(layout, index, has, hit, furthest)
     spared: set[int] = set()
-    for _ in range(1 if len(others) == 1 else hit + 1):
+    before = hit + 1
+    while before > hit > 0:
+        before = hit
         for index in others:
             own = defined_own(layout, index, has, hit, furthest, with_extra=index not in spared)
             spared = set() if index in spared and own < hit else spared | {index}
             hit = own
+        if len(others) == 1:
+            break
     return hit
 
 

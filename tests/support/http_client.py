@@ -134,7 +134,11 @@ async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    except OSError:
+        sock.close()
+        raise
     reader, writer = await asyncio.open_connection(sock=sock, limit=2**16 if receive_buffer is None else 1024)
     try:
         yield HttpClient(reader, writer)

@@ -147,8 +147,9 @@ class RouterProcess:
                 await self.until_in_rotation(stub)
             yield
         finally:
-            for stub in stubs:
-                await self.delete(f"/replicas/{stub.name}")
+            for stub in stubs if self.process.poll() is None else ():
+                with contextlib.suppress(ConnectionError):
+                    await self.delete(f"/replicas/{stub.name}")
 
     async def until_in_rotation(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
         """Healthy, its models known, its event streams live."""

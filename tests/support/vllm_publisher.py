@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import Queue
 from types import TracebackType
 
 import zmq
@@ -48,7 +49,7 @@ class VllmPublisher:
         self.answer = answer
         self._with_topic = with_topic
         self._next_seq = first_seq
-        self._queue: deque[list[bytes]] = deque()
+        self._queue: Queue[list[bytes]] = Queue()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router = self._context.socket(zmq.ROUTER)
@@ -83,12 +84,16 @@ class VllmPublisher:
             if in_ring:
                 self.ring.append((seq, payload))
             if on_wire:
-                self._queue.append([self.topic, seq_frame(seq), payload])
+                self._queue.put([self.topic, seq_frame(seq), payload])
         return seq
 
     def send_raw(self, frames: list[bytes]) -> None:
         """Send anything at all to the subscribers."""
-        self._queue.append(frames)
+        self._queue.put(frames)
+
+    def flush(self) -> None:
+        """Until everything is on the wire; who connects later has missed it."""
+        self._queue.join()
 
     def close(self) -> None:
         """Send what was taken and end."""
@@ -103,8 +108,9 @@ class VllmPublisher:
 
     def _run(self) -> None:
         while not self._is_closing:
-            while self._queue:
-                self._pub.send_multipart(self._queue.popleft())
+            while not self._queue.empty():
+                self._pub.send_multipart(self._queue.get())
+                self._queue.task_done()
             if self._router.poll(1):
                 self._serve(self._router.recv_multipart())
         self._context.destroy(linger=0)

@@ -1,0 +1,23 @@
+"""Runs every benchmark with sizes that take a few minutes together; each prints its own JSON lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BENCHMARKS: tuple[tuple[str, ...], ...] = (
+    ("benchmarks.index_apply",),
+    ("benchmarks.index_match", "--repeats", "3", "--max-blocks", "600000"),
+    ("benchmarks.index_memory",),
+    ("benchmarks.publish", "--batches", "2000"),
+    ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
+)
+
+
+def main() -> int:
+    codes = [subprocess.run([sys.executable, "-m", *command], check=False).returncode for command in BENCHMARKS]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
