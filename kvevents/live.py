@@ -45,7 +45,6 @@ class LiveStream:
         self._report = report
         self._backlog: deque[Batch] = deque()
         self._backlog_bytes = 0
-        self._marked = 0
         self._is_collecting = False
         self._will_collect = False
 
@@ -55,9 +54,9 @@ class LiveStream:
         return self._connection.is_down
 
     @property
-    def marked(self) -> int:
-        """Batches that came before the latest `mark` and wait."""
-        return self._marked
+    def waiting(self) -> int:
+        """Batches read during a recovery and not taken yet."""
+        return len(self._backlog)
 
     async def open(self) -> None:
         """Connect; raises `NoConnection` or `EndpointError`."""
@@ -88,7 +87,6 @@ class LiveStream:
     def start_collecting(self) -> None:
         """Read everything that comes, until `stop_collecting`."""
         self._is_collecting = True
-        self._marked = 0
         self._connection.on_readable = self._collect
         self._collect()
 
@@ -96,18 +94,13 @@ class LiveStream:
         self._is_collecting = False
         self._connection.on_readable = None
 
-    def mark(self) -> None:
-        """A question is about to be asked whose answer will cover everything that came so far."""
-        self._marked = len(self._backlog)
-
-    def drop_marked(self, last: int) -> None:
-        """The answer is complete up to *last*: what was marked is either in it or was never sent by this publisher."""
-        for _ in range(self._marked):
+    def drop(self, count: int, last: int) -> None:
+        """Drop the first *count* batches that wait: what of them the publisher ever sent has been handed on, up to *last*."""
+        for _ in range(count):
             if self._pop().seq <= last:
                 self._counters.duplicates += 1
             else:
                 self._counters.discarded += 1
-        self._marked = 0
 
     def _collect(self) -> None:
         if self._will_collect or not self._is_collecting:

@@ -27,8 +27,6 @@ class Outcome(Enum):
 
     SETTLED = "settled"
     """The consumer has everything that the publisher has."""
-    EMPTY = "empty"
-    """The publisher has nothing, and as far as we know never had."""
     UNANSWERED = "unanswered"
     """Worth another try."""
     USELESS = "useless"
@@ -54,6 +52,7 @@ class Recovery:
         counters: What to count in.
         connect: Makes a client for the replay endpoint.
         breathe: Awaited before each batch.
+        waiting: How many live batches have come and wait.
     """
 
     def __init__(
@@ -62,16 +61,22 @@ class Recovery:
         counters: Counters,
         connect: Callable[[], ReplayClient],
         breathe: Callable[[], Awaitable[None]],
+        waiting: Callable[[], int],
+        on_loss: Callable[[], None],
     ) -> None:
-        self.on_ask: Callable[[], None] = _nothing
-        """Called before each question: a complete answer covers all that was published before."""
-        self.on_loss: Callable[[], None] = _nothing
-        """Called when something turns out to be missing."""
+        self.covered = 0
+        """Of the batches that wait, the first so many came before a question that was answered to its end.
+
+        The answer covers them: each is in it, or was never sent by the publisher that answered.
+        """
         self._delivery = delivery
         self._tracker = delivery.tracker
         self._counters = counters
         self._connect = connect
         self._breathe = breathe
+        self._waiting = waiting
+        self._waiting_at_ask = 0
+        self._on_loss = on_loss
         self._keeps_batches = False
         """True once the ring has shown a batch."""
         self._ring_is_whole = True
@@ -81,6 +86,7 @@ class Recovery:
 
     async def run(self) -> Outcome:
         """Do what can be done with one round of questions; never raises but `CancelledError`."""
+        self.covered = 0
         try:
             return await self._repair()
         except (NoAnswer, NoConnection):
@@ -116,10 +122,13 @@ class Recovery:
     async def _from_zero(self) -> Outcome:
         async with self._connect() as client:
             first = await self._ask(client, 0)
-            if first is None:
-                self._delivery.is_complete = True
-                return Outcome.EMPTY
-            return await self._take_ring(client, first)
+            if first is not None:
+                return await self._take_ring(client, first)
+        if self._waiting_at_ask:
+            return Outcome.USELESS
+        # Nothing was published, or at least nothing is known of it.
+        self._delivery.is_complete = True
+        return Outcome.SETTLED
 
     async def _make_up(self) -> Outcome:
         """For what the ring lacks: a snapshot, else go on behind the hole."""
@@ -153,7 +162,7 @@ class Recovery:
         return Outcome.SETTLED
 
     def _start_over(self, reason: str) -> None:
-        self.on_loss()
+        self._on_loss()
         self._ring_is_whole = self._snapshots_help = True
         self._delivery.clear(reason)
 
@@ -161,12 +170,20 @@ class Recovery:
 
     async def _ask(self, client: ReplayClient, start: int) -> Batch | None:
         """The first batch of a replay."""
-        self.on_ask()
-        self._counters.questions += 1
-        client.ask(start)
+        self._put(client, start)
         first = await client.reply()
         self._keeps_batches |= first is not None
         return first
+
+    def _put(self, client: ReplayClient, start: int | None) -> None:
+        self._waiting_at_ask = self._waiting()
+        self._counters.questions += 1
+        client.ask(start)
+
+    def _end(self) -> _Step:
+        """The answer was read to its end."""
+        self.covered = self._waiting_at_ask
+        return _Step.DONE
 
     async def _catch_up(self, tolerant: bool = False) -> _Step:
         """Replay from the last batch on, again while it breaks off and yet brings something."""
@@ -203,7 +220,7 @@ class Recovery:
         if first is None and known is not None:
             return _Step.FOREIGN if self._keeps_batches else _Step.VACANT
         if first is None and tolerant:
-            return _Step.DONE
+            return self._end()
         return None if tolerant else _Step.LOST
 
     def _compare_marks(self, known: bytes | None, seen: bytes, tolerant: bool) -> _Step | None:
@@ -216,7 +233,7 @@ class Recovery:
     async def _follow_on(self, client: ReplayClient, tolerant: bool) -> _Step:
         try:
             following = await client.reply()
-            return _Step.DONE if following is None else await self._follow(client, following, tolerant)
+            return self._end() if following is None else await self._follow(client, following, tolerant)
         except NoAnswer:
             return _Step.BROKEN_OFF
         except MalformedReply as problem:
@@ -225,7 +242,7 @@ class Recovery:
 
     async def _follow(self, client: ReplayClient, first: Batch, tolerant: bool) -> _Step:
         """Hand on an answer to its end, or where not *tolerant* to the first hole."""
-        self.on_loss()
+        self._on_loss()
         self._counters.replays += 1
         last = self._tracker.last
         batch: Batch | None = first
@@ -237,7 +254,7 @@ class Recovery:
                     return self._stopped(taken, last)
                 self._delivery.go_on(batch, taken)
             batch = await client.reply()
-        return _Step.DONE
+        return self._end()
 
     def _stopped(self, taken: Taken, last: int | None) -> _Step:
         """What a replay that cannot be followed means; *last* is where it began."""
@@ -250,13 +267,11 @@ class Recovery:
     async def _snapshot(self) -> bool:
         """Take the whole state; False if the publisher makes no snapshots, or none that can be read to its end."""
         async with self._connect() as client:
-            self.on_ask()
-            self._counters.questions += 1
-            client.ask(None)
+            self._put(client, None)
             first = await client.reply()
             if first is None or publisher_of(first.payload) is None:
                 return False
-            self.on_loss()
+            self._on_loss()
             try:
                 await self._take_snapshot(client, first)
             except (NoAnswer, MalformedReply, MalformedBatch) as problem:
@@ -273,6 +288,7 @@ class Recovery:
             self._delivery.take_snapshot(batch)
             batch = await client.reply()
         self._delivery.end_snapshot(first.seq)
+        self._end()
         self._counters.snapshots += 1
         self._ring_is_whole = self._snapshots_help = self._delivery.is_complete
 
@@ -283,19 +299,10 @@ class Recovery:
         self._delivery.clear("broken snapshot")
 
     async def _follow_snapshot(self, client: ReplayClient, seq: int) -> None:
-        """What came since. On the same connection, so what it says of batch *seq* is proof enough of who it is.
-
-        No new mark: if the ring has lost *seq* meanwhile, live batches that came since the snapshot lead on.
-        """
-        self._counters.questions += 1
-        client.ask(seq)
-        first = await client.reply()
+        """What came since. On the same connection, so what it says of batch *seq* is proof enough of who it is."""
+        first = await self._ask(client, seq)
         if first is not None and first.seq == seq:
             self._tracker.learn(fingerprint(first.payload))
             first = await client.reply()
         if first is not None:
             await self._follow(client, first, tolerant=False)
-
-
-def _nothing() -> None:
-    pass

@@ -75,23 +75,20 @@ class _Reply:
         self.is_blocked = False
         self.moved_at = now
         self._frames = self._all_frames(topic, answer.batches)
-        self._next: list[bytes] | None = next(self._frames)
+        self.next_frames = next(self._frames)
 
     def _all_frames(self, topic: bytes, batches: Iterator[Batch]) -> Iterator[list[bytes]]:
         for seq, payload in batches:
             yield [self.client, b"", topic, seq.to_bytes(8, "big"), payload]
         yield [self.client, b"", b"", END_MARKER, b""]
 
-    @property
-    def next_frames(self) -> list[bytes] | None:
-        """What to send now; None: everything is sent."""
-        return self._next
-
-    def advance(self, now: float) -> None:
-        """The client's queue took the frames."""
+    def advance(self, now: float) -> bool:
+        """The client's queue took the frames; False if they were the last ones."""
         self.is_blocked = False
         self.moved_at = now
-        self._next = next(self._frames, None)
+        following = next(self._frames, None)
+        self.next_frames = following or self.next_frames
+        return following is not None
 
 
 class ReplyDesk:
@@ -160,15 +157,14 @@ class ReplyDesk:
         now = time.monotonic()
         turn_ends = now + _TURN_S
         while now < turn_ends:
-            if reply.next_frames is None:
-                self._served[reply.is_snapshot] += 1
-                del self._replies[reply.client]
-                return
             delivery = self._send(reply.next_frames)
             if delivery is not _Delivery.ACCEPTED:
                 self._hold(reply, delivery, now)
                 return
-            reply.advance(now)
+            if not reply.advance(now):
+                self._served[reply.is_snapshot] += 1
+                del self._replies[reply.client]
+                return
             now = time.monotonic()
 
     def _send(self, frames: list[bytes]) -> _Delivery:

@@ -112,7 +112,15 @@ class Subscriber:
         self._consumer = consumer
         self._counters = Counters()
         self._delivery = Delivery(consumer, self._counters)
-        self._recovery = Recovery(self._delivery, self._counters, self._replay_client, self._breathe)
+        self._live: LiveStream | None = None
+        self._recovery = Recovery(
+            self._delivery,
+            self._counters,
+            connect=self._replay_client,
+            breathe=self._breathe,
+            waiting=lambda: self._live.waiting if self._live else 0,
+            on_loss=lambda: self._change(SourceState.RECOVERING),
+        )
         self._state = SourceState.CONNECTING
         self._is_proven = False
         """False from a connect on until it is proven that the process is the one we followed."""
@@ -167,7 +175,7 @@ class Subscriber:
             await asyncio.sleep(retry.next_delay())
 
     async def _follow_one(self) -> None:
-        live = self._live_stream()
+        live = self._live = self._live_stream()
         try:
             await live.open()
             self._counters.connections += 1
@@ -252,8 +260,6 @@ class Subscriber:
 
     async def _recover(self, live: LiveStream, is_probe: bool = False) -> None:
         """Ask the replay endpoint while live batches wait. A *probe* looks for a loss nobody has seen yet."""
-        self._recovery.on_ask = live.mark
-        self._recovery.on_loss = self._see_loss
         if not is_probe:
             self._change(SourceState.RECOVERING)
         live.start_collecting()
@@ -266,9 +272,6 @@ class Subscriber:
         self._conclude(live, outcome)
         self._settle()
         self._plan_probe()
-
-    def _see_loss(self) -> None:
-        self._change(SourceState.RECOVERING)
 
     async def _ask_patiently(self, live: LiveStream) -> Outcome:
         patience_s = 0.0 if self._is_adrift else self._options.patience_s
@@ -285,11 +288,11 @@ class Subscriber:
         if outcome is Outcome.UNANSWERED and live.is_down:
             # What waits in the backlog will be in the replay that the next connection begins with.
             raise NoConnection(f"{self._endpoint}: the publisher left during a recovery")
-        is_answered = outcome is Outcome.SETTLED or (outcome is Outcome.EMPTY and not live.marked)
-        if is_answered:
+        if outcome is Outcome.SETTLED:
             self._is_adrift = False
             self._is_proven = True
-            live.drop_marked(-1 if self._delivery.tracker.last is None else self._delivery.tracker.last)
+            last = self._delivery.tracker.last
+            live.drop(self._recovery.covered, -1 if last is None else last)
         elif self._state is SourceState.RECOVERING:
             self._is_adrift = True
             self._is_proven = False

@@ -78,6 +78,10 @@ class Gateway:
             await send_error(send, error, answer_headers, dialect)
         except ClientGone:
             self._books.metrics.bad_requests.labels("client_gone").inc()
+        except asyncio.CancelledError:
+            if not self.is_shutting_down:
+                raise
+            await _cut(scope)
         finally:
             self._under_way -= 1
 
@@ -143,6 +147,15 @@ class Gateway:
         if dp_rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % dp_rank))
         return tuple(headers)
+
+
+async def _cut(scope: Scope) -> None:
+    """End a request that outlived the time for shutting down; its client must see that something is missing."""
+    abort = client_abort(scope)
+    if abort is not None:
+        abort()
+        # Let the server see the loss before the application returns without an answer.
+        await asyncio.sleep(0)
 
 
 def check_key(headers: dict[bytes, bytes], expected: Secret | None) -> None:

@@ -32,16 +32,26 @@ _BACKLOG = 4096
 class _Server(uvicorn.Server):
     """uvicorn with an eye on its clients, and without its way with signals: it would raise them again when it is done."""
 
+    signals = 0
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def cut_connections(self) -> None:
+        """End every request at once."""
+        for connection in self._connections():
+            connection.abort()
+
+    def _connections(self) -> tuple[GuardedHttpProtocol, ...]:
+        return tuple(cast(set[GuardedHttpProtocol], self.server_state.connections))
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
         if counter % 10 == 0:
             now = asyncio.get_running_loop().time()
-            for connection in tuple(self.server_state.connections):
-                cast(GuardedHttpProtocol, connection).look_after(now)
+            for connection in self._connections():
+                connection.look_after(now)
         return await super().on_tick(counter)
 
 
@@ -61,7 +71,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 async def serve(config: RouterConfig) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal ends at once.
+    """Serve until SIGTERM or SIGINT; a second signal cuts what is still running.
 
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer not be used.
@@ -90,12 +100,14 @@ def run(config: RouterConfig) -> int:
     return 0
 
 
-def _stop(server: uvicorn.Server, service: RouterService) -> None:
-    if server.should_exit:
-        server.force_exit = True
+def _stop(server: _Server, service: RouterService) -> None:
+    """The first signal lets requests finish, the second one cuts them, the third one leaves everything as it is."""
+    server.signals += 1
+    server.should_exit = service.gateway.is_shutting_down = True
+    server.force_exit = server.signals > 2
     logger.info("shutting down: %d requests under way", service.gateway.under_way)
-    service.gateway.is_shutting_down = True
-    server.should_exit = True
+    if server.signals == 2:
+        server.cut_connections()
 
 
 def _uvicorn_config(service: RouterService, config: RouterConfig) -> uvicorn.Config:

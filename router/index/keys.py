@@ -88,7 +88,8 @@ class KeySpace:
         return (key << (end - start) * _TOKEN_BITS | int.from_bytes(run, "big")) % self.modulus
 
     def _fold(self, key: int, value: int) -> int:
-        return (key << 64 | value) % self.modulus
+        # One bit longer than two tokens, so that no tokens do to a key what a mark does.
+        return (key << 65 | 1 << 64 | value) % self.modulus
 
 
 # --- what besides tokens decides a block ----------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvevents.errors import LayoutError
-from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout
+from kvevents.events import GPU, BlockHash, BlockRemoved, BlockStored, CacheLayout
 from kvevents.hashing import DEFAULT_SEED, ExtraKeys, HashChain, algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout, kind_from_wire
+
+_UNKNOWN_SIZE = "unknown, taken as full attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class LayoutLearner:
         """Learn from one event; *block_size* is what its fields or their quotient say, 0 if nothing does."""
         if event.lookahead_token_ids:
             self.lookahead = max(map(len, event.lookahead_token_ids))
-        if not block_size or not event.token_ids or (event.medium or GPU) != GPU:
+        if not block_size or not event.token_ids or tier_of(event) != GPU:
             return
         group = self.seen.setdefault(event.group_idx or 0, SeenGroup())
         changed = group.see(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, block_size)
@@ -159,7 +161,7 @@ class LayoutLearner:
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed rather than known, one sentence each."""
         if self.announced is not None:
-            return ()
+            return (self.error,) if self.error else ()
         return tuple(self._assumptions())
 
     def _assumptions(self) -> Iterator[str]:
@@ -170,13 +172,22 @@ class LayoutLearner:
         if self.hints.authoritative:
             yield "groups: from the configuration"
             return
-        for index, seen in sorted(self.seen.items()):
-            kind = kind_from_wire(seen.kind)
-            if kind is None:
-                yield f"group {index}: kind from the configuration, or full attention"
-            elif kind is GroupKind.CHUNKED_LOCAL:
-                known = self._chunk_size(self._hint(index))
-                yield f"group {index}: attention_chunk_size {known or 'unknown, taken as full attention'}"
+        for index in range(len(self._groups())):
+            yield from self._group_assumptions(index)
+
+    def _group_assumptions(self, index: int) -> Iterator[str]:
+        seen, hint = self.seen.get(index), self._hint(index)
+        if seen is None:
+            if hint and self.hints.assume_unseen:
+                yield f"group {index}: from the configuration, no event has named it"
+            return
+        kind = kind_from_wire(seen.kind)
+        if kind is None:
+            yield f"group {index}: kind from the configuration, or full attention"
+        elif kind is GroupKind.CHUNKED_LOCAL:
+            yield f"group {index}: attention_chunk_size {self._chunk_size(hint) or _UNKNOWN_SIZE}"
+        elif kind is GroupKind.SLIDING_WINDOW and not seen.sliding_window:
+            yield f"group {index}: sliding_window {(hint.sliding_window if hint else None) or _UNKNOWN_SIZE}"
 
 
 class HashFinder:
@@ -186,7 +197,7 @@ class HashFinder:
     function is never taken for the right one, since a match is one of 64 bits or more.
     """
 
-    BLOCKS_TO_HASH = 200_000
+    TOKENS_TO_HASH = 3_200_000
     """Effort until giving up, over all tries; about half a second."""
     BLOCKS_PER_TRY = 256
 
@@ -198,7 +209,7 @@ class HashFinder:
     @property
     def may_find(self) -> bool:
         """False once found, and once trying has proved useless."""
-        return self.chain is None and self._effort < self.BLOCKS_TO_HASH
+        return self.chain is None and self._effort < self.TOKENS_TO_HASH
 
     def see_announcement(self, event: CacheLayout) -> None:
         """Take the publisher's own word, if it names an algorithm we have."""
@@ -234,8 +245,10 @@ class HashFinder:
         extra_keys: Sequence[ExtraKeys] = (),
     ) -> None:
         for chain in self._candidates():
+            if not self.may_find:
+                return
             digests = list(chain.block_hashes(tokens, step, extra_keys, lookahead))
-            self._effort += len(digests) + 1
+            self._effort += (len(digests) + 1) * (step + lookahead)
             if is_right([*digests, *map(to_wire_int, digests)]):
                 self.chain = chain
                 return
@@ -282,6 +295,11 @@ def engine_hashes(
     return [to_wire_int(found) for found in digests] if as_int else list(digests)
 
 
+def tier_of(event: BlockStored | BlockRemoved) -> str:
+    """The tier an event is about; an engine that names none means the GPU."""
+    return (event.medium or GPU).upper()
+
+
 def announced_block_size(event: BlockStored) -> int:
     """The block size an event states or, in the native form, implies; 0 if neither."""
     if event.block_size:
@@ -293,4 +311,4 @@ def announced_block_size(event: BlockStored) -> int:
 def dense_block_size(event: BlockStored) -> int:
     """The block size of an event whose hashes and tokens line up; 0 for one with holes or without tokens."""
     size = announced_block_size(event)
-    return size if size and size * len(event.block_hashes) == len(event.token_ids) else 0
+    return size if event.block_hashes and size * len(event.block_hashes) == len(event.token_ids) else 0

@@ -25,6 +25,7 @@ from router.index.learning import (
     announced_block_size,
     dense_block_size,
     engine_hashes,
+    tier_of,
 )
 from router.index.waiting import Run, SourceLimits, WaitingRuns
 
@@ -227,7 +228,11 @@ class Source:
             return
         if self.hash_at.get(block.key) == block_hash:
             del self.hash_at[block.key]
-        self._forgotten[block_hash] = block.key
+        self._remember(block_hash, block.key)
+
+    def _remember(self, block_hash: BlockHash, key: int) -> None:
+        """Keep the place of a block that nobody holds, for the tier that announces it late."""
+        self._forgotten[block_hash] = key
         if len(self._forgotten) > self.limits.forgotten:
             del self._forgotten[next(iter(self._forgotten))]
 
@@ -321,6 +326,8 @@ class Source:
 
     def _place(self, block_hash: BlockHash, key: int) -> None:
         block = self._blocks.get(block_hash)
+        if block is None:
+            self._remember(block_hash, key)
         if block is None or block.key is not None:
             return
         block.key = key
@@ -350,7 +357,7 @@ class Source:
         if step is None or not self.finder.may_find or not (self._unplaced or self.hides_extra_keys):
             return
         for event in batch.events:
-            if isinstance(event, BlockStored) and self.finder.may_find and (event.medium or GPU) == GPU:
+            if isinstance(event, BlockStored) and self.finder.may_find and tier_of(event) == GPU:
                 self.finder.try_event(event, step)
 
 
@@ -386,4 +393,4 @@ def _behind(start: int, marks: Sequence[Mark]) -> list[Mark]:
 
 
 def _group_tier(event: BlockStored | BlockRemoved) -> GroupTier:
-    return event.group_idx or 0, (event.medium or GPU).upper()
+    return event.group_idx or 0, tier_of(event)

@@ -35,6 +35,11 @@ class Run:
     marks: Sequence[Mark]
     batch: int
 
+    @property
+    def weight(self) -> int:
+        """What it takes to keep, in tokens, of which an honest run has more than of anything else."""
+        return max(len(self.packed) // 4, len(self.hashes) + len(self.marks))
+
 
 @dataclass(slots=True)
 class WaitingRuns:
@@ -48,12 +53,12 @@ class WaitingRuns:
     def add(self, parent: BlockHash, run: Run) -> None:
         self.by_parent.setdefault(parent, []).append(run)
         self.runs += 1
-        self.tokens += len(run.packed) // 4
+        self.tokens += run.weight
 
     def take(self, parent: BlockHash) -> list[Run]:
         runs = self.by_parent.pop(parent, [])
         self.runs -= len(runs)
-        self.tokens -= sum(len(run.packed) // 4 for run in runs)
+        self.tokens -= sum(run.weight for run in runs)
         return runs
 
     def trim(self, limits: SourceLimits, batch: int) -> None:

@@ -102,6 +102,10 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
                 type(self).on_refusal(reason)
             self._raw_transport.abort()
 
+    def abort(self) -> None:
+        """Close the connection, whatever is under way on it."""
+        self._raw_transport.abort()
+
     # --- what the parser calls --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:

@@ -2,7 +2,7 @@
 
 A router whose tokenizer differs from the engine's, by one token at the front, predicts hits that never come. The usual
 causes: another version of the model's files, a chat template given on the engine's command line, a BOS token that
-only one of them adds.
+only one of them adds, a version of transformers that rebuilds Llama's tokenizer instead of reading it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _TURNS = [{"role": "system", "content": "Be brief."}, _USER, {"role": "assistant
 
 _PROBES: dict[str, TextPrompt | ChatPrompt] = {
     "text": TextPrompt(_TEXT),
+    # Where SentencePiece models differ by the age of the library that converted them.
+    "text after a blank": TextPrompt("  " + _TEXT),
     "text without special tokens": TextPrompt(_TEXT, add_special_tokens=False),
     "one message": ChatPrompt([_USER]),
     "several turns": ChatPrompt(_TURNS),

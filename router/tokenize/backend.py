@@ -1,4 +1,8 @@
-"""``ModelFiles`` -> a ready ``tokenizers.Tokenizer``, set up as transformers sets it up for the engine."""
+"""``ModelFiles`` -> a ready ``tokenizers.Tokenizer``, set up as transformers sets it up for the engine.
+
+``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` are left alone on purpose: transformers 5
+ignores them where there is a ``tokenizer.json``, and goes by the post-processor in it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from array import array
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from router.tokenize.errors import ModelFilesError, UntokenizableError
 from router.tokenize.model_files import ModelFiles
@@ -31,7 +34,6 @@ def build_backend(files: ModelFiles) -> Tokenizer:
     backend.no_padding()
     backend.encode_special_tokens = files.splits_special_tokens
     _add_missing_tokens(backend, files)
-    _set_ends(backend, files)
     return backend
 
 
@@ -48,17 +50,6 @@ def _add_missing_tokens(backend: Tokenizer, files: ModelFiles) -> None:
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
 
 
-def _set_ends(backend: Tokenizer, files: ModelFiles) -> None:
-    """Rebuild the post-processor where ``tokenizer_config.json`` says which ends are added."""
-    if files.add_bos_token is None and files.add_eos_token is None:
-        return
-    bos = files.special_tokens.get("bos_token") if files.add_bos_token else None
-    eos = files.special_tokens.get("eos_token") if files.add_eos_token else None
-    ends = [(text, token_id) for text in (bos, eos) if text and (token_id := backend.token_to_id(text)) is not None]
-    parts = [f"{bos}:0" if bos else "", "$A:0", f"{eos}:0" if eos else ""]
-    backend.post_processor = TemplateProcessing(single=[part for part in parts if part], special_tokens=ends)
-
-
 def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
     """Tokenise one text; the interpreter lock is free meanwhile."""
     return encode_all(backend, [text], add_special_tokens=add_special_tokens)[0]
@@ -71,10 +62,14 @@ def encode_all(backend: Tokenizer, texts: Sequence[str], *, add_special_tokens: 
     leaves out the offsets that nobody needs here, a third of the time.
 
     Raises:
-        UntokenizableError: The library crashed, as it does over some sets of added tokens that strip blanks.
+        UntokenizableError: A text is no Unicode, or the library crashed, as it does over some sets of added tokens
+            that strip blanks.
     """
     try:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeEncodeError):
+        # Half of a surrogate pair: JSON text inside a message, as the arguments of a call, can spell one.
+        raise UntokenizableError("not_unicode") from None
     except BaseException as error:
         # A panic in the library's Rust code is no Exception and has no importable name.
         if type(error).__name__ != "PanicException":

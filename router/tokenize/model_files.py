@@ -37,8 +37,6 @@ class ModelFiles:
         special_tokens: Text by name (``bos_token``), as templates see them.
         extra_special_tokens: Special tokens that have no name.
         added_tokens: Added tokens that ``tokenizer_config.json`` lists, by id; transformers adds the missing ones.
-        add_bos_token: What ``tokenizer_config.json`` says; None where it says nothing.
-        add_eos_token: The same for the end.
         splits_special_tokens: Special tokens in a text are tokenised as plain text.
         model_type: From ``config.json``; None without one.
         has_mistral_tokenizer: Mistral's own tokenizer lies beside this one, and engines prefer it.
@@ -51,8 +49,6 @@ class ModelFiles:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     extra_special_tokens: tuple[str, ...] = ()
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
-    add_bos_token: bool | None = None
-    add_eos_token: bool | None = None
     splits_special_tokens: bool = False
     model_type: str | None = None
     has_mistral_tokenizer: bool = False
@@ -76,8 +72,6 @@ def read_model_files(directory: Path) -> ModelFiles:
         special_tokens=_special_tokens(config, _read_object(directory / "special_tokens_map.json")),
         extra_special_tokens=_extra_special_tokens(config),
         added_tokens=_added_tokens(directory, config),
-        add_bos_token=_flag(config, "add_bos_token"),
-        add_eos_token=_flag(config, "add_eos_token"),
         splits_special_tokens=config.get("split_special_tokens") is True,
         model_type=_text_or_none(_read_object(directory / "config.json").get("model_type")),
         has_mistral_tokenizer=(directory / "tekken.json").exists(),
@@ -178,11 +172,6 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, Mappi
         if not token_id.isdigit() or not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise ModelFilesError(path, describe(token), rule)
     return {int(token_id): token for token_id, token in tokens.items()}
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool | None:
-    value = config.get(name)
-    return value if isinstance(value, bool) else None
 
 
 def _text_or_none(value: object) -> str | None:

@@ -36,6 +36,7 @@ _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
+_TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
@@ -83,10 +84,14 @@ def parse_request(
 def _decode(body: bytes, encoding: str) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body) if encoding == "json" else msgspec.msgpack.decode(body)
+        if encoding == "msgpack" and isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
+            # Templates and replicas know JSON only: keys that are no strings, bytes and dates are turned into it.
+            fields = msgspec.json.decode(msgspec.json.encode(fields))
     except RecursionError:
         raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        # ValueError: text that is not UTF-8, integers of thousands of digits. The messages hold offsets, no content.
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        # ValueError: text that is not UTF-8. TypeError: msgpack types that JSON has none for. The messages hold offsets
+        # and type names, no content.
         found = "not UTF-8" if isinstance(error, UnicodeError) else str(error)
         raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
     if not isinstance(fields, dict):

@@ -17,7 +17,7 @@ from router.feed import Feed, SourceFeedStatistics
 from router.index.index import PrefixIndex, SourceId
 from tests.support.following import QUICK, until
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
-from tests.support.relay import Faults, LossyRelay, cutting_relay
+from tests.support.relay import CuttingRelay, Faults, LossyRelay
 from tests.support.vllm_publisher import VllmPublisher
 
 SOURCE = SourceId("replica-a")
@@ -108,18 +108,21 @@ async def run_ours(publisher: ZmqEventPublisher, engine: RandomEngine, true: Pre
 async def test_a_long_ring_makes_up_for_every_loss(seed: int) -> None:
     """By replay alone, from a publisher that knows nothing of us."""
     async with router() as routing:
-        with VllmPublisher(with_topic=seed % 2 == 0) as publisher, LossyRelay(publisher.endpoint, seed, Faults()) as relay:
-            async with cutting_relay(publisher.replay_endpoint, seed, 0.05) as replays:
-                engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
-                routing.follow(relay.endpoint, replays.endpoint)
-                last = await engine.run(STEPS)
-                relay.heal()
-                replays.cut = 0.0
-                await routing.until(SourceState.LIVE, last)
-                routing.assert_exact(engine.engine)
-                assert relay.dropped > 5
-                assert routing.statistics.stream.replays > 3
-                assert routing.statistics.stream.restarts == 0
+        with (
+            VllmPublisher(with_topic=seed % 2 == 0) as publisher,
+            LossyRelay(publisher.endpoint, seed, Faults()) as relay,
+            CuttingRelay(publisher.replay_endpoint, seed, 0.05) as replays,
+        ):
+            engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
+            routing.follow(relay.endpoint, replays.endpoint)
+            last = await engine.run(STEPS)
+            relay.heal()
+            replays.cut = 0.0
+            await routing.until(SourceState.LIVE, last)
+            routing.assert_exact(engine.engine)
+            assert relay.dropped > 5
+            assert routing.statistics.stream.replays > 3
+            assert routing.statistics.stream.restarts == 0
 
 
 @pytest.mark.parametrize("seed", [4, 5, 6])
@@ -128,15 +131,18 @@ async def test_a_snapshot_makes_up_for_what_the_ring_has_forgotten(seed: int) ->
     async with router() as routing:
         engine = RandomEngine(seed)
         short = replace(LOOPBACK, buffer_steps=10)
-        with ZmqEventPublisher(short, LAYOUT, CHAIN) as publisher, LossyRelay(publisher.endpoint, seed, Faults()) as relay:
-            async with cutting_relay(publisher.replay_endpoint or "", seed, 0.02) as replays:
-                routing.follow(relay.endpoint, replays.endpoint)
-                last = await run_ours(publisher, engine, routing.true, STEPS)
-                relay.heal()
-                replays.cut = 0.0
-                await routing.until(SourceState.LIVE, last)
-                routing.assert_exact(engine)
-                assert routing.statistics.stream.snapshots > 1
+        with (
+            ZmqEventPublisher(short, LAYOUT, CHAIN) as publisher,
+            LossyRelay(publisher.endpoint, seed, Faults()) as relay,
+            CuttingRelay(publisher.replay_endpoint or "", seed, 0.02) as replays,
+        ):
+            routing.follow(relay.endpoint, replays.endpoint)
+            last = await run_ours(publisher, engine, routing.true, STEPS)
+            relay.heal()
+            replays.cut = 0.0
+            await routing.until(SourceState.LIVE, last)
+            routing.assert_exact(engine)
+            assert routing.statistics.stream.snapshots > 1
 
 
 async def test_a_snapshot_makes_up_for_what_the_publisher_itself_dropped() -> None:
@@ -200,6 +206,7 @@ async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> No
             engine = VllmEngine(publisher, RandomEngine(11), routing.true)
             routing.follow(publisher.endpoint, publisher.replay_endpoint)
             await routing.until_live_from_the_start()
+            await until(lambda: publisher.subscribers > 0, "the subscription")
             await routing.until(SourceState.LIVE, await engine.run(100))
             for _ in range(10):
                 publisher.publish(engine.engine.payload(engine.engine.step()), on_wire=False)

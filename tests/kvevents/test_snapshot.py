@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from kvevents.snapshot import BATCH_WEIGHT, BLOCK_WEIGHT, FORGOTTEN_PLACES, Mirror
 from router.index.index import PrefixIndex, SourceId
+from router.index.learning import LayoutHints
 from router.recording import Query, RecordingReader
 from tests.support.blocks import Prefix, mamba, tokens, window
 
@@ -135,8 +137,8 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
     layout = KVCacheLayout.build(hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle)
     mirror, index, late = Mirror(announce(layout)), PrefixIndex(), []
     for number, record in enumerate(records):
-        if number % (len(records) // 5) == 0:
-            late.append(_join(index, mirror, f"joined at {number}"))
+        if number % (len(records) // 3) == 0:
+            late.append(_join(index, mirror, f"joined at {number}", hints))
         if isinstance(record, Query):
             hits = index.match(record.query, record.lora, record.salt, record.extra_keys)
             assert {source: hits[source].total for source in late} == dict.fromkeys(late, record.hit)
@@ -144,13 +146,14 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
             mirror.apply(decode(record).events)
             for source in late:
                 index.apply(source, record)
-    assert len(late) >= 5
+    assert len(late) >= 3
 
 
-def _join(index: PrefixIndex, mirror: Mirror, name: str) -> SourceId:
+def _join(index: PrefixIndex, mirror: Mirror, name: str, hints: LayoutHints | None = None) -> SourceId:
+    """A new source made from a snapshot; with *hints* without its layout, as the recorded engines announced none."""
     source = SourceId(name)
-    index.add(source)
-    for batch in mirror.capture().batches():
+    index.add(source, hints)
+    for batch in islice(mirror.capture().batches(), 0 if hints is None else 1, None):
         apply(index, source, batch)
     return source
 

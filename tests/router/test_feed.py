@@ -190,7 +190,7 @@ async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models
     """A run that was given up can be found by no prompt."""
     models.indexes["one"] = PrefixIndex(limits=SourceLimits(waiting_batches=3))
     feed = Feed(models, QUICK)
-    with VllmPublisher(ring=0) as publisher:
+    with VllmPublisher() as publisher:
         follow(feed, A, publisher)
         await until_live(feed, A, None)
         publisher.publish(stored(64, 32))

@@ -213,7 +213,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 
 IndexAgainstModel.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestIndexAgainstModel = IndexAgainstModel.TestCase
 
@@ -277,13 +277,13 @@ def test_the_index_is_exact_after_every_batch_of_a_long_run(name: str, is_ours: 
     pair = Pair(LAYOUTS[name], is_ours=is_ours)
     engine = RandomEngine(pair.model, seed=7)
     hits: Counter[bool] = Counter()
-    for _ in range(100):
+    for _ in range(60):
         pair.apply([event for _ in range(engine.rng.randint(1, 3)) for event in engine.step()])
         asked = [engine.prompt() for _ in range(3)]
         pair.check(asked)
         hits.update(pair.model.hit(prompt)[1] > 0 for prompt in asked)
-    assert hits[True] > 25
-    assert hits[False] > 20
+    assert hits[True] > 15
+    assert hits[False] > 10
     pair.check_memory()
 
 

@@ -105,10 +105,11 @@ def test_marks_too_may_come_in_any_split(prompt: tuple[list[int], list[Mark], in
     assert continued == [whole]
 
 
-def test_a_mark_changes_every_key_behind_it_and_none_before(space: KeySpace) -> None:
-    """An image in the third block says nothing of the first two."""
+@pytest.mark.parametrize("position", [8, 9, 11])
+def test_a_mark_changes_every_key_behind_it_and_none_before(space: KeySpace, position: int) -> None:
+    """An image in the third block says nothing of the first two, also where it starts right behind them."""
     token_ids, ends = list(range(100, 116)), [4, 8, 12, 16]
-    without, with_mark = chain(space, token_ids, ends), chain(space, token_ids, ends, [Mark(9, 77)])
+    without, with_mark = chain(space, token_ids, ends), chain(space, token_ids, ends, [Mark(position, 77)])
     assert with_mark[:2] == without[:2]
     assert not set(with_mark[2:]) & set(without)
 

@@ -311,7 +311,7 @@ def test_what_waits_is_bounded_in_memory_and_not_only_in_tokens(name: str) -> No
     source = source_with(waiting_tokens=100)
     wide = [[5] * 2000] if name.startswith("runs") else None
     apply(source, BlockStored([0], None, tokens(16), GPU, 0, block_size=16, lookahead_token_ids=wide))
-    payloads = [encode(EventBatch(0.0, [nonsense(name, 2000 + number), BlockRemoved([], GPU)])) for number in range(100)]
+    payloads = [encode(EventBatch(0.0, [nonsense(name, 2000 + number), BlockRemoved([], GPU)])) for number in range(40)]
     tracemalloc.start()
     try:
         for payload in payloads:
@@ -320,6 +320,23 @@ def test_what_waits_is_bounded_in_memory_and_not_only_in_tokens(name: str) -> No
     finally:
         tracemalloc.stop()
     assert waiting < 150_000
+
+
+@pytest.mark.parametrize("first", [b"\xff", b"\xff" * 20_000], ids=["the first one short", "all of them long"])
+def test_the_names_of_blocks_are_bounded_in_memory(first: bytes) -> None:
+    """A count of blocks bounds nothing if one name may be as long as a message."""
+    source = source_with()
+    hashes: list[BlockHash] = [first, *(bytes([number]) * 20_000 for number in range(200))]
+    stored = BlockStored(hashes, b"p" * 20_000 if len(first) > 1 else 5, [], GPU, 0)
+    payload = encode(EventBatch(0.0, [stored]))
+    tracemalloc.start()
+    try:
+        source.apply(decode(payload))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(len(names) for names in source.held.values()) == 201
+    assert held < 200_000
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+import selectors
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -123,69 +122,73 @@ class LossyRelay:
 
 
 class CuttingRelay:
-    """Forwards TCP and ends connections in the middle."""
+    """Forwards TCP to a `tcp://` endpoint and ends connections in the middle.
 
-    def __init__(self, port: int, seed: int, cut: float) -> None:
+    Args:
+        upstream: Where to.
+        seed: Of the mistakes.
+        cut: Probability per chunk of up to 16 KiB; set it to 0 to make no more.
+    """
+
+    def __init__(self, upstream: str, seed: int, cut: float) -> None:
         self.cut = cut
-        """Probability per chunk of up to 16 KiB."""
         self.cuts = 0
-        self.endpoint = ""
-        self._port = port
+        self._port = int(upstream.rpartition(":")[2])
         self._rng = random.Random(seed)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._other: dict[socket.socket, socket.socket] = {}
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def __enter__(self) -> CuttingRelay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_closing = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            for key, _ in self._selector.select(0.01):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._other:
+                    self._forward(key.fileobj)
+        for end in list(self._other):
+            self._part(end)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
         try:
-            await self._forward(reader, writer)
-        except (OSError, asyncio.CancelledError):
-            pass  # Either end left, or the test is over.
-        finally:
-            writer.close()
-            self._tasks.discard(task)
+            far = socket.create_connection(("127.0.0.1", self._port))
+        except OSError:
+            near.close()
+            return
+        self._other.update({near: far, far: near})
+        for end in (near, far):
+            self._selector.register(end, selectors.EVENT_READ)
 
-    async def close(self) -> None:
-        """End all connections."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        pumps = [
-            asyncio.ensure_future(self._pump(reader, far_writer)),
-            asyncio.ensure_future(self._pump(far_reader, writer)),
-        ]
+    def _forward(self, end: socket.socket) -> None:
+        is_cut = self._rng.random() < self.cut
+        self.cuts += is_cut
         try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            far_writer.close()
+            chunk = b"" if is_cut else end.recv(16_384)
+            self._other[end].sendall(chunk)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._part(end)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while chunk := await reader.read(16_384):
-                if self._rng.random() < self.cut:
-                    self.cuts += 1
-                    return
-                writer.write(chunk)
-                await writer.drain()
-
-
-@asynccontextmanager
-async def cutting_relay(endpoint: str, seed: int, cut: float) -> AsyncIterator[CuttingRelay]:
-    """A relay in front of a `tcp://` endpoint."""
-    relay = CuttingRelay(int(endpoint.rpartition(":")[2]), seed, cut)
-    server = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
-    relay.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server:
-        try:
-            yield relay
-        finally:
-            server.close()
-            await relay.close()
+    def _part(self, end: socket.socket) -> None:
+        other = self._other.pop(end, None)
+        if other is not None:
+            del self._other[other]
+            for each in (end, other):
+                self._selector.unregister(each)
+                each.close()

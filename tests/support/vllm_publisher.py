@@ -1,4 +1,8 @@
-"""A publisher that behaves as vLLM's does on the wire: no identity, no heartbeats, no snapshots, a bounded ring."""
+"""A publisher that behaves as vLLM's does on the wire: no identity, no heartbeats, no snapshots, a bounded ring.
+
+It is an XPUB, which differs from PUB in one thing: we can see when a subscription has arrived. A subscriber's own handshake is
+over a little earlier.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,8 @@ class VllmPublisher:
         self._next_seq = first_seq
         self._queue: Queue[list[bytes]] = Queue()
         self._context = zmq.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)
+        self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._router = self._context.socket(zmq.ROUTER)
         for socket, wanted in ((self._pub, port), (self._router, replay_port)):
             socket.linger = 0
@@ -60,6 +65,7 @@ class VllmPublisher:
         self.endpoint: str = self._pub.last_endpoint.decode()
         self.replay_endpoint: str = self._router.last_endpoint.decode()
         self.lock = threading.Lock()
+        self.subscribers = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -108,6 +114,8 @@ class VllmPublisher:
 
     def _run(self) -> None:
         while not self._is_closing:
+            while self._pub.poll(0):
+                self.subscribers += 1 if self._pub.recv().startswith(b"\x01") else -1
             while not self._queue.empty():
                 self._pub.send_multipart(self._queue.get())
                 self._queue.task_done()

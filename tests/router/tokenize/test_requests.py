@@ -23,6 +23,7 @@ from router.tokenize import (
     Truncation,
     parse_request,
 )
+from tests.router.tokenize.bodies import bodies
 
 _USER = {"role": "user", "content": "hi"}
 
@@ -304,28 +305,8 @@ def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
     assert error.value.place == "$"
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    endpoint=st.sampled_from(Endpoint),
-    body=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-        lambda inner: (
-            st.lists(inner, max_size=4)
-            | st.dictionaries(
-                st.sampled_from(
-                    [
-                        *("messages", "prompt", "input", "token_ids", "role", "content", "type", "text", "tools", "function"),
-                        *("name", "model", "cache_salt", "tool_calls", "system", "output", "source", "input_schema", "n"),
-                        *("thinking", "reasoning", "summary", "documents", "endpoint", "truncate_prompt_tokens", "max_tokens"),
-                    ]
-                ),
-                inner | st.sampled_from(["user", "system", "tool_result", "tool_use", "function_call", "reasoning", "text"]),
-                max_size=6,
-            )
-        ),
-        max_leaves=30,
-    ),
-)
+@settings(max_examples=200, deadline=None)
+@given(endpoint=st.sampled_from(Endpoint), body=bodies())
 def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None:
     """Hostile input is normal: no other exception may come out."""
     with suppress(RequestBodyError):
@@ -338,6 +319,16 @@ def test_random_msgpack_is_parsed_or_refused(body: bytes) -> None:
     """``/route`` takes msgpack, which can carry what JSON cannot."""
     with suppress(RequestBodyError):
         assert parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
+
+
+@pytest.mark.parametrize("odd", [{1: 2}, {b"k": b"v"}, {(1, 2): 3}, msgspec.msgpack.Ext(7, b"x"), float("inf")])
+def test_msgpack_without_a_json_form_reaches_no_template(odd: object) -> None:
+    """Templates, JSON encoders and replicas would each fail over it in their own way."""
+    body = msgspec.msgpack.encode({"token_ids": 1, "endpoint": Endpoint.CHAT, "messages": [{"role": "user", "odd": odd}]})
+    with suppress(RequestBodyError):
+        (prompt,) = parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert json.loads(json.dumps(list(prompt.messages), allow_nan=False)) == list(prompt.messages)
 
 
 def test_route_takes_msgpack_with_adapter_and_salt() -> None:

@@ -93,7 +93,7 @@ _BARE_TOKENIZERS = (
 )
 
 
-@settings(_FAST, max_examples=250)
+@settings(_FAST, max_examples=150)
 @given(
     build=st.sampled_from(_BARE_TOKENIZERS),
     normalizer=st.sampled_from(_NORMALIZERS),

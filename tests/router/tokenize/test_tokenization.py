@@ -7,11 +7,14 @@ import json
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,6 +31,7 @@ from router.tokenize import (
     PromptSpec,
     RemoteTokenizer,
     ReplicaAnswerError,
+    RequestBodyError,
     TextPrompt,
     Tokenization,
     TokenizedPrompt,
@@ -36,14 +40,17 @@ from router.tokenize import (
     find_disagreements,
     parse_request,
 )
+from tests.router.tokenize.bodies import bodies
 
 _TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _USER = {"role": "user", "content": "the quick brown fox"}
 _CHAT = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, _USER]}
 
+_HALF_A_PAIR = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
 
 _TokenizerOf = Callable[[str], Tokenizer]
 _LocalOf = Callable[..., LocalTokenizer]
@@ -138,6 +145,7 @@ async def test_token_ids_are_truncated_too() -> None:
         (Endpoint.RESPONSES, {"input": "a", "previous_response_id": "r"}, "stored_conversation"),
         (Endpoint.CHAT, {**_CHAT, "continue_final_message": True}, "template_refused"),
         (Endpoint.CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "media"),
+        (Endpoint.CHAT, {"messages": [_USER, {"role": "assistant", "tool_calls": [_HALF_A_PAIR]}]}, "not_unicode"),
     ],
 )
 async def test_what_cannot_be_known_is_said_and_not_raised(
@@ -289,6 +297,22 @@ async def test_router_and_replica_are_compared(
     assert all((item.first_difference, item.local_count) == (0, item.remote_count + 1) for item in found)
 
 
+@pytest.fixture(scope="module")
+def fuzzed(build_tokenizer: _TokenizerOf, local_of: _LocalOf) -> dict[str, Tokenization]:
+    """Templates of both forms, and a replica that answers nothing but gets everything."""
+
+    async def fetch(path: str, body: bytes) -> tuple[int, bytes]:
+        json.loads(body)
+        return 500, b""
+
+    parts = _TEMPLATE.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    remote = RemoteTokenizer(fetch)
+    return {
+        form: Tokenization(local=local_of(build_tokenizer("qwen"), chat_templates={"default": template}), remote=remote)
+        for form, template in (("string", _TEMPLATE), ("openai", parts))
+    }
+
+
 class _Gate:
     """A clock for templates that stands still, and the thread that asks it, until it is opened."""
 
@@ -389,6 +413,19 @@ async def test_threads_share_one_cache(build_tokenizer: _TokenizerOf) -> None:
     results = await asyncio.gather(*(tokenization.tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": text})) for text in texts))
     assert [result.token_ids.tolist() for (result,) in results] == [tokenizer.encode(text).ids for text in texts]
     tokenization.close()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(endpoint=st.sampled_from(Endpoint), body=bodies(), form=st.sampled_from(["string", "openai"]))
+def test_whatever_passes_the_parser_is_tokenised_or_said_to_be_unknown(
+    fuzzed: dict[str, Tokenization], endpoint: Endpoint, body: object, form: str
+) -> None:
+    """An exception here would cost a request that an engine might have served."""
+    with suppress(RequestBodyError):
+        spec = _spec(endpoint, body)
+        results = asyncio.run(fuzzed[form].tokenize(spec))
+        assert len(results) == len(spec.prompts)
+        assert all(result.exact or result.reason for result in results)
 
 
 async def test_a_body_for_a_replica_is_json_that_it_can_read(replica: _Replica) -> None:

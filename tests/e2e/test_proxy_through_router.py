@@ -1,0 +1,505 @@
+"""The proxy's promises, each by name, kept by the whole router: a real process between real clients and real replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.engine_stub import (
+    DONE,
+    STREAM_HEAD,
+    Behaviour,
+    EngineStub,
+    Exchange,
+    after,
+    answer,
+    begun_until,
+    dying_after,
+    engines,
+    hang,
+    hang_up,
+    prompt_ids,
+    refusing,
+    streaming,
+    token_event,
+)
+from tests.support.http_client import HttpClient, connect, eventually
+from tests.support.router_process import RouterProcess, router_process
+
+HEALTH_INTERVAL_S = 0.5
+CONFIG = {
+    "server": {"timeouts": {"connect_s": 1, "first_byte_s": 20, "idle_s": 20, "client_stall_s": 20}},
+    "health": {"interval_s": HEALTH_INTERVAL_S, "timeout_s": 0.5, "unhealthy_after": 2, "discovery_interval_s": 1},
+}
+STREAMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[RouterProcess]:
+    with router_process(CONFIG) as started:
+        yield started
+
+
+@pytest.fixture
+async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
+    """The router; whatever a test did, nothing may be left in flight after it."""
+    yield process
+    await process.until_idle()
+    upstream = "kvroute_upstream_connections"
+    idle = "kvroute_upstream_idle_connections"
+    await process.until(lambda now: now.sum(upstream) == now.sum(idle), "no connection to a replica is at work")
+
+
+def body_for(stub: EngineStub, path: str = "/v1/completions", stream: bool = True, prompt: Any = "hello") -> dict[str, Any]:
+    content = {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
+    return {"model": stub.model, "stream": stream, "max_tokens": 8, **content}
+
+
+@contextlib.asynccontextmanager
+async def opened(router: RouterProcess, body: dict[str, Any], path: str = "/v1/completions") -> AsyncIterator[HttpClient]:
+    """A request under way."""
+    async with connect(router.port) as client:
+        await client.send("POST", path, body)
+        yield client
+
+
+# --- byte for byte --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event(router: RouterProcess) -> None:
+    """Each event must be at the client before the replica makes the next one, whatever it holds and however it is cut."""
+    strange = [b": ping\n\n", b"event: x\r\ndata: \xff\xfe\r\n\r\n", "data: ü{}\n\n".encode() * 3000, b"data: x\n", b"\n", DONE]
+    pieces = [token_event("/v1/completions", 0), *strange]
+    arrived = asyncio.Semaphore(0)
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for piece in pieces:
+            await exchange.chunk(piece)
+            await arrived.acquire()
+        await exchange.chunk(b"")
+
+    async with engines(1, behaviour=behave) as (stub,), router.serving(stub), opened(router, body_for(stub)) as client:
+        assert await client.read_head() == 200
+        assert client.headers["content-type"] == "text/event-stream; charset=utf-8"
+        for piece in pieces:
+            received = b""
+            while len(received) < len(piece):
+                received += await client.read_piece()
+            assert received == piece
+            arrived.release()
+        assert await client.read_piece() == b""
+
+
+async def test_small_events_are_not_held_back_for_larger_packets(router: RouterProcess) -> None:
+    """Nagle's algorithm against delayed acknowledgements costs 40 ms a token; TCP_NODELAY on all four ends costs none."""
+    rounds = 100
+    arrived = asyncio.Semaphore(0)
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for index in range(rounds):
+            # Two writes in a row: the second is the one that would wait for the acknowledgement of the first.
+            await exchange.chunk(b": a\n\n")
+            await exchange.chunk(token_event("/v1/completions", index))
+            await arrived.acquire()
+        await exchange.chunk(b"")
+
+    async with engines(1, behaviour=behave) as (stub,), router.serving(stub), opened(router, body_for(stub)) as client:
+        await client.read_head()
+        began = time.monotonic()
+        for index in range(rounds):
+            received = b""
+            while not received.endswith(token_event("/v1/completions", index)):
+                received += await client.read_piece()
+            arrived.release()
+        assert await client.read_piece() == b""
+        assert time.monotonic() - began < rounds * 0.04
+
+
+async def test_an_answer_that_is_not_streamed_arrives_byte_for_byte(router: RouterProcess) -> None:
+    """Also one that is no JSON, with the length it was sent with."""
+    content = bytes(range(256)) * 5000
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.whole(content, content_type="application/octet-stream")
+
+    async with engines(1, behaviour=behave) as (stub,), router.serving(stub):
+        found = await router.post("/v1/completions", body_for(stub, stream=False))
+        assert found.body == content
+        assert (found.headers["content-length"], found.headers["content-type"]) == (
+            str(len(content)),
+            "application/octet-stream",
+        )
+
+
+async def test_a_request_arrives_as_it_was_sent(router: RouterProcess) -> None:
+    """Unknown fields, spaces, order, query and headers are between the client and the engine."""
+    async with engines(1) as (stub,), router.serving(stub):
+        body = b'{ "new_field" : [1.50, "\\u00fc"],\n "prompt" : [1], "model":"%s" , "prompt": [1, 2]}' % stub.model.encode()
+        assert (await router.post("/v1/completions?trace=a%20b&x", body, {"x-tenant": "blue"})).status == 200
+        request = stub.requests[-1]
+        assert request.body == body
+        assert request.target == "/v1/completions?trace=a%20b&x"
+        assert request.headers["x-tenant"] == "blue"
+
+
+@pytest.mark.parametrize("key", ["kv_cache_report_mode", "\\u006bv_cache_report_mode"])
+async def test_a_report_mode_does_not_reach_the_engine(router: RouterProcess, key: str) -> None:
+    """It makes the engine announce every block of a hit again, which spoils the counts for everybody."""
+    async with engines(1) as (stub,), router.serving(stub):
+        before = (await router.metrics()).sum("kvroute_stripped_report_modes_total")
+        body = b'{"model": "%s", "prompt": [1], "vllm_xargs": {"%s": "full", "mine": 1}, "seed": 7}' % (
+            stub.model.encode(),
+            key.encode(),
+        )
+        assert (await router.post("/v1/completions", body)).status == 200
+        assert stub.requests[0].json == {"model": stub.model, "prompt": [1], "vllm_xargs": {"mine": 1}, "seed": 7}
+        assert (await router.metrics()).sum("kvroute_stripped_report_modes_total") == before + 1
+        deep = body.replace(b"1}", b"[" * 90_000 + b"]" * 90_000 + b"}")
+        refused = await router.post("/v1/completions", deep)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+
+
+# --- many at once ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_thousand_concurrent_streams_finish(router: RouterProcess) -> None:
+    """All of them at the same time, each with its own content."""
+    count, go = 1000, asyncio.Event()
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        await exchange.chunk(token_event("/v1/completions", 0))
+        await exchange.wait(go)
+        await exchange.chunk(b"data: %d\n\n" % exchange.request.json["prompt"][0])
+        await exchange.chunk(DONE)
+        await exchange.chunk(b"")
+
+    async def one(number: int) -> bytes:
+        async with opened(router, body_for(stubs[0], prompt=[number])) as client:
+            assert await client.read_head(60) == 200
+            return await client.read_body()
+
+    async with engines(3, behaviour=behave) as stubs, router.serving(*stubs):
+        streams = [asyncio.create_task(one(number)) for number in range(count)]
+        await eventually(lambda: sum(stub.active for stub in stubs) == count, "all streams are under way", 60)
+        assert (await router.metrics()).sum("kvroute_in_flight_requests") == count
+        go.set()
+        bodies = await asyncio.gather(*streams)
+        first = token_event("/v1/completions", 0)
+        assert bodies == [first + b"data: %d\n\n" % number + DONE for number in range(count)]
+        assert min(stub.served for stub in stubs) > count // 10, "they were spread"
+
+
+async def test_a_scrape_delays_no_stream(router: RouterProcess) -> None:
+    """A scrape of a large fleet takes a while; tokens must flow meanwhile."""
+    fleet = [
+        {"url": f"http://127.0.0.1:1/{number}", "id": f"far-{number}", "models": [f"far-{number % 40}"]}
+        for number in range(300)
+    ]
+    for far in fleet:
+        assert (await router.post("/replicas", far)).status == 201
+    try:
+        async with engines(1, behaviour=streaming(150, 0.01)) as (stub,), router.serving(stub):
+            alone_s = await longest_gap_s(router, stub)
+            scraping = [asyncio.create_task(scrape_for_ever(router)) for _ in range(2)]
+            try:
+                scraped_s = min([await longest_gap_s(router, stub) for _ in range(2)])
+            finally:
+                for task in scraping:
+                    task.cancel()
+                await asyncio.wait(scraping)
+            assert scraped_s < alone_s + 0.1
+    finally:
+        for far in fleet:
+            await router.delete(f"/replicas/{far['id']}")
+
+
+async def scrape_for_ever(router: RouterProcess) -> None:
+    while True:
+        await router.get("/metrics")
+
+
+async def longest_gap_s(router: RouterProcess, stub: EngineStub) -> float:
+    """Between two events of a stream, as its client sees it."""
+    async with opened(router, body_for(stub)) as client:
+        await client.read_head()
+        moments = []
+        while await client.read_piece():
+            moments.append(time.monotonic())
+    return max(later - before for before, later in itertools.pairwise(moments))
+
+
+# --- clients that leave ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_ends_the_work_within_a_second(
+    router: RouterProcess, stream: bool, reset: bool
+) -> None:
+    """Nobody waits for the answer any more, and the prefill costs the others."""
+    async with engines(1, behaviour=hang) as (stub,), router.serving(stub):
+        async with opened(router, body_for(stub, stream=stream)) as client:
+            await eventually(lambda: stub.active == 1, "the replica has it")
+            await left_within_a_second(client, stub, reset)
+        await router.until(lambda now: now.sum("kvroute_in_flight_requests") == 0, "nothing is in flight", 1)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("path", STREAMED_PATHS)
+async def test_a_client_that_leaves_in_mid_stream_ends_the_work_within_a_second(
+    router: RouterProcess, path: str, reset: bool
+) -> None:
+    """Whether the stream is silent at that moment or not."""
+    async with engines(1, behaviour=begun_until(asyncio.Event())) as (stub,), router.serving(stub):
+        async with opened(router, body_for(stub, path), path) as client:
+            await client.read_head()
+            await client.read_piece()
+            await left_within_a_second(client, stub, reset)
+        assert (await router.replica(stub.name))["failed_requests"] == 0
+
+
+async def test_a_client_that_leaves_a_fast_stream_ends_the_work_within_a_second(router: RouterProcess) -> None:
+    """The router is always writing then, so it must notice the close while it writes."""
+    fast = streaming(1_000_000)
+    async with engines(1, behaviour=fast) as (stub,), router.serving(stub), opened(router, body_for(stub)) as client:
+        await client.read_head()
+        await client.read_piece()
+        await left_within_a_second(client, stub, reset=False)
+
+
+async def left_within_a_second(client: HttpClient, stub: EngineStub, reset: bool) -> None:
+    left_at = time.monotonic()
+    client.leave(reset)
+    await eventually(lambda: stub.left, "the replica's connection is closed")
+    assert stub.left[0] - left_at < 1.0
+    await eventually(lambda: stub.active == 0, "the replica is rid of it")
+
+
+# --- replicas that fail ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", STREAMED_PATHS)
+async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_nobody_else_notices(
+    router: RouterProcess, path: str
+) -> None:
+    """A client that meets a broken line of JSON throws; one whose stream just stops waits for ever."""
+    go = asyncio.Event()
+    async with (
+        engines(2, behaviour=begun_until(go)) as (first, second),
+        router.serving(first, second),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        others = [await stack.enter_async_context(opened(router, body_for(first, path), path)) for _ in range(6)]
+        for client in others:
+            assert await client.read_head() == 200
+        dying = first if first.active > second.active else second
+        dying.behaviour = dying_after(2)
+        async with opened(router, body_for(first, path), path) as client:
+            while await client.read_head() == 200 and client.headers["x-kv-replica"] != dying.name:
+                await client.send("POST", path, body_for(first, path))
+            body = await client.read_body()
+        go.set()
+        check_broken_off(body, path)
+        whole = b"".join(token_event(path, index) for index in range(4)) + DONE
+        assert [await other.read_body() for other in others] == [whole] * 6
+
+
+def check_broken_off(body: bytes, path: str) -> None:
+    begun = b"".join(token_event(path, index) for index in range(2))
+    assert body.startswith(begun)
+    rest = body.removeprefix(begun)
+    if path == "/v1/messages":
+        name, data = rest.removesuffix(b"\n\n").split(b"\n")
+        assert name == b"event: error"
+        assert json.loads(data.removeprefix(b"data: "))["type"] == "error"
+    else:
+        assert rest.endswith(b"\n\n" + DONE)
+        assert json.loads(rest.removesuffix(DONE).removeprefix(b"data: "))["error"]["code"] == "replica_died"
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs up", "503 Service Unavailable", "502 Bad Gateway"])
+async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(router: RouterProcess, how: str) -> None:
+    """Least of all those with a hit there, which go to it first."""
+    async with engines(3, has_events=True) as stubs, router.serving(*stubs):
+        dead, ids = stubs[0], prompt_ids(256, 5)
+        dead.store(ids)
+        await router.until_applied(dead)
+        body = {"model": dead.model, "prompt": [*ids, 1]}
+        assert (await router.post("/v1/completions", body)).headers["x-kv-replica"] == dead.name
+        if how == "killed":
+            await dead.stop()
+        else:
+            dead.behaviour = hang_up if how == "hangs up" else refusing(how)
+        for _ in range(10):
+            found = await asyncio.gather(*(router.post("/v1/completions", body) for _ in range(6)))
+            assert [answered.status for answered in found] == [200] * 6
+            assert dead.name not in {answered.headers["x-kv-replica"] for answered in found}
+        assert (await router.metrics()).sum("kvroute_retries_total", replica=dead.name) >= 1
+
+
+async def test_a_replica_is_back_within_one_health_interval_of_its_return(router: RouterProcess) -> None:
+    """Every further interval is capacity paid for and not used."""
+    async with engines(2) as (stub, other), router.serving(stub, other):
+        for _ in range(3):
+            await stub.stop()
+            while (await router.replica(stub.name))["state"] != "unhealthy":
+                await router.post("/v1/completions", body_for(stub, stream=False))
+            await stub.start()
+            returned_at = time.monotonic()
+            while (await router.replica(stub.name))["state"] != "healthy":
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - returned_at < HEALTH_INTERVAL_S + 0.25, "one interval, and some for a busy machine"
+            await served_by(router, stub)
+
+
+async def served_by(router: RouterProcess, stub: EngineStub) -> None:
+    for number in range(100):
+        found = await router.post("/v1/completions", body_for(stub, stream=False, prompt=prompt_ids(64, number)))
+        if found.headers["x-kv-replica"] == stub.name:
+            return
+    raise AssertionError(f"{stub.name} gets nothing")
+
+
+async def test_when_every_replica_fails_the_client_is_told_to_come_again(router: RouterProcess) -> None:
+    """An error it can read and act on, not a closed connection."""
+    async with engines(2, behaviour=refusing("503 Service Unavailable")) as stubs, router.serving(*stubs):
+        for path in STREAMED_PATHS:
+            refused = await router.post(path, body_for(stubs[0], path))
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert (refused.json.get("type") == "error") is (path == "/v1/messages")
+            assert refused.error["type"] == "server_error"
+
+
+async def test_an_answer_that_is_cut_short_is_seen_to_be_cut(router: RouterProcess) -> None:
+    """Half a JSON answer that looks whole would be taken for one."""
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n" + b"{" * 50)
+        exchange.reset()
+
+    async with engines(1, behaviour=behave) as (stub,), router.serving(stub), connect(router.port) as client:
+        await client.send("POST", "/v1/completions", body_for(stub, stream=False))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.read_answer()
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "404 Not Found", "422 Unprocessable Entity", "429 Too Many Requests"])
+async def test_a_4xx_answer_never_counts_against_a_replica(router: RouterProcess, status: str) -> None:
+    """Else one client with a bad request could take the fleet down."""
+    async with engines(2, behaviour=refusing(status)) as stubs, router.serving(*stubs):
+        for stream in (False, True) * 10:
+            found = await router.post("/v1/completions", body_for(stubs[0], stream=stream))
+            assert found.status == int(status[:3])
+            assert found.json["error"]["message"] == "the engine says no", "it is passed on as it came"
+        now = await router.metrics()
+        for stub in stubs:
+            view = await router.replica(stub.name)
+            assert (view["state"], view["failed_requests"], view["times_unhealthy"]) == ("healthy", 0, 0)
+            assert now.sum("kvroute_retries_total", replica=stub.name) == 0
+        assert sum(len(stub.requests) for stub in stubs) - tokenised(*stubs) == 20, "none was tried twice"
+
+
+def tokenised(*stubs: EngineStub) -> int:
+    return sum(request.path == "/tokenize" for stub in stubs for request in stub.requests)
+
+
+async def test_in_flight_counts_return_to_zero_after_any_end(router: RouterProcess) -> None:
+    """A count that leaks sends traffic away from a replica for ever."""
+    ways: list[Behaviour] = [answer, hang, hang_up, dying_after(2), streaming(3), refusing("500 Internal Server Error")]
+    ways += [refusing("503 Service Unavailable"), refusing("400 Bad Request"), begun_until(asyncio.Event())]
+
+    async def one(stub: EngineStub, number: int) -> None:
+        async with opened(router, body_for(stub, stream=number % 2 == 0, prompt=prompt_ids(100, number))) as client:
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                await client.read_head(0.3 + number % 5 / 10)
+                await asyncio.wait_for(client.read_body(), 0.5)
+            client.leave(reset=number % 3 == 0)
+
+    async with engines(3) as stubs, router.serving(*stubs):
+        for index, way in enumerate(ways):
+            stubs[index % 3].behaviour = way
+            stubs[(index + 1) % 3].behaviour = ways[-index]
+            await asyncio.gather(*(one(stubs[0], number) for number in range(12)))
+        await router.until_idle(5)
+        for stub in stubs:
+            assert (await router.replica(stub.name))["load"] == {
+                "prefilling_requests": 0,
+                "prefill_tokens": 0,
+                "decoding_requests": 0,
+                "context_tokens": 0,
+            }
+            await eventually(lambda stub=stub: stub.active == 0, "the replica is rid of all")  # type: ignore[misc]
+
+
+# --- where the load goes --------------------------------------------------------------------------------------------------
+
+
+async def test_a_burst_of_equal_prompts_stays_together_before_the_first_event(router: RouterProcess) -> None:
+    """To wait for a prefix that is being computed is cheaper than to compute it everywhere."""
+    go = asyncio.Event()
+    async with engines(3, behaviour=after(go)) as stubs, router.serving(*stubs):
+        body = {"model": stubs[0].model, "prompt": prompt_ids(1024, 6)}
+        asking = [asyncio.create_task(router.post("/v1/completions", body)) for _ in range(12)]
+        await eventually(lambda: sum(stub.active for stub in stubs) == 12, "all are under way")
+        go.set()
+        assert len(Counter(found.headers["x-kv-replica"] for found in await asyncio.gather(*asking))) == 1
+
+
+async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> None:
+    """The other side of it: what shares nothing has no reason to stand in one queue."""
+    go = asyncio.Event()
+    async with engines(3, behaviour=after(go)) as stubs, router.serving(*stubs):
+        asking = [
+            asyncio.create_task(router.post("/v1/completions", {"model": stubs[0].model, "prompt": prompt_ids(1024, 10 + n)}))
+            for n in range(12)
+        ]
+        await eventually(lambda: sum(stub.active for stub in stubs) == 12, "all are under way")
+        go.set()
+        counts = Counter(found.headers["x-kv-replica"] for found in await asyncio.gather(*asking))
+        assert sorted(counts.values()) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("saturation", ["requests in decode", "its own queue", "a limit"])
+async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(router: RouterProcess, saturation: str) -> None:
+    """One replica melts while the others idle: the classic failure of prefix routing."""
+    settings = {"max_concurrent_requests": 5} if saturation == "a limit" else {}
+    endless = begun_until(asyncio.Event())
+    async with engines(3, has_events=True, behaviour=endless) as stubs, router.serving(*stubs, **settings):
+        hot, ids = stubs[2], prompt_ids(2048, 7)
+        hot.store(ids)
+        await router.until_applied(hot)
+        async with contextlib.AsyncExitStack() as stack:
+            early = [await placed(stack, router, hot, ids, number) for number in range(5)]
+            assert early == [hot.name] * 5, "as long as it has room, it serves them"
+            if saturation == "its own queue":
+                hot.waiting_requests = 50
+                await gauge_is_read(router, hot, 50)
+            late = [await placed(stack, router, hot, ids, number) for number in range(5, 60)]
+            assert len(set(late)) > 1, "it spilled over"
+            if saturation != "requests in decode":
+                assert hot.name not in late
+            assert max(Counter(late).values()) < 55
+
+
+async def placed(stack: contextlib.AsyncExitStack, router: RouterProcess, stub: EngineStub, ids: list[int], number: int) -> str:
+    """Send a prompt with the hot prefix, leave it running, and say where it went."""
+    client = await stack.enter_async_context(opened(router, body_for(stub, prompt=[*ids, *prompt_ids(20, 100 + number)])))
+    assert await client.read_head() == 200
+    await client.read_piece()
+    return client.headers["x-kv-replica"]
+
+
+async def gauge_is_read(router: RouterProcess, stub: EngineStub, waiting: int) -> None:
+    name = "kvroute_engine_waiting_requests"
+    await router.until(lambda now: now.sum(name, replica=stub.name) == waiting, "the router has read the engine's gauge")

@@ -1,0 +1,379 @@
+"""What README, ARCHITECTURE.md and docs/ say is so: commands, options, metrics, files and examples, held against the code."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, get_args, get_origin
+
+import httpx
+import msgspec
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.app import RouterApp
+from router.cli import main as command_line
+from router.config import RouterConfig
+from router.feed import Feed
+from router.index.index import PrefixIndex, SourceId
+from router.service import RouterService
+from tests.support.following import QUICK, until
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/configuration.md", "docs/engines.md", "docs/operations.md")
+WITH_COMMANDS = ("README.md", "docs/engines.md", "docs/operations.md", "docs/configuration.md")
+KEYS = {"KVROUTE_CLIENT_KEY": "a", "KVROUTE_OPERATOR_KEY": "b", "GEMMA_KEY": "c", "CLIENT_KEY": "d", "OPERATOR_KEY": "e"}
+"""Environment variables that documents use in place of keys."""
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def fences(name: str, language: str) -> list[str]:
+    """The code blocks of a document that are marked as *language*."""
+    return re.findall(rf"^```{language}\n(.*?)^```", read(name), re.MULTILINE | re.DOTALL)
+
+
+# --- commands -------------------------------------------------------------------------------------------------------------
+
+
+def shell_commands(name: str) -> Iterator[list[str]]:
+    """Every command in a document, as the shell splits it."""
+    for block in fences(name, "sh"):
+        for words in map(shell_words, complete_lines(block)):
+            if words:
+                yield words
+
+
+def complete_lines(block: str) -> Iterator[str]:
+    """Lines, put together where a backslash or an open quote continues one."""
+    pending = ""
+    for line in block.splitlines():
+        pending += line.removesuffix("\\") + ("" if line.endswith("\\") else "\n")
+        if not line.endswith("\\") and pending.count("'") % 2 == 0:
+            yield pending
+            pending = ""
+    assert not pending, f"a command has no end: {pending}"
+
+
+def shell_words(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def test_a_command_over_several_lines_is_read_as_one() -> None:
+    """The other tests here see only what this finds."""
+    block = "a --x \\\n  '{\"k\":\n 1}' # why\nb\n"
+    assert [shell_words(line) for line in complete_lines(block)] == [["a", "--x", '{"k":\n 1}'], ["b"]]
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_every_kvroute_command_and_option_exists(name: str) -> None:
+    """A reader who types what is written must not meet a usage message."""
+    in_text = re.findall(r"`(kvroute [a-z]+ [^`]*)`", read(name))
+    in_blocks = [words for words in shell_commands(name) if words[0] == "kvroute"]
+    for words in [*in_blocks, *map(shell_words, in_text)]:
+        command_line._parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_every_make_target_and_file_of_a_command_exists(name: str) -> None:
+    """`make demo` and the examples are the first things that a reader tries."""
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), re.MULTILINE))
+    for words in shell_commands(name):
+        if words[0] == "make":
+            assert words[1] in targets
+        if words[0] == "python" and words[1] != "-m":
+            assert (ROOT / words[1]).is_file()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/engines.md"])
+def test_event_configurations_on_engines_command_lines_are_json(name: str) -> None:
+    """An engine would refuse it, or worse, publish nothing."""
+    found = [words[words.index("--kv-events-config") + 1] for words in shell_commands(name) if "--kv-events-config" in words]
+    assert found
+    for text in found:
+        config = json.loads(text)
+        assert config["publisher"] == "zmq"
+        assert config["endpoint"].startswith("tcp://*:"), "vLLM and SGLang connect to any other address"
+
+
+def test_the_imports_of_the_readme_work() -> None:
+    """They are what an engine's author copies first."""
+    (block,) = fences("README.md", "python")
+    exec(compile(block, "README.md", "exec"), {})
+
+
+async def test_the_curl_commands_for_replicas_work() -> None:
+    """At 3 a.m. nobody looks up the right method."""
+    commands = [words for words in shell_commands("docs/operations.md") if words[0] == "curl"]
+    assert len(commands) == 4
+    service = RouterService(RouterConfig())
+    transport = httpx.ASGITransport(RouterApp(service))
+    async with service.lifespan(None), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for _, *arguments in commands:
+            method, path, body = request_of(arguments)
+            answer = await client.request(method, path, content=body)
+            assert answer.is_success, (arguments, answer.text)
+        assert service.registry.replicas() == ()
+
+
+def request_of(arguments: list[str]) -> tuple[str, str, bytes]:
+    """Method, path and body of a curl command; the replica is a port nobody listens on."""
+    words = [word.replace("10.0.0.9:8000", "127.0.0.1:1") for word in arguments]
+    method = words[words.index("-X") + 1] if "-X" in words else "GET"
+    body = words[words.index("-d") + 1].encode() if "-d" in words else b""
+    path = next(word.removeprefix("ROUTER") for word in words if word.startswith("ROUTER"))
+    return method, path, body
+
+
+# --- configuration --------------------------------------------------------------------------------------------------------
+
+
+def section_in(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct that a field holds, alone or in a list."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next((found for option in get_args(kind) if (found := section_in(option))), None)
+
+
+def is_list(kind: Any) -> bool:
+    return get_origin(kind) is tuple or any(map(is_list, get_args(kind)))
+
+
+def sections(kind: type[msgspec.Struct] = RouterConfig, path: str = "") -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Every section of the configuration by its path: `server.timeouts`, `models[].layout` ..."""
+    for field in msgspec.structs.fields(kind):
+        inner = section_in(field.type)
+        if inner is not None:
+            here = f"{path}.{field.name}".lstrip(".") + "[]" * is_list(field.type)
+            yield here, inner
+            yield from sections(inner, here)
+
+
+def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
+    """Options with their defaults as YAML says them; those that are mappings of their own have a table of their own."""
+    fields = [field for field in msgspec.structs.fields(section) if not section_in(field.type) or is_list(field.type)]
+    return {field.name: plain_default(field) for field in fields}
+
+
+def plain_default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    if field.default is msgspec.NODEFAULT:
+        return "required"
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+def documented_defaults(path: str) -> dict[str, Any]:
+    """The table under the heading of a section: option -> default."""
+    text = read("docs/configuration.md")
+    found = re.search(rf"^##+ `{re.escape(path)}`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/configuration.md has no section `{path}`"
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (`.*?`|required) \|", found[1], re.MULTILINE)
+    return {name: yaml.safe_load(default.strip("`")) for name, default in rows}
+
+
+@pytest.mark.parametrize(("path", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_option_is_documented_with_its_default(path: str, section: type[msgspec.Struct]) -> None:
+    """An option nobody can find does not exist, and a wrong default is worse than none."""
+    assert documented_defaults(path) == defaults(section)
+
+
+def test_the_configuration_document_knows_no_other_sections() -> None:
+    """What was removed must not stay in the document."""
+    headings = re.findall(r"^##+ `(.*?)`", read("docs/configuration.md"), re.MULTILINE)
+    assert headings == [path for path, _ in sorted(sections(), key=lambda found: headings.index(found[0]))]
+
+
+def test_the_example_configuration_is_sound_and_shows_every_option() -> None:
+    """It is what operators begin with, and the one place where all options stand together."""
+    RouterConfig.load(ROOT / "examples/kvroute.yaml", KEYS)
+    whole = yaml.safe_load(read("examples/kvroute.yaml"))
+    for path, section in sections():
+        shown = {key for mapping in mappings_at(whole, path) for key in mapping}
+        assert shown == {field.name for field in msgspec.structs.fields(section)}, path
+
+
+def mappings_at(data: Any, path: str) -> list[dict[str, Any]]:
+    """All mappings that stand at a section's path."""
+    found = [data]
+    for name in path.split("."):
+        values = [mapping[name.removesuffix("[]")] for mapping in found if name.removesuffix("[]") in mapping]
+        found = [item for value in values for item in value] if name.endswith("[]") else values
+    return found
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/engines.md"])
+def test_configurations_in_the_text_are_sound(name: str) -> None:
+    """They are copied."""
+    blocks = fences(name, "yaml")
+    assert blocks
+    for block in blocks:
+        RouterConfig.from_yaml(block, KEYS)
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------------
+
+
+async def rendered_metrics() -> set[str]:
+    """Every metric of a running router, by the name that operators ask for."""
+    service = RouterService(RouterConfig())
+    async with service.lifespan(None):
+        text = (await service.render_metrics()).decode()
+    families = [family for family in text_string_to_metric_families(text) if not family.name.endswith("_created")]
+    return {family.name + "_total" * (family.type == "counter") for family in families}
+
+
+def documented_metrics() -> list[str]:
+    return re.findall(r"^\| `(kvroute_\w+)` \|", read("docs/operations.md").partition("## All metrics")[2], re.MULTILINE)
+
+
+async def test_every_metric_is_documented_once_and_every_documented_one_exists() -> None:
+    """A dashboard is built from this list."""
+    documented = documented_metrics()
+    assert sorted(documented) == sorted(await rendered_metrics())
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
+    """A remedy that speaks of a metric that is gone costs the minutes that count."""
+    named = set(re.findall(r"\bkvroute_[a-z_]*[a-z]\b", read(name)))
+    assert named <= set(documented_metrics())
+
+
+# --- files ----------------------------------------------------------------------------------------------------------------
+
+
+def listed_files() -> list[str]:
+    """Paths in the tree of ARCHITECTURE.md, from the top down; packages end with a slash."""
+    tree = read("ARCHITECTURE.md").partition("**The files.**")[2]
+    directories: list[str] = []
+    found = []
+    for indent, name in re.findall(r"^( *)(\w+(?:/|\.py)) +\S", tree, re.MULTILINE):
+        directories = directories[: len(indent) // 2]
+        found.append("".join(directories) + name)
+        if name.endswith("/"):
+            directories.append(name)
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for package in ("kvevents", "router") for path in (ROOT / package).rglob("*.py") if path.stem != "__init__"]
+
+
+def test_every_file_is_listed_once_and_every_listed_one_exists() -> None:
+    """The list is how one finds the file to open during an incident."""
+    files = [path for path in listed_files() if not path.endswith("/")]
+    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in modules())
+
+
+def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
+    """So the list can be read from the top, and each file needs only what was read before."""
+    places = {path: place for place, path in enumerate(listed_files())}
+    for path in modules():
+        name = str(path.relative_to(ROOT))
+        for imported in imported_files(path):
+            assert last_place(places, imported) < places[name], f"{name} imports {imported}"
+
+
+def imported_files(path: Path) -> Iterator[str]:
+    """What a module imports of this distribution: files, or packages with a slash."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("kvevents", "router"):
+            base = (node.module or "").replace(".", "/")
+            submodules = [f"{base}/{alias.name}.py" for alias in node.names if (ROOT / f"{base}/{alias.name}.py").is_file()]
+            yield from submodules or [f"{base}.py" if (ROOT / f"{base}.py").is_file() else f"{base}/"]
+
+
+def last_place(places: dict[str, int], imported: str) -> int:
+    """A package stands where its last file stands."""
+    return max(place for path, place in places.items() if path.startswith(imported))
+
+
+def test_paths_named_in_architecture_exist() -> None:
+    """The numbered steps point at files as well."""
+    text = read("ARCHITECTURE.md").partition("**The files.**")[0]
+    named = re.findall(r"`([a-z_/]+\.py)`", text)
+    assert named
+    for name in named:
+        assert any(str(path).endswith(f"/{name}") for path in modules()), name
+
+
+def test_kvevents_needs_what_the_readme_says() -> None:
+    """An engine that embeds it must not meet another dependency."""
+    allowed = sys.stdlib_module_names | {"kvevents", "msgspec", "zmq", "xxhash"}
+    for path in (ROOT / "kvevents").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert {name.split(".")[0] for name in names} <= allowed, path.name
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_between_documents_lead_somewhere(name: str) -> None:
+    """One document sends its reader to the next."""
+    text = read(name)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        path = (ROOT / name).parent / target if target else ROOT / name
+        assert path.exists(), target
+        headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
+
+
+# --- the example engine ---------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_in_the_text_is_the_one_in_the_examples() -> None:
+    """Only the file is run."""
+    assert read("examples/engine.py") in fences("docs/engines.md", "python")
+
+
+async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path) -> None:
+    """It shows how to publish, so a router that follows it must be right to the token, also after evictions."""
+    addresses = [f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"]
+    engine = await asyncio.create_subprocess_exec(
+        sys.executable, "examples/engine.py", *addresses, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    index, source = PrefixIndex(), SourceId("example")
+    feed = Feed(lambda _model: index, QUICK)
+    feed.add(source, *addresses, "kv-events", "model")
+    try:
+        hits = [await compared(engine, index, source, prompt) for prompt in prompts(150)]
+        assert sum(hit > 0 for hit in hits) > 50
+        assert feed.statistics()[source].removed > 0
+    finally:
+        await feed.close()
+        assert engine.stdin is not None
+        engine.stdin.close()
+        assert await asyncio.wait_for(engine.wait(), 10) == 0
+
+
+def prompts(count: int) -> Iterator[list[int]]:
+    """Prompts of four families; within one they begin alike, and all together need more blocks than there are."""
+    random = Random(1)
+    for _ in range(count):
+        family = random.randrange(4)
+        shared = random.randrange(16, 300)
+        yield [family * 1000 + place for place in range(shared)] + [random.randrange(5000, 9000) for _ in range(100)]
+
+
+async def compared(engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]) -> int:
+    """The engine's hit, equal to the index's prediction; returns when the index has what the engine then published."""
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    predicted = index.match(prompt)[source].total
+    engine.stdin.write(json.dumps(prompt).encode() + b"\n")
+    hit = int(await asyncio.wait_for(engine.stdout.readline(), 10))
+    assert predicted == hit
+    await until(lambda: index.match(prompt)[source].total == (len(prompt) - 1) // 16 * 16, "the events of this prompt")
+    return hit
