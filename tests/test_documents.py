@@ -251,6 +251,47 @@ def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
     assert named <= set(documented_metrics())
 
 
+# --- words ----------------------------------------------------------------------------------------------------------------
+
+ENGINES_WORDS = {"include_usage", "enable_kv_cache_events"}
+"""Options of engines and clients, which this code never reads."""
+
+
+def source_code() -> str:
+    return "\n".join(path.read_text() for path in modules())
+
+
+@pytest.mark.parametrize("name", ["docs/configuration.md", "docs/engines.md", "docs/operations.md"])
+def test_options_states_and_codes_in_the_text_exist(name: str) -> None:
+    """A name that was changed in the code must not live on in a remedy."""
+    words = set(re.findall(r"`(?:\w+(?:\[\])?\.)*([a-z]+(?:_[a-z]+)+)`", read(name))) - ENGINES_WORDS
+    assert words
+    code = source_code()
+    assert {word for word in words if not re.search(rf"\b{word}\b", code)} == set()
+
+
+def test_every_reason_for_an_unknown_prompt_is_documented() -> None:
+    """They are values of a label, and each asks for another remedy."""
+    reasons = set(re.findall(r"(?:UntokenizableError|OpaquePrompt)\(\s*\"(\w+)\"", source_code()))
+    assert reasons
+    assert {reason for reason in reasons if f"`{reason}`" not in read("docs/operations.md")} == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Further problems of this replica are only counted",
+        "it is not the subscribed one",
+        "the engine's hash function is not known",
+        "start from nothing (",
+    ],
+)
+def test_quoted_log_lines_are_what_the_code_says(words: str) -> None:
+    """An operator searches the log for them."""
+    assert words in read("docs/operations.md")
+    assert words in source_code()
+
+
 # --- files ----------------------------------------------------------------------------------------------------------------
 
 

@@ -367,7 +367,7 @@ def _stored_with_short_hashes(event: BlockStored) -> BlockStored:
     Up to vLLM 0.23 a block of several hash blocks is named by all their digests, one after the other; the last is the hash
     that every other group and every newer version has for the same end.
     """
-    if not any(map(_is_long, (*event.block_hashes[:1], event.parent_block_hash))):
+    if not any(map(_is_long, (event.parent_block_hash, *event.block_hashes))):
         return event
     parent = None if event.parent_block_hash is None else _last_digest(event.parent_block_hash)
     return msgspec.structs.replace(event, block_hashes=list(map(_last_digest, event.block_hashes)), parent_block_hash=parent)
