@@ -172,8 +172,13 @@ async def test_a_report_mode_does_not_reach_the_engine(router: RouterProcess, ke
 # --- many at once ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_concurrent_streams_finish(router: RouterProcess) -> None:
+async def test_a_thousand_concurrent_streams_finish() -> None:
     """All of them at the same time, each with its own content."""
+    with router_process({"health": {"interval_s": 10, "timeout_s": 10, "gauges_stale_after_s": 20}}) as router:
+        await check_a_thousand_streams(router)
+
+
+async def check_a_thousand_streams(router: RouterProcess) -> None:
     count, go = 1000, asyncio.Event()
 
     async def behave(exchange: Exchange) -> None:

@@ -426,6 +426,37 @@ async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(publisher: Vl
     assert notebook.seqs == [0, 1, 2, 3, 4, *range(6, 29)]
 
 
+async def test_a_ring_that_cannot_help_is_not_read_again_and_again(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Starting over from a ring with a broken batch ends where it began, and costs the engine ten thousand replies."""
+    publish(publisher, 5)
+    publisher.publish(b"bad for good")
+    last = publish(publisher, 5)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_state(subscriber, SUSPECT, last)
+        asked = publisher.requests.count(seq_frame(0))
+        await until(lambda: len(publisher.requests) > 10, "further looks at the tail")
+        assert publisher.requests.count(seq_frame(0)) == asked
+    assert (notebook.seqs, notebook.reasons) == ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10], [])
+
+
+async def test_what_comes_between_two_questions_is_not_thrown_away(notebook: Notebook) -> None:
+    """Only an answer that was read to its end covers what came before; that there are no snapshots covers nothing."""
+
+    def with_news(self: VllmPublisher, first: int) -> list[Reply]:
+        replies = self.replies(first)
+        if 0 < first < 10**6:
+            self.send_now(self.publish(b"news", on_wire=False))
+        return replies
+
+    with VllmPublisher(ring=10) as publisher:
+        publish(publisher, 100)
+        async with following(subscriber_to(publisher, notebook)) as subscriber:
+            await until_state(subscriber, SUSPECT, 99)
+            publisher.answer = with_news
+            await until(lambda: len(notebook.batches) > 15, "some news", show=subscriber.statistics)
+            assert subscriber.statistics().discarded == 0
+
+
 async def test_a_batch_above_the_limit_is_refused_and_the_rest_goes_on(notebook: Notebook) -> None:
     """100 MB in one frame end the connection; the same frame waits in the ring, and must not stop the stream for good."""
     with VllmPublisher() as publisher:
@@ -492,6 +523,14 @@ async def test_a_ring_that_keeps_nothing_is_not_taken_for_a_restart(notebook: No
             await until_state(subscriber, SUSPECT, publish(publisher, 1))
     assert notebook.reasons == []
     assert notebook.seqs == [0, 1, 2, 3, 4, 6]
+
+
+async def test_a_ring_that_keeps_nothing_leaves_whoever_comes_late_suspect(notebook: Notebook) -> None:
+    """An empty answer says nothing was published; a batch with a high number says otherwise, and must not be lost."""
+    with VllmPublisher(ring=0, first_seq=57) as publisher:
+        async with live(publisher, notebook) as subscriber:
+            await until_state(subscriber, SUSPECT, publish(publisher, 3))
+    assert notebook.seqs == [57, 58, 59]
 
 
 def endless(publisher: VllmPublisher, first: int) -> list[Reply]:

@@ -148,10 +148,12 @@ async def test_a_source_that_is_removed_and_added_at_once_is_followed(feed: Feed
         await until_live(feed, A, 0)
         removing = asyncio.ensure_future(feed.remove(A))
         await asyncio.sleep(0)
-        follow(feed, A, publisher)
+        hints = LayoutHints(eagle=True)
+        feed.add(A, publisher.endpoint, publisher.replay_endpoint, TOPIC, "one", hints)
         await removing
         await until_live(feed, A, 0)
-        assert models.hit(A) == Hit(64, 64)
+        assert models("one").sources[A].learner.hints is hints
+        assert models.hit(A) == Hit(48, 48)
 
 
 async def test_what_the_configuration_says_of_a_layout_survives_a_restart(feed: Feed, models: Models) -> None:

@@ -97,6 +97,10 @@ class VllmPublisher:
         """Send anything at all to the subscribers."""
         self._queue.put(frames)
 
+    def send_now(self, seq: int) -> None:
+        """Send a batch of the ring from within an answer, ahead of its replies."""
+        self._pub.send_multipart([self.topic, seq_frame(seq), dict(self.ring)[seq]])
+
     def flush(self) -> None:
         """Until everything is on the wire; who connects later has missed it."""
         self._queue.join()
