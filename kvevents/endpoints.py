@@ -102,6 +102,9 @@ def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: boo
     """
     if endpoint.address.startswith("["):
         socket.setsockopt(zmq.IPV6, 1)
+    # With a ZAP domain libzmq refuses peers that speak ZMTP 1 or 2 (before 2012), and whatever else does not begin with a
+    # greeting. Without one it takes an HTTP error for such a peer, and aborts the process if the socket closes meanwhile.
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, "kvevents")
     try:
         socket.bind(str(endpoint))
     except zmq.ZMQError as error:

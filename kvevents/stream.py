@@ -188,12 +188,12 @@ class Stream(Generic[Item]):
             while not self._closing:
                 self._turn()
             while self._queue and time.monotonic() < self._flush_until:
-                self._send_taken()
+                self._send_taken(1)
         finally:
             self._end()
 
     def _turn(self) -> None:
-        self._send_taken()
+        self._send_taken(_BURST)
         now = time.monotonic()
         if now - self._sent_at >= self._config.heartbeat_s:
             self._send(self._content.heartbeat())
@@ -208,8 +208,8 @@ class Stream(Generic[Item]):
             self._queue.clear()
         self._sockets.close(max(0.0, self._flush_until - time.monotonic()))
 
-    def _send_taken(self) -> None:
-        for _ in range(_BURST):
+    def _send_taken(self, limit: int) -> None:
+        for _ in range(limit):
             self._skip_lost()
             if not self._queue:
                 return

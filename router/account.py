@@ -20,6 +20,8 @@ class Bookkeeper:
         self.metrics = metrics
         self.planner = planner
         self.replicas = replicas
+        self.tells_cached_tokens: set[str] = set()
+        """Replicas whose answers have told their cached tokens at least once."""
 
 
 class Account:
@@ -94,6 +96,15 @@ class Account:
         dispatched = self._dispatched
         if dispatched is None or not dispatched.is_comparable:
             return
-        actual = self._usage.cached_tokens
+        actual = self._cached_tokens(replica)
         if actual is not None:
             self._books.metrics.compare(self._decision.model, replica, self._decision.hit_of(replica).total, actual)
+
+    def _cached_tokens(self, replica: str) -> int | None:
+        """What the engine says was cached. vLLM leaves a zero out, so from a replica that ever told, silence means none."""
+        usage = self._usage.usage()
+        if usage.cached_tokens is not None:
+            self._books.tells_cached_tokens.add(replica)
+        elif usage.prompt_tokens is not None and replica in self._books.tells_cached_tokens:
+            return 0
+        return usage.cached_tokens

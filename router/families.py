@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvevents.delivery import SourceState
-from router.feed import SourceFeedStatistics
+from router.feed import Feed, SourceFeedStatistics
 from router.index.index import SourceId, SourceStatistics
 from router.metrics import Family, counter, gauge
-from router.replicas import ReplicaState, ReplicaView
+from router.models import ModelSet
+from router.recent import RecentPrefixes
+from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.tokenize import TokenizationStatistics
-
-if TYPE_CHECKING:
-    from router.service import RouterService
+from router.tokenizer_check import TokenizerCheck
+from router.upstream import UpstreamClient
 
 _SOURCE = ("model", "replica", "dp_rank")
 _REPLICA = ("replica",)
 
 
-def families(service: RouterService) -> Iterator[Family]:
-    """Everything that is read at a scrape, as of now."""
-    feeds = service.feed.statistics()
-    yield from _index_families(service.index_statistics(), feeds)
-    yield from _feed_families(feeds)
-    yield from _replica_families(service.registry.snapshot())
-    yield from _tokenization_families({model.name: model.tokenization.statistics() for model in service.models})
-    yield from _own_families(service)
+class Parts(Protocol):
+    """The parts of a router whose statistics are read."""
+
+    feed: Feed
+    registry: ReplicaRegistry
+    models: ModelSet
+    tokenizer_check: TokenizerCheck
+    upstream: UpstreamClient
+    recent: RecentPrefixes
+
+    @property
+    def under_way(self) -> int:
+        """Requests admitted and not ended."""
+
+    def index_statistics(self) -> dict[SourceId, SourceStatistics]:
+        """Every source's blocks, over all models."""
+
+
+def families(parts: Parts) -> Iterator[Family]:
+    """Everything that is read at a scrape: numbers as of this call, families made when somebody goes through them."""
+    feeds = parts.feed.statistics()
+    return itertools.chain(
+        _index_families(parts.index_statistics(), feeds),
+        _feed_families(feeds),
+        _replica_families(parts.registry.snapshot()),
+        _tokenization_families({model.name: model.tokenization.statistics() for model in parts.models}),
+        tuple(_own_families(parts)),
+    )
 
 
 # --- index and feed -------------------------------------------------------------------------------------------------------
@@ -156,9 +178,15 @@ def _tokenization_families(models: Mapping[str, TokenizationStatistics]) -> Iter
     )
 
 
-def _own_families(service: RouterService) -> Iterator[Family]:
-    upstream, recent = service.upstream.statistics(), service.recent.statistics()
-    yield gauge("kvroute_requests_under_way", "Requests admitted and not ended.", (), {(): float(service.gateway.under_way)})
+def _own_families(parts: Parts) -> Iterator[Family]:
+    yield gauge(
+        "kvroute_tokenizer_disagreements",
+        "Probes that a replica tokenises differently from the router; every one means mispredicted hits.",
+        ("model", "replica"),
+        {key: float(count) for key, count in parts.tokenizer_check.disagreements.items()},
+    )
+    upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
+    yield gauge("kvroute_requests_under_way", "Requests admitted and not ended.", (), {(): float(parts.under_way)})
     yield gauge("kvroute_upstream_connections", "Connections to replicas.", (), {(): float(upstream.connections)})
     yield gauge("kvroute_upstream_idle_connections", "Of these, kept for later.", (), {(): float(upstream.idle)})
     yield gauge("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", (), {(): float(recent.entries)})

@@ -138,8 +138,8 @@ class Feed:
         return feed.state if feed else SourceState.DEAD
 
     def is_suspect(self, source: SourceId) -> bool:
-        """Should this source's hits be discounted?"""
-        return self.state(source) is not SourceState.LIVE
+        """Should this source's hits be discounted? One that is not followed has none."""
+        return source in self._sources and self.state(source) is not SourceState.LIVE
 
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
         return {source: feed.statistics() for source, feed in self._sources.items()}
@@ -233,7 +233,8 @@ class _SourceFeed:
         self.index.clear(self._source)
 
     def change(self, state: SourceState) -> None:
-        _log.info("replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value)
+        level = logging.WARNING if state is SourceState.SUSPECT else logging.INFO
+        _log.log(level, "replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value)
         self.state = state
 
     def report(self, problem: KVEventsError) -> None:

@@ -15,7 +15,7 @@ from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, Sh
 from router.proxy import Attempt, Dialect, Proxy, ProxyRequest, client_abort, error_body
 from router.routing import Decision
 from router.tokenize import Endpoint
-from router.upstream import Header
+from router.upstream import Header, Timeouts
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -49,6 +49,8 @@ class Gateway:
         self._dispatcher = dispatcher
         self._proxy = proxy
         self._books = books
+        timeouts = server.timeouts
+        self._patient = Timeouts(timeouts.connect_s, timeouts.whole_answer_s, timeouts.idle_s)
         self._under_way = 0
         self.is_shutting_down = False
 
@@ -72,6 +74,7 @@ class Gateway:
             # Before anything else is waited for: a replica may be removed at any time.
             attempts = self._attempts(decision, request_id)
             request = self._request(scope, await self._without_report_mode(body, dispatched), answer_headers, dialect)
+            request = request._replace(timeouts=self._timeouts_for(dispatched))
             await self._proxy.stream(attempts, request, receive, send, Account(self._books, decision, dispatched))
         except RequestError as error:
             self._books.metrics.bad_requests.labels(error.code).inc()
@@ -113,6 +116,10 @@ class Gateway:
             dialect=dialect,
             abort_client=client_abort(scope),
         )
+
+    def _timeouts_for(self, dispatched: Dispatched | None) -> Timeouts | None:
+        """None for the proxy's own; of an answer that is not streamed the first byte comes with the last."""
+        return self._patient if dispatched is not None and not dispatched.spec.stream else None
 
     async def _without_report_mode(self, body: bytes, dispatched: Dispatched | None) -> bytes:
         if dispatched is None:

@@ -151,9 +151,12 @@ class RouterMetrics:
                 metric.remove(*labels)
 
     async def render(self, families: Iterable[Family]) -> bytes:
-        """The whole registry as text, with *families* as they are now."""
+        """The whole registry as text, with *families*, which a thread goes through."""
+        return await asyncio.to_thread(self._render, families)
+
+    def _render(self, families: Iterable[Family]) -> bytes:
         self._snapshot.families = tuple(families)
-        return await asyncio.to_thread(generate_latest, self._registry)
+        return generate_latest(self._registry)
 
 
 def gauge(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]) -> Family:

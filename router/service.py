@@ -32,6 +32,7 @@ from router.recent import RecentPrefixes
 from router.replicas import EventSource, Replica, ReplicaRegistry, ReplicaState, ServedModels, UpstreamFetch
 from router.routing import RoutePlanner
 from router.scoring import PolicySettings, make_policy
+from router.tokenizer_check import TokenizerCheck
 from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -60,14 +61,15 @@ class RouterService:
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
         self.registry = ReplicaRegistry(UpstreamFetch(self.upstream), config.health, self.load, listener=self)
+        self.tokenizer_check = TokenizerCheck(self._ask)
         policy = make_policy(config.policy.name, _policy_settings(config))
         self.planner = RoutePlanner(
             policy, config.policy.name, self.load, self.recent, self.feed.is_suspect, config.health.gauges_stale_after_s
         )
         self.dispatcher = Dispatcher(self.models, self.registry, self.planner, self.metrics)
         self.proxy = Proxy(self.upstream, _proxy_settings(config))
-        books = Bookkeeper(self.load, self.metrics, self.planner, self.registry)
-        self.gateway = Gateway(config.server, config.policy.session_header, self.dispatcher, self.proxy, books)
+        self.books = Bookkeeper(self.load, self.metrics, self.planner, self.registry)
+        self.gateway = Gateway(config.server, config.policy.session_header, self.dispatcher, self.proxy, self.books)
 
     # --- life -------------------------------------------------------------------------------------------------------------
 
@@ -80,6 +82,7 @@ class RouterService:
     async def stop(self) -> None:
         """Leave nothing running: no task, thread or socket."""
         await self.registry.close()
+        await self.tokenizer_check.close()
         if self._feed_keeper is not None:
             self._feed_keeper.cancel()
             await asyncio.wait([self._feed_keeper])
@@ -114,6 +117,11 @@ class RouterService:
         healthy = [replica for replica in self.registry.replicas() if replica.is_healthy]
         return [name for name in self.models.names() if any(replica.serves(name) for replica in healthy)]
 
+    @property
+    def under_way(self) -> int:
+        """Requests admitted and not ended."""
+        return self.gateway.under_way
+
     def index_statistics(self) -> dict[SourceId, SourceStatistics]:
         """Every source's blocks, over all models."""
         return {source: found for model in self.models for source, found in model.index.statistics().items()}
@@ -125,9 +133,12 @@ class RouterService:
     # --- what the registry tells (`ReplicaListener`) ----------------------------------------------------------------------
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:  # noqa: ARG002
-        """A replica that failed may have lost what was sent to it."""
+        """A replica that failed may have lost what was sent to it; one that came may be another than before."""
         if replica.state is ReplicaState.UNHEALTHY:
             self.recent.forget(replica.id)
+        model = self._model_of(replica)
+        if replica.state is ReplicaState.HEALTHY and model is not None:
+            self.tokenizer_check.start(replica, model)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make what it serves known, and follow its streams into the index of what it serves now."""
@@ -147,6 +158,8 @@ class RouterService:
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
         self.recent.forget(replica.id)
+        self.tokenizer_check.forget(replica.id)
+        self.books.tells_cached_tokens.discard(replica.id)
         self.metrics.forget("replica", replica.id)
         self._forget_unserved_models()
 
@@ -158,11 +171,14 @@ class RouterService:
         """Queue the changes: to leave a stream takes a moment, and it must be left before it is followed again."""
         for gone in set(before) - set(now):
             self._feed_changes.put_nowait(functools.partial(self.feed.remove, SourceId(replica.id, gone.dp_rank)))
-        model = self.models.discover(replica.served.models[0]) if replica.served.models else None
+        model = self._model_of(replica)
         if model is None:
             return
         for new in set(now) - set(before):
             self._feed_changes.put_nowait(functools.partial(self._add_source, replica, new, model))
+
+    def _model_of(self, replica: Replica) -> Model | None:
+        return self.models.discover(replica.served.models[0]) if replica.served.models else None
 
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
         if self.models.get(model.name) is not model:
@@ -186,6 +202,10 @@ class RouterService:
         replica = min(self._healthy(model), key=lambda found: self.load.load_of(found.id).requests, default=None)
         if replica is None:
             raise ConnectionError(NoReplica(model, "none is healthy"))
+        return await self._ask(replica, path, body)
+
+    async def _ask(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
+        """POST to one replica. Raises ConnectionError if it does not answer."""
         timeouts = self.config.server.timeouts
         limits = Timeouts(timeouts.connect_s, self.config.health.timeout_s + 5.0, timeouts.connect_s)
         try:

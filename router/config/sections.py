@@ -44,7 +44,9 @@ class TimeoutsConfig(Section, frozen=True, kw_only=True):
     connect_s: Seconds = 3.0
     """For a connection to a replica. Then the next one is tried, so it is short."""
     first_byte_s: Seconds = 600.0
-    """From the request to the first byte of the answer: queue and prefill."""
+    """From the request to the first byte of a streamed answer: queue and prefill."""
+    whole_answer_s: Seconds = 3600.0
+    """From the request to an answer that is not streamed: its first byte comes when all of it is generated."""
     idle_s: Seconds = 120.0
     """Silence in the middle of an answer."""
     client_body_s: Seconds = 60.0

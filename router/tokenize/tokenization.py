@@ -102,6 +102,11 @@ class Tokenization:
         self._unknown: Counter[str] = Counter()
         self._seconds = 0.0
 
+    @property
+    def local(self) -> LocalTokenizer | None:
+        """The router's own tokenizer of the model, if it has one."""
+        return self._local
+
     async def tokenize(self, spec: PromptSpec, *, lora_name: str | None = None) -> list[TokenizedPrompt]:
         """Return one result for each prompt of *spec*, in order. Raises nothing but cancellation.
 

@@ -13,8 +13,8 @@ from kvevents.endpoints import Endpoint, open_socket
 from kvevents.errors import EndpointError
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 
-ELSEWHERE = "tcp://203.0.113.1:5557"
-"""An address set aside for documentation (RFC 5737): no machine has it."""
+ELSEWHERE = "tcp://240.0.0.1:5557"
+"""A reserved address (RFC 1112): no machine has it, and nothing is sent there."""
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_an_address_of_another_machine_is_connected_to(socket: zmq.Socket[bytes]
     ("text", "may_connect", "rule"),
     [
         (ELSEWHERE, False, "is no address of this machine"),
-        ("tcp://203.0.113.1:0", True, "needs a port other than 0"),
+        ("tcp://240.0.0.1:0", True, "needs a port other than 0"),
         ("ipc:///nowhere/at/all", True, "cannot bind"),
     ],
 )

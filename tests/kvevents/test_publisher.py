@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -452,6 +454,21 @@ def test_a_huge_request_ends_the_connection_not_the_publisher(client: Client, pu
     assert publisher.statistics().malformed_requests == 0
 
 
+@pytest.mark.parametrize(
+    "greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x01\x00", b"\xff" + bytes(7) + b"\x01\x7f\x01\x02"]
+)
+def test_a_peer_of_another_protocol_is_hung_up_on(client: Client, publisher: ZmqEventPublisher, greeting: bytes) -> None:
+    """libzmq takes it for one from before 2012, and its code for those can abort the process while a socket closes."""
+    for endpoint in (publisher.endpoint, publisher.replay_endpoint):
+        host, port = str(endpoint).removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as stranger:
+            stranger.sendall(greeting + bytes(64))
+            with suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+    assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
+
+
 def test_a_flood_of_requests_is_read_at_a_bounded_rate(client: Client) -> None:
     """What is over waits in the sender's memory, not in ours, and others still get their turn."""
     limits = ReplyLimits(requests_per_s=20)
@@ -556,7 +573,7 @@ def test_shutdown_leaves_no_thread_and_no_address_behind(client: Client) -> None
     addresses = replace(QUIET, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
     publisher.shutdown()
     publisher.shutdown()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     with ZmqEventPublisher(addresses, LAYOUT) as again:
         assert (again.endpoint, again.replay_endpoint) == (publisher.endpoint, publisher.replay_endpoint)
         assert numbers(client.dealer(again.replay_endpoint).answer(0)) == [0]
@@ -652,7 +669,7 @@ def test_an_address_in_use_is_refused_and_nothing_stays_open() -> None:
             ZmqEventPublisher(replace(QUIET, endpoint=publisher.endpoint), LAYOUT)
         with pytest.raises(EndpointError, match=r"^replay_endpoint: cannot bind"):
             ZmqEventPublisher(replace(QUIET, replay_endpoint=publisher.endpoint), LAYOUT)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("rank", [-1, 65536])
