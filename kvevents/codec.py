@@ -8,7 +8,8 @@ engines send; whatever they refuse goes through `_read_batch`, which reads event
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, cast
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -86,6 +87,10 @@ _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
 _array_decoder = msgspec.msgpack.Decoder(_ArrayBatch)
 _wire_decoder = msgspec.msgpack.Decoder(_WireBatch)
+_any_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
+
+_Decoded = TypeVar("_Decoded")
+_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def encode(batch: EventBatch) -> bytes:
@@ -99,24 +104,33 @@ def decode(payload: bytes) -> EventBatch:
     Raises:
         MalformedBatch: The payload breaks the format. Nothing of it may be applied.
     """
-    try:
-        return _decode_typed(payload)
-    except msgspec.ValidationError:
-        return _read_batch(payload)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedBatch(f"payload of {len(payload)} bytes: not msgpack ({error})") from None
+    batch = _decode_typed(payload)
+    return _read_batch(payload) if batch is None else batch
 
 
-def _decode_typed(payload: bytes) -> EventBatch:
-    try:
-        batch: _MapBatch | _ArrayBatch = _map_decoder.decode(payload)
-        events = cast("list[Event]", batch.events)
-    except msgspec.ValidationError:
-        batch = _array_decoder.decode(payload)
+def _decode_typed(payload: bytes) -> EventBatch | None:
+    """A homogeneous batch in one of the two forms; None for any other."""
+    batch: _MapBatch | _ArrayBatch | None = _try(_map_decoder, payload)
+    if isinstance(batch, _MapBatch):
+        events: list[Event] = batch.events
+    else:
+        batch = _try(_array_decoder, payload)
+        if batch is None:
+            return None
         events = [_from_array(event) for event in batch.events]
     for index, event in enumerate(events):
         _check(event, f"events[{index}]")
     return EventBatch(ts=batch.ts, events=events, data_parallel_rank=batch.data_parallel_rank)
+
+
+def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded | None:
+    """What *decoder* makes of it, or None.
+
+    The decoder's own error ends here: it may quote what it choked on, and an exception keeps the one that it replaces.
+    """
+    with suppress(*_UNREADABLE):
+        return decoder.decode(data)
+    return None
 
 
 def _from_array(event: _ArrayEvent) -> Event:
@@ -129,17 +143,31 @@ def _from_array(event: _ArrayEvent) -> Event:
 
 def _read_batch(payload: bytes) -> EventBatch:
     """The patient way: one event at a time, unknown types skipped, every refusal with its place."""
-    try:
-        batch = _wire_decoder.decode(payload)
-        read = [_read_event(raw, f"events[{index}]") for index, raw in enumerate(batch.events)]
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise MalformedBatch(f"payload of {len(payload)} bytes: no [ts, events, rank] array ({error})") from None
+    batch = _try(_wire_decoder, payload)
+    if batch is None:
+        raise MalformedBatch(f"payload of {len(payload)} bytes: {_why_no_batch(payload)}")
+    read = [_read_event(raw, f"events[{index}]") for index, raw in enumerate(batch.events)]
     events = [event for event in read if event is not None]
     return EventBatch(ts=batch.ts, events=events, data_parallel_rank=batch.data_parallel_rank, skipped=len(read) - len(events))
 
 
+def _why_no_batch(payload: bytes) -> str:
+    try:
+        _wire_decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        return f"no [ts, events, rank] array ({_without_values(error)})"
+    except _UNREADABLE:
+        return "not msgpack"
+    return ""
+
+
+def _without_values(error: Exception) -> str:
+    # msgspec quotes an invalid tag; what it quotes came off the wire and stays out of the log.
+    return str(error).split("value '", 1)[0]
+
+
 def _read_event(raw: msgspec.Raw, place: str) -> Event | None:
-    value = msgspec.msgpack.decode(raw)
+    value = _try(_any_decoder, raw)
     kind, fields = _tag_and_fields(value, place)
     reader = _READERS.get(kind)
     if reader is None:
@@ -167,7 +195,8 @@ def _tag_and_fields(value: Any, place: str) -> tuple[str, dict[str, Any]]:
 
 def _read_stored(fields: dict[str, Any], place: str) -> Event:
     known = {name: fields[name] for name in BlockStored.__struct_fields__ if name in fields}
-    known["token_ids"] = _plain_tokens(known.get("token_ids") or [], place)
+    token_ids = known.get("token_ids")
+    known["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
     known.setdefault("block_hashes", None)
     known.setdefault("parent_block_hash", None)
     known.setdefault("medium", None)
@@ -209,18 +238,17 @@ def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
     try:
         return msgspec.convert(fields | {"type": kind.__name__}, kind)
     except msgspec.ValidationError as error:
-        raise MalformedBatch(f"{place} ({kind.__name__}): {_without_values(error)}") from None
-
-
-def _without_values(error: Exception) -> str:
-    # msgspec quotes an invalid enum or tag value; what it quotes came off the wire and stays out of the log.
-    return str(error).split("value '", 1)[0]
+        # Not raised in here: an exception keeps the one it replaces, and with it what that one quotes.
+        refusal = _without_values(error)
+    raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 
 def _check(event: Event, place: str) -> None:
     """The rules types cannot say. Bounds are wide: they keep later arithmetic honest, not engines in line."""
     if isinstance(event, BlockStored):
         _check_stored(event, place)
+    if isinstance(event, CacheLayout):
+        _check_layout(event, place)
     if isinstance(event, (BlockStored, BlockRemoved)):
         _check_range(event.group_idx, 0, MAX_GROUP_IDX, f"{place}.group_idx")
         _check_name(event.medium, f"{place}.medium")
@@ -234,9 +262,21 @@ def _check_stored(event: BlockStored, place: str) -> None:
     _check_range(event.block_size, 0, 2**31, f"{place}.block_size")
     _check_range(event.kv_cache_spec_sliding_window, 0, 2**31, f"{place}.kv_cache_spec_sliding_window")
     _check_name(event.lora_name, f"{place}.lora_name")
+    _check_name(event.kv_cache_spec_kind, f"{place}.kv_cache_spec_kind")
     if event.lookahead_token_ids:
         for token in _flat(event.lookahead_token_ids):
             _check_range(token, 0, MAX_TOKEN_ID, f"{place}.lookahead_token_ids")
+
+
+def _check_layout(event: CacheLayout, place: str) -> None:
+    _check_name(event.publisher_id, f"{place}.publisher_id")
+    _check_name(event.hash_algorithm, f"{place}.hash_algorithm")
+    if len(event.groups) > MAX_GROUP_IDX + 1:
+        raise MalformedBatch(f"{place}.groups has {len(event.groups)}: at most {MAX_GROUP_IDX + 1} are allowed")
+    if event.none_hash is not None and len(event.none_hash) > MAX_NAME_LENGTH:
+        raise MalformedBatch(f"{place}.none_hash has {len(event.none_hash)} bytes: at most {MAX_NAME_LENGTH} are allowed")
+    for group in event.groups:
+        _check_name(group.kind, f"{place}.groups.kind")
 
 
 def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:

@@ -215,14 +215,20 @@ class Connection:
             self._wake.set()
 
 
+def check_connectable(place: str, text: str) -> Endpoint:
+    """An address that a socket can connect to; raises `EndpointError`, whose message begins with *place*."""
+    endpoint = Endpoint.parse(place, text)
+    if endpoint.scheme == "tcp" and (endpoint.address == "*" or not endpoint.port):
+        raise EndpointError(f"{place}: {text[:200]!r} must name a host and a port to connect to")
+    return endpoint
+
+
 async def _addresses(endpoint: str, timeout_s: float) -> list[str]:
     """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one thread all sockets share."""
-    parsed = Endpoint.parse("subscriber", endpoint)
+    parsed = check_connectable("endpoint", endpoint)
     if parsed.scheme != "tcp":
         return [endpoint]
     host = parsed.address.strip("[]")
-    if host == "*" or not parsed.port:
-        raise EndpointError(f"subscriber: {endpoint[:200]!r} must name a host and a port to connect to")
     hosts = [host] if _is_numeric(host) else await _resolve(endpoint, host, timeout_s)
     return [f"tcp://[{each}]:{parsed.port}" if ":" in each else f"tcp://{each}:{parsed.port}" for each in hosts]
 

@@ -24,7 +24,7 @@ from kvevents.messages import Batch
 from kvevents.pacing import Backoff, Pacer
 from kvevents.recovery import Outcome, Recovery
 from kvevents.replay import ReplayClient, ReplayLimits
-from kvevents.sockets import Connection, NoConnection, SocketLimits
+from kvevents.sockets import Connection, NoConnection, SocketLimits, check_connectable
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,9 @@ class Subscriber:
         options: Bounds and delays.
         context: Where the sockets live; None: a context of its own for each run.
         pacer: Shared by all subscribers of an event loop.
+
+    Raises:
+        EndpointError: An address is none that a socket can connect to.
     """
 
     def __init__(
@@ -103,6 +106,9 @@ class Subscriber:
         context: zmq.Context[Any] | None = None,
         pacer: Pacer | None = None,
     ) -> None:
+        check_connectable("endpoint", endpoint)
+        if replay_endpoint is not None:
+            check_connectable("replay_endpoint", replay_endpoint)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._topic = None if topic is None else topic.encode()
@@ -149,7 +155,7 @@ class Subscriber:
         """Follow until cancelled; no socket is left behind.
 
         Raises:
-            EndpointError: An endpoint that no socket can connect to.
+            EndpointError: libzmq refuses an address for good.
         """
         owned = None if self._context else zmq.Context()
         self._context = self._context or owned

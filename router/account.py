@@ -38,8 +38,7 @@ class Account:
 
     def on_attempt(self, attempt: Attempt) -> None:
         replica_id = attempt.replica_id
-        hit = self._decision.hit_of(replica_id)
-        uncached = max(self._decision.prompt_tokens - hit.total, 0)
+        uncached = self._decision.uncached_tokens(replica_id)
         if self._in_flight is None:
             self._in_flight = self._books.load.started(replica_id, uncached, self._decision.prompt_tokens)
         else:

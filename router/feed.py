@@ -13,7 +13,6 @@ from typing import Any
 import zmq
 
 from kvevents.delivery import Effect, SourceState
-from kvevents.endpoints import Endpoint
 from kvevents.errors import KVEventsError
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
@@ -102,13 +101,12 @@ class Feed:
         """
         if source in self._sources:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: it is followed already")
-        Endpoint.parse("endpoint", endpoint)
-        if replay_endpoint is not None:
-            Endpoint.parse("replay_endpoint", replay_endpoint)
         index = self._index_of(model)
+        feed = _SourceFeed(source, model, index, self._complain)
+        subscriber = self._subscriber(endpoint, replay_endpoint, topic, feed)
         index.add(source, hints)
-        feed = self._sources[source] = _SourceFeed(source, model, index, self._complain)
-        feed.start(self._subscriber(endpoint, replay_endpoint, topic, feed))
+        feed.start(subscriber)
+        self._sources[source] = feed
 
     async def remove(self, source: SourceId) -> None:
         """Stop following a source and forget its blocks; one that is not followed is no error."""
@@ -181,6 +179,7 @@ class _SourceFeed:
         self._applied = Applied()
         self._given_up = 0
         self._has_had_lower_tiers = False
+        self._is_known_suspect = False
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -233,9 +232,12 @@ class _SourceFeed:
         self.index.clear(self._source)
 
     def change(self, state: SourceState) -> None:
-        level = logging.WARNING if state is SourceState.SUSPECT else logging.INFO
+        is_news = state is SourceState.SUSPECT and not self._is_known_suspect
+        level = logging.WARNING if is_news else logging.INFO
         _log.log(level, "replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value)
         self.state = state
+        if state in (SourceState.SUSPECT, SourceState.LIVE):
+            self._is_known_suspect = state is SourceState.SUSPECT
 
     def report(self, problem: KVEventsError) -> None:
         self._complain(self._source, problem)
@@ -245,13 +247,9 @@ class _SourceFeed:
         self.state = SourceState.DEAD
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            _log.error(
-                "replica %s rank %d: no longer followed, %s at %s",
-                self._source.replica,
-                self._source.dp_rank,
-                type(error).__name__,
-                _places(error),
-            )
+            # Of our own errors alone it is known that they quote no prompt.
+            what = str(error) if isinstance(error, KVEventsError) else f"{type(error).__name__} at {_places(error)}"
+            _log.error("replica %s rank %d: no longer followed: %s", self._source.replica, self._source.dp_rank, what)
 
 
 def _places(error: BaseException) -> str:

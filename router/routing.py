@@ -44,8 +44,16 @@ class Decision:
     ranking: Ranking
     hits: dict[str, PredictedHit]
     """By replica id."""
+    recent_tokens: dict[str, int]
+    """Prompt tokens that were sent there just now, by replica id; only where there are any."""
     recent_keys: tuple[Sequence[int], ...]
     seconds: float
+
+    def uncached_tokens(self, replica_id: str) -> int:
+        """Prompt tokens that the replica will have to compute. What it is computing for another request, it need not again:
+        counted twice, a burst of equal prompts would look like a queue and scatter."""
+        reused = max(self.hits[replica_id].total, self.recent_tokens.get(replica_id, 0))
+        return max(self.prompt_tokens - reused, 0)
 
     def hit_of(self, replica_id: str) -> PredictedHit:
         """The prediction for one replica of the ranking."""
@@ -103,7 +111,7 @@ class RoutePlanner:
             candidates.append(self._candidate(replica, hit, recent.get(replica.id, 0)))
         ranking = rank(self._policy, request, candidates)
         seconds = seconds_before + time.perf_counter() - started
-        return Decision(request.model, self._policy_name, request.prompt_tokens, ranking, hits, keys, seconds)
+        return Decision(request.model, self._policy_name, request.prompt_tokens, ranking, hits, recent, keys, seconds)
 
     def remember(self, decision: Decision, replica_id: str) -> None:
         """The request is on its way to this replica: its prefixes will be there soon."""

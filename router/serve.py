@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import math
@@ -86,6 +87,7 @@ async def serve(config: RouterConfig) -> None:
         loop.add_signal_handler(number, _stop, server, service)
     with contextlib.closing(_listen(config.server.host, config.server.port)) as listener:
         host, port = listener.getsockname()[:2]
+        _exempt_from_collection()
         print(f"kvroute listens on http://{_in_url(host)}:{port}", file=sys.stderr, flush=True)
         await server.serve(sockets=[listener])
 
@@ -149,6 +151,15 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _exempt_from_collection() -> None:
+    """Let the garbage collector pass over what is there now and will stay: modules, tokenizers, configuration.
+
+    It stops every stream while it looks through them, for 50 ms and more each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _set_up_logging(config: RouterConfig) -> None:

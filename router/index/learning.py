@@ -28,7 +28,7 @@ class LayoutHints:
         scheduler_block_size: Granularity of hits; None: the least common multiple of the block sizes.
         eagle: The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on the wire.
         eagle_sees_last_token: See `KVCacheLayout`; False for vLLM before 0.32.
-        authoritative: The groups are facts and events cannot change them.
+        authoritative: The groups are facts and events cannot change them; only a publisher's own `CacheLayout` can.
         assume_unseen: Groups no event has named yet exist all the same.
         hash_seeds: Values of `PYTHONHASHSEED` the engines may run with.
     """

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -218,19 +219,24 @@ async def test_a_scrape_delays_no_stream() -> None:
         with router_process(config) as router:
             async with router.serving(stub):
                 alone_s = await longest_gap_s(router, stub)
-                scraping = [asyncio.create_task(scrape_for_ever(router)) for _ in range(2)]
-                try:
+                async with scraped(router):
                     scraped_s = min([await longest_gap_s(router, stub) for _ in range(3)])
-                finally:
-                    for task in scraping:
-                        task.cancel()
-                    await asyncio.wait(scraping)
                 assert scraped_s < alone_s + 0.1
 
 
-async def scrape_for_ever(router: RouterProcess) -> None:
-    while True:
-        await router.get("/metrics")
+_SCRAPER = "import sys, urllib.request\nwhile True: urllib.request.urlopen(sys.argv[1]).read()"
+
+
+@contextlib.asynccontextmanager
+async def scraped(router: RouterProcess) -> AsyncIterator[None]:
+    """One scrape after the other, by a process of its own: its work must not be taken for the router's."""
+    command = (sys.executable, "-c", _SCRAPER, f"{router.url}/metrics")
+    scraper = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        scraper.kill()
+        await scraper.wait()
 
 
 async def longest_gap_s(router: RouterProcess, stub: EngineStub) -> float:
@@ -309,14 +315,20 @@ async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_nobody
             assert await client.read_head() == 200
         dying = first if first.active > second.active else second
         dying.behaviour = dying_after(2)
-        async with opened(router, body_for(first, path), path) as client:
-            while await client.read_head() == 200 and client.headers["x-kv-replica"] != dying.name:
-                await client.send("POST", path, body_for(first, path))
-            body = await client.read_body()
+        broken = [body for _ in range(12) if (body := await body_from(router, dying, path))]
         go.set()
-        check_broken_off(body, path)
+        assert broken
+        for body in broken:
+            check_broken_off(body, path)
         whole = b"".join(token_event(path, index) for index in range(4)) + DONE
         assert [await other.read_body() for other in others] == [whole] * 6
+
+
+async def body_from(router: RouterProcess, stub: EngineStub, path: str) -> bytes | None:
+    """The answer to a request, if it is *stub* that gives it."""
+    async with opened(router, body_for(stub, path, prompt=[1] if path == "/v1/completions" else "x"), path) as client:
+        assert await client.read_head() == 200
+        return await client.read_body() if client.headers["x-kv-replica"] == stub.name else None
 
 
 def check_broken_off(body: bytes, path: str) -> None:
@@ -477,7 +489,7 @@ async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> 
 @pytest.mark.parametrize("saturation", ["requests in decode", "its own queue", "a limit"])
 async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(router: RouterProcess, saturation: str) -> None:
     """One replica melts while the others idle: the classic failure of prefix routing."""
-    settings = {"max_concurrent_requests": 5} if saturation == "a limit" else {}
+    settings = {"max_concurrent_requests": 40} if saturation == "a limit" else {}
     endless = begun_until(asyncio.Event())
     async with engines(3, has_events=True, behaviour=endless) as stubs, router.serving(*stubs, **settings):
         hot, ids = stubs[2], prompt_ids(2048, 7)
@@ -489,11 +501,9 @@ async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(rout
             if saturation == "its own queue":
                 hot.waiting_requests = 50
                 await gauge_is_read(router, hot, 50)
-            late = [await placed(stack, router, hot, ids, number) for number in range(5, 60)]
-            assert len(set(late)) > 1, "it spilled over"
-            if saturation != "requests in decode":
-                assert hot.name not in late
-            assert max(Counter(late).values()) < 55
+            late = Counter([await placed(stack, router, hot, ids, number) for number in range(5, 100)])
+            assert len(late) > 1, "it spilled over"
+            assert late[hot.name] <= {"its own queue": 0, "a limit": 35, "requests in decode": 80}[saturation]
 
 
 async def placed(stack: contextlib.AsyncExitStack, router: RouterProcess, stub: EngineStub, ids: list[int], number: int) -> str:

@@ -153,8 +153,8 @@ def test_a_heartbeat_is_a_batch_without_events() -> None:
 def test_a_hash_is_any_64_bit_integer_or_bytes(block_hash: int | bytes) -> None:
     """vLLM up to 0.10.1 sent Python's `hash()`, which is negative half of the time."""
     stored = BlockStored([block_hash], block_hash, [1], "GPU")
-    batch = decode(encode(EventBatch(0.0, [stored, BlockRemoved([block_hash], "GPU")])))
-    assert batch.events == [stored, BlockRemoved([block_hash], "GPU")]
+    events: list[Event] = [stored, BlockRemoved([block_hash], "GPU")]
+    assert decode(encode(EventBatch(0.0, events))).events == events
 
 
 # --- vLLM, old and new ----------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_an_sglang_batch_is_read(medium: str, tail: tuple[Any, ...]) -> None:
     """Arrays, media of its own, and more elements behind the rank."""
     stored = ["BlockStored", [-5, 6], None, [1, 2], 1, None, medium]
     batch = decode(wire(stored, ["BlockRemoved", [-5], medium], tail=tail))
-    expected = [BlockStored([-5, 6], None, [1, 2], medium, block_size=1), BlockRemoved([-5], medium)]
+    expected: list[Event] = [BlockStored([-5, 6], None, [1, 2], medium, block_size=1), BlockRemoved([-5], medium)]
     assert batch == EventBatch(1.5, expected, tail[0])
 
 
@@ -257,11 +257,7 @@ def test_the_quick_way_and_the_patient_way_read_the_same(batch: Any) -> None:
     payload = msgspec.msgpack.encode(batch)
     patient = codec._read_batch(payload)
     assert decode(payload) == patient
-    try:
-        quick = codec._decode_typed(payload)
-    except msgspec.ValidationError:
-        return
-    assert quick == patient
+    assert codec._decode_typed(payload) in (None, patient)
 
 
 def test_the_quick_way_takes_what_engines_send() -> None:

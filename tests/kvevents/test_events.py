@@ -74,7 +74,8 @@ def test_every_field_takes_part_in_equality_and_hash(event: Event, field: str, v
 def test_events_of_different_types_are_never_equal() -> None:
     """A removal must not cancel the store of the same blocks."""
     assert len(set(ONE_OF_EACH)) == 4
-    assert BlockStored([1], None, [], "GPU", 0) != BlockRemoved([1], "GPU", 0)
+    stored, removed = BlockStored([1], None, [], "GPU", 0), BlockRemoved([1], "GPU", 0)
+    assert len({stored, removed}) == 2
 
 
 def test_extra_keys_of_any_depth_can_be_hashed() -> None:

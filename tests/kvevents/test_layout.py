@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -296,7 +297,7 @@ def test_a_prompt_shorter_than_a_block_hits_nothing() -> None:
     ],
 )
 def test_a_layout_that_contradicts_itself_is_refused_with_group_value_and_rule(
-    groups: list[KVCacheGroup], sizes: dict[str, int], message: str
+    groups: list[KVCacheGroup], sizes: dict[str, Any], message: str
 ) -> None:
     """Who configured it must find the line."""
     with pytest.raises(LayoutError, match=message):

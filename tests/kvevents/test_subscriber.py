@@ -784,10 +784,18 @@ async def test_a_host_is_found_by_its_name(publisher: VllmPublisher, notebook: N
 
 
 @pytest.mark.parametrize("endpoint", ["http://host:1", "tcp://host", "tcp://*:5557", "tcp://host:0", "tcp://host:99999", ""])
-async def test_an_endpoint_that_cannot_be_one_is_an_error(endpoint: str, notebook: Notebook) -> None:
+def test_an_endpoint_that_cannot_be_one_is_an_error(endpoint: str, notebook: Notebook) -> None:
     """Waiting for such a publisher would be waiting for ever."""
     with pytest.raises(EndpointError):
-        await Subscriber(endpoint, notebook).run()
+        Subscriber(endpoint, notebook)
+    with pytest.raises(EndpointError):
+        Subscriber("tcp://host:1", notebook, replay_endpoint=endpoint)
+
+
+async def test_an_address_that_libzmq_refuses_ends_the_task(notebook: Notebook) -> None:
+    """Trying for ever what can never work would look like a replica that is late."""
+    with pytest.raises(EndpointError, match="ipc"):
+        await Subscriber("ipc:///" + "long" * 100, notebook).run()
     assert notebook.states == [SourceState.DEAD]
 
 

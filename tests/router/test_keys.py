@@ -209,7 +209,8 @@ def test_besides_lora_takes_off_only_a_leading_name() -> None:
     assert list(besides_lora(["sql", "x"], "sql")) == ["x"]
     assert list(besides_lora(["x", "sql"], "sql")) == ["x", "sql"]
     assert list(besides_lora(["sql"], None)) == ["sql"]
-    assert [list(besides_lora(entry, "sql")) for entry in (None, [], 5, "sql", {})] == [[]] * 5
+    odd: list[object] = [None, [], 5, "sql", {}]
+    assert [list(besides_lora(entry, "sql")) for entry in odd] == [[]] * 5
 
 
 def test_tags_and_plain_forms_are_those_that_engines_hash() -> None:

@@ -26,7 +26,8 @@ from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from router.index.index import PrefixIndex, SourceStatistics
 from router.index.keys import KeySpace
 from router.index.learning import LayoutHints
-from router.index.source import ApplyResult, Source, SourceLimits
+from router.index.source import ApplyResult, Source
+from router.index.waiting import SourceLimits
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 
 PROMPT = Prefix(tokens(160))
@@ -365,6 +366,9 @@ def test_clearing_the_gpu_takes_every_copy() -> None:
 # --- well-formed nonsense -------------------------------------------------------------------------------------------------
 
 
+LOOKAHEADS: list[list[list[int]] | None] = [None, None, None, [], [[]], [[1]], [[1, 2], []]]
+
+
 class Nonsense:
     """Batches that every rule of the wire allows and no engine would send."""
 
@@ -390,7 +394,7 @@ class Nonsense:
             kv_cache_spec_kind=any_of([None, "full_attention", "mamba", "sliding_window", "chunked_local_attention", "x"]),
             kv_cache_spec_sliding_window=any_of([None, 0, 1, 3, 9]),
             block_size=any_of([None, 0, 1, 2, 2, 4]),
-            lookahead_token_ids=any_of([None, None, None, [], [[]], [[1]], [[1, 2], []]]),
+            lookahead_token_ids=any_of(LOOKAHEADS),
         )
 
     def _hashes(self) -> list[BlockHash]:

@@ -89,12 +89,13 @@ def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int)
     furthest = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
     if layout.eagle:
         return _agreed(layout, caching, has, limit, furthest)
-    groups = [(index, layout.groups[index]) for index in caching]
     return next(
-        length
-        for length in lengths(layout, limit)
-        if all(defined_accept(group, length, 0, lambda end, index=index: has(index, end), limit) for index, group in groups)
+        length for length in lengths(layout, limit) if all(_accepts(layout, index, length, has, limit) for index in caching)
     )
+
+
+def _accepts(layout: KVCacheLayout, index: int, length: int, has: Has, limit: int) -> bool:
+    return defined_accept(layout.groups[index], length, 0, lambda end: has(index, end), limit)
 
 
 def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furthest: int) -> int:

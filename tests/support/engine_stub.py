@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -220,18 +220,18 @@ def token_event(path: str, index: int) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
-def events_of(exchange: Exchange, count: int) -> list[bytes]:
+def events_of(exchange: Exchange, count: int) -> Iterator[bytes]:
     """A whole stream."""
     path = exchange.request.path
-    tokens = [token_event(path, index) for index in range(count)]
     if path == "/v1/messages":
         start = {"type": "message_start", "message": {"usage": _anthropic_usage(exchange)}}
-        return [
-            b"event: message_start\ndata: " + json.dumps(start).encode() + b"\n\n",
-            *tokens,
-            b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
-        ]
-    return [*tokens, b"data: " + json.dumps({"choices": [], "usage": _usage(exchange)}).encode() + b"\n\n", DONE]
+        yield b"event: message_start\ndata: " + json.dumps(start).encode() + b"\n\n"
+    yield from (token_event(path, index) for index in range(count))
+    if path == "/v1/messages":
+        yield b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    else:
+        yield b"data: " + json.dumps({"choices": [], "usage": _usage(exchange)}).encode() + b"\n\n"
+        yield DONE
 
 
 def _answer_of(exchange: Exchange) -> dict[str, Any]:
