@@ -29,7 +29,7 @@ STREAMS = sorted((Path(__file__).parent.parent / "conformance" / "streams").glob
 SAMPLE_BYTES = 330
 """Small payloads break in the same ways as large ones, and faster."""
 PAYLOADS = 200_000
-LIMITS = SourceLimits(blocks=500, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100)
+LIMITS = SourceLimits(blocks=400, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100)
 RESTART_EVERY = 5000
 """Payloads after which a source begins anew: a layout learned from garbage would make all that follows easy."""
 LEARNING, ANNOUNCED = SourceId("learning"), SourceId("announced")

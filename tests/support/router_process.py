@@ -97,8 +97,13 @@ class RouterProcess:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
-    def open_files(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+    def sockets(self) -> int:
+        """How many it has open."""
+        held = 0
+        for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                held += os.readlink(path).startswith("socket:")
+        return held
 
     # --- asking -----------------------------------------------------------------------------------------------------------
 
