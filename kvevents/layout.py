@@ -11,6 +11,10 @@ whole prefix up to its end, so its end names it. A prefix of length L is *accept
 With EAGLE or MTP an attention group must accept one block more than is reused. The hit is the largest L, a multiple of the
 layout's `scheduler_block_size`, that every group accepts. `accepts` is that definition; `longest_hit` finds the same L by
 walking from block to block, and the tests hold the two together (`tests/kvevents/test_layout.py`).
+
+Three things follow vLLM's coordinator rather than the definition, since a hit is what the engine really reuses: how groups
+agree with EAGLE (`_agree`), a short window with EAGLE and mixed block sizes (`_drops_a_step`), and chunks that are no multiple
+of the block size (`_longest_chunk`).
 """
 
 from __future__ import annotations

@@ -200,6 +200,7 @@ class HashFinder:
     TOKENS_TO_HASH = 3_200_000
     """Effort until giving up, over all tries; about half a second."""
     BLOCKS_PER_TRY = 256
+    PROMPT_TOKENS_PER_TRY = 16_384
 
     def __init__(self, hints: LayoutHints) -> None:
         self._seeds = hints.hash_seeds
@@ -231,7 +232,7 @@ class HashFinder:
         held: Container[BlockHash],
     ) -> None:
         """Try every known chain on a prompt: is one of its blocks among those held?"""
-        tokens = token_ids[: self.BLOCKS_PER_TRY * hash_block_size + lookahead]
+        tokens = token_ids[: min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY) + lookahead]
         for extra_keys in spellings:
             if self.chain is None:
                 self._try(tokens, hash_block_size, lookahead, lambda names: any(name in held for name in names), extra_keys)

@@ -1,0 +1,54 @@
+"""What the frames of a message mean: both forms of a reply, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvevents.errors import MalformedBatch, MalformedReply
+from kvevents.messages import END_MARKER, SNAPSHOT_START, Batch, encode_start, read_live, read_reply
+
+SEQ = (7).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("topic", [b"t", None])
+def test_a_live_message_is_topic_number_and_payload(topic: bytes | None) -> None:
+    """The one form all versions share."""
+    assert read_live([b"t", SEQ, b"payload"], topic) == Batch(7, b"payload")
+
+
+@pytest.mark.parametrize("frames", [[b"", b"t", SEQ, b"payload"], [b"", SEQ, b"payload"]], ids=["0.26", "before"])
+def test_a_reply_comes_with_and_without_a_topic(frames: list[bytes]) -> None:
+    """vLLM added the topic in 0.26."""
+    assert read_reply(frames, b"t") == Batch(7, b"payload")
+
+
+@pytest.mark.parametrize("frames", [[b"", b"", END_MARKER, b""], [b"", END_MARKER, b""], [b"", b"t", END_MARKER, b""]])
+def test_the_number_minus_one_ends_an_answer(frames: list[bytes]) -> None:
+    """Its topic is empty even where the others carry one."""
+    assert read_reply(frames, b"t") is None
+
+
+def test_a_start_is_a_number_or_the_word_snapshot() -> None:
+    """Both are eight bytes, so that vLLM reads the word as a number."""
+    assert encode_start(7) == SEQ
+    assert encode_start(None) == SNAPSHOT_START
+    assert len(SNAPSHOT_START) == 8
+
+
+def test_what_has_no_known_form_is_refused_whatever_it_is() -> None:
+    """Either a batch that says what its frames say, or our own error; never another exception, never its contents."""
+    rng = random.Random(3)
+    refused = 0
+    for _ in range(50_000):
+        frames = [rng.choice((b"", b"t", SEQ, END_MARKER, rng.randbytes(rng.randrange(10)))) for _ in range(rng.randrange(7))]
+        for read, error in ((read_live, MalformedBatch), (read_reply, MalformedReply)):
+            try:
+                batch = read(frames, b"t")
+            except error as problem:
+                refused += 1
+                assert len(str(problem)) < 200
+            else:
+                assert batch is None or (batch.seq.to_bytes(8, "big") in frames and batch.payload == frames[-1])
+    assert 50_000 < refused < 100_000
