@@ -219,8 +219,6 @@ class Subscriber:
 
     async def _follow(self, live: LiveStream) -> None:
         while True:
-            if monotonic() >= self._probe_at:
-                await self._recover(live, is_probe=True)
             try:
                 batch = live.next()
             except MalformedBatch as problem:
@@ -231,8 +229,15 @@ class Subscriber:
                 await self._take(live, batch)
             elif live.is_down:
                 return
-            else:
+            # While all is well only silence is a reason to look; what waits in the socket is none.
+            if monotonic() >= self._probe_at and (batch is None or not self._is_well):
+                await self._recover(live, is_probe=True)
+            elif batch is None:
                 await live.wait(min(self._probe_at - monotonic(), self._options.max_probe_s))
+
+    @property
+    def _is_well(self) -> bool:
+        return self._delivery.is_complete and not self._is_adrift
 
     async def _breathe(self) -> None:
         if monotonic() >= self._slice_ends_at:
@@ -249,7 +254,7 @@ class Subscriber:
         if taken not in (Taken.APPLIED, Taken.DUPLICATE):
             await self._miss(live, batch, taken)
         self._settle()
-        if self._delivery.is_complete and not self._is_adrift:
+        if self._is_well:
             self._plan_probe(after_batch=True)
 
     async def _miss(self, live: LiveStream, batch: Batch, taken: Taken) -> None:

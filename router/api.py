@@ -185,7 +185,7 @@ async def _body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
 def _decode_json(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise BadRequest("$", f"{len(body)} bytes", "must be JSON") from None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import httptools
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.proxy.errors import error_body
 from router.proxy.server import AbortableHttpProtocol
@@ -80,6 +81,9 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._refused_at: float | None = None
         self._unsent_bytes = 0
         self._stalled_since: float | None = None
+        self._has_declined_upgrade = False
+        self._is_cut = False
+        self._running: RequestResponseCycle | None = None
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -94,22 +98,30 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         elif self._unframed_bytes > self.limits.head_bytes:
             self._refuse(HEAD_TOO_LARGE)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn tells only the last request it has read, which may stand far behind the one that is being answered.
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+
     def look_after(self, now: float) -> None:
         """End the connection if it is over its time."""
-        reason = self._overdue(now)
+        reason = None if self._is_cut else self._overdue(now)
         if reason is not None:
             if self._refused_at is None:
                 type(self).on_refusal(reason)
-            self._raw_transport.abort()
+            self.abort()
 
     def abort(self) -> None:
         """Close the connection, whatever is under way on it."""
-        self._raw_transport.abort()
+        self._is_cut = True
+        self.transport.abort()
 
     # --- what the parser calls --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._is_in_head = True
         if self._receiving_since is None:
             self._receiving_since = self.loop.time()
         super().on_message_begin()
@@ -123,6 +135,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             raise _OverBound
         self._is_in_head = False
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
         # What follows are trailers, which are no headers (RFC 9110 6.5.1): they must not get into the scope.
@@ -137,33 +151,45 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             return  # this is the end of the head only, see `_BodyReader`
         self._unframed_bytes = 0
         self._receiving_since = None
+        self._is_in_head = True
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._running = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> bool:
         """Parse *data*; False if it is no HTTP, or over a bound."""
-        rest: bytes | None = data
-        while rest:
-            rest = self._parse(rest)
-        return rest is not None
-
-    def _parse(self, data: bytes) -> bytes | None:
-        """What is left of *data* behind a head that asks for an upgrade; None if it is no HTTP."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade()
-            return data[upgrade.args[0] :]
+            return self._decline_upgrade() and self._feed_body(data[upgrade.args[0] :])
         except httptools.HttpParserError:
-            return None
-        return b""
+            return False
+        return True
 
-    def _decline_upgrade(self) -> None:
-        """Put a parser in place that stands right behind the head. It reads one body; the connection is not kept."""
+    def _feed_body(self, data: bytes) -> bool:
+        """Parse the body behind a declined upgrade; nothing can follow it but bytes that are ignored."""
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            return False
+        return True
+
+    def _decline_upgrade(self) -> bool:
+        """Put a parser in place that stands right behind the head. It reads one body; the connection is not kept.
+
+        Returns:
+            False if the framing makes no sense: httptools has not looked at it, with a head that asks for an upgrade.
+        """
+        if self._has_declined_upgrade:
+            return False
+        self._has_declined_upgrade = True
         framing = [b"%b: %b\r\n" % (name, value) for name, value in self.scope["headers"] if name in _FRAMING]
         self.parser = httptools.HttpRequestParser(_BodyReader(self))
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        return self._feed_body(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -173,7 +199,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         type(self).on_refusal(reason)
         self._refused_at = self.loop.time()
         if self._is_answering:
-            self._raw_transport.abort()
+            self.abort()
             return
         body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
@@ -187,7 +213,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self._running is not None and not self._running.response_complete
 
     def _message(self, reason: Refusal) -> str:
         if reason is HEAD_TOO_LARGE:

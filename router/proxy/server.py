@@ -45,12 +45,14 @@ class JoiningTransport:
         return self._transport.is_closing()
 
     def _flush(self) -> None:
-        pieces = self._pieces
+        pieces, self._pieces = self._pieces, []
+        # It may have been lost since they were written; uvloop raises where asyncio would only count.
+        if not pieces or self._transport.is_closing():
+            return
         if len(pieces) == 1:
             self._transport.write(pieces[0])
-        elif pieces:
+        else:
             self._transport.writelines(pieces)
-        self._pieces = []
 
     # A __getattr__ for these would slow every look-up down, also those of the methods above.
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.engine_stub import EngineStub, answer, engines, refusing, streaming
+from tests.support.engine_stub import STREAM_HEAD, EngineStub, Exchange, always, answer, engines, refusing, streaming
 from tests.support.hostile import SENTINEL, mutated_body, mutated_request, seeds
 from tests.support.http_client import Answer, HttpClient, connect, eventually, request_bytes
 from tests.support.router_process import RouterProcess, router_process
@@ -42,6 +42,13 @@ ANSWERS_OF_ITS_OWN = frozenset((400, 404, 405, 408, 409, 413, 431))
 REJECTED = "kvroute_rejected_requests_total"
 
 
+HARDENED: dict[str, Any] = {
+    "behaviour": always(b'{"usage": {"prompt_tokens": 1}}'),
+    "tokenizing": always(b'{"tokens": [1, 2, 3], "count": 3}'),
+}
+"""A replica that takes anything."""
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[RouterProcess]:
     with router_process(CONFIG) as started:
@@ -51,14 +58,13 @@ def process() -> Iterator[RouterProcess]:
 @pytest.fixture
 async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
     """The router; after a test it serves as before, holds nothing, has not grown, and has said nothing of any prompt."""
-    rss_before = process.rss_bytes
+    rss_before, said_before = process.rss_bytes, len(process.log())
     yield process
     await process.until_idle()
     assert (await process.get("/healthz")).status == 200
     assert process.rss_bytes < rss_before + 150 * MIB
     assert SENTINEL not in process.log()
-    assert "Traceback" not in process.log()
-    assert '"code":"' not in process.log()
+    process.check_log(said_before)
 
 
 # --- requests that are nearly right ---------------------------------------------------------------------------------------
@@ -66,7 +72,7 @@ async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
 
 async def test_mutated_bodies_are_answered_and_every_rejected_one_is_counted(router: RouterProcess) -> None:
     """Whatever the body, the connection stays usable, and the answer is the engine's or an error that says nothing of it."""
-    async with engines(1) as (stub,), router.serving(stub):
+    async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
         before = await router.metrics()
         statuses = sum(await asyncio.gather(*(send_bodies(router, stub, seed) for seed in range(WORKERS))), Counter())
@@ -101,7 +107,7 @@ async def remove_strangers(router: RouterProcess, stub: EngineStub) -> None:
 
 async def test_mutated_requests_end_their_connection_or_are_answered(router: RouterProcess) -> None:
     """Heads, lengths and chunks that lie: nothing may wait for what never comes, and nothing may pass for what it is not."""
-    async with engines(1) as (stub,), router.serving(stub):
+    async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         before = (await router.metrics()).sum(REJECTED)
         statuses = sum(await asyncio.gather(*(send_requests(router, stub, seed) for seed in range(WORKERS))), Counter())
         assert set(statuses) <= {100, 200, 201, 204, *ANSWERS_OF_ITS_OWN}, statuses
@@ -178,11 +184,11 @@ async def test_deep_nesting_is_refused(router: RouterProcess, path: str, unit: s
         depth = unit * 200_000
         for text in (depth, f'{{"model": "{stub.model}", "prompt": [1], "url": {depth}', f'{{"messages": [{depth}'):
             refused = await router.post(path, text.encode())
-            assert refused.status == 400
+            assert refused.status in (400, 413), "an operator's body may be 1 MiB"
             assert len(refused.body) < 1000
         closed = depth + "1" + unit.translate(str.maketrans("[{", "]}", 'a":'))[::-1] * 200_000
         whole = f'{{"model": "{stub.model}", "prompt": [1], "vllm_xargs": {{"kv_cache_report_mode": {closed}}}}}'
-        assert (await router.post(path, whole.encode())).status == 400
+        assert (await router.post(path, whole.encode())).status in (400, 413)
 
 
 async def test_parsed_bodies_do_not_pile_up_in_memory(router: RouterProcess) -> None:
@@ -279,28 +285,34 @@ def unfinished(names: list[str], tasks: list[asyncio.Task[None]]) -> Counter[str
 
 
 async def test_clients_that_never_read_are_bounded_and_ended(router: RouterProcess) -> None:
-    """Of a stream, of a large answer, and of answers that the router has finished long ago."""
+    """Of a stream, of a large answer, and of more and more answers of the router's own."""
     async with engines(1) as (stub,), router.serving(stub):
-        before = router.rss_bytes
+        before, nobody = router.rss_bytes, await client_sockets(router)
         async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(connect(router.port, 4096)) for _ in range(60)]
-            stub.behaviour = streaming(10_000_000)
+            clients = [await stack.enter_async_context(connect(router.port, 4096)) for _ in range(43)]
+            stub.behaviour = flood
             await asyncio.gather(*(ask_and_do_not_read(client, stub, stream=True) for client in clients[:20]))
             await eventually(lambda: stub.active == 20, "the streams are under way")
             stub.behaviour = large
             await asyncio.gather(*(ask_and_do_not_read(client, stub, stream=False) for client in clients[20:40]))
-            for client in clients[40:]:
-                await client.write(request_bytes("GET", "/openapi.json") * 60)
-            peak = 0
-            deadline = time.monotonic() + STALL_S + SLACK_S + 10
-            while (held := await open_clients(router)) > 0:
+            asking = asyncio.gather(*(ask_again_and_again(client) for client in clients[40:]))
+            peak, deadline = 0, time.monotonic() + STALL_S + SLACK_S + 10
+            while (held := await client_sockets(router) - nobody) > 0:
                 peak = max(peak, router.rss_bytes)
                 assert time.monotonic() < deadline, f"{held} are still there"
-            assert peak - before < 60 * MIB
+                await asyncio.sleep(0.1)
+            assert peak - before < 100 * MIB
+            await asking
         await eventually(lambda: stub.active == 0, "the replica is rid of all of them")
 
 
-async def large(exchange: Any) -> None:
+async def flood(exchange: Exchange) -> None:
+    await exchange.send(STREAM_HEAD)
+    while True:
+        await exchange.chunk(b"data: " + b"x" * 65_536 + b"\n\n")
+
+
+async def large(exchange: Exchange) -> None:
     await exchange.whole(b"x" * (8 * MIB))
 
 
@@ -308,15 +320,18 @@ async def ask_and_do_not_read(client: HttpClient, stub: EngineStub, stream: bool
     await client.send("POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": stream})
 
 
-async def open_clients(router: RouterProcess) -> int:
-    """Requests under way, and sockets of clients beyond the one that asks."""
-    now = await router.metrics()
-    upstream = int(now.sum("kvroute_upstream_connections"))
-    return int(now.sum("kvroute_requests_under_way")) + max(router.sockets - upstream - SOCKETS_WITHOUT_CLIENTS, 0)
+async def ask_again_and_again(client: HttpClient) -> None:
+    """Without reading an answer, as long as the connection lasts."""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await client.write(request_bytes("GET", "/openapi.json") * 20)
+            await asyncio.sleep(0.01)
 
 
-# The listener, the socket pair of the event loop, and the connection that asks.
-SOCKETS_WITHOUT_CLIENTS = 6
+async def client_sockets(router: RouterProcess) -> int:
+    """Open sockets but for those to replicas."""
+    upstream = (await router.metrics()).sum("kvroute_upstream_connections")
+    return router.sockets - int(upstream)
 
 
 # --- what must not be seen ------------------------------------------------------------------------------------------------
@@ -337,6 +352,6 @@ async def test_no_prompt_is_in_a_log_or_in_an_error(router: RouterProcess) -> No
         for text in (f'{{"prompt": "{SENTINEL}', f'{{"prompt": ["{SENTINEL}", 1]}}', f'{{"messages": [{{"{SENTINEL}": 1}}]}}'):
             for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/route", "/replicas"):
                 refused = await router.post(path, text.encode())
-                assert refused.status == 400
+                assert refused.status >= 400
                 assert SENTINEL not in refused.body.decode()
     assert SENTINEL not in (await router.metrics()).text

@@ -116,12 +116,12 @@ async def test_a_long_ring_makes_up_for_every_loss(seed: int) -> None:
             engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
             routing.follow(relay.endpoint, replays.endpoint)
             last = await engine.run(STEPS)
+            while relay.dropped < 10 or routing.statistics.stream.replays < 5:
+                last = await engine.run(20)
             relay.heal()
             replays.cut = 0.0
             await routing.until(SourceState.LIVE, last)
             routing.assert_exact(engine.engine)
-            assert relay.dropped > 5
-            assert routing.statistics.stream.replays > 3
             assert routing.statistics.stream.restarts == 0
 
 
@@ -138,11 +138,12 @@ async def test_a_snapshot_makes_up_for_what_the_ring_has_forgotten(seed: int) ->
         ):
             routing.follow(relay.endpoint, replays.endpoint)
             last = await run_ours(publisher, engine, routing.true, STEPS)
+            while relay.dropped < 10 or routing.statistics.stream.snapshots < 2:
+                last = await run_ours(publisher, engine, routing.true, 20)
             relay.heal()
             replays.cut = 0.0
             await routing.until(SourceState.LIVE, last)
             routing.assert_exact(engine)
-            assert routing.statistics.stream.snapshots > 1
 
 
 async def test_a_snapshot_makes_up_for_what_the_publisher_itself_dropped() -> None:
@@ -190,6 +191,8 @@ async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleare
             routing.follow(relay.endpoint, publisher.replay_endpoint)
             await routing.until_live_from_the_start()
             last = await engine.run(STEPS)
+            while relay.dropped < 10 or routing.feed.state(SOURCE) is SourceState.LIVE:
+                last = await engine.run(20)
             relay.heal()
             await routing.until(SourceState.SUSPECT, last)
             assert routing.feed.is_suspect(SOURCE)
@@ -233,6 +236,7 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(steps: in
                 engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
                 routing.follow(relay.endpoint, publisher.replay_endpoint)
                 await engine.run(200)
+                await until(lambda: routing.statistics.stream.last_seq is not None, "the first batches")
                 publisher.close()
                 routing.true.clear(SOURCE)
                 with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:

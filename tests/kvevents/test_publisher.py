@@ -67,9 +67,9 @@ def events_of(batches: Sequence[Batch]) -> list[Event]:
     return [event for batch in batches for event in decode(batch.payload).events]
 
 
-def follow(client: Client, publisher: ZmqEventPublisher) -> Peer:
+def follow(client: Client, publisher: ZmqEventPublisher, hwm: int = 0) -> Peer:
     """A subscriber that is certain to get what is published from now on."""
-    peer = client.subscribe(publisher.endpoint)
+    peer = client.subscribe(publisher.endpoint, hwm=hwm)
     greeting, last = BlockRemoved([b"greeting"], "GPU", 0), BlockRemoved([b"last greeting"], "GPU", 0)
     while not peer.socket.poll(20):
         publisher.publish([greeting])
@@ -77,6 +77,13 @@ def follow(client: Client, publisher: ZmqEventPublisher) -> Peer:
     while list(peer.decoded()[1].events) != [last]:
         pass
     return peer
+
+
+def publish_much(publisher: ZmqEventPublisher) -> None:
+    """A hundred batches, more bytes than the kernel takes for a client that does not read."""
+    for number in range(100):
+        publisher.publish(stored(number, padding=2000))
+    settle(publisher, 100)
 
 
 def settle(publisher: ZmqEventPublisher | RecordedStreamPublisher, last_seq: int) -> None:
@@ -213,6 +220,18 @@ def test_a_batch_larger_than_the_ring_leaves_it_empty(client: Client) -> None:
         assert isinstance(decode(reply.payload).events[0], CacheLayout)
 
 
+def test_a_replay_ends_where_the_stream_was_when_it_was_asked_for(client: Client) -> None:
+    """What comes later comes live; a busy engine's replay would never end."""
+    with ZmqEventPublisher(replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT) as publisher:
+        publish_much(publisher)
+        peer = client.dealer(publisher.replay_endpoint, hwm=1)
+        peer.ask(0)
+        assert peer.socket.poll(10_000)
+        publisher.publish(stored(1))
+        settle(publisher, 101)
+        assert numbers(peer.reply()) == list(range(101))
+
+
 def test_a_replay_longer_than_its_queue_comes_whole(client: Client) -> None:
     """A client slower than the publisher is waited for, as long as it reads at all."""
     limits = ReplyLimits(queued_messages=4)
@@ -276,6 +295,21 @@ def test_everybody_who_asks_gets_a_snapshot(client: Client, publisher: ZmqEventP
         peer.ask(SNAPSHOT)
     for peer in peers:
         assert sum(len(hashes) for hashes in index_of(peer.reply()).values()) == 2000
+
+
+def test_a_snapshot_under_way_is_not_what_the_next_client_gets(client: Client) -> None:
+    """Readers share one state as long as nothing happens, and not a moment longer."""
+    with ZmqEventPublisher(replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT) as publisher:
+        publish_much(publisher)
+        slow, quick = client.dealer(publisher.replay_endpoint, hwm=1), client.dealer(publisher.replay_endpoint)
+        slow.ask(SNAPSHOT)
+        assert slow.socket.poll(10_000)
+        publisher.publish([AllBlocksCleared()])
+        settle(publisher, 101)
+        assert numbers(quick.answer(SNAPSHOT)) == [101]
+        snapshot = slow.reply()
+        assert snapshot[0].seq == 100
+        assert index_of(snapshot) == {(0, "GPU"): dict.fromkeys(range(100), 1)}
 
 
 # --- a full queue ---------------------------------------------------------------------------------------------------------
@@ -399,23 +433,23 @@ def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: C
         asked.append(threading.current_thread())
         return [event for number in held for event in stored(number)]
 
-    def step() -> None:
+    def step(publisher: ZmqEventPublisher) -> None:
         held.append(len(held))
         publisher.publish(stored(held[-1]))
 
     with ZmqEventPublisher(replace(QUIET, max_queue_size=1), LAYOUT, present_state=present_state) as publisher:
         while not asked:
             for _ in range(50):
-                step()
+                step(publisher)
             settle(publisher, len(held))
-        step()
+        step(publisher)
         settle(publisher, len(held))
         assert set(asked) == {threading.current_thread()}
         assert publisher.statistics().mirror_is_complete
         snapshot = client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)
         assert index_of(snapshot) == {(0, "GPU"): dict.fromkeys(held, 1)}
         asked.clear()
-        step()
+        step(publisher)
         settle(publisher, len(held))
         assert asked == []
         assert publisher.statistics().mirror_blocks == len(held)
@@ -449,7 +483,13 @@ def test_malformed_requests_are_counted_and_not_answered(client: Client, publish
 
 def test_a_huge_request_ends_the_connection_not_the_publisher(client: Client, publisher: ZmqEventPublisher) -> None:
     """A frame beyond the limit is never held in memory."""
-    client.dealer(publisher.replay_endpoint).socket.send_multipart([b"", bytes(50_000_000)])
+    peer = client.dealer(publisher.replay_endpoint)
+    monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    peer.socket.send_multipart([b"", bytes(1_000_000)])
+    is_disconnected = monitor.poll(20_000)
+    peer.socket.disable_monitor()
+    monitor.close(linger=0)
+    assert is_disconnected
     assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
     assert publisher.statistics().malformed_requests == 0
 
@@ -487,9 +527,7 @@ def stalling() -> Iterator[ZmqEventPublisher]:
     """A publisher with much to replay, little patience and one reply at a time."""
     limits = ReplyLimits(concurrent=1, queued_messages=4, stall_s=0.3)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
-        for number in range(100):
-            publisher.publish(stored(number, padding=2000))
-        settle(publisher, 100)
+        publish_much(publisher)
         yield publisher
 
 
@@ -522,9 +560,7 @@ def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
     """A REQ socket sees only the first reply and asks on; it must not have to wait for the rest of the old one."""
     limits = ReplyLimits(queued_messages=4, concurrent=2)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
-        for number in range(100):
-            publisher.publish(stored(number, padding=2000))
-        settle(publisher, 100)
+        publish_much(publisher)
         peer = client.dealer(publisher.replay_endpoint, hwm=1)
         peer.ask(0)
         assert peer.socket.poll(10_000)
@@ -565,6 +601,20 @@ def test_whatever_was_taken_is_sent_before_shutdown_returns(client: Client) -> N
     assert [peer.batch().seq for _ in range(5000)] == list(range(begin, begin + 5000))
 
 
+def test_shutdown_waits_for_a_subscriber_that_is_still_reading(client: Client) -> None:
+    """What lies in the sender's memory is not sent yet."""
+    publisher = ZmqEventPublisher(QUIET, LAYOUT)
+    peer = follow(client, publisher, hwm=1)
+    begin = publisher.statistics().last_seq + 1
+    for number in range(100):
+        publisher.publish(stored(number, padding=2000))
+    shutdown = threading.Thread(target=publisher.shutdown, args=(60.0,))
+    shutdown.start()
+    until(lambda: publisher.statistics().last_seq == begin + 99, "all is on its way")
+    assert [peer.batch().seq for _ in range(100)] == list(range(begin, begin + 100))
+    shutdown.join()
+
+
 def test_shutdown_leaves_no_thread_and_no_address_behind(client: Client) -> None:
     """A restarted engine binds the same ports."""
     before = set(threading.enumerate())
@@ -582,10 +632,8 @@ def test_shutdown_leaves_no_thread_and_no_address_behind(client: Client) -> None
 def test_a_subscriber_that_never_reads_does_not_hold_up_shutdown(client: Client) -> None:
     """The time to flush is bounded, whoever listens."""
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
-    follow(client, publisher)
-    slow = client.subscribe(publisher.endpoint, hwm=1)
-    assert slow.socket.poll(0) == 0
-    for number in range(300):
+    follow(client, publisher, hwm=1)
+    for number in range(100):
         publisher.publish(stored(number, padding=2000))
     began = time.monotonic()
     publisher.shutdown(timeout_s=0.2)

@@ -220,6 +220,16 @@ def test_full_attention_and_the_gpu_come_first() -> None:
     assert [(event.medium, event.group_idx) for event in stored(mirror)] == [("GPU", 1), ("GPU", 0), ("CPU", 1)]
 
 
+def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> None:
+    """A window of small blocks slid on, inside a larger block of full attention: what follows must find its place."""
+    full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
+    prompt, mirror, index = PROMPTS[0], mirror_of([full, small]), PrefixIndex()
+    mirror.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
+    late = _join(index, mirror, "late")
+    assert [event.block_hashes for event in stored(mirror)[1:]] == [prompt.hashes[1:2], prompt.hashes[2:]]
+    assert index.match([*prompt.tokens, 1])[late].gpu == 24
+
+
 def test_batches_and_events_are_bounded() -> None:
     """A snapshot of any size goes out in pieces that hold up nothing else."""
     count = 20_000

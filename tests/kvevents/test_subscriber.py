@@ -608,6 +608,17 @@ def _is_hurt(subscriber: Subscriber) -> bool:
     return statistics.unanswered + statistics.malformed + statistics.restarts > 0
 
 
+async def test_an_answer_without_an_end_is_cut_by_its_length(publisher: VllmPublisher, notebook: Notebook) -> None:
+    """Thousands of replies a second, each in order and none the last, would otherwise be one answer for ever."""
+    publisher.answer = endless
+    options = replace(QUICK, replay=ReplayLimits(silence_s=0.2, batches=200))
+    async with following(subscriber_to(publisher, notebook, options)) as subscriber:
+        await until(lambda: len(notebook.batches) > 2000, "thousands of batches")
+        statistics = subscriber.statistics()
+        assert statistics.batches / statistics.replays <= 200
+        assert statistics.state is not LIVE
+
+
 async def test_an_answer_that_is_cut_short_is_continued_where_it_ended(publisher: VllmPublisher, notebook: Notebook) -> None:
     """A ROUTER drops what a slow reader does not take, the end marker too: what came is kept, the rest asked for again."""
     publisher.answer = lambda self, first: self.replies(first)[:20]

@@ -204,9 +204,14 @@ def dying_after(count: int) -> Behaviour:
 
 def refusing(status: str) -> Behaviour:
     """An error of the engine, as `429 Too Many Requests`."""
+    return always(b'{"error": {"message": "the engine says no", "type": "x", "code": "y"}}', status)
+
+
+def always(body: bytes, status: str = "200 OK") -> Behaviour:
+    """The same answer, whatever the request says."""
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.whole(b'{"error": {"message": "the engine says no", "type": "x", "code": "y"}}', status)
+        await exchange.whole(body, status)
 
     return behave
 
@@ -292,6 +297,8 @@ class EngineStub:
     """Prompt requests, and others that came through the router's proxy."""
     connections: int = 0
     stored_blocks: int = 0
+    errors: list[BaseException] = field(default_factory=list)
+    """What behaviours raised; `stop` raises the first of them."""
 
     def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -343,6 +350,8 @@ class EngineStub:
             self._publisher = None
         self._prompts.clear()
         self.stored_blocks = 0
+        if self.errors:
+            raise self.errors.pop(0)
 
     # --- its cache --------------------------------------------------------------------------------------------------------
 
@@ -474,12 +483,20 @@ class _Connection(asyncio.Protocol):
         method, target, _ = first.split(" ")
         self._exchange = Exchange(self._stub, StubRequest(method, target, headers, rest[:length]), self._transport)
         self._task = asyncio.get_running_loop().create_task(self._serve(self._exchange))
+        self._task.add_done_callback(self._on_end)
 
     async def _serve(self, exchange: Exchange) -> None:
         with contextlib.suppress(Gone):
             await self._stub.serve(exchange)
             self._exchange = None
             self._take_next()
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """A mistake of a behaviour must not look like an engine that is slow."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._stub.errors.append(error)
+            self._transport.abort()
 
 
 def _is_same(pair: tuple[int, int]) -> bool:

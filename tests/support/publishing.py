@@ -76,7 +76,7 @@ class Client:
     def subscribe(self, endpoint: str, topic: bytes = b"", hwm: int = 0) -> Peer:
         """A SUB socket; batches published before it is known to the publisher pass it by."""
         socket = self._open(zmq.SUB)
-        socket.setsockopt(zmq.RCVHWM, hwm)
+        _limit(socket, hwm)
         socket.setsockopt(zmq.SUBSCRIBE, topic)
         socket.connect(endpoint)
         return Peer(socket)
@@ -85,10 +85,7 @@ class Client:
         """A DEALER socket, as a recovering subscriber has one."""
         assert endpoint is not None
         socket = self._open(zmq.DEALER)
-        socket.setsockopt(zmq.RCVHWM, hwm)
-        if hwm:
-            # The kernel's buffers, too, count as read.
-            socket.setsockopt(zmq.RCVBUF, 4096)
+        _limit(socket, hwm)
         socket.connect(endpoint)
         return Peer(socket)
 
@@ -103,6 +100,13 @@ class Client:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         self._sockets.append(socket)
         return socket
+
+
+def _limit(socket: zmq.Socket[bytes], hwm: int) -> None:
+    socket.setsockopt(zmq.RCVHWM, hwm)
+    if hwm:
+        # Whatever the kernel holds would count as read.
+        socket.setsockopt(zmq.RCVBUF, 4096)
 
 
 @contextmanager

@@ -90,6 +90,13 @@ class RouterProcess:
         """Everything it has said."""
         return self._log.read_text(errors="replace")
 
+    def check_log(self, since: int = 0) -> int:
+        """What it has said from position *since* on tells of no error of its own; returns the position now."""
+        said = self.log()
+        found = max(said.find("Traceback", since), said.find("CRITICAL", since))
+        assert found < 0, said[max(since, found - 500) : found + 6000]
+        return len(said)
+
     @property
     def rss_bytes(self) -> int:
         """Memory in use, as the kernel counts it."""
@@ -193,7 +200,7 @@ class RouterProcess:
         try:
             code = self.process.wait(within_s)
             assert code == 0, f"exit code {code}\n{self.log()[-4000:]}"
-            assert "Traceback" not in self.log(), self.log()[-8000:]
+            self.check_log()
         finally:
             self.kill()
 
