@@ -102,6 +102,13 @@ class LiveStream:
             else:
                 self._counters.discarded += 1
 
+    def drop_stale(self, last: int) -> None:
+        """Drop what waits of numbers up to *last*: all that is handed on already, or was never meant to be."""
+        fresh = [batch for batch in self._backlog if batch.seq > last]
+        self._counters.duplicates += len(self._backlog) - len(fresh)
+        self._backlog = deque(fresh)
+        self._backlog_bytes = sum(len(batch.payload) for batch in fresh)
+
     def _collect(self) -> None:
         if self._will_collect or not self._is_collecting:
             return

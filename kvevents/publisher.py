@@ -47,7 +47,7 @@ class PublisherStatistics:
     dropped: int = 0
     """Batches that a full queue kept off the wire; each left a gap in the sequence."""
     rejected_events: int = 0
-    """Events left out of their batch because they cannot be encoded."""
+    """Events left out of their batch because they cannot be encoded, and such that the mirror could not follow."""
     queue_depth: int = 0
     last_seq: int = -1
     ring_batches: int = 0
@@ -234,6 +234,14 @@ class _CacheContent:
         return payload
 
     def note(self, item: _Step) -> None:
+        try:
+            self._follow(item)
+        except TypeError:
+            # A field is not of its declared type, a list for a hash perhaps. What comes before it is applied already.
+            self.rejected_events += 1
+            self.lose()
+
+    def _follow(self, item: _Step) -> None:
         if item.state is None:
             self.mirror.apply(item.events)
         else:

@@ -31,6 +31,8 @@ class Outcome(Enum):
     """Worth another try."""
     USELESS = "useless"
     """The answers do not help: go on with what comes."""
+    OVERTAKEN = "overtaken"
+    """The ring no longer has the batch applied last. As long as nothing is known to be missing, that means nothing."""
 
 
 class _Step(Enum):
@@ -39,6 +41,8 @@ class _Step(Enum):
     """Another process answers."""
     LOST = "lost"
     """The ring lacks what comes next."""
+    OVERTAKEN = "overtaken"
+    """The ring begins behind the batch applied last."""
     BROKEN_OFF = "broken off"
     VACANT = "vacant"
     """The ring has nothing, and never had for us: perhaps it keeps nothing at all."""
@@ -84,11 +88,15 @@ class Recovery:
         self._snapshots_help = True
         """False once a snapshot was more than the consumer could take."""
 
-    async def run(self) -> Outcome:
-        """Do what can be done with one round of questions; never raises but `CancelledError`."""
+    async def run(self, is_missing: bool = True) -> Outcome:
+        """Do what can be done with one round of questions; never raises but `CancelledError`.
+
+        Args:
+            is_missing: False if nothing is known to be missing, and live batches will tell if something is.
+        """
         self.covered = 0
         try:
-            return await self._repair()
+            return await self._repair(is_missing)
         except (NoAnswer, NoConnection):
             self._counters.unanswered += 1
             return Outcome.UNANSWERED
@@ -99,7 +107,7 @@ class Recovery:
 
     # --- which questions --------------------------------------------------------------------------------------------------
 
-    async def _repair(self) -> Outcome:
+    async def _repair(self, is_missing: bool) -> Outcome:
         if self._tracker.last is None:
             return await self._rebuild()
         step = await self._catch_up()
@@ -107,7 +115,9 @@ class Recovery:
             self._counters.restarts += 1
             self._start_over("restart")
             return await self._rebuild()
-        if step is _Step.LOST:
+        if step is _Step.OVERTAKEN and not is_missing:
+            return Outcome.OVERTAKEN
+        if step in (_Step.LOST, _Step.OVERTAKEN):
             return await self._make_up()
         if step is _Step.DONE:
             return Outcome.SETTLED if self._delivery.is_complete else await self._renew()
@@ -221,7 +231,9 @@ class Recovery:
             return _Step.FOREIGN if self._keeps_batches else _Step.VACANT
         if first is None and tolerant:
             return self._end()
-        return None if tolerant else _Step.LOST
+        if tolerant:
+            return None
+        return _Step.LOST if known is None else _Step.OVERTAKEN
 
     def _compare_marks(self, known: bytes | None, seen: bytes, tolerant: bool) -> _Step | None:
         if known is None:

@@ -12,6 +12,7 @@ import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from time import monotonic
 from typing import Any
 
@@ -77,6 +78,17 @@ class SubscriberStatistics:
     restarts: int
     overflow: int
     connections: int
+
+
+class _Occasion(Enum):
+    """Why the replay endpoint is asked."""
+
+    CONNECT = "connect"
+    GAP = "gap"
+    STRAY = "stray"
+    """A batch that looks like another process's."""
+    SILENCE = "silence"
+    """Nothing was seen; something may be lost all the same."""
 
 
 class Subscriber:
@@ -208,7 +220,7 @@ class Subscriber:
         self._probe.reset()
         self._is_proven = self._is_adrift = False
         if self._replay_endpoint is not None:
-            await self._recover(live)
+            await self._recover(live, _Occasion.CONNECT)
         else:
             # Nobody can tell what was missed, so from a second connection on something may be.
             self._is_proven = True
@@ -231,7 +243,7 @@ class Subscriber:
                 return
             # While all is well only silence is a reason to look; what waits in the socket is none.
             if monotonic() >= self._probe_at and (batch is None or not self._is_well):
-                await self._recover(live, is_probe=True)
+                await self._recover(live, _Occasion.SILENCE)
             elif batch is None:
                 await live.wait(min(self._probe_at - monotonic(), self._options.max_probe_s))
 
@@ -265,18 +277,19 @@ class Subscriber:
             return
         self._put_back = batch
         live.put_back(batch)
-        await self._recover(live)
+        await self._recover(live, _Occasion.STRAY if taken is Taken.RESTART else _Occasion.GAP)
 
     # --- recovery ---------------------------------------------------------------------------------------------------------
 
-    async def _recover(self, live: LiveStream, is_probe: bool = False) -> None:
-        """Ask the replay endpoint while live batches wait. A *probe* looks for a loss nobody has seen yet."""
-        if not is_probe:
+    async def _recover(self, live: LiveStream, occasion: _Occasion) -> None:
+        """Ask the replay endpoint while live batches wait."""
+        if occasion is not _Occasion.SILENCE:
             self._change(SourceState.RECOVERING)
+        is_missing = occasion in (_Occasion.CONNECT, _Occasion.GAP) or not self._is_well
         live.start_collecting()
         try:
             await asyncio.sleep(max(0.0, self._recovered_at + self._options.spacing_s - monotonic()))
-            outcome = await self._ask_patiently(live)
+            outcome = await self._ask_patiently(live, is_missing)
         finally:
             live.stop_collecting()
             self._recovered_at = monotonic()
@@ -284,12 +297,12 @@ class Subscriber:
         self._settle()
         self._plan_probe()
 
-    async def _ask_patiently(self, live: LiveStream) -> Outcome:
+    async def _ask_patiently(self, live: LiveStream, is_missing: bool) -> Outcome:
         patience_s = 0.0 if self._is_adrift else self._options.patience_s
         gives_up_at = monotonic() + patience_s
         retry = Backoff(self._options.first_retry_s, self._options.max_retry_s)
         while True:
-            outcome = await self._recovery.run()
+            outcome = await self._recovery.run(is_missing)
             is_needed = self._state is SourceState.RECOVERING
             if outcome is not Outcome.UNANSWERED or not is_needed or live.is_down or monotonic() >= gives_up_at:
                 return outcome
@@ -299,11 +312,13 @@ class Subscriber:
         if outcome is Outcome.UNANSWERED and live.is_down:
             # What waits in the backlog will be in the replay that the next connection begins with.
             raise NoConnection(f"{self._endpoint}: the publisher left during a recovery")
+        last = self._delivery.tracker.last
         if outcome is Outcome.SETTLED:
             self._is_adrift = False
             self._is_proven = True
-            last = self._delivery.tracker.last
             live.drop(self._recovery.covered, -1 if last is None else last)
+        elif outcome is Outcome.OVERTAKEN:
+            live.drop_stale(-1 if last is None else last)
         elif self._state is SourceState.RECOVERING:
             self._is_adrift = True
             self._is_proven = False

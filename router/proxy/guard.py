@@ -100,10 +100,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         # uvicorn tells only the last request it has read, which may stand far behind the one that is being answered.
-        running = self._running
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
+        if self._running is not None and not self._running.response_complete:
+            _tell_disconnected(self._running)
         super().connection_lost(exc)
 
     def look_after(self, now: float) -> None:
@@ -195,12 +193,16 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _refuse(self, reason: Refusal) -> None:
-        """Answer with an error and take nothing more. In the middle of another answer there is no place for one."""
+        """Answer with an error and take nothing more. While another request is being answered, there is no place for one."""
         type(self).on_refusal(reason)
         self._refused_at = self.loop.time()
-        if self._is_answering:
-            self.abort()
-            return
+        running = self._running
+        if running is not None and not running.response_complete:
+            if running.response_started or not running.more_body:
+                self.abort()
+                return
+            # It is this request's own body that is wrong.
+            _tell_disconnected(running)
         body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(_STATUS_LINES[reason] + head + body)
@@ -244,6 +246,11 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         if self._stalled_since is None or self._unsent_bytes < before or is_writing:
             self._stalled_since = now
         return now - self._stalled_since > self.limits.stall_s + self.limits.slack_s
+
+
+def _tell_disconnected(request: RequestResponseCycle) -> None:
+    request.disconnected = True
+    request.message_event.set()
 
 
 class _BodyReader:

@@ -18,7 +18,7 @@ from router.index.index import PrefixIndex, SourceId
 from tests.support.following import QUICK, until
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
 from tests.support.relay import CuttingRelay, Faults, LossyRelay
-from tests.support.vllm_publisher import VllmPublisher
+from tests.support.vllm_publisher import VllmPublisher, free_port
 
 SOURCE = SourceId("replica-a")
 TOPIC = "kv-events"
@@ -253,12 +253,13 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(steps: in
 async def test_our_restarted_engine_is_known_by_its_name() -> None:
     """A new process has a new publisher id, whatever its numbers."""
     async with router() as routing:
-        with ZmqEventPublisher(LOOPBACK, LAYOUT, CHAIN) as publisher:
+        addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+        config = replace(LOOPBACK, endpoint=addresses[0], replay_endpoint=addresses[1])
+        with ZmqEventPublisher(config, LAYOUT, CHAIN) as publisher:
             routing.follow(publisher.endpoint, publisher.replay_endpoint)
             await routing.until(SourceState.LIVE, await run_ours(publisher, RandomEngine(15), routing.true, 50))
         routing.true.clear(SOURCE)
-        same = replace(LOOPBACK, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
-        with ZmqEventPublisher(same, LAYOUT, CHAIN) as again:
+        with ZmqEventPublisher(config, LAYOUT, CHAIN) as again:
             engine = RandomEngine(16)
             last = await run_ours(again, engine, routing.true, 200)
             await routing.until(SourceState.LIVE, last)

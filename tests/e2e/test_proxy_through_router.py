@@ -215,13 +215,16 @@ async def test_a_scrape_delays_no_stream() -> None:
     """A scrape of a large fleet takes a while; tokens must flow meanwhile."""
     far = [{"url": f"http://127.0.0.1:1/{number}", "id": f"far-{number}"} for number in range(400)]
     config = {"replicas": far, "health": {"interval_s": 60, "gauges_stale_after_s": 100}}
-    async with engines(1, behaviour=streaming(150, 0.01)) as (stub,):
+    async with engines(1, behaviour=streaming(80, 0.01)) as (stub,):
         with router_process(config) as router:
             async with router.serving(stub):
-                alone_s = await longest_gap_s(router, stub)
+                allowed_s = await longest_gap_s(router, stub) + 0.1
                 async with scraped(router):
-                    scraped_s = min([await longest_gap_s(router, stub) for _ in range(3)])
-                assert scraped_s < alone_s + 0.1
+                    gaps_s = [await longest_gap_s(router, stub)]
+                    # Other processes may cause a gap now and then; a scrape that blocks causes one in every stream.
+                    while gaps_s[-1] > allowed_s and len(gaps_s) < 5:
+                        gaps_s.append(await longest_gap_s(router, stub))
+                assert gaps_s[-1] <= allowed_s, gaps_s
 
 
 _SCRAPER = "import sys, urllib.request\nwhile True: urllib.request.urlopen(sys.argv[1]).read()"

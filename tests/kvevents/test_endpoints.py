@@ -161,7 +161,7 @@ def test_a_reply_limit_of_nothing_is_refused(name: str) -> None:
 def test_a_configuration_with_a_malformed_address_is_refused(name: str) -> None:
     """Where it is read, with its place."""
     with pytest.raises(EndpointError, match=f"^{name}: 'tcp:/oops' must begin with"):
-        PublisherConfig(**{name: "tcp:/oops"})
+        PublisherConfig(**{name: "tcp:/oops"})  # type: ignore[arg-type]
 
 
 def test_the_default_address_is_not_reachable_from_outside() -> None:

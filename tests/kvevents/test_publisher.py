@@ -155,6 +155,17 @@ def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(client: Client
     assert len(client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)) == 2
 
 
+def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(client: Client, publisher: ZmqEventPublisher) -> None:
+    """The mirror may have followed half of it, and says so; the thread lives on."""
+    publisher.publish([BlockStored([[1]], None, tokens(16), "GPU", 0)])  # type: ignore[list-item]
+    publisher.publish(stored(2))
+    settle(publisher, 2)
+    assert publisher.statistics().rejected_events == 1
+    assert not publisher.statistics().mirror_is_complete
+    assert client.dealer(publisher.replay_endpoint).answer(SNAPSHOT) == []
+    assert events_of(client.dealer(publisher.replay_endpoint).answer(2)) == stored(2)
+
+
 # --- replay ---------------------------------------------------------------------------------------------------------------
 
 

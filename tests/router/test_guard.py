@@ -36,6 +36,8 @@ class GuardedServer:
         body, more = b"", True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.requests.append((scope["path"], body, dict(scope["headers"])))
         gone = asyncio.ensure_future(receive())
@@ -97,7 +99,7 @@ async def test_a_connection_on_which_nothing_comes_is_ended() -> None:
     """uvicorn would keep it for ever: its keep-alive time begins with the first answer."""
     async with guarded_server() as app, connect(app.port) as client:
         await until_connected(app)
-        app.look(LIMITS.request_s)
+        app.look(LIMITS.request_s - 1)
         assert not app.refusals
         app.look(LIMITS.request_s + 1)
         assert app.refusals == ["slow_request"]
@@ -124,7 +126,7 @@ async def test_a_body_has_its_time_and_no_more() -> None:
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(CHUNKED + b"1\r\nx\r\n")
         await eventually(lambda: app.state.tasks, "the application has it")
-        app.look(2 * LIMITS.request_s)
+        app.look(2 * LIMITS.request_s + LIMITS.slack_s - 1)
         assert not app.refusals
         app.look(2 * LIMITS.request_s + LIMITS.slack_s + 2)
         assert app.refusals == ["slow_request"]
@@ -155,7 +157,7 @@ async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
         await client.send("GET", "/x")
         await eventually(lambda: app.requests and not app.state.tasks, "it is answered")
         await asyncio.sleep(0.05)
-        app.look(LIMITS.stall_s)
+        app.look(LIMITS.stall_s + LIMITS.slack_s - 1)
         assert not app.refusals
         app.look(LIMITS.stall_s + LIMITS.slack_s + 2)
         assert app.refusals == ["answer_not_read"]
@@ -251,6 +253,29 @@ async def write_on(client: HttpClient) -> None:
     for _ in range(1000):
         await client.write(b"y" * 10_000)
         await asyncio.sleep(0)
+
+
+async def test_a_body_that_is_no_http_is_answered_in_its_requests_place() -> None:
+    """The application has the request already, but nothing to say before its body is whole."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(CHUNKED + b"5\r\nhello\r\n")
+        await eventually(lambda: app.state.tasks, "the application has it")
+        await client.write(b"no size\r\n")
+        found = await client.read_answer()
+        assert (found.status, found.error["code"]) == (400, "malformed_http")
+        assert await client.is_closed()
+        await eventually(lambda: not app.state.tasks, "the application has heard that nothing more will come")
+
+
+async def test_nonsense_behind_a_request_is_not_taken_for_its_answer() -> None:
+    """An error in the place of another request's answer would be believed."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/x"))
+        await eventually(lambda: app.requests, "the request is under way")
+        await client.write(b"nonsense\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await client.reader.read(100) == b""
+        assert app.refusals == ["malformed_http"]
 
 
 @pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n"])

@@ -363,6 +363,14 @@ class EngineStub:
         self._publisher.publish([Prefix(list(ids[: blocks * BLOCK])).stored(0, FULL)])
         self.stored_blocks += blocks
 
+    def evict(self, ids: Sequence[int]) -> None:
+        """The blocks of a prompt that it stored are gone, and it says so; they are no other prompt's."""
+        assert self._publisher is not None
+        whole = list(ids[: len(ids) // BLOCK * BLOCK])
+        self._prompts.remove(whole)
+        self._publisher.publish([Prefix(whole).removed(0, range(BLOCK, len(whole) + 1, BLOCK))])
+        self.stored_blocks -= len(whole) // BLOCK
+
     def forget(self) -> None:
         """Its cache is empty from now on, and it says nothing of it: what an engine must not do."""
         self._prompts.clear()

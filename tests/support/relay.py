@@ -6,7 +6,6 @@ import random
 import selectors
 import socket
 import threading
-import time
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -40,7 +39,8 @@ class LossyRelay:
         self._pub.linger = 0
         self._pub.sndhwm = 0
         self._pub.bind("tcp://127.0.0.1:0")
-        self.endpoint: str = self._pub.last_endpoint.decode()
+        self._front = CuttingRelay(self._pub.last_endpoint.decode(), seed, 0.0)
+        self.endpoint = self._front.endpoint
         self._must_reconnect = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run)
@@ -60,6 +60,7 @@ class LossyRelay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._is_closing = True
         self._thread.join()
+        self._front.__exit__(None, None, None)
 
     def _subscribe(self) -> zmq.Socket[bytes]:
         sub = self._context.socket(zmq.SUB)
@@ -105,20 +106,7 @@ class LossyRelay:
 
     def _cut(self) -> None:
         self.cuts += 1
-        self._pub.close(linger=0)
-        self._pub = self._context.socket(zmq.PUB)
-        self._pub.linger = 0
-        self._pub.sndhwm = 0
-        while not self._binds_again():
-            # The old socket is closed by another thread, a moment later.
-            time.sleep(0.001)
-
-    def _binds_again(self) -> bool:
-        try:
-            self._pub.bind(self.endpoint)
-        except zmq.ZMQError:
-            return False
-        return True
+        self._front.cut_all()
 
 
 class CuttingRelay:
@@ -140,9 +128,13 @@ class CuttingRelay:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._other: dict[socket.socket, socket.socket] = {}
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._is_closing = False
+        self._is_closing = self._must_cut_all = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def cut_all(self) -> None:
+        """End all connections, soon."""
+        self._must_cut_all = True
 
     def __enter__(self) -> CuttingRelay:
         return self
@@ -153,15 +145,21 @@ class CuttingRelay:
 
     def _run(self) -> None:
         while not self._is_closing:
-            for key, _ in self._selector.select(0.01):
+            if self._must_cut_all:
+                self._must_cut_all = False
+                self._part_all()
+            for key, _ in self._selector.select(0.005):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj in self._other:
                     self._forward(key.fileobj)
-        for end in list(self._other):
-            self._part(end)
+        self._part_all()
         self._selector.close()
         self._listener.close()
+
+    def _part_all(self) -> None:
+        for end in list(self._other):
+            self._part(end)
 
     def _accept(self) -> None:
         near, _ = self._listener.accept()

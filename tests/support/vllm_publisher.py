@@ -6,9 +6,12 @@ over a little earlier.
 
 from __future__ import annotations
 
+import random
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Queue
 from types import TracebackType
 
@@ -18,6 +21,16 @@ END = b"\xff" * 8
 Reply = list[bytes]
 Answer = Callable[["VllmPublisher", int], list[Reply]]
 """Replies to a request from some number on, for a replay endpoint that does not behave."""
+
+
+def free_port() -> int:
+    """A port that stays free for a while: none of those that outgoing connections are given."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def seq_frame(seq: int) -> bytes:
@@ -32,8 +45,8 @@ class VllmPublisher:
         ring: Batches kept for replay.
         with_topic: Replies carry the topic (vLLM >= 0.26).
         first_seq: Where the numbers begin.
-        port: Of the PUB socket; 0: any.
-        replay_port: Of the ROUTER socket; 0: any.
+        port: Of the PUB socket; 0: a free one.
+        replay_port: Of the ROUTER socket; 0: a free one.
         answer: Answers in place of the ring.
     """
 
@@ -58,10 +71,10 @@ class VllmPublisher:
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._router = self._context.socket(zmq.ROUTER)
-        for socket, wanted in ((self._pub, port), (self._router, replay_port)):
-            socket.linger = 0
-            socket.sndhwm = 0
-            socket.bind(f"tcp://127.0.0.1:{wanted}")
+        for each, wanted in ((self._pub, port), (self._router, replay_port)):
+            each.linger = 0
+            each.sndhwm = 0
+            each.bind(f"tcp://127.0.0.1:{wanted or free_port()}")
         self.endpoint: str = self._pub.last_endpoint.decode()
         self.replay_endpoint: str = self._router.last_endpoint.decode()
         self.lock = threading.Lock()
