@@ -60,7 +60,7 @@ class LossyRelay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._is_closing = True
         self._thread.join()
-        self._front.__exit__(None, None, None)
+        self._front.close()
 
     def _subscribe(self) -> zmq.Socket[bytes]:
         sub = self._context.socket(zmq.SUB)
@@ -136,12 +136,15 @@ class CuttingRelay:
         """End all connections, soon."""
         self._must_cut_all = True
 
+    def close(self) -> None:
+        self._is_closing = True
+        self._thread.join()
+
     def __enter__(self) -> CuttingRelay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._is_closing = True
-        self._thread.join()
+        self.close()
 
     def _run(self) -> None:
         while not self._is_closing:
