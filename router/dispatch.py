@@ -32,6 +32,9 @@ _Result = TypeVar("_Result")
 INLINE_BODY_BYTES = 262_144
 INLINE_TOKENS = 65_536
 """Larger bodies are parsed, and longer prompts hashed, in a thread: a few milliseconds are what other streams may wait."""
+LARGE_AT_ONCE = 2
+"""Of these, at the same time: parsed JSON takes ten times the room of its text and more, and Python runs one thread at a time
+anyhow."""
 
 
 class ReplicaDirectory(Protocol):
@@ -77,6 +80,7 @@ class Dispatcher:
         self._planner = planner
         self._metrics = metrics
         self._limits = limits or PromptLimits()
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def dispatch(
         self, endpoint: Endpoint, body: bytes, session: str | None = None, encoding: Literal["json", "msgpack"] = "json"
@@ -94,7 +98,7 @@ class Dispatcher:
         tokenized_at = time.perf_counter()
         self._metrics.tokenization.labels(found.model.name).observe(tokenized_at - started)
         count = sum(len(prompt.token_ids) for prompt in tokenized)
-        prompts = await _run(lambda: prepare(found.model.index, tokenized), count <= INLINE_TOKENS)
+        prompts = await self._run(lambda: prepare(found.model.index, tokenized), count <= INLINE_TOKENS)
         request = RouteRequest(model=found.model.name, prompt_tokens=count, session=session or spec.session)
         decision = self._decide(request, found, prompts, time.perf_counter() - tokenized_at)
         return Dispatched(spec, found.model, tokenized, prompts, decision)
@@ -107,7 +111,7 @@ class Dispatcher:
             UnknownModel: Nobody serves the model it names.
         """
         try:
-            named = await _run(lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES)
+            named = await self._run(lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string") from None
         found = self._models.resolve(named.model)
@@ -118,7 +122,7 @@ class Dispatcher:
         if not spec.has_engine_arguments:
             return body
         try:
-            return await _run(lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES)
+            return await self._run(lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES)
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
 
@@ -142,12 +146,14 @@ class Dispatcher:
 
     async def _parse(self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]) -> PromptSpec:
         try:
-            return await _run(
+            return await self._run(
                 lambda: parse_request(endpoint, body, encoding=encoding, limits=self._limits), len(body) <= INLINE_BODY_BYTES
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
 
-
-async def _run(job: Callable[[], _Result], is_small: bool) -> _Result:
-    return job() if is_small else await asyncio.to_thread(job)
+    async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
+        if is_small:
+            return job()
+        async with self._large:
+            return await asyncio.to_thread(job)

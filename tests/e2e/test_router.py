@@ -362,7 +362,7 @@ async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
             assert added.status == 201
             assert REPLICA_KEY not in added.body.decode()
         listing = ""
-        while listing.count('"state":"healthy"') < 2:
+        while listing.count(f'"models":["{plain.model}"]') < 2:
             listing = (await locked.get("/replicas", OPERATOR)).body.decode()
         for _ in range(8):
             for headers in (CLIENT, {"x-api-key": CLIENT_KEY}, {**CLIENT, "x-api-key": CLIENT_KEY}):
