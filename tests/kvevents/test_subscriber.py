@@ -8,7 +8,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, CacheLayout, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.live import BacklogLimits
+from kvevents.messages import SNAPSHOT_START
 from kvevents.pacing import Backoff, Pacer
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
@@ -626,6 +627,33 @@ async def test_an_answer_against_the_rules_is_cut_and_survived(
 def _is_hurt(subscriber: Subscriber) -> bool:
     statistics = subscriber.statistics()
     return statistics.unanswered + statistics.malformed + statistics.restarts > 0
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        lambda publisher: [publisher.reply(3, b"made up"), publisher.end()],
+        lambda publisher: [publisher.reply(4, b"bad"), publisher.end()],
+        lambda publisher: [publisher.reply(4, b"made up")],
+    ],
+    ids=["of two states", "malformed", "without an end"],
+)
+async def test_a_snapshot_against_the_rules_is_thrown_away(
+    rest: Callable[[VllmPublisher], list[Reply]], publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Half a state is worse than none: nothing of it stays, and the ring is read instead."""
+
+    def answer(self: VllmPublisher, first: int) -> list[Reply]:
+        is_snapshot = first == int.from_bytes(SNAPSHOT_START, "big")
+        return [self.reply(4, layout("a name")), *rest(self)] if is_snapshot else self.replies(first)
+
+    publisher.answer = answer
+    last = publish(publisher, 5)
+    async with following(subscriber_to(publisher, notebook, replace(QUICK, replay=ReplayLimits(silence_s=0.2)))) as subscriber:
+        await until_live(subscriber, last)
+        assert subscriber.statistics().snapshots == 0
+    assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(5)]
+    assert notebook.reasons == ["broken snapshot"]
 
 
 async def test_an_answer_without_an_end_is_cut_by_its_length(publisher: VllmPublisher, notebook: Notebook) -> None:
