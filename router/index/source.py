@@ -51,8 +51,9 @@ class ApplyResult:
     layout_changed: bool = False
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(msgspec.Struct, gc=False):
+    """Millions of these: the garbage collector must not walk them."""
+
     copies: int = 0
     """Over all groups and tiers."""
     key: int | None = None

@@ -261,6 +261,8 @@ class UpstreamClient:
         except BaseException:
             task.cancel()
             connection.abort()
+            # uvloop closes the socket of a cancelled attempt without a word to the protocol.
+            self.connection_closed(connection)
             raise
         return connection
 

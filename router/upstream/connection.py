@@ -107,11 +107,12 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._unwanted:
+            self._transport.abort()
+            return
         # A request's last segment must not wait for the acknowledgement of the one before (Nagle).
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._owner.connection_opened(self)
-        if self._unwanted:
-            self.abort()
 
     def data_received(self, data: bytes) -> None:
         response = self._response
