@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from kvevents.errors import MalformedBatch
-from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
 
 MAX_TOKEN_ID = 2**32 - 1
 MAX_GROUP_IDX = 255
@@ -291,6 +291,3 @@ def _check_name(name: str | None, place: str) -> None:
 def _check_range(value: int | None, low: int, high: int, place: str) -> None:
     if value is not None and not low <= value <= high:
         raise MalformedBatch(f"{place} is out of range: it must lie in [{low}, {high}]")
-
-
-__all__ = ["GroupSpec", "decode", "encode"]

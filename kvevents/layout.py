@@ -75,11 +75,6 @@ class KVCacheGroup:
     attention_chunk_size: int | None = None
 
     @property
-    def is_dense_prefix(self) -> bool:
-        """True if the group needs the whole prefix, so that its own longest prefix bounds every hit."""
-        return self.kind is GroupKind.FULL
-
-    @property
     def window_blocks(self) -> int:
         """How many blocks before L a sliding window needs; vLLM asks for one even where the window sees no other token."""
         assert self.sliding_window is not None
