@@ -1,0 +1,37 @@
+"""What can go wrong in an engine's KV cache.
+
+    OffloadError
+    ├── CacheConfigError      sizes of a cache or a tier that contradict each other
+    ├── RequestStateError     a call that does not fit what the request did before
+    ├── BlockRangeError       a block id or a count outside its pool
+    ├── TransferError         a copy job whose shapes, sizes or ids do not fit; nothing of it was queued
+    └── TierStateError        a prepare or complete call that does not fit a tier's block
+
+Messages name place, value and rule, and never carry token ids: those are prompts.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class CacheConfigError(OffloadError):
+    """Sizes of a cache or a tier contradict each other."""
+
+
+class RequestStateError(OffloadError):
+    """A call does not fit what the request did before, such as allocating for one that was never admitted."""
+
+
+class BlockRangeError(OffloadError):
+    """A block id or a count lies outside its pool."""
+
+
+class TransferError(OffloadError):
+    """A copy job's shapes, sizes or ids do not fit the tensors; nothing of it was queued."""
+
+
+class TierStateError(OffloadError):
+    """A prepare or complete call names a block that is not in the state the call needs."""
