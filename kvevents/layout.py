@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TypeAlias
 
 from kvevents.errors import LayoutError
@@ -217,15 +218,56 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
         limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always computed.
         prompt_tokens: Where the prompt's blocks end; EAGLE's extra block may lie between *limit* and here.
     """
-    caching = [index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED]
+    together = equal_groups(layout)
     # vLLM looks a single group up to the limit and then drops a block; groups that must agree may look further.
-    reach = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
+    several = sum(map(len, together)) > 1
+    reach = prompt_tokens if several and layout.eagle_sees_last_token else limit
+    if any(len(members) > 1 for members in together):
+        present = _present_in_all(together, present)
     hit = limit
-    for index in caching:
+    for index, *_ in together:
         if layout.groups[index].kind is GroupKind.FULL:
             hit = longest_accepted(layout, index, present, hit, reach)
-    others = [index for index in caching if layout.groups[index].kind is not GroupKind.FULL]
+    others = [members[0] for members in together if layout.groups[members[0]].kind is not GroupKind.FULL]
     return _agree(layout, others, present, hit, reach)
+
+
+def longest_extended_hit(layout: KVCacheLayout, on_gpu: Present, below: Present, gpu_hit: int, prompt_tokens: int) -> int:
+    """The hit with what lower tiers bring back, in tokens, at least *gpu_hit*.
+
+    Beyond the GPU's hit only blocks count that a lower tier holds; before it a window may lean on the GPU's. With full
+    attention alone the whole prompt may be hit: the engine computes the last token again over the same blocks. Every other
+    kind would then need what lies before its window or state, so there the last token is left out, as in vLLM.
+
+    Args:
+        layout: The cache's groups.
+        on_gpu: The GPU's blocks.
+        below: The blocks of all lower tiers.
+        gpu_hit: What `longest_hit` found on the GPU.
+        prompt_tokens: Where the prompt's blocks end.
+    """
+
+    def present(group: int, end: int) -> bool:
+        return below(group, end) if end > gpu_hit else on_gpu(group, end)
+
+    kinds = {group.kind for group in layout.groups} - {GroupKind.NOT_CACHED}
+    limit = prompt_tokens if kinds == {GroupKind.FULL} else prompt_tokens - 1
+    return max(gpu_hit, longest_hit(layout, present, limit, prompt_tokens))
+
+
+@lru_cache(maxsize=256)
+def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
+    """The groups that cache, those with equal specs together: they are looked up as one, so EAGLE's block is one for all."""
+    together: dict[KVCacheGroup, list[int]] = {}
+    for index, group in enumerate(layout.groups):
+        if group.kind is not GroupKind.NOT_CACHED:
+            together.setdefault(group, []).append(index)
+    return tuple(map(tuple, together.values()))
+
+
+def _present_in_all(together: Sequence[Sequence[int]], present: Present) -> Present:
+    members_of = {members[0]: members for members in together}
+    return lambda group, end: all(present(member, end) for member in members_of[group])
 
 
 def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit: int, reach: int) -> int:

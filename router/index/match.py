@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvevents.events import GPU, BlockHash
 from kvevents.hashing import ExtraKeys, HashChain
-from kvevents.layout import GroupKind, KVCacheLayout, Present, longest_accepted, longest_hit
+from kvevents.layout import GroupKind, KVCacheLayout, Present, longest_accepted, longest_extended_hit, longest_hit
 from router.index.keys import KeySpace, besides_lora, marks_of, pack_tokens, plain, tagged
 from router.index.learning import engine_hashes
 from router.index.source import Source
@@ -109,12 +109,7 @@ def hit_of(source: Source, prompt: Prompt) -> Hit:
     if not lower:
         return Hit(gpu, gpu)
     below = _presence(source, names, layout, lower)
-
-    def extended(group: int, end: int) -> bool:
-        # Beyond the GPU hit only what a lower tier holds counts; before it a window may lean on the GPU's blocks.
-        return below(group, end) if end > gpu else on_gpu(group, end)
-
-    return Hit(gpu, max(gpu, longest_hit(layout, extended, length, length)))
+    return Hit(gpu, longest_extended_hit(layout, on_gpu, below, gpu, length))
 
 
 def explain(source: Source, prompt: Prompt) -> Explanation:

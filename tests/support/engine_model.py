@@ -88,10 +88,16 @@ def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int)
     caching = [index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED]
     furthest = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
     if layout.eagle:
-        return _agreed(layout, caching, has, limit, furthest)
+        firsts = [index for index in caching if layout.groups.index(layout.groups[index]) == index]
+        return _agreed(layout, firsts, _of_equals(layout, has), limit, furthest)
     return next(
         length for length in lengths(layout, limit) if all(_accepts(layout, index, length, has, limit) for index in caching)
     )
+
+
+def _of_equals(layout: KVCacheLayout, has: Has) -> Has:
+    """Groups with equal specs are one to the engine: a block counts if all of them have it."""
+    return lambda group, end: all(has(i, end) for i, spec in enumerate(layout.groups) if spec == layout.groups[group])
 
 
 def _accepts(layout: KVCacheLayout, index: int, length: int, has: Has, limit: int) -> bool:
@@ -238,7 +244,8 @@ class EngineModel:
         below = {(group, end) for group, tier, end in found if tier != "GPU"}
         gpu = defined_hit(self.layout, lambda group, end: (group, end) in on_gpu, length - 1, length)
         both = {(group, end) for group, end in on_gpu if end <= gpu} | {(group, end) for group, end in below if end > gpu}
-        total = defined_hit(self.layout, lambda group, end: (group, end) in both, length, length)
+        plain = all(group.kind in (GroupKind.FULL, GroupKind.NOT_CACHED) for group in self.layout.groups)
+        total = defined_hit(self.layout, lambda group, end: (group, end) in both, length if plain else length - 1, length)
         return gpu, max(gpu, total) if any(block.tier != "GPU" for block in self.copies) else gpu
 
     def _found(self, prompt: Prompt) -> set[tuple[int, str, int]]:

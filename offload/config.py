@@ -1,0 +1,117 @@
+"""How an engine's KV cache is set up: one frozen model, checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvevents.errors import LayoutError
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+from offload.errors import CacheConfigError
+
+_RETAINABLE = (GroupKind.SLIDING_WINDOW, GroupKind.MAMBA)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """One engine's KV cache. Build it with `CacheConfig.build`, which checks it."""
+
+    layout: KVCacheLayout
+    num_blocks: int
+    """Blocks in the pool, with the null block: one fewer can be held."""
+    max_model_len: int
+    """Longest request, prompt and output, in tokens."""
+    max_in_flight_tokens: int
+    """Most tokens one step computes for one request; bounds what a window's group holds of it."""
+    enable_caching: bool
+    enable_events: bool
+    retention_interval: int | None
+    """Which blocks of sliding-window and Mamba groups are kept: None all that can serve a hit; 0 only those at the ends of
+    prompts; n > 0 also those at every n-th token."""
+
+    @property
+    def scheduler_block_size(self) -> int:
+        """Hits end at multiples of this, in tokens."""
+        return self.layout.scheduler_block_size
+
+    @classmethod
+    def build(
+        cls,
+        groups: Sequence[KVCacheGroup],
+        *,
+        num_blocks: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_model_len: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        enable_events: bool = True,
+        eagle: bool = False,
+        retention_interval: int | None = None,
+    ) -> CacheConfig:
+        """A checked configuration. All sizes but *num_blocks* in tokens.
+
+        Raises:
+            CacheConfigError: A size contradicts another; the message names place, value and rule.
+        """
+        _check_scheduler_block_size(groups, scheduler_block_size, hash_block_size)
+        try:
+            layout = KVCacheLayout.build(groups, hash_block_size, scheduler_block_size, eagle)
+        except LayoutError as error:
+            raise CacheConfigError(str(error)) from None
+        _check_at_least("num_blocks", num_blocks, 2, "the null block and one to hold")
+        _check_at_least("max_model_len", max_model_len, 1, "a request has a token")
+        _check_retention(retention_interval, layout)
+        _check_chunks(layout)
+        if max_in_flight_tokens is not None:
+            _check_at_least("max_in_flight_tokens", max_in_flight_tokens, 1, "a step computes a token")
+        return cls(
+            layout=layout,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_in_flight_tokens=max_in_flight_tokens or max_model_len,
+            enable_caching=enable_caching,
+            enable_events=enable_events,
+            retention_interval=retention_interval,
+        )
+
+
+def _check_scheduler_block_size(groups: Sequence[KVCacheGroup], scheduler_block_size: int, hash_block_size: int) -> None:
+    _check_at_least("scheduler_block_size", scheduler_block_size, 1, "hits end at its multiples")
+    _check_at_least("hash_block_size", hash_block_size, 1, "hashes end at its multiples")
+    sizes = [(f"group {index} ({group.kind.value}): block_size", group) for index, group in enumerate(groups)]
+    for place, size in [("hash_block_size", hash_block_size), *_caching_sizes(sizes)]:
+        if size < 1 or scheduler_block_size % size:
+            raise CacheConfigError(f"scheduler_block_size {scheduler_block_size} must be a multiple of {place} {size}")
+
+
+def _caching_sizes(groups: Sequence[tuple[str, KVCacheGroup]]) -> list[tuple[str, int]]:
+    return [(place, group.block_size) for place, group in groups if group.kind is not GroupKind.NOT_CACHED]
+
+
+def _check_at_least(name: str, value: int, least: int, why: str) -> None:
+    if value < least:
+        raise CacheConfigError(f"{name} {value} must be at least {least}: {why}")
+
+
+def _check_retention(interval: int | None, layout: KVCacheLayout) -> None:
+    if interval is None:
+        return
+    if interval < 0 or interval % layout.scheduler_block_size:
+        raise CacheConfigError(
+            f"retention_interval {interval} must be 0 or a multiple of scheduler_block_size {layout.scheduler_block_size}"
+        )
+    if interval and not any(group.kind in _RETAINABLE for group in layout.groups):
+        raise CacheConfigError(
+            f"retention_interval {interval} needs a sliding-window or Mamba group: no other leaves blocks out; leave it unset"
+        )
+
+
+def _check_chunks(layout: KVCacheLayout) -> None:
+    for index, group in enumerate(layout.groups):
+        if group.attention_chunk_size is not None and group.attention_chunk_size % layout.scheduler_block_size:
+            # A hit could end before the chunk whose blocks were looked at, and need blocks that nobody looked for.
+            raise CacheConfigError(
+                f"group {index} ({group.kind.value}): attention_chunk_size {group.attention_chunk_size} must be a multiple of "
+                f"scheduler_block_size {layout.scheduler_block_size}"
+            )

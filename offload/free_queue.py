@@ -1,0 +1,100 @@
+"""Blocks nobody references, in the order in which they will be given out again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvevents.events import GroupIdx
+
+
+class Block:
+    """One page of the KV cache. Blocks are made once, with the pool, and never copied."""
+
+    __slots__ = ("block_hash", "block_id", "group_idx", "has_slid_out", "is_null", "next_free", "previous_free", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        """Set while the block is cached: what a later request finds it by, together with `group_idx`."""
+        self.group_idx = GroupIdx(0)
+        self.is_null = False
+        """Stands in a block table for a block that is not needed; never in the queue, never written."""
+        self.has_slid_out = False
+        """Freed because its request's window or state moved on, and not used since."""
+        self.previous_free: Block | None = None
+        self.next_free: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.block_hash is not None})"
+
+
+class FreeQueue:
+    """A doubly linked list through the blocks themselves: any block leaves it in constant time."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        """The queue of *blocks*, the first to be given out first."""
+        self._end = Block(-1)
+        # One sentinel closes the ring, so that no operation has an edge to look after.
+        self._end.next_free = self._end.previous_free = self._end
+        self._count = 0
+        self.append(blocks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def pop(self, count: int) -> list[Block]:
+        """The first *count* blocks; there must be as many."""
+        taken: list[Block] = []
+        block = self._end.next_free
+        assert count <= self._count
+        for _ in range(count):
+            assert block is not None
+            taken.append(block)
+            block = block.next_free
+        assert block is not None
+        self._join(self._end, block)
+        for out in taken:
+            out.previous_free = out.next_free = None
+        self._count -= count
+        return taken
+
+    def remove(self, block: Block) -> None:
+        """Take *block*, which is in the queue, out of its middle."""
+        assert block.previous_free is not None
+        assert block.next_free is not None
+        self._join(block.previous_free, block.next_free)
+        block.previous_free = block.next_free = None
+        self._count -= 1
+
+    def append(self, blocks: Sequence[Block]) -> None:
+        """To be given out last, in this order."""
+        assert self._end.previous_free is not None
+        self._insert(self._end.previous_free, blocks, self._end)
+
+    def prepend(self, blocks: Sequence[Block]) -> None:
+        """To be given out next, in this order."""
+        assert self._end.next_free is not None
+        self._insert(self._end, blocks, self._end.next_free)
+
+    def blocks(self) -> list[Block]:
+        """All of them, the next to be given out first."""
+        found: list[Block] = []
+        block = self._end.next_free
+        while block is not self._end:
+            assert block is not None
+            found.append(block)
+            block = block.next_free
+        return found
+
+    def _insert(self, before: Block, blocks: Sequence[Block], after: Block) -> None:
+        for block in blocks:
+            self._join(before, block)
+            before = block
+        self._join(before, after)
+        self._count += len(blocks)
+
+    @staticmethod
+    def _join(before: Block, after: Block) -> None:
+        before.next_free = after
+        after.previous_free = before

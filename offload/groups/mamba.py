@@ -1,0 +1,98 @@
+"""Mamba and linear attention: a state stands for all tokens before it, and the next token needs the latest alone.
+
+A block holds the state behind the last token computed into it. It can serve a hit only if that token is the block's last, so
+a scheduler ends prefill chunks at block boundaries where it can, as vLLM's "align" mode does. A step reads the state it
+starts from and writes the one it ends with: two blocks at most, whatever the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offload.free_queue import Block
+from offload.groups.base import GroupManager, Need, Retention, blocks_for
+from offload.request import CacheRequest
+
+
+class MambaManager(GroupManager):
+    """Block tables with a block where a step ended, and null blocks between."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cached_this_step: set[bytes] = set()
+        self._whole_states: dict[str, set[int]] = {}
+        """Per request, blocks whose state is that of their last token, as far as they were not cached yet."""
+        self._given_back: dict[str, int] = {}
+        """Per request, how many leading blocks were given back; its table has null blocks beyond too."""
+
+    def start_step(self) -> None:
+        self._cached_this_step.clear()
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - 1)
+
+    def can_read(self, computed_blocks: Sequence[Block]) -> bool:
+        # Attention writes keys and values before it reads them; a state is read before the step that makes it has ended.
+        return not computed_blocks or computed_blocks[-1].block_hash not in self._cached_this_step
+
+    def keep_mask(self, request_id: str, start: int, stop: int, retention: Retention) -> list[bool] | None:
+        whole = self._whole_states[request_id]
+        return [index in whole and self._is_retained(index, retention) for index in range(start, stop)]
+
+    def _is_retained(self, index: int, retention: Retention) -> bool:
+        if retention.interval is None:
+            return True
+        end, step = (index + 1) * self.block_size, self.scheduler_block_size
+        at_interval = retention.interval > 0 and end % retention.interval == 0
+        return at_interval or any(boundary // step * step == end for boundary in retention.boundaries)
+
+    def num_blocks_to_allocate(self, request_id: str, need: Need, is_admission: bool = False) -> int:
+        del is_admission
+        held = len(self.block_table(request_id)) + len(need.computed_blocks)
+        new = min(1, max(blocks_for(need.num_tokens, self.block_size) - held, 0))
+        return new + sum(1 for block in need.computed_blocks if block.ref_count == 0 and not block.is_null)
+
+    def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        super().allocate_external_blocks(request_id, num_computed_tokens)
+        self._note_state(request_id, num_computed_tokens)
+
+    def allocate_new_blocks(self, request_id: str, need: Need) -> list[Block]:
+        table = self._tables.setdefault(request_id, [])
+        self._cached_counts.setdefault(request_id, 0)
+        self._note_state(request_id, need.num_tokens)
+        missing = blocks_for(need.num_tokens, self.block_size) - len(table)
+        if missing <= 0:
+            return []
+        state = self.pool.get_new_blocks(1)
+        table += [self.pool.null_block] * (missing - 1) + state
+        return state
+
+    def cache_blocks(self, request: CacheRequest, num_tokens: int, retention: Retention) -> None:
+        request_id = request.request_id
+        start = self._cached_counts[request_id]
+        super().cache_blocks(request, num_tokens, retention)
+        stop = self._cached_counts[request_id]
+        states = self._tables[request_id][start:stop]
+        self._cached_this_step.update(state.block_hash for state in states if state.block_hash is not None)
+        self._whole_states[request_id] = {index for index in self._whole_states[request_id] if index >= stop}
+
+    def _note_state(self, request_id: str, num_tokens: int) -> None:
+        whole = self._whole_states.setdefault(request_id, set())
+        if num_tokens and num_tokens % self.block_size == 0:
+            whole.add(num_tokens // self.block_size - 1)
+
+    def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        super().free_skipped_blocks(request_id, num_computed_tokens)
+        skipped = min(self.num_skipped_tokens(num_computed_tokens) // self.block_size, len(self.block_table(request_id)))
+        self._given_back[request_id] = max(skipped, self._given_back.get(request_id, 0))
+
+    def free(self, request_id: str) -> None:
+        super().free(request_id)
+        self._whole_states.pop(request_id, None)
+        self._given_back.pop(request_id, None)
+
+    def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:
+        table = self.block_table(request_id)
+        skipped = min(self.num_skipped_tokens(num_computed_tokens) // self.block_size, len(table))
+        return [i for i in range(skipped - 1, self._given_back.get(request_id, 0) - 1, -1) if not table[i].is_null]

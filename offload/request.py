@@ -1,0 +1,107 @@
+"""What the cache knows of one request: its tokens, the hashes of its blocks, and how far it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvevents.hashing import ExtraKeys, HashChain
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHasher:
+    """How an engine names blocks; one for all its requests."""
+
+    chain: HashChain
+    hash_block_size: int
+    """Tokens between two hashes; the cache's own."""
+
+
+class CacheRequest:
+    """One request, as the scheduler hands it to the cache manager.
+
+    Tokens are only ever appended. `block_hashes[i]` stands for the first `(i + 1) * hash_block_size` tokens, and is there as
+    soon as they all are.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        hasher: RequestHasher,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[ExtraKeys] = (),
+    ) -> None:
+        """
+        Args:
+            request_id: Unique among the requests that hold blocks.
+            prompt_token_ids: The whole prompt.
+            hasher: How its blocks are named.
+            lora_name: The adapter, which parts its blocks from those of others.
+            cache_salt: Parts its blocks from those of requests with another salt.
+            extra_keys: What else decides a block's content, per hash block of the prompt: `(multimodal id, offset in the
+                block)` pairs, or a digest of the encoder's input.
+        """
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        """Tokens whose KV is in the cache; set by the scheduler after each step, and to 0 on preemption."""
+        self.shared_prefix_boundary = 0
+        """Where another request's prefix parts from this one's, found at admission; kept under sparse retention."""
+        self.lora_name = lora_name
+        self.block_hashes: list[bytes] = []
+        self._cache_salt = cache_salt
+        self._extra_keys = extra_keys
+        self._hasher = hasher
+        self._hash_full_blocks()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """The model said more."""
+        self.token_ids += token_ids
+        self._hash_full_blocks()
+
+    def hash_at(self, end: int) -> bytes:
+        """The hash of the first *end* tokens, a multiple of the hash block size."""
+        return self.block_hashes[end // self._hasher.hash_block_size - 1]
+
+    def extra_keys_between(self, start: int, end: int) -> ExtraKeys:
+        """What besides tokens decides the block of `[start, end)`, both multiples of the hash block size.
+
+        The form is the event's: adapter, multimodal pairs with their offset in this block, salt.
+        """
+        size = self._hasher.hash_block_size
+        keys: list[object] = [] if self.lora_name is None else [self.lora_name]
+        for position in range(start, end, size):
+            index = position // size
+            items = (self._extra_keys[index] if index < len(self._extra_keys) else None) or ()
+            keys += [_moved(item, position - start) for item in items]
+        if start == 0 and self._cache_salt is not None:
+            keys.append(self._cache_salt)
+        return tuple(keys) or None
+
+    @property
+    def has_extra_keys(self) -> bool:
+        """Does anything besides tokens decide its blocks?"""
+        return bool(self.lora_name is not None or self._cache_salt is not None or self._extra_keys)
+
+    def _hash_full_blocks(self) -> None:
+        size, chain = self._hasher.hash_block_size, self._hasher.chain
+        parent = self.block_hashes[-1] if self.block_hashes else None
+        for start in range(len(self.block_hashes) * size, len(self.token_ids) - size + 1, size):
+            extra = self.extra_keys_between(start, start + size) if self.has_extra_keys else None
+            parent = chain.block_hash(parent, self.token_ids[start : start + size], extra)
+            self.block_hashes.append(parent)
+
+
+def _moved(item: object, offset: int) -> object:
+    # A multimodal pair counts from the start of the block it is reported for.
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int):
+        return (item[0], item[1] + offset)
+    return item

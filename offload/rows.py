@@ -1,0 +1,63 @@
+"""Copies of many rows of host memory at once, without a loop over rows.
+
+A row is an item of a one-dimensional numpy array of type void: numpy then moves it with one `memcpy` and lets go of the
+interpreter lock meanwhile. torch's `index_copy_` moves int8 element by element, at a quarter of the speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows: TypeAlias = NDArray[np.void]
+Bytes: TypeAlias = NDArray[np.int8]
+Ids: TypeAlias = NDArray[np.int64]
+
+
+def rows_of(matrix: Bytes, first_byte: int, row_bytes: int) -> Rows:
+    """A slice of columns of `(rows, bytes)`, an item per row; shares the memory."""
+    columns = matrix[:, first_byte : first_byte + row_bytes]
+    items: Rows = columns.view(np.dtype((np.void, row_bytes)))[:, 0]
+    return items
+
+
+class RowCopier:
+    """Gathers and scatters rows with a fixed number of threads. Has no state but the threads."""
+
+    def __init__(self, threads: int = 1) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kv-rows") if threads > 1 else None
+
+    def gather(self, source: Rows, ids: Ids, out: Rows) -> None:
+        """`out[i] = source[ids[i]]`; every id is in range."""
+        self._split(lambda part: _gather(source, ids[part], out[part]), len(ids))
+
+    def scatter(self, rows: Rows, ids: Ids, out: Rows) -> None:
+        """`out[ids[i]] = rows[i]`; every id is in range and there once."""
+        self._split(lambda part: out.__setitem__(ids[part], rows[part]), len(ids))
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _split(self, copy: Callable[[slice], None], count: int) -> None:
+        if self._pool is None or count < self._threads:
+            copy(slice(0, count))
+            return
+        step = -(-count // self._threads)
+        futures = [self._pool.submit(copy, slice(first, first + step)) for first in range(0, count, step)]
+        wait(futures)
+        for future in futures:
+            future.result()
+
+
+def _gather(source: Rows, ids: Ids, out: Rows) -> None:
+    if source.flags.c_contiguous and out.flags.c_contiguous:
+        np.take(source, ids, out=out, mode="clip")  # other modes buffer the output
+    else:
+        out[:] = source[ids]
