@@ -1,7 +1,7 @@
 """Between GPU blocks and a lower tier: rows are gathered into a contiguous buffer in host memory, or scattered out of it.
 
-A chunk's buffer is `(offloaded blocks, bytes of an offloaded block)`, which is also how every lower tier lays a block out. Where
-the tier's own memory has that shape for a chunk, it serves as the buffer and one copy is saved.
+A chunk's buffer is `(offloaded blocks, bytes of an offloaded block)`, which is also how every lower tier lays a block out.
+Where the tier's own memory has that shape for a chunk, it serves as the buffer and one copy is saved.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +54,7 @@ class Stager(Protocol):
         """Which work of the caller's stream a copy has to wait for; called where the job is submitted."""
         ...
 
-    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
+    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None, /) -> int:
         """Copy, and return the GPU blocks' bytes. When it returns or raises, no copy is under way."""
         ...
 
@@ -79,7 +78,7 @@ class HostStager:
         """Nothing runs beside the caller."""
         return None
 
-    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
+    def run(self, plan: TransferPlan, side: LowerSide, _after: torch.cuda.Event | None, /) -> int:
         """See `Stager`."""
         for chunk in plan.chunks:
             self._pace(chunk.gpu_bytes)
@@ -131,9 +130,3 @@ def chunk_view(geometry: TransferGeometry, chunk: Chunk, staging: Tensor) -> Ten
     """The front of a flat staging buffer as a chunk's offloaded blocks."""
     block_bytes = geometry.offloaded_bytes[chunk.group]
     return staging[: chunk.lower_count * block_bytes].view(chunk.lower_count, block_bytes)
-
-
-def host_array(buffer: Tensor) -> Bytes:
-    """A buffer in host memory as numpy's; shares the memory."""
-    array: Bytes = buffer.numpy()
-    return array.view(np.int8)

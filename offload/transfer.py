@@ -6,10 +6,10 @@ import errno
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from offload.base import Direction, TransferResult
 from offload.errors import TransferError
@@ -64,7 +64,7 @@ class TransferQueue:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock = threading.Lock()
-        self._jobs: deque[_Job] = deque()
+        self._jobs: dict[int, _Job] = {}  # in the order of submission
         self._stopped = False
         self._failed = self._finished = 0
         self._bytes = {Direction.STORE: 0, Direction.LOAD: 0}
@@ -80,24 +80,24 @@ class TransferQueue:
         with self._lock:
             if self._stopped:
                 raise TransferError(f"job {job_id}: the worker was shut down")
-            if any(other.job_id == job_id for other in self._jobs):
+            if job_id in self._jobs:
                 raise TransferError(f"job {job_id}: there is a job of that id, not reported by get_finished yet")
             job.future = self._executor.submit(job.run)
-            self._jobs.append(job)
+            self._jobs[job_id] = job
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that ended since the last call, in the order of their submission."""
         with self._lock:
-            results: list[TransferResult] = []
-            while self._jobs and self._jobs[0].future.done():
-                results.append(self._count(self._jobs.popleft().result()))
-            return results
+            ended = list(takewhile(lambda job: job.future.done(), self._jobs.values()))
+            for job in ended:
+                del self._jobs[job.job_id]
+            return [self._count(job.result()) for job in ended]
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Return when these jobs have ended. An id that is not queued has ended before."""
         wanted = set(job_ids)
         with self._lock:
-            futures = [job.future for job in self._jobs if job.job_id in wanted]
+            futures = [self._jobs[job_id].future for job_id in wanted & self._jobs.keys()]
         wait(futures)
 
     def shutdown(self) -> None:
@@ -109,7 +109,7 @@ class TransferQueue:
     def statistics(self) -> TransferStatistics:
         """Counts of what was reported by `get_finished`, and what was not yet done."""
         with self._lock:
-            queued = sum(not job.future.done() for job in self._jobs)
+            queued = sum(not job.future.done() for job in self._jobs.values())
             stored, loaded = self._bytes[Direction.STORE], self._bytes[Direction.LOAD]
             return TransferStatistics(queued, self._finished, self._failed, stored, loaded, self._busy_s)
 

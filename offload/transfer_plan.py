@@ -130,7 +130,7 @@ class TransferGeometry:
                     f"GPU spec: block ids {min(ids)} to {max(ids)} of group {group} must be in 0 to {limit - 1}"
                 )
             first += size
-        block_ids = np.asarray(gpu.block_ids, dtype=np.int64)
+        block_ids = np.array(gpu.block_ids, dtype=np.int64)
         if direction is Direction.LOAD:
             self._check_written_once(gpu, block_ids)
         return block_ids
@@ -189,7 +189,7 @@ def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
     """
     if ids and not (min(ids) >= 0 and max(ids) < limit):
         raise TransferError(f"{place}: block ids {min(ids)} to {max(ids)} must be in 0 to {limit - 1}")
-    array = np.asarray(ids, dtype=np.int64)
+    array = np.array(ids, dtype=np.int64)
     if unique and len(np.unique(array)) != len(array):
         raise TransferError(f"{place}: {len(array)} block ids, {len(np.unique(array))} of them different; each is written once")
     return array

@@ -98,6 +98,10 @@ class GroupManager:
         """The request's blocks; empty if it has none."""
         return self._tables.get(request_id, ())
 
+    def num_cached_blocks(self, request_id: str) -> int:
+        """How many leading blocks of the request's table were made findable, or found not worth it."""
+        return self._cached_counts.get(request_id, 0)
+
     # --- what differs from kind to kind -----------------------------------------------------------------------------------
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:

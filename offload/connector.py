@@ -1,0 +1,275 @@
+"""The scheduler's side of offloading: loads for new requests, stores of what they compute, and the events of both.
+
+A scheduler goes on from `CacheManager.get_computed_blocks` like this:
+
+1. `find_external_hit` says what lower tiers add to the GPU's hit; None means that another request is loading it right now:
+   ask again in the next step;
+2. `CacheManager.allocate_slots(request, 0, computed, num_external_tokens=..., delay_caching=True)` gives it blocks;
+3. `start_load` queues the copies, and the request waits;
+4. at the end of every step `store` queues copies of what the step has written, `take_jobs` hands all to the tiers' workers,
+   and `complete` takes what they finished: requests whose loads are over go on behind their hit, those whose load failed are
+   freed and start again;
+5. `forget` when a request gives up its blocks, for whatever reason.
+
+Blocks that a copy reads or writes stay referenced until it is over, so that nobody is given them meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from kvevents.events import Event
+from offload.base import Direction, GPULoadStoreSpec, OffloadKey, RequestContext, TransferJob, TransferResult
+from offload.cache_manager import CacheManager
+from offload.coordinator import ComputedBlocks
+from offload.errors import CacheConfigError, TierStateError
+from offload.free_queue import Block
+from offload.load_plan import ExternalHit, LoadPlanner, gpu_side, split_into_copies
+from offload.request import CacheRequest
+from offload.store_plan import Candidate, StorePlanner, StoreScope
+from offload.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLoads:
+    """Requests whose loads are over."""
+
+    loaded: Sequence[str]
+    failed: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """Copies of one direction, since the start."""
+
+    jobs: int = 0
+    failed_jobs: int = 0
+    transferred_bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStatistics:
+    """Jobs now, and counts since the start."""
+
+    jobs_in_flight: int
+    requests_loading: int
+    store: TransferStatistics
+    load: TransferStatistics
+    refused_stores: int
+    """Times a tier had no room beside what was in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A job on its way."""
+
+    job: TransferJob
+    tier: Tier
+    keys: Sequence[OffloadKey]
+    blocks: Sequence[Block]
+    context: RequestContext
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A request that waits for its loads."""
+
+    jobs: set[int] = field(default_factory=set)
+    has_failed: bool = False
+
+
+class OffloadingConnector:
+    """Between one `CacheManager` and its lower tiers, the fastest first. Not thread-safe: it belongs to the scheduler."""
+
+    def __init__(self, cache: CacheManager, tiers: Sequence[Tier], store_scope: StoreScope = StoreScope.ALL) -> None:
+        """
+        Args:
+            cache: The GPU's cache.
+            tiers: Where blocks are stored, in all of them; a load takes each block from the first that has it.
+            store_scope: Which blocks are worth storing.
+
+        Raises:
+            CacheConfigError: Two tiers have one medium.
+        """
+        if len({tier.manager.medium for tier in tiers}) != len(tiers):
+            raise CacheConfigError("tiers: each needs a medium of its own, since events tell them apart by it")
+        self._pool = cache.pool
+        self._cache = cache
+        self._tiers = tuple(tiers)
+        self._loads = LoadPlanner(cache, tiers)
+        self._stores = StorePlanner(cache, tiers, store_scope)
+        self._job_ids = count(1)
+        self._queued: list[list[TransferJob]] = [[] for _ in tiers]
+        self._flights: dict[int, _Flight] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._keys_loading: Counter[OffloadKey] = Counter()
+        self._totals = {direction: TransferStatistics() for direction in Direction}
+        self._refused_stores = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Is no job on its way?"""
+        return not self._flights
+
+    # --- loading ----------------------------------------------------------------------------------------------------------
+
+    def find_external_hit(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit | None:
+        """What lower tiers add to the GPU's hit; None if part of it is on its way to the GPU for another request."""
+        hit = self._loads.find(request, computed)
+        if any(self._keys_loading[piece.key] for piece in hit.pieces):
+            return None
+        self._loads.touch(request, hit.num_tokens)
+        self._stores.start(request.request_id, computed.num_tokens)
+        return hit
+
+    def start_load(self, request: CacheRequest, hit: ExternalHit) -> None:
+        """Queue the copies of a hit into the blocks the request was given for it.
+
+        Raises:
+            TierStateError: The request waits for a load already, or a block was lost since the hit was found.
+        """
+        if request.request_id in self._loading:
+            raise TierStateError(f"request {request.request_id!r} waits for a load already")
+        tables = self._cache.block_tables(request.request_id)
+        for tier_index, tier in enumerate(self._tiers):
+            for copy in split_into_copies(hit.pieces, tier_index):
+                context, keys = RequestContext(request.request_id), [piece.key for piece in copy]
+                gpu, blocks = gpu_side(copy, tables)
+                job = TransferJob(next(self._job_ids), Direction.LOAD, gpu, tier.manager.prepare_load(keys, context))
+                self._launch(tier_index, _Flight(job, tier, keys, blocks, context))
+                self._keys_loading.update(keys)
+                self._loading.setdefault(request.request_id, _Loading()).jobs.add(job.job_id)
+
+    def is_loading(self, request_id: str) -> bool:
+        """Does the request wait for a load?"""
+        return request_id in self._loading
+
+    def forget(self, request_id: str) -> None:
+        """The request gives up its blocks. Copies on their way go on, and nobody is told of their end."""
+        self._loading.pop(request_id, None)
+        self._stores.forget(request_id)
+
+    # --- storing ----------------------------------------------------------------------------------------------------------
+
+    def store(self, request: CacheRequest) -> None:
+        """Queue copies of the request's blocks that are full, can serve a hit, and were not offered before.
+
+        Call it when the step's computation is queued and `request.num_computed_tokens` moved on: those tokens are written, or
+        will be before the copy starts.
+        """
+        for tier_index, tier in enumerate(self._tiers):
+            candidates = self._stores.candidates(request, tier_index)
+            if candidates and not self._store_in(tier_index, tier, candidates, RequestContext(request.request_id)):
+                self._refused_stores += 1
+                continue
+            self._stores.mark_offered(request, tier_index)
+
+    def _store_in(self, tier_index: int, tier: Tier, candidates: Sequence[Candidate], context: RequestContext) -> bool:
+        by_key = {candidate.key: candidate for candidate in candidates}
+        agreed = tier.manager.prepare_store(list(by_key), context)
+        if agreed is None:
+            return False
+        if agreed.keys_to_store:
+            taken = [by_key[key] for key in agreed.keys_to_store]
+            for candidate in taken:
+                tier.names.note(candidate.key, candidate.block_hashes)
+            blocks = [block for candidate in taken for block in candidate.blocks]
+            job = TransferJob(next(self._job_ids), Direction.STORE, self._stored_side(taken), agreed.store_spec)
+            self._launch(tier_index, _Flight(job, tier, agreed.keys_to_store, blocks, context))
+        return True
+
+    def _stored_side(self, taken: Sequence[Candidate]) -> GPULoadStoreSpec:
+        sizes = [0] * len(self._cache.coordinator.managers)
+        for candidate in taken:
+            sizes[candidate.group_idx] += len(candidate.blocks)
+        ids = [block.block_id for candidate in taken for block in candidate.blocks]
+        # Only whole offloaded blocks are stored, so each group's first lies at a start, wherever that is.
+        return GPULoadStoreSpec(ids, sizes, [0] * len(sizes))
+
+    # --- jobs -------------------------------------------------------------------------------------------------------------
+
+    def take_jobs(self) -> list[list[TransferJob]]:
+        """Per tier, jobs for its worker, in the order in which they must run."""
+        jobs, self._queued = self._queued, [[] for _ in self._tiers]
+        return jobs
+
+    def complete(self, results: Iterable[TransferResult]) -> FinishedLoads:
+        """Take what workers finished; says which requests' loads are over.
+
+        Raises:
+            TierStateError: A result is of no job on its way.
+        """
+        loaded: list[str] = []
+        failed: list[str] = []
+        for result in results:
+            flight = self._flights.pop(result.job_id, None)
+            if flight is None:
+                raise TierStateError(f"job {result.job_id} is not on its way")
+            self._count(result)
+            if result.direction is Direction.STORE:
+                self._end_store(flight, result.success)
+            elif self._end_load(flight, result.success):
+                is_failed = self._loading.pop(flight.context.request_id).has_failed
+                (failed if is_failed else loaded).append(flight.context.request_id)
+            self._pool.free_blocks(reversed(flight.blocks))
+        return FinishedLoads(loaded, failed)
+
+    def _launch(self, tier_index: int, flight: _Flight) -> None:
+        self._pool.touch(flight.blocks)
+        self._flights[flight.job.job_id] = flight
+        self._queued[tier_index].append(flight.job)
+
+    def _end_store(self, flight: _Flight, success: bool) -> None:
+        flight.tier.manager.complete_store(flight.keys, flight.context, success)
+        if success:
+            # The head of a prefix serves more prompts than its tail, so it is to go last.
+            flight.tier.manager.touch(reversed(flight.keys), flight.context)
+        else:
+            for key in flight.keys:
+                flight.tier.names.forget(key)
+
+    def _end_load(self, flight: _Flight, success: bool) -> bool:
+        """True if it was the last that its request waited for."""
+        flight.tier.manager.complete_load(flight.keys, flight.context, success)
+        self._keys_loading -= Counter(flight.keys)
+        loading = self._loading.get(flight.context.request_id)
+        if loading is None or flight.job.job_id not in loading.jobs:
+            return False
+        loading.jobs.discard(flight.job.job_id)
+        loading.has_failed |= not success
+        return not loading.jobs
+
+    def _count(self, result: TransferResult) -> None:
+        total = self._totals[result.direction]
+        self._totals[result.direction] = replace(
+            total,
+            jobs=total.jobs + 1,
+            failed_jobs=total.failed_jobs + (not result.success),
+            transferred_bytes=total.transferred_bytes + result.transferred_bytes,
+            time_s=total.time_s + result.time_s,
+        )
+
+    # --- the tiers as a whole ---------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget what the tiers hold, as after new weights."""
+        for tier in self._tiers:
+            tier.manager.reset()
+
+    def take_events(self) -> list[Event]:
+        """What the tiers stored and removed since the last call; goes out with the cache's own events."""
+        return [event for tier in self._tiers for event in tier.take_events()]
+
+    def statistics(self) -> ConnectorStatistics:
+        """Jobs now, and counts since the start."""
+        return ConnectorStatistics(
+            jobs_in_flight=len(self._flights),
+            requests_loading=len(self._loading),
+            store=self._totals[Direction.STORE],
+            load=self._totals[Direction.LOAD],
+            refused_stores=self._refused_stores,
+        )

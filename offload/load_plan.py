@@ -1,0 +1,146 @@
+"""What lower tiers add to a request's hit on the GPU, and which copies bring it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from kvevents.events import GroupIdx
+from kvevents.layout import GroupKind, longest_extended_hit
+from offload.base import GPULoadStoreSpec, OffloadKey, RequestContext
+from offload.cache_manager import CacheManager
+from offload.coordinator import ComputedBlocks, hit_ends
+from offload.free_queue import Block
+from offload.groups.base import GroupManager
+from offload.request import CacheRequest
+from offload.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring GPU blocks of one group that one offloaded block brings back."""
+
+    tier_index: int
+    group_idx: GroupIdx
+    key: OffloadKey
+    first_block: int
+    """Index in the request's block table."""
+    stop_block: int
+    """Index behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalHit:
+    """What lower tiers add to a request's hit on the GPU."""
+
+    num_tokens: int
+    """The whole hit. It may be the whole prompt: then the scheduler computes the last token again, over the same block."""
+    num_external_tokens: int
+    """Of these, tokens behind the GPU's hit."""
+    pieces: Sequence[Piece] = ()
+    """Group behind group, each group's in the order of the prompt."""
+
+
+class LoadPlanner:
+    """Looks requests up in the tiers; changes nothing there but the order in which blocks were used."""
+
+    def __init__(self, cache: CacheManager, tiers: Sequence[Tier]) -> None:
+        self._cache = cache
+        self._layout = cache.config.layout
+        self._managers = [m for m in cache.coordinator.managers if m.group.kind is not GroupKind.NOT_CACHED]
+        self._tiers = tiers
+
+    def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
+        """What the tiers add to the hit *computed*."""
+        context = RequestContext(request.request_id)
+        num_tokens = self._longest(request, computed.num_tokens, context)
+        pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, context))
+        return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
+
+    def touch(self, request: CacheRequest, num_tokens: int) -> None:
+        """A prefix is in use: it stays in the tiers, its head longest."""
+        context = RequestContext(request.request_id)
+        for tier in self._tiers:
+            keys = [key for manager in self._managers for key in _keys(request, manager, tier, num_tokens)]
+            tier.manager.touch(reversed(keys), context)
+
+    def _longest(self, request: CacheRequest, gpu_hit: int, context: RequestContext) -> int:
+        pool = self._cache.pool
+
+        def on_gpu(group: int, end: int) -> bool:
+            return request.hash_at(end) in pool.cached(GroupIdx(group))
+
+        def below(group: int, end: int) -> bool:
+            return self._find(GroupIdx(group), request.hash_at(end), context) is not None
+
+        return longest_extended_hit(self._layout, on_gpu, below, gpu_hit, request.num_tokens)
+
+    def _find(self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext) -> tuple[int, OffloadKey] | None:
+        """The first tier that has the block."""
+        for index, tier in enumerate(self._tiers):
+            key = tier.find(group_idx, block_hash, context)
+            if key is not None:
+                return index, key
+        return None
+
+    def _pieces(self, request: CacheRequest, start: int, stop: int, context: RequestContext) -> Iterator[Piece]:
+        for manager in self._managers if stop > start else ():
+            size = manager.block_size
+            blocks = [end // size - 1 for end in hit_ends(manager.group, stop) if end > start]
+            if blocks:
+                yield from reversed(list(self._backwards(request, manager, blocks[0], blocks[-1], context)))
+
+    def _backwards(
+        self, request: CacheRequest, manager: GroupManager, first: int, last: int, context: RequestContext
+    ) -> Iterator[Piece]:
+        """From the last block on: what bears a block's name holds those before it in the same offloaded block too."""
+        while last >= first:
+            found = self._find(manager.group_idx, request.hash_at((last + 1) * manager.block_size), context)
+            assert found is not None  # the hit rule has just found it
+            tier_index, key = found
+            in_block = self._tiers[tier_index].sizes[manager.group_idx]
+            start = max(first, last // in_block * in_block)
+            yield Piece(tier_index, manager.group_idx, key, start, last + 1)
+            last = start - 1
+
+
+def _keys(request: CacheRequest, manager: GroupManager, tier: Tier, num_tokens: int) -> Iterator[OffloadKey]:
+    for end in hit_ends(manager.group, num_tokens) if num_tokens else ():
+        key = tier.names.bearer(manager.group_idx, request.hash_at(end))
+        if key is not None:
+            yield key
+
+
+# --- from pieces to copies ------------------------------------------------------------------------------------------------
+
+
+def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Piece]]:
+    """The pieces from one tier, so that in each copy every group's GPU blocks follow each other without a gap.
+
+    A copy says of each group only where its first block lies; behind a gap that would be wrong for offloaded blocks of
+    several GPU blocks.
+    """
+    runs: dict[GroupIdx, list[list[Piece]]] = {}
+    for piece in pieces:
+        if piece.tier_index != tier_index:
+            continue
+        of_group = runs.setdefault(piece.group_idx, [])
+        if of_group and of_group[-1][-1].stop_block == piece.first_block:
+            of_group[-1].append(piece)
+        else:
+            of_group.append([piece])
+    together = zip_longest(*(runs[group_idx] for group_idx in sorted(runs)), fillvalue=[])
+    return [[piece for run in copy for piece in run] for copy in together]
+
+
+def gpu_side(copy: Sequence[Piece], tables: Sequence[Sequence[Block]]) -> tuple[GPULoadStoreSpec, list[Block]]:
+    """The GPU blocks that a copy fills, and where they lie in the request's block tables."""
+    sizes, indices = [0] * len(tables), [0] * len(tables)
+    blocks: list[Block] = []
+    for piece in copy:
+        if not sizes[piece.group_idx]:
+            indices[piece.group_idx] = piece.first_block
+        sizes[piece.group_idx] += piece.stop_block - piece.first_block
+        blocks += tables[piece.group_idx][piece.first_block : piece.stop_block]
+    return GPULoadStoreSpec([block.block_id for block in blocks], sizes, indices), blocks

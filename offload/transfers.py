@@ -1,0 +1,81 @@
+"""What a transfer worker is made of, whichever its lower tier: a plan, a stager, a queue."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offload.base import TransferJob, TransferResult
+from offload.cuda_staging import CudaStager
+from offload.rows import RowCopier
+from offload.staging import HostStager, LowerSide, Pace, Stager, at_once
+from offload.transfer import TransferQueue, TransferStatistics
+from offload.transfer_plan import TransferGeometry, TransferPlan
+
+_HOST_STAGING_BYTES = 1 << 20
+_CUDA_STAGING_BYTES = 64 << 20
+_MAX_COPY_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How a worker copies."""
+
+    staging_bytes: int | None = None
+    """How large a chunk may be. Left out: 1 MiB for a cache in host memory, so that it stays in the processor's cache, and
+    64 MiB for one on a GPU."""
+    copy_threads: int | None = None
+    """Threads that move rows of host memory. Left out: 1 for a cache in host memory, which leaves the other cores to the model,
+    and half the cores, at most 8, beside a GPU, whose bus is faster than a core."""
+    pace: Pace = at_once
+
+    def threads(self, on_gpu: bool) -> int:
+        """How many threads move rows of host memory."""
+        return self.copy_threads or (max(1, min(_MAX_COPY_THREADS, (os.cpu_count() or 1) // 2)) if on_gpu else 1)
+
+    def chunk_bytes(self, on_gpu: bool) -> int:
+        """How large a chunk may be."""
+        return self.staging_bytes or (_CUDA_STAGING_BYTES if on_gpu else _HOST_STAGING_BYTES)
+
+
+class Transfers:
+    """Plans a job at its submission and copies it in the queue's thread."""
+
+    def __init__(self, name: str, geometry: TransferGeometry, options: TransferOptions) -> None:
+        on_gpu = geometry.cache.device.type == "cuda"
+        self.geometry = geometry
+        self.copier = RowCopier(options.threads(on_gpu))
+        chunk_bytes = options.chunk_bytes(on_gpu)
+        self._stager: Stager = (
+            CudaStager(geometry, chunk_bytes, options.pace)
+            if on_gpu
+            else HostStager(geometry, chunk_bytes, self.copier, options.pace)
+        )
+        self._queue = TransferQueue(name)
+
+    def plan(self, job: TransferJob, lower_count: int) -> TransferPlan:
+        """See `TransferGeometry.plan`."""
+        return self.geometry.plan(job.direction, job.gpu, lower_count, self._stager.staging_bytes)
+
+    def submit(self, job: TransferJob, plan: TransferPlan, side: LowerSide) -> None:
+        """Queue a planned job behind what the caller's stream has queued."""
+        after = self._stager.mark()
+        self._queue.submit(job.job_id, job.direction, lambda: self._stager.run(plan, side, after))
+
+    def get_finished(self) -> list[TransferResult]:
+        """See `OffloadingWorker.get_finished`."""
+        return self._queue.get_finished()
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """See `OffloadingWorker.wait`."""
+        self._queue.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """See `OffloadingWorker.shutdown`."""
+        self._queue.shutdown()
+        self.copier.close()
+
+    def statistics(self) -> TransferStatistics:
+        """See `TransferQueue.statistics`."""
+        return self._queue.statistics()
