@@ -105,7 +105,8 @@ class PrepareStoreOutput:
     """What a tier agreed to take."""
 
     keys_to_store: Sequence[OffloadKey]
-    """The keys asked for, in their order, without those the tier holds already or leaves out by its policy."""
+    """The keys asked for, in their order, without those the tier holds already, leaves out by its policy, or has forgotten
+    while a copy of them is still on its way."""
     store_spec: LowerTierSpec
     """Where they go, one place per key."""
     evicted_keys: Sequence[OffloadKey]
@@ -126,7 +127,8 @@ class OffloadingManager(Protocol):
     """The scheduler's side of a tier: what it holds, what is in flight, what goes next. Called from one thread.
 
     A block is stored by `prepare_store`, the copy, `complete_store`, and is a hit only after that. A block is read by
-    `prepare_load`, the copy, `complete_load`, and is not evicted in between.
+    `prepare_load`, the copy, `complete_load`, and is not evicted in between. Keys come in the order of the prompt, and a tier
+    evicts its tail before its head.
     """
 
     @property
@@ -139,7 +141,7 @@ class OffloadingManager(Protocol):
         ...
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
-        """These blocks were used, the last key most recently; keys the tier does not hold are no error."""
+        """These blocks were used, the last key most recently; keys the tier does not hold are no error. Once a request."""
         ...
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:

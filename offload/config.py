@@ -109,9 +109,15 @@ def _check_retention(interval: int | None, layout: KVCacheLayout) -> None:
 
 def _check_chunks(layout: KVCacheLayout) -> None:
     for index, group in enumerate(layout.groups):
-        if group.attention_chunk_size is not None and group.attention_chunk_size % layout.scheduler_block_size:
+        if group.kind is not GroupKind.CHUNKED_LOCAL or group.attention_chunk_size is None:
+            continue
+        place = f"group {index} ({group.kind.value})"
+        if group.attention_chunk_size % layout.scheduler_block_size:
             # A hit could end before the chunk whose blocks were looked at, and need blocks that nobody looked for.
             raise CacheConfigError(
-                f"group {index} ({group.kind.value}): attention_chunk_size {group.attention_chunk_size} must be a multiple of "
+                f"{place}: attention_chunk_size {group.attention_chunk_size} must be a multiple of "
                 f"scheduler_block_size {layout.scheduler_block_size}"
             )
+        if layout.eagle:
+            # Where EAGLE's block ends a chunk, the chunk behind it needs nothing, and the hit before it would go unproven.
+            raise CacheConfigError(f"{place}: eagle must be off: vLLM does not support it with chunked local attention either")

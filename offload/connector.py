@@ -122,7 +122,9 @@ class OffloadingConnector:
         hit = self._loads.find(request, computed)
         if any(self._keys_loading[piece.key] for piece in hit.pieces):
             return None
-        self._loads.touch(request, hit.num_tokens)
+        if not self._stores.knows(request.request_id):
+            # Once a request, however often it is asked for: a tier may take two uses for two requests.
+            self._loads.touch(request, hit.num_tokens)
         self._stores.start(request.request_id, computed.num_tokens)
         return hit
 
@@ -225,12 +227,8 @@ class OffloadingConnector:
 
     def _end_store(self, flight: _Flight, success: bool) -> None:
         flight.tier.manager.complete_store(flight.keys, flight.context, success)
-        if success:
-            # The head of a prefix serves more prompts than its tail, so it is to go last.
-            flight.tier.manager.touch(reversed(flight.keys), flight.context)
-        else:
-            for key in flight.keys:
-                flight.tier.names.forget(key)
+        for key in () if success else flight.keys:
+            flight.tier.names.forget(key)
 
     def _end_load(self, flight: _Flight, success: bool) -> bool:
         """True if it was the last that its request waited for."""

@@ -43,6 +43,10 @@ class StorePlanner:
         self._offered: dict[str, list[list[int]]] = {}
         """Per request, tier and group: leading blocks of the table that need no look any more."""
 
+    def knows(self, request_id: str) -> bool:
+        """Was the request started and not forgotten since?"""
+        return request_id in self._offered
+
     def start(self, request_id: str, num_computed_tokens: int) -> None:
         """The request starts from a hit on the GPU: those blocks are not new."""
         self._offered[request_id] = [
@@ -56,7 +60,7 @@ class StorePlanner:
 
     def candidates(self, request: CacheRequest, tier_index: int) -> list[Candidate]:
         """What became full since it was last looked at, group behind group."""
-        if request.request_id not in self._offered:
+        if not self.knows(request.request_id):
             self.start(request.request_id, 0)
         offered = self._offered[request.request_id][tier_index]
         return [

@@ -187,7 +187,7 @@ def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
     Raises:
         TransferError: They are not.
     """
-    if ids and not (min(ids) >= 0 and max(ids) < limit):
+    if len(ids) and not (min(ids) >= 0 and max(ids) < limit):
         raise TransferError(f"{place}: block ids {min(ids)} to {max(ids)} must be in 0 to {limit - 1}")
     array = np.array(ids, dtype=np.int64)
     if unique and len(np.unique(array)) != len(array):

@@ -1,0 +1,262 @@
+"""A scheduler without a model around a `CacheManager`: it writes down what every page holds and checks whatever is read.
+
+A page's content is a list with one entry per token: a number that stands for the whole prefix up to that token, or for a state
+the one prefix it was made from. Reading anything else than the request's own prefix is what must never happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
+from kvevents.hashing import HashChain
+from kvevents.layout import GroupKind, KVCacheGroup
+from offload.cache_manager import CacheManager
+from offload.config import CacheConfig
+from offload.coordinator import ComputedBlocks
+from offload.free_queue import Block
+from offload.request import CacheRequest, RequestHasher
+from tests.support.engine_model import defined_hit
+
+ENCODER_TOKENS = 10
+"""What cross attention holds for every request."""
+CHAIN = HashChain.from_seed("sha256", "a seed")
+
+
+@dataclass
+class Job:
+    """One request on its way."""
+
+    request: CacheRequest
+    target_tokens: int
+    """Where it stops: prompt and output."""
+    seed: int
+    """Makes its output its own."""
+    prefixes: list[int] = field(default_factory=list)
+
+    def prefix(self, position: int) -> int:
+        """What stands for the tokens up to and with *position*."""
+        while len(self.prefixes) <= position:
+            index = len(self.prefixes)
+            before = self.prefixes[-1] if self.prefixes else hash((self.request.lora_name, "root"))
+            self.prefixes.append(hash((before, self.request.token_ids[index])))
+        return self.prefixes[position]
+
+    @property
+    def is_done(self) -> bool:
+        return self.request.num_computed_tokens >= self.target_tokens - 1 and self.request.num_tokens >= self.target_tokens
+
+
+class CacheDriver:
+    """Admits, computes, preempts and finishes requests, and holds the cache to what a model would need of it."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.cache = CacheManager(config, config.scheduler_block_size)
+        self.hasher = RequestHasher(CHAIN, config.layout.hash_block_size)
+        self.running: dict[str, Job] = {}
+        self.pages: dict[int, dict[int, int]] = {}
+        self.present: set[tuple[int, BlockHash]] = set()
+        """What events alone say is cached."""
+        self.events: list[Event] = []
+        """Of the last step."""
+        self.counts: Counter[str] = Counter()
+        self._serial = 0
+
+    # --- what a scheduler does --------------------------------------------------------------------------------------------
+
+    def new(self, prompt: Sequence[int], output_tokens: int = 1, lora_name: str | None = None) -> Job:
+        """A request that holds nothing yet."""
+        self._serial += 1
+        request = CacheRequest(f"request-{self._serial}", prompt, self.hasher, lora_name)
+        return Job(request, len(prompt) + output_tokens, self._serial)
+
+    def admit(self, sequence: Job, budget: int, must_fit: bool = False) -> bool:
+        """Let a new request compute its first *budget* tokens behind its hit."""
+        request = sequence.request
+        computed = self.cache.get_computed_blocks(request)
+        self._check_hit(sequence, computed)
+        new = min(budget, request.num_tokens - computed.num_tokens)
+        before = self.snapshot()
+        given = self.cache.allocate_slots(
+            request, new, computed, num_encoder_tokens=ENCODER_TOKENS, full_sequence_must_fit=must_fit
+        )
+        if given is None:
+            assert self.snapshot() == before, "a refused request changed something"
+            self.counts["refused"] += 1
+            return False
+        self.counts["admitted"] += 1
+        self.counts["hits"] += computed.num_tokens > 0
+        request.num_computed_tokens = computed.num_tokens
+        self.running[request.request_id] = sequence
+        self._compute(sequence, new)
+        return True
+
+    def advance(self, sequence: Job, budget: int, lookahead: int = 0) -> bool:
+        """Let a running request compute up to *budget* tokens; preempts it if it does not fit."""
+        request = sequence.request
+        new = min(budget, request.num_tokens - request.num_computed_tokens)
+        before = self.snapshot()
+        if self.cache.allocate_slots(request, new, num_lookahead_tokens=lookahead) is None:
+            assert self.snapshot() == before, "a refused request changed something"
+            self.counts["preempted"] += 1
+            self.preempt(sequence)
+            return False
+        self._compute(sequence, new)
+        return True
+
+    def preempt(self, sequence: Job) -> None:
+        """Take all blocks from a running request."""
+        self.finish(sequence)
+        sequence.request.num_computed_tokens = 0
+
+    def finish(self, sequence: Job) -> None:
+        """The request needs its blocks no more."""
+        self.cache.free(sequence.request.request_id)
+        del self.running[sequence.request.request_id]
+
+    def end_step(self) -> None:
+        """Take the step's events, and hold them and the pool to what they must be."""
+        self.events = self.cache.take_events()
+        self._replay(self.events)
+        self.check_invariants()
+        self.cache.start_step()
+
+    # --- what a model does ------------------------------------------------------------------------------------------------
+
+    def _compute(self, sequence: Job, count: int) -> None:
+        """Read what the first new token looks at, write the new tokens, and say the next one after the last."""
+        request = sequence.request
+        start = request.num_computed_tokens
+        stop = start + count
+        for group, table in zip(self.config.layout.groups, self.cache.block_tables(request.request_id), strict=True):
+            self._read(sequence, group, table, start)
+            self._write(sequence, group, table, start, stop)
+        request.num_computed_tokens = stop
+        if stop == request.num_tokens < sequence.target_tokens:
+            request.append([1000 + (sequence.seed * 31 + stop) % 50])
+
+    def _read(self, sequence: Job, group: KVCacheGroup, table: Sequence[Block], start: int) -> None:
+        size = group.block_size
+        for position in positions_read(group, start):
+            page = self.pages[table[position // size].block_id]
+            assert not table[position // size].is_null, (group, position, start)
+            slot = 0 if group.kind is GroupKind.MAMBA else position % size
+            assert page.get(slot) == sequence.prefix(position), (group, position, start)
+
+    def _write(self, sequence: Job, group: KVCacheGroup, table: Sequence[Block], start: int, stop: int) -> None:
+        size = group.block_size
+        if group.kind is GroupKind.NOT_CACHED:
+            assert len(table) * size >= ENCODER_TOKENS
+            return
+        if group.kind is GroupKind.MAMBA:
+            self.pages[self._writable(table[(stop - 1) // size])] = {0: sequence.prefix(stop - 1)}
+            return
+        for position in range(start, stop):
+            block_id = self._writable(table[position // size])
+            if position % size == 0:
+                self.pages[block_id] = {}
+            self.pages[block_id][position % size] = sequence.prefix(position)
+
+    def _writable(self, block: Block) -> int:
+        assert not block.is_null
+        assert block.ref_count == 1, "a block that others read is written"
+        return block.block_id
+
+    # --- what must always hold --------------------------------------------------------------------------------------------
+
+    def _check_hit(self, sequence: Job, computed: ComputedBlocks) -> None:
+        assert computed.num_tokens == self.expected_hit(sequence.request)
+        for group, table in zip(self.config.layout.groups, computed.blocks, strict=True):
+            if group.kind is not GroupKind.NOT_CACHED:
+                assert len(table) * group.block_size == computed.num_tokens
+                self._read(sequence, group, table, computed.num_tokens)
+
+    def expected_hit(self, request: CacheRequest) -> int:
+        """The hit by the rule's definition, over what is cached now."""
+        if not self.config.enable_caching:
+            return 0
+        step = self.config.layout.hash_block_size
+        reach = len(request.block_hashes) * step
+
+        def has(group: int, end: int) -> bool:
+            return end <= reach and request.block_hashes[end // step - 1] in self.cache.pool.cached(GroupIdx(group))
+
+        return defined_hit(self.config.layout, has, request.num_tokens - 1, reach)
+
+    def check_invariants(self) -> None:
+        """Counts add up, no block is both free and held, and events alone rebuild what is cached."""
+        pool = self.cache.pool
+        free = pool.free_block_ids()
+        held = Counter(block.block_id for table in self._tables() for block in table if not block.is_null)
+        assert len(free) == len(set(free)) == pool.num_free_blocks
+        assert not set(free) & set(held)
+        assert len(free) + len(held) == self.config.num_blocks - 1
+        assert pool.null_block.block_id not in (set(free) | set(held))
+        for table in self._tables():
+            for block in table:
+                assert block.is_null or block.ref_count == held[block.block_id]
+        assert self.present == set(self._cached())
+
+    def _tables(self) -> Iterator[Sequence[Block]]:
+        for request_id in self.running:
+            yield from self.cache.block_tables(request_id)
+
+    def _cached(self) -> Iterator[tuple[int, BlockHash]]:
+        for manager in self.cache.coordinator.managers:
+            cached = self.cache.pool.cached(manager.group_idx)
+            for block_hash in cached:
+                block = cached.get(block_hash)
+                assert block is not None
+                assert (block.block_hash, block.group_idx) == (block_hash, manager.group_idx)
+                yield manager.group_idx, block_hash
+
+    def snapshot(self) -> object:
+        """Everything a refused call must leave alone."""
+        tables = [[block.block_id for block in table] for table in self._tables()]
+        return self.cache.pool.free_block_ids(), tables, sorted(map(repr, self._cached()))
+
+    def _replay(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.present.clear()
+            elif isinstance(event, BlockRemoved):
+                gone = {(event.group_idx or 0, block_hash) for block_hash in event.block_hashes}
+                assert gone <= self.present, "removed what was not there"
+                self.present -= gone
+            elif isinstance(event, BlockStored):
+                self._check_stored(event)
+                self.present |= {(event.group_idx or 0, block_hash) for block_hash in event.block_hashes}
+        removed = [event.group_idx for event in events if isinstance(event, BlockRemoved)]
+        assert len(removed) == len(set(removed)), "a group's removals travel in one event"
+
+    def _check_stored(self, event: BlockStored) -> None:
+        """The event's tokens, behind its parent, are those its hashes stand for."""
+        assert event.group_idx is not None
+        size, step = self.config.layout.groups[event.group_idx].block_size, self.config.layout.hash_block_size
+        assert len(event.token_ids) == len(event.block_hashes) * size
+        assert event.block_size is None
+        extra = [(event.lora_name,)] * (len(event.token_ids) // step) if event.lora_name else []
+        chain = HashChain(CHAIN.algorithm, event.parent_block_hash or CHAIN.none_hash)  # type: ignore[arg-type]
+        hashes = list(chain.block_hashes(event.token_ids, step, extra))
+        assert hashes[size // step - 1 :: size // step] == event.block_hashes
+        known = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
+        assert not known & self.present, "stored what was there"
+
+
+def positions_read(group: KVCacheGroup, position: int) -> Sequence[int]:
+    """Which earlier positions the token at *position* looks at."""
+    if position == 0 or group.kind is GroupKind.NOT_CACHED:
+        return ()
+    if group.kind is GroupKind.MAMBA:
+        return (position - 1,)
+    first = 0
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        assert group.sliding_window is not None
+        first = max(0, position - group.sliding_window + 1)
+    elif group.kind is GroupKind.CHUNKED_LOCAL:
+        assert group.attention_chunk_size is not None
+        first = position // group.attention_chunk_size * group.attention_chunk_size
+    return range(first, position)
