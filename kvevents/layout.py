@@ -20,7 +20,7 @@ of the block size (`_longest_chunk`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -222,14 +222,12 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
     # vLLM looks a single group up to the limit and then drops a block; groups that must agree may look further.
     several = sum(map(len, together)) > 1
     reach = prompt_tokens if several and layout.eagle_sees_last_token else limit
-    if any(len(members) > 1 for members in together):
-        present = _present_in_all(together, present)
     hit = limit
-    for index, *_ in together:
-        if layout.groups[index].kind is GroupKind.FULL:
-            hit = longest_accepted(layout, index, present, hit, reach)
-    others = [members[0] for members in together if layout.groups[members[0]].kind is not GroupKind.FULL]
-    return _agree(layout, others, present, hit, reach)
+    for members in together:
+        if layout.groups[members[0]].kind is GroupKind.FULL:
+            hit = longest_accepted(layout, members[0], _in_all(members, present), hit, reach)
+    others = [members for members in together if layout.groups[members[0]].kind is not GroupKind.FULL]
+    return _agree(layout, {members[0]: _in_all(members, present) for members in others}, hit, reach)
 
 
 def longest_extended_hit(layout: KVCacheLayout, on_gpu: Present, below: Present, gpu_hit: int, prompt_tokens: int) -> int:
@@ -265,12 +263,14 @@ def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, together.values()))
 
 
-def _present_in_all(together: Sequence[Sequence[int]], present: Present) -> Present:
-    members_of = {members[0]: members for members in together}
-    return lambda group, end: all(present(member, end) for member in members_of[group])
+def _in_all(members: Sequence[int], present: Present) -> Present:
+    """Asks for a block in all of *members*, under the name of the first."""
+    if len(members) == 1:
+        return present
+    return lambda _, end: all(present(member, end) for member in members)
 
 
-def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit: int, reach: int) -> int:
+def _agree(layout: KVCacheLayout, groups: Mapping[int, Present], hit: int, reach: int) -> int:
     """Let groups cut *hit* in turn until none does. Full attention has no say here: what it accepted it accepts shorter.
 
     Like vLLM's coordinator, a group that has given EAGLE's block once is asked without it from then on, until a group that
@@ -279,14 +279,14 @@ def _agree(layout: KVCacheLayout, indexes: Sequence[int], present: Present, hit:
     gave_extra: set[int] = set()
     while hit:
         shorter = hit
-        for index in indexes:
+        for index, present in groups.items():
             before, is_free = shorter, index in gave_extra
             shorter = longest_accepted(layout, index, present, before, reach, without_extra=is_free)
             if not is_free:
                 gave_extra.add(index)
             elif shorter < before:
                 gave_extra.clear()
-        if shorter == hit or len(indexes) == 1:
+        if shorter == hit or len(groups) == 1:
             return shorter
         hit = shorter
     return 0
