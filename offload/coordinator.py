@@ -10,16 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvevents.events import GroupIdx
-from kvevents.layout import (
-    GroupKind,
-    KVCacheGroup,
-    KVCacheLayout,
-    Present,
-    equal_groups,
-    longest_accepted,
-    longest_hit,
-    needed_ends,
-)
+from kvevents.layout import GroupKind, KVCacheLayout, Present, equal_groups, longest_accepted, longest_hit
 from offload.block_pool import BlockPool
 from offload.cached_blocks import CachedBlocks
 from offload.config import CacheConfig
@@ -208,13 +199,12 @@ class SingleGroupCoordinator(Coordinator):
         return ComputedBlocks(num_tokens, tables, boundary)
 
     def _hit_table(self, request: CacheRequest, manager: GroupManager, num_tokens: int) -> list[Block]:
-        group = manager.group
-        if group.kind is GroupKind.NOT_CACHED:
+        if manager.group.kind is GroupKind.NOT_CACHED:
             return []
-        ends, cached = hit_ends(group, num_tokens), self.pool.cached(manager.group_idx)
-        table = [self.pool.null_block] * (num_tokens // group.block_size - len(ends))
-        for end in ends:
-            block = cached.get(request.hash_at(end))
+        needed, cached = manager.needed_blocks(num_tokens), self.pool.cached(manager.group_idx)
+        table = [self.pool.null_block] * needed.start
+        for index in needed:
+            block = cached.get(request.hash_at((index + 1) * manager.block_size))
             assert block is not None  # the hit rule has just found it
             table.append(block)
         return table
@@ -250,13 +240,6 @@ def create_coordinator(config: CacheConfig, pool: BlockPool, scheduler_block_siz
     if len(config.layout.groups) == 1:
         return SingleGroupCoordinator(config, pool, scheduler_block_size)
     return HybridCoordinator(config, pool, scheduler_block_size)
-
-
-def hit_ends(group: KVCacheGroup, num_tokens: int) -> range:
-    """Ends of the blocks whose content a request needs that starts behind a hit of *num_tokens*."""
-    if group.kind is GroupKind.MAMBA:
-        return range(num_tokens, num_tokens + 1)
-    return needed_ends(group, num_tokens)
 
 
 def resume_positions(num_prompt_tokens: int, scheduler_block_size: int, eagle: bool) -> tuple[int, ...]:

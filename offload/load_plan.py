@@ -10,7 +10,7 @@ from kvevents.events import GroupIdx
 from kvevents.layout import GroupKind, longest_extended_hit
 from offload.base import GPULoadStoreSpec, OffloadKey, RequestContext
 from offload.cache_manager import CacheManager
-from offload.coordinator import ComputedBlocks, hit_ends
+from offload.coordinator import ComputedBlocks
 from offload.free_queue import Block
 from offload.groups.base import GroupManager
 from offload.request import CacheRequest
@@ -86,10 +86,9 @@ class LoadPlanner:
 
     def _pieces(self, request: CacheRequest, start: int, stop: int, context: RequestContext) -> Iterator[Piece]:
         for manager in self._managers if stop > start else ():
-            size = manager.block_size
-            blocks = [end // size - 1 for end in hit_ends(manager.group, stop) if end > start]
-            if blocks:
-                yield from reversed(list(self._backwards(request, manager, blocks[0], blocks[-1], context)))
+            needed = manager.needed_blocks(stop)
+            first = max(needed.start, start // manager.block_size)
+            yield from reversed(list(self._backwards(request, manager, first, needed.stop - 1, context)))
 
     def _backwards(
         self, request: CacheRequest, manager: GroupManager, first: int, last: int, context: RequestContext
@@ -106,8 +105,8 @@ class LoadPlanner:
 
 
 def _keys(request: CacheRequest, manager: GroupManager, tier: Tier, num_tokens: int) -> Iterator[OffloadKey]:
-    for end in hit_ends(manager.group, num_tokens) if num_tokens else ():
-        key = tier.names.bearer(manager.group_idx, request.hash_at(end))
+    for index in manager.needed_blocks(num_tokens):
+        key = tier.names.bearer(manager.group_idx, request.hash_at((index + 1) * manager.block_size))
         if key is not None:
             yield key
 

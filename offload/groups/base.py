@@ -109,6 +109,10 @@ class GroupManager:
         del num_computed_tokens
         return 0
 
+    def needed_blocks(self, num_tokens: int) -> range:
+        """Which blocks of a hit of *num_tokens* a request reads that goes on behind it, as indices of its table."""
+        return range(self.num_skipped_tokens(num_tokens) // self.block_size, num_tokens // self.block_size)
+
     def max_held_blocks(self) -> int:
         """Most blocks one request can hold at a time, for the admission check."""
         return blocks_for(self.max_model_len, self.block_size)

@@ -49,15 +49,31 @@ class Job:
         return self.request.num_computed_tokens >= self.target_tokens - 1 and self.request.num_tokens >= self.target_tokens
 
 
+class Pages:
+    """What every page holds, by block id and slot."""
+
+    def __init__(self) -> None:
+        self._content: dict[int, dict[int, int]] = {}
+
+    def read(self, block_id: int, slot: int) -> int | None:
+        return self._content.get(block_id, {}).get(slot)
+
+    def write(self, block_id: int, slot: int, value: int) -> None:
+        """Slots are written in order: the first makes the page a new one."""
+        if slot == 0:
+            self._content[block_id] = {}
+        self._content[block_id][slot] = value
+
+
 class CacheDriver:
     """Admits, computes, preempts and finishes requests, and holds the cache to what a model would need of it."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, pages: Pages | None = None) -> None:
         self.config = config
         self.cache = CacheManager(config, config.scheduler_block_size)
         self.hasher = RequestHasher(CHAIN, config.layout.hash_block_size)
         self.running: dict[str, Job] = {}
-        self.pages: dict[int, dict[int, int]] = {}
+        self.pages = pages or Pages()
         self.present: set[tuple[int, BlockHash]] = set()
         """What events alone say is cached."""
         self.events: list[Event] = []
@@ -141,10 +157,10 @@ class CacheDriver:
     def _read(self, sequence: Job, group: KVCacheGroup, table: Sequence[Block], start: int) -> None:
         size = group.block_size
         for position in positions_read(group, start):
-            page = self.pages[table[position // size].block_id]
-            assert not table[position // size].is_null, (group, position, start)
+            block = table[position // size]
+            assert not block.is_null, (group, position, start)
             slot = 0 if group.kind is GroupKind.MAMBA else position % size
-            assert page.get(slot) == sequence.prefix(position), (group, position, start)
+            assert self.pages.read(block.block_id, slot) == sequence.prefix(position), (group, position, start)
 
     def _write(self, sequence: Job, group: KVCacheGroup, table: Sequence[Block], start: int, stop: int) -> None:
         size = group.block_size
@@ -152,13 +168,10 @@ class CacheDriver:
             assert len(table) * size >= ENCODER_TOKENS
             return
         if group.kind is GroupKind.MAMBA:
-            self.pages[self._writable(table[(stop - 1) // size])] = {0: sequence.prefix(stop - 1)}
+            self.pages.write(self._writable(table[(stop - 1) // size]), 0, sequence.prefix(stop - 1))
             return
         for position in range(start, stop):
-            block_id = self._writable(table[position // size])
-            if position % size == 0:
-                self.pages[block_id] = {}
-            self.pages[block_id][position % size] = sequence.prefix(position)
+            self.pages.write(self._writable(table[position // size]), position % size, sequence.prefix(position))
 
     def _writable(self, block: Block) -> int:
         assert not block.is_null
@@ -191,6 +204,7 @@ class CacheDriver:
         pool = self.cache.pool
         free = pool.free_block_ids()
         held = Counter(block.block_id for table in self._tables() for block in table if not block.is_null)
+        held += self.held_by_copies()
         assert len(free) == len(set(free)) == pool.num_free_blocks
         assert not set(free) & set(held)
         assert len(free) + len(held) == self.config.num_blocks - 1
@@ -199,6 +213,10 @@ class CacheDriver:
             for block in table:
                 assert block.is_null or block.ref_count == held[block.block_id]
         assert self.present == set(self._cached())
+
+    def held_by_copies(self) -> Counter[int]:
+        """References beside those of requests."""
+        return Counter()
 
     def _tables(self) -> Iterator[Sequence[Block]]:
         for request_id in self.running:
