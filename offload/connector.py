@@ -5,7 +5,7 @@ A scheduler goes on from `CacheManager.get_computed_blocks` like this:
 1. `find_external_hit` says what lower tiers add to the GPU's hit; None means that another request is loading it right now:
    ask again in the next step;
 2. `CacheManager.allocate_slots(request, 0, computed, num_external_tokens=..., delay_caching=True)` gives it blocks;
-3. `start_load` queues the copies, and the request waits;
+3. `start_load` queues the copies, and the request waits while `is_loading`; it need not, where nothing has to be copied;
 4. at the end of every step `store` queues copies of what the step has written, `take_jobs` hands all to the tiers' workers,
    and `complete` takes what they finished: requests whose loads are over go on behind their hit, those whose load failed are
    freed and start again;
@@ -42,7 +42,7 @@ class FinishedLoads:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferStatistics:
+class CopyStatistics:
     """Copies of one direction, since the start."""
 
     jobs: int = 0
@@ -57,8 +57,8 @@ class ConnectorStatistics:
 
     jobs_in_flight: int
     requests_loading: int
-    store: TransferStatistics
-    load: TransferStatistics
+    store: CopyStatistics
+    load: CopyStatistics
     refused_stores: int
     """Times a tier had no room beside what was in flight."""
 
@@ -107,7 +107,7 @@ class OffloadingConnector:
         self._flights: dict[int, _Flight] = {}
         self._loading: dict[str, _Loading] = {}
         self._keys_loading: Counter[OffloadKey] = Counter()
-        self._totals = {direction: TransferStatistics() for direction in Direction}
+        self._totals = {direction: CopyStatistics() for direction in Direction}
         self._refused_stores = 0
 
     @property
@@ -175,8 +175,10 @@ class OffloadingConnector:
         agreed = tier.manager.prepare_store(list(by_key), context)
         if agreed is None:
             return False
-        if agreed.keys_to_store:
-            taken = [by_key[key] for key in agreed.keys_to_store]
+        taken = [by_key.pop(key) for key in agreed.keys_to_store]
+        for candidate in by_key.values():
+            tier.learn(candidate.key, candidate.block_hashes)
+        if taken:
             for candidate in taken:
                 tier.names.note(candidate.key, candidate.block_hashes)
             blocks = [block for candidate in taken for block in candidate.blocks]

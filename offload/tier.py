@@ -32,6 +32,7 @@ class Tier:
         self._groups = groups
         self._check_sizes()
         self.names = TierNames(self.sizes)
+        self._learned: list[tuple[GroupIdx, list[BlockHash]]] = []
 
     def find(self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext) -> OffloadKey | None:
         """The offloaded block that brings back the GPU block of that hash; None if there is none to load."""
@@ -42,7 +43,19 @@ class Tier:
 
     def take_events(self) -> list[Event]:
         """What the tier stored and removed since the last call, per group, without tokens: the GPU's events carry them."""
-        return [event for change in self.manager.take_events() for event in self._events(change)]
+        # First: what was learned of a block may be gone by now, never the other way round.
+        events: list[Event] = [self._stored(group_idx, hashes, self.manager.medium) for group_idx, hashes in self._learned]
+        self._learned = []
+        for change in self.manager.take_events():
+            events += self._events(change)
+        return events
+
+    def learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:
+        """A block the tier holds already, with the hashes of its GPU blocks."""
+        names = self.names.learn(key, block_hashes)
+        if names:
+            _, group_idx = unpack_offload_key(key)
+            self._learned.append((group_idx, list[BlockHash](names)))
 
     def _events(self, change: OffloadingEvent) -> list[Event]:
         per_group: dict[GroupIdx, list[BlockHash]] = {}

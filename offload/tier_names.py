@@ -39,8 +39,23 @@ class TierNames:
         own, group_idx = unpack_offload_key(key)
         if self._sizes[group_idx] == 1:
             return [own]
+        return self._bear(key, group_idx, self._inner.setdefault(key, (own,)))
+
+    def learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> list[bytes]:
+        """What a block is called that was stored by an earlier process; returns the names that it is the first to bear.
+
+        Until then it is known by its own hash alone, and nobody can ask for the GPU blocks before its last.
+        """
+        known = self._inner.get(key, ())
+        own, group_idx = unpack_offload_key(key)
+        if len(known) != 1 or key not in self._bearers.get((group_idx, own), ()):
+            return []
+        self._inner[key] = block_hashes
+        return self._bear(key, group_idx, block_hashes)
+
+    def _bear(self, key: OffloadKey, group_idx: GroupIdx, block_hashes: Sequence[bytes]) -> list[bytes]:
         new: list[bytes] = []
-        for block_hash in self._inner.setdefault(key, (own,)):
+        for block_hash in block_hashes:
             bearers = self._bearers.setdefault((group_idx, block_hash), {})
             if not bearers:
                 new.append(block_hash)

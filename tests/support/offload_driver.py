@@ -79,6 +79,7 @@ class OffloadDriver(CacheDriver):
         self.tiers = tiers
         self.connector = OffloadingConnector(self.cache, [under_test.tier for under_test in tiers], scope)
         self.loading: dict[str, Waiting] = {}
+        self.loaded_from: set[str] = set()
         self.came_back: list[Job] = []
         """Requests whose load failed: they hold nothing and start again."""
         self.patience = 0.5
@@ -114,6 +115,7 @@ class OffloadDriver(CacheDriver):
         self.running[sequence.request.request_id] = sequence
         self.loading[sequence.request.request_id] = Waiting(sequence, hit)
         self.counts["loads"] += 1
+        self.loaded_from |= {self.tiers[piece.tier_index].tier.manager.medium for piece in hit.pieces}
         return True
 
     def advance(self, sequence: Job, budget: int, lookahead: int = 0) -> bool:

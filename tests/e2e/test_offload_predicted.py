@@ -1,0 +1,73 @@
+"""An engine with lower tiers and the router's index: GPU hits and what the tiers add are both predicted, token for token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvevents.codec import encode
+from kvevents.events import EventBatch
+from kvevents.layout import GroupKind
+from kvevents.publisher import announce
+from offload.config import CacheConfig
+from router.index.index import PrefixIndex, SourceId
+from router.index.match import Hit
+from tests.support.cache_driver import CHAIN
+from tests.support.cache_layouts import variants
+from tests.support.cache_workload import CacheWorkload
+from tests.support.offload_driver import OffloadDriver, TensorPages
+from tests.support.offload_tiers import cpu_tier, disk_tier
+
+SOURCE = SourceId("replica", 0)
+CACHING = [(label, config) for label, config in variants() if config.enable_caching]
+
+
+@pytest.mark.parametrize(("label", "config"), CACHING, ids=[label for label, _ in CACHING])
+def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_path: Path) -> None:
+    """Offload events carry no tokens and mix groups: what they mean must still be exact, also for coarser blocks."""
+    counts: Counter[str] = Counter()
+    for actual, predicted in answers(config, label, tmp_path):
+        assert predicted == actual
+        counts["asked"] += 1
+        counts["gpu"] += actual.gpu > 0
+        counts["beyond"] += actual.total > actual.gpu
+    assert counts["asked"] > 150
+    assert counts["beyond"] > 0
+
+
+def answers(config: CacheConfig, seed: str, root: Path) -> Iterator[tuple[Hit, Hit]]:
+    """What cache and tiers would give to random prompts, and what the index says, after every step."""
+    pages = TensorPages(config)
+    coarse = [1 if group.kind is GroupKind.MAMBA else 2 for group in config.layout.groups]
+    disk, store = disk_tier(pages, config, root, 200_000, [1] * len(coarse))
+    driver = OffloadDriver(config, pages, [cpu_tier(pages, config, 60, coarse), disk], seed)
+    index = PrefixIndex()
+    index.add(SOURCE)
+    index.apply(SOURCE, encode(EventBatch(0.0, [announce(config.layout, CHAIN)], 0)))
+    workload = CacheWorkload(driver, seed)
+    try:
+        for step in range(90):
+            if step % 8 == 0:
+                driver.cache.evict_blocks(range(1, config.num_blocks))
+            workload.step()
+            index.apply(SOURCE, encode(EventBatch(0.0, driver.events, 0)))
+            yield from asked(driver, index, workload)
+        driver.drain()
+    finally:
+        for under_test in driver.tiers:
+            under_test.worker.shutdown()
+        store.close()
+
+
+def asked(driver: OffloadDriver, index: PrefixIndex, workload: CacheWorkload) -> Iterator[tuple[Hit, Hit]]:
+    """A few prompts put to both."""
+    for job in workload.probes(3):
+        request = job.request
+        computed = driver.cache.get_computed_blocks(request)
+        hit = driver.connector.find_external_hit(request, computed)
+        driver.connector.forget(request.request_id)
+        if hit is not None:
+            yield Hit(computed.num_tokens, hit.num_tokens), index.match(request.token_ids, request.lora_name)[SOURCE]

@@ -1,0 +1,40 @@
+"""Real tiers for tests: managers and workers over a driver's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.config import CacheConfig
+from offload.cpu.manager import CPUOffloadingManager
+from offload.cpu.worker import CPUTransferWorker
+from offload.fs.manager import FileOffloadingManager
+from offload.fs.store import BlockStore
+from offload.fs.worker import FileTransferWorker
+from offload.tier import Tier
+from offload.transfers import TransferOptions
+from tests.support.offload_driver import SLOT_BYTES, TensorPages, TierUnderTest
+
+
+def cpu_tier(
+    pages: TensorPages,
+    config: CacheConfig,
+    num_blocks: int,
+    sizes: Sequence[int],
+    policy: str = "lru",
+    options: TransferOptions | None = None,
+) -> TierUnderTest:
+    """Memory for *num_blocks* offloaded blocks."""
+    manager = CPUOffloadingManager(num_blocks, policy)
+    worker = CPUTransferWorker(pages.cache, num_blocks, sizes, options)
+    return TierUnderTest(Tier(manager, config.layout.groups, sizes), worker)
+
+
+def disk_tier(
+    pages: TensorPages, config: CacheConfig, root: Path, max_bytes: int, sizes: Sequence[int]
+) -> tuple[TierUnderTest, BlockStore]:
+    """A directory of at most *max_bytes*; the store must be closed before another opens it."""
+    payload = [group.block_size * SLOT_BYTES * size for group, size in zip(config.layout.groups, sizes, strict=True)]
+    store = BlockStore(root, payload)
+    manager = FileOffloadingManager(store, max_bytes)
+    return TierUnderTest(Tier(manager, config.layout.groups, sizes), FileTransferWorker(pages.cache, store, sizes)), store
