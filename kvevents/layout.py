@@ -75,11 +75,10 @@ class KVCacheGroup:
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 
-    @property
-    def window_blocks(self) -> int:
-        """How many blocks before L a sliding window needs; vLLM asks for one even where the window sees no other token."""
+    def window_blocks(self, extra_blocks: int = 0) -> int:
+        """How many blocks a sliding window needs, with EAGLE's; vLLM asks for one even where the window sees no other token."""
         assert self.sliding_window is not None
-        return max(1, -(-(self.sliding_window - 1) // self.block_size))
+        return max(1, -(-(self.sliding_window - 1) // self.block_size) + extra_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +197,7 @@ def needed_ends(group: KVCacheGroup, length: int, extra_blocks: int = 0) -> rang
     size = group.block_size
     first = 0
     if group.kind is GroupKind.SLIDING_WINDOW:
-        first = max(0, length // size - group.window_blocks - extra_blocks) * size
+        first = max(0, length // size - group.window_blocks(extra_blocks)) * size
     elif group.kind is GroupKind.CHUNKED_LOCAL:
         assert group.attention_chunk_size is not None
         chunk_start = length // group.attention_chunk_size * group.attention_chunk_size
@@ -341,7 +340,7 @@ def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: in
 def _drops_a_step(group: KVCacheGroup, ends: range, extra: int, step: int) -> bool:
     # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
     return bool(
-        extra and group.kind is GroupKind.SLIDING_WINDOW and group.block_size != step and len(ends) < group.window_blocks + 1
+        extra and group.kind is GroupKind.SLIDING_WINDOW and group.block_size != step and len(ends) < group.window_blocks(1)
     )
 
 

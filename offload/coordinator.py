@@ -41,7 +41,8 @@ class ComputedBlocks:
     blocks: tuple[Sequence[Block], ...]
     """Per group the block table of the hit; the null block where the group needs none."""
     shared_prefix_boundary: int = 0
-    """Where full attention holds more of the prompt than a sparsely kept group: worth keeping there from now on; else 0."""
+    """Where full attention holds more of the prompt than a group of states, or one that is kept sparsely; else 0. Worth keeping
+    there from now on; a scheduler ends a chunk there if it has states to keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +214,18 @@ class SingleGroupCoordinator(Coordinator):
 class HybridCoordinator(SingleGroupCoordinator):
     """Several groups: the hit is what all accept, so only blocks up to such a length are worth keeping."""
 
+    def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
+        super().__init__(config, pool, scheduler_block_size)
+        self._has_states = any(group.kind is GroupKind.MAMBA for group in config.layout.groups)
+
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
         present, reach = self._present(request), self._reach(request)
         num_tokens = longest_hit(self.layout, present, limit, reach)
         return self._computed_blocks(request, num_tokens, self._junction(request, limit, num_tokens))
 
     def _junction(self, request: CacheRequest, limit: int, num_tokens: int) -> int:
-        """Where the group that is asked first would have let the hit end, if sparse retention cut it shorter."""
-        if self.retention_interval is None:
+        """Where the group that is asked first would have let the hit end, if a sparsely kept one cut it shorter."""
+        if self.retention_interval is None and not self._has_states:
             return 0
         first = _asked_first(self.layout)
         longest = longest_accepted(self.layout, first, self._present(request), limit, self._reach(request))

@@ -41,7 +41,7 @@ class CacheRequest:
             lora_name: The adapter, which parts its blocks from those of others.
             cache_salt: Parts its blocks from those of requests with another salt.
             extra_keys: What else decides a block's content, per hash block of the prompt: `(multimodal id, offset in the
-                block)` pairs, or a digest of the encoder's input.
+                block)` pairs, and digests of embeddings or of an encoder's input as bytes.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -72,36 +72,45 @@ class CacheRequest:
         return self.block_hashes[end // self._hasher.hash_block_size - 1]
 
     def extra_keys_between(self, start: int, end: int) -> ExtraKeys:
-        """What besides tokens decides the block of `[start, end)`, both multiples of the hash block size.
+        """What besides tokens decides the block of `[start, end)`, both multiples of the hash block size, as events tell it.
 
-        The form is the event's: adapter, multimodal pairs with their offset in this block, salt.
+        Adapter, multimodal pairs with their offset in this block, salt, digests.
         """
-        size = self._hasher.hash_block_size
-        keys: list[object] = [] if self.lora_name is None else [self.lora_name]
-        for position in range(start, end, size):
-            index = position // size
-            items = (self._extra_keys[index] if index < len(self._extra_keys) else None) or ()
-            keys += [_moved(item, position - start) for item in items]
-        if start == 0 and self._cache_salt is not None:
-            keys.append(self._cache_salt)
-        return tuple(keys) or None
+        return tuple(item for _, item in self._keys_between(start, end)) or None
 
     @property
     def has_extra_keys(self) -> bool:
         """Does anything besides tokens decide its blocks?"""
-        return bool(self.lora_name is not None or self._cache_salt is not None or self._extra_keys)
+        return bool(self.lora_name is not None or self._cache_salt or self._extra_keys)
 
     def _hash_full_blocks(self) -> None:
         size, chain = self._hasher.hash_block_size, self._hasher.chain
         parent = self.block_hashes[-1] if self.block_hashes else None
         for start in range(len(self.block_hashes) * size, len(self.token_ids) - size + 1, size):
-            extra = self.extra_keys_between(start, start + size) if self.has_extra_keys else None
+            extra = self._hashed_keys(start, start + size) if self.has_extra_keys else None
             parent = chain.block_hash(parent, self.token_ids[start : start + size], extra)
             self.block_hashes.append(parent)
+
+    def _hashed_keys(self, start: int, end: int) -> ExtraKeys:
+        # Each under the name of its source, as in vLLM >= 0.31: a salt must not be taken for an adapter of that name.
+        keys = self._keys_between(start, end)
+        return tuple((source, *item) if isinstance(item, tuple) else (source, item) for source, item in keys) or None
+
+    def _keys_between(self, start: int, end: int) -> list[tuple[str, object]]:
+        """What decides the block besides tokens, each with the name of its source."""
+        size = self._hasher.hash_block_size
+        items: list[object] = []
+        for position in range(start, end, size):
+            index = position // size
+            here = (self._extra_keys[index] if index < len(self._extra_keys) else None) or ()
+            items += [_moved(item, position - start) for item in here]
+        keys: list[tuple[str, object]] = [] if self.lora_name is None else [("lora", self.lora_name)]
+        keys += [("mm", item) for item in items if isinstance(item, tuple)]
+        if start == 0 and self._cache_salt:
+            keys.append(("cache_salt", self._cache_salt))
+        return keys + [("prompt_embeds", item) for item in items if not isinstance(item, tuple)]
 
 
 def _moved(item: object, offset: int) -> object:
     # A multimodal pair counts from the start of the block it is reported for.
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], int):
-        return (item[0], item[1] + offset)
-    return item
+    return (item[0], item[1] + offset) if isinstance(item, tuple) else item

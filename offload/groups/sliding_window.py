@@ -24,7 +24,7 @@ class SlidingWindowManager(GroupManager):
     def keep_mask(self, request_id: str, start: int, stop: int, retention: Retention) -> list[bool] | None:
         """The blocks before every boundary at which a hit can end: a window's worth, and with EAGLE the one behind it."""
         del request_id
-        tail = self.group.window_blocks + self.eagle
+        tail = self.group.window_blocks(int(self.eagle))
         interval = self.scheduler_block_size if retention.interval is None else retention.interval
         period = interval // self.block_size
         if period and tail >= period:

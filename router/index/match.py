@@ -92,9 +92,9 @@ class Prompt:
             extra[0] = (*extra[0], self._salt)
         name = (self.lora_name,) if self.lora_name else ()
         yield [plain((*name, *entry)) or None for entry in extra]  # vLLM <= 0.30 hashes the bare values,
-        if not name:
-            # vLLM >= 0.31 tags them; what it hashes for an adapter, its path, is not to be seen from here.
-            yield [tuple(map(tagged, entry)) or None for entry in extra]
+        # vLLM >= 0.31 tags them, and so do we; the adapter's path, which vLLM hashes too, is not to be seen from here.
+        adapter = (("lora", self.lora_name),) if self.lora_name else ()
+        yield [(*adapter, *map(tagged, entry)) or None for entry in extra]
 
 
 def hit_of(source: Source, prompt: Prompt) -> Hit:

@@ -203,7 +203,7 @@ def hit(*groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 1
 )
 def test_a_window_needs_the_blocks_its_other_tokens_lie_in_and_at_least_one(size: int, blocks: int) -> None:
     """A window of w sees w - 1 tokens before the next one; vLLM asks for a block even where it sees none."""
-    assert window(size).window_blocks == blocks
+    assert window(size).window_blocks() == blocks
     reach = 160 if blocks > 10 else blocks * 16
     assert hit(window(size), gone={0: set(range(16, 161 - reach, 16))}) == 160
     assert hit(window(size), gone={0: {161 - 1 - reach + 16}}) < 160

@@ -256,7 +256,7 @@ class CacheDriver:
         size, step = self.config.layout.groups[event.group_idx].block_size, self.config.layout.hash_block_size
         assert len(event.token_ids) == len(event.block_hashes) * size
         assert event.block_size is None
-        extra = [(event.lora_name,)] * (len(event.token_ids) // step) if event.lora_name else []
+        extra = [(("lora", event.lora_name),)] * (len(event.token_ids) // step) if event.lora_name else []
         chain = HashChain(CHAIN.algorithm, event.parent_block_hash or CHAIN.none_hash)  # type: ignore[arg-type]
         hashes = list(chain.block_hashes(event.token_ids, step, extra))
         assert hashes[size // step - 1 :: size // step] == event.block_hashes

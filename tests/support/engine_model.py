@@ -28,7 +28,7 @@ def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
     size, first = group.block_size, 0
     if group.kind is GroupKind.SLIDING_WINDOW:
         assert group.sliding_window is not None
-        blocks = max(1, -(-(group.sliding_window - 1) // size)) + one_more
+        blocks = max(1, -(-(group.sliding_window - 1) // size) + one_more)
         first = max(0, length - blocks * size)
     if group.kind is GroupKind.CHUNKED_LOCAL:
         assert group.attention_chunk_size is not None

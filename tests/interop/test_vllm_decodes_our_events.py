@@ -1,0 +1,151 @@
+"""Our events on the wire, read by vLLM's own classes.
+
+What holds: removals, clears, the batch itself, and every value of a store. What does not, by the form we write: vLLM's class
+for a store requires `block_size`, `lora_id` and `lora_name`, which ours leaves out, and it knows no `CacheLayout`. A reader
+built from vLLM's class with defaults for these three reads ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.distributed import kv_events as vllm_events
+
+from kvevents import codec
+from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.hashing import to_wire_int
+from tests.interop import layouts
+from tests.interop.cache import FirstStep
+from tests.interop.layouts import Layout
+from tests.interop.our_cache import OurCache
+from tests.interop.vllm_cache import VllmCache
+
+NUM_BLOCKS = 32
+LAYOUT = layouts.layout(layouts.full(), layouts.window(50))
+TOKENS = list(range(1, 101))
+OTHERS = list(range(1001, 1201))
+
+vllm_decoder = msgspec.msgpack.Decoder(vllm_events.KVEventBatch)
+
+
+def our_events(layout: Layout = LAYOUT, prompts: tuple[list[int], ...] = (TOKENS, OTHERS)) -> list[Event]:
+    """Prompts one after the other through a cache that is too small for them together."""
+    cache = OurCache(layout, NUM_BLOCKS, 1000, none_hash=bytes(32))
+    events: list[Event] = []
+    for index, token_ids in enumerate(prompts):
+        play(cache, f"r{index}", token_ids)
+        events += cache.manager.take_events()
+    return events
+
+
+def play(cache: OurCache | VllmCache, name: str, token_ids: list[int]) -> None:
+    cache.add(name, token_ids, None)
+    assert cache.admit(name, FirstStep(len(token_ids) - cache.hit(name).num_tokens))
+    cache.set_computed(name, len(token_ids))
+    cache.free(name)
+
+
+def on_the_wire(events: list[Event]) -> bytes:
+    return codec.encode(EventBatch(1.5, events, 3))
+
+
+def test_removals_and_clears_are_vllms_own_field_by_field() -> None:
+    """A consumer written against vLLM's classes must see our evictions, with the group they are of."""
+    removals = [event for event in our_events() if isinstance(event, BlockRemoved)]
+    cache = OurCache(LAYOUT, NUM_BLOCKS, 1000, none_hash=bytes(32))
+    assert cache.reset()
+    batch = vllm_decoder.decode(on_the_wire([*removals, *cache.manager.take_events()]))
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
+    assert {event.group_idx for event in removals} == {0, 1}
+    expected = [vllm_events.BlockRemoved(event.block_hashes, "GPU", event.group_idx) for event in removals]
+    assert batch.events == [*expected, vllm_events.AllBlocksCleared()]
+
+
+def test_an_untyped_reader_of_vllms_batches_reads_every_event() -> None:
+    """vLLM's base batch leaves its events as plain values: that is how a consumer tolerates unknown and missing fields."""
+    events = our_events()
+    batch = msgspec.msgpack.decode(on_the_wire(events), type=vllm_events.EventBatch)
+    assert [event["type"] for event in batch.events] == [type(event).__name__ for event in events]
+
+
+def test_vllms_class_for_a_store_refuses_ours_for_its_missing_block_size() -> None:
+    """The contract leaves block_size out, so that blocks of several sizes share an event: this is what it costs."""
+    with pytest.raises(msgspec.ValidationError, match="missing required field `block_size`"):
+        vllm_decoder.decode(on_the_wire(our_events()))
+
+
+def test_vllms_batch_refuses_a_cache_layout() -> None:
+    """A typed reader of vLLM must skip event types it does not know; the class itself does not."""
+    layout = CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16)
+    with pytest.raises(msgspec.ValidationError, match="CacheLayout"):
+        vllm_decoder.decode(on_the_wire([layout]))
+
+
+def _tolerant(original: type[Any]) -> type[Any]:
+    """vLLM's class with its types, where every field may be missing."""
+    fields = [(field.name, field.type, None) for field in msgspec.structs.fields(original)]
+    return msgspec.defstruct(original.__name__, fields, tag=original.__name__)
+
+
+def test_with_defaults_for_three_fields_vllms_class_reads_our_stores() -> None:
+    """Every value we send has the type and the meaning that vLLM's field of that name has."""
+    stores = [event for event in our_events() if isinstance(event, BlockStored)]
+    tolerant = _tolerant(vllm_events.BlockStored)
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(stores), type=list[tolerant])  # type: ignore[valid-type]
+    assert stores
+    for event, original in zip(read, stores, strict=True):
+        shared = set(event.__struct_fields__) & set(original.__struct_fields__)
+        assert {name: getattr(event, name) for name in shared} == {name: getattr(original, name) for name in shared}
+    missing = {field.name for field in msgspec.structs.fields(vllm_events.BlockStored) if field.required}
+    assert missing - sent_fields(stores) == {"block_size", "lora_id", "lora_name"}
+
+
+def sent_fields(events: list[BlockStored]) -> set[str]:
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(events))
+    return set.intersection(*(set(event) for event in plain))
+
+
+def test_a_prompt_is_announced_as_vllm_announces_it() -> None:
+    """Same hashes, parents, tokens, group, kind and window as the manager whose place ours takes."""
+    layout = layouts.layout(layouts.full())
+    theirs = VllmCache(layout, NUM_BLOCKS, 1000, events=True)
+    mine = OurCache(layout, NUM_BLOCKS, 1000, theirs.none_hash)
+    for cache in (theirs, mine):
+        play(cache, "first", TOKENS)
+        play(cache, "longer", TOKENS + OTHERS[:60])
+    assert [as_sent_by_vllm(event) for event in mine.manager.take_events()] == [
+        (event.block_hashes, event.parent_block_hash, event.token_ids, event.group_idx, event.kv_cache_spec_kind)
+        for event in theirs.manager.take_events()
+    ]
+
+
+def as_sent_by_vllm(event: Event) -> tuple[Any, ...]:
+    """vLLM sends the low 64 bits of a digest unless told otherwise."""
+    assert isinstance(event, BlockStored)
+    parent = None if event.parent_block_hash is None else wire_int(event.parent_block_hash)
+    hashes = [wire_int(block_hash) for block_hash in event.block_hashes]
+    return hashes, parent, event.token_ids, event.group_idx, event.kv_cache_spec_kind
+
+
+def wire_int(block_hash: int | bytes) -> int:
+    assert isinstance(block_hash, bytes)
+    return to_wire_int(block_hash)
+
+
+@pytest.mark.parametrize("name", ["full", "full_two_windows", "full_chunk_128", "full_mamba"])
+def test_our_codec_reads_what_vllms_manager_emits(name: str) -> None:
+    """Counted from the events alone, copies are what vLLM's own map holds."""
+    cache = VllmCache(layouts.ALL[name], NUM_BLOCKS * 2, 1000, events=True)
+    copies: dict[tuple[int | None, Any], int] = {}
+    for index, token_ids in enumerate((TOKENS, OTHERS, TOKENS + OTHERS[:60], OTHERS + TOKENS)):
+        play(cache, f"r{index}", token_ids)
+        payload = msgspec.msgpack.encode(vllm_events.KVEventBatch(ts=0.0, events=cache.manager.take_events()))
+        for event in codec.decode(payload).events:
+            assert isinstance(event, (BlockStored, BlockRemoved))
+            step = 1 if isinstance(event, BlockStored) else -1
+            for block_hash in event.block_hashes:
+                copies[event.group_idx, block_hash] = copies.get((event.group_idx, block_hash), 0) + step
+    present = {key for key, count in copies.items() if count}
+    assert present == {(block.group, to_wire_int(block.block_hash)) for block in cache.cached()}
