@@ -55,7 +55,7 @@ class VllmCache:
         if not partial_tails:
             drop_partial_tails(self.manager)
         self._pool = self.manager.block_pool
-        self._is_sparse = layout.retention_interval is not None
+        self._tells_boundary = layout.retention_interval is not None or layout.has_mamba
         self.hasher = kv_cache_utils.get_request_block_hasher(layout.hash_block_size, hash_function)
         self._requests: dict[str, Request] = {}
 
@@ -64,8 +64,8 @@ class VllmCache:
 
     def hit(self, name: str) -> Hit:
         _, num_tokens, boundary = self.manager.get_computed_blocks(self._requests[name])
-        # vLLM tells the boundary always, ours where it decides what is kept.
-        return Hit(num_tokens, boundary if self._is_sparse else 0)
+        # vLLM tells the boundary always, ours where it decides what is kept or where a chunk should end.
+        return Hit(num_tokens, boundary if self._tells_boundary else 0)
 
     def admit(self, name: str, step: FirstStep) -> bool:
         request = self._requests[name]

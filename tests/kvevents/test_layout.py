@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,8 +17,10 @@ from kvevents.layout import (
     KVCacheGroup,
     KVCacheLayout,
     accepts,
+    equal_groups,
     kind_from_wire,
     longest_accepted,
+    longest_extended_hit,
     longest_hit,
 )
 from tests.support.engine_model import defined_accept, defined_hit, defined_own, lengths
@@ -264,6 +266,169 @@ def test_groups_that_are_not_cached_have_no_say() -> None:
 def test_a_prompt_shorter_than_a_block_hits_nothing() -> None:
     """There is no block to ask for."""
     assert [hit(FULL, gone={}, prompt_tokens=length) for length in range(1, 17)] == [0] * 16
+
+
+# --- groups with equal specs ----------------------------------------------------------------------------------------------
+
+
+def test_groups_with_equal_specs_are_one_and_those_that_are_not_cached_none() -> None:
+    """Gemma's many window groups are looked up once, wherever they stand; one token of difference parts them."""
+    layout = KVCacheLayout.build([window(33), FULL, window(33), NOT_CACHED, window(34), FULL, mamba(), window(33, 32)])
+    assert equal_groups(layout) == ((0, 2), (1, 5), (4,), (6,), (7,))
+
+
+def test_equal_groups_give_eagles_block_together() -> None:
+    """Asked one after the other, a group that gave its block would not be asked for it again when the other cut the hit."""
+    gone = {0: {48}, 1: {64, 80}}
+    # Both need one block of window and EAGLE's: blocks 1 and 2 for a hit of one block, since block 3 is not in both.
+    assert hit(window(16), window(16), gone=gone, prompt_tokens=81, eagle=True) == 16
+    # Window 17 needs the same blocks but is another spec: 64 suits the first, 32 the second, and 32 the first without its block.
+    assert hit(window(16), window(17), gone=gone, prompt_tokens=81, eagle=True) == 32
+    assert hit(window(17), window(16), gone=gone, prompt_tokens=81, eagle=True) == 32
+
+
+def test_equal_groups_must_all_have_a_block() -> None:
+    """Each has its own copies: the hit ends where the first of them has a hole."""
+    assert hit(FULL, FULL, FULL, gone={2: {112}, 1: {144}}) == 96
+    assert hit(mamba(), mamba(), gone={0: {160}, 1: {144}}) == 128
+    assert hit(window(33), FULL, window(33), gone={0: {160}, 2: {128}}) == 112
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_group_asked_twice_changes_no_hit(seed: int) -> None:
+    """A copy of a group with the same blocks has nothing to add, with EAGLE or without."""
+    wrong = [case for case in random_cases(1500, 10 + seed) if sum(_caches(case)) > 1 and _hit_with_copy(case) != _hit_of(case)]
+    assert smallest(wrong) == []
+
+
+def _caches(case: Case) -> list[bool]:
+    return [group.kind is not GroupKind.NOT_CACHED for group in case.layout.groups]
+
+
+def _hit_of(case: Case) -> int:
+    return longest_hit(case.layout, case.cache.has, case.limit, case.prompt_tokens)
+
+
+def _hit_with_copy(case: Case) -> int:
+    count = len(case.layout.groups)
+    doubled = replace(case.layout, groups=case.layout.groups * 2)
+    return longest_hit(doubled, lambda group, end: case.cache.has(group % count, end), case.limit, case.prompt_tokens)
+
+
+# --- with lower tiers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TieredCase:
+    gpu: Case
+    below: Cache
+
+    @property
+    def gpu_hit(self) -> int:
+        return longest_hit(self.gpu.layout, self.gpu.cache.has, self.gpu.prompt_tokens - 1, self.gpu.prompt_tokens)
+
+    def found(self, below: Callable[[int, int], bool] | None = None) -> int:
+        case = self.gpu
+        return longest_extended_hit(case.layout, case.cache.has, below or self.below.has, self.gpu_hit, case.prompt_tokens)
+
+    def defined(self) -> int:
+        """The design's sentence: beyond the GPU's hit a tier's blocks count, before it the GPU's."""
+        case, gpu_hit = self.gpu, self.gpu_hit
+        ends = {(group, end) for group, end in case.cache.ends if end <= gpu_hit}
+        ends |= {(group, end) for group, end in self.below.ends if end > gpu_hit}
+        kinds = {group.kind for group in case.layout.groups}
+        limit = case.prompt_tokens - (not kinds <= {GroupKind.FULL, GroupKind.NOT_CACHED})
+        return max(gpu_hit, defined_hit(case.layout, lambda group, end: (group, end) in ends, limit, case.prompt_tokens))
+
+
+def tiered_cases(count: int, seed: int) -> Iterator[TieredCase]:
+    rng = random.Random(seed)
+    for case in random_cases(count, seed):
+        groups = range(len(case.layout.groups))
+        below = set[tuple[int, int]]().union(*(random_ends(rng, case.layout, index, case.prompt_tokens) for index in groups))
+        yield TieredCase(case, Cache(below, set()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_tier_extends_a_hit_as_the_design_says(seed: int) -> None:
+    """Engine and router both ask this function; the definition is the model's."""
+    cases = list(tiered_cases(2000, 20 + seed))
+    wrong = [case.gpu for case in cases if case.found() != case.defined()]
+    assert smallest(wrong) == []
+    assert sum(case.found() > case.gpu_hit for case in cases) > 300
+    assert sum(case.found() == case.gpu_hit > 0 for case in cases) > 100
+
+
+def test_an_empty_tier_changes_nothing() -> None:
+    """And never makes a hit shorter."""
+    wrong = [case.gpu for case in tiered_cases(500, 30) if case.found(lambda group, end: False) != case.gpu_hit]
+    assert smallest(wrong) == []
+
+
+def extended(
+    *groups: KVCacheGroup, gpu: dict[int, set[int]], below: dict[int, set[int]], prompt_tokens: int, eagle: bool = False
+) -> tuple[int, int]:
+    """The GPU's hit and the hit with a tier, of blocks named by group and end."""
+    layout = KVCacheLayout.build(groups, eagle=eagle)
+
+    def on_gpu(group: int, end: int) -> bool:
+        return end in gpu.get(group, ())
+
+    gpu_hit = longest_hit(layout, on_gpu, prompt_tokens - 1, prompt_tokens)
+    found = longest_extended_hit(layout, on_gpu, lambda group, end: end in below.get(group, ()), gpu_hit, prompt_tokens)
+    return gpu_hit, found
+
+
+EVERY = set(range(16, 161, 16))
+
+
+def test_a_tiers_window_may_lean_on_the_gpus_blocks() -> None:
+    """Its blocks before the GPU's hit need not be copied twice."""
+    gpu = {0: {16, 32, 48, 64}, 1: {48, 64}}
+    assert extended(FULL, window(49), gpu=gpu | {1: {32, 48, 64}}, below={0: {80}, 1: {80}}, prompt_tokens=161) == (64, 80)
+    assert extended(FULL, window(49), gpu=gpu | {1: {16, 32, 48, 64}}, below={0: EVERY, 1: {96}}, prompt_tokens=161) == (64, 64)
+    # Before the GPU's hit a tier's blocks do not count: the engine has what it reads there already, or has no hit there.
+    assert extended(FULL, window(33), gpu={0: EVERY, 1: {80, 96}}, below={0: EVERY, 1: EVERY - {112}}, prompt_tokens=161) == (
+        96,
+        160,
+    )
+
+
+def test_beyond_the_gpus_hit_the_gpus_blocks_do_not_count() -> None:
+    """A block behind a hole is no part of the hit, and nobody holds it until the load is over."""
+    assert extended(FULL, gpu={0: EVERY - {48}}, below={0: {48}}, prompt_tokens=161) == (32, 48)
+    assert extended(FULL, gpu={0: EVERY - {48}}, below={0: {64, 80}}, prompt_tokens=161) == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("groups", "hit_tokens"),
+    [
+        ((FULL,), 160),
+        ((FULL, FULL), 160),
+        ((FULL, NOT_CACHED), 160),
+        ((window(33),), 144),
+        ((FULL, window(33)), 144),
+        ((FULL, chunked(32)), 144),
+        ((FULL, mamba()), 144),
+        ((mamba(),), 144),
+    ],
+)
+def test_only_full_attention_alone_may_load_the_whole_prompt(groups: tuple[KVCacheGroup, ...], hit_tokens: int) -> None:
+    """The last token is computed again: over the same blocks there, but windows and states would need what lies before theirs."""
+    everything = {index: EVERY for index in range(len(groups))}
+    assert extended(*groups, gpu={}, below=everything, prompt_tokens=160) == (0, hit_tokens)
+    assert extended(*groups, gpu={}, below=everything, prompt_tokens=161) == (0, 160)
+
+
+def test_eagle_gives_a_block_back_of_a_loaded_prompt_too() -> None:
+    """The draft model needs its hidden states, wherever the rest came from."""
+    assert extended(FULL, gpu={}, below={0: EVERY}, prompt_tokens=160, eagle=True) == (0, 144)
+    assert extended(FULL, gpu={0: {16, 32, 48}}, below={0: EVERY}, prompt_tokens=161, eagle=True) == (32, 144)
+
+
+def test_a_hit_is_never_shorter_with_a_tier() -> None:
+    """EAGLE's block of a GPU hit may lie on the GPU alone, beyond what counts of it."""
+    assert extended(FULL, window(17), gpu={0: EVERY, 1: EVERY}, below={}, prompt_tokens=161, eagle=True) == (144, 144)
 
 
 # --- layouts that are refused ---------------------------------------------------------------------------------------------

@@ -126,4 +126,3 @@ def test_a_long_run_under_pressure_reads_only_what_is_right(label: str, config: 
     assert counts["admitted"] > 50
     assert counts["refused"] > 0 or "states" in label
     assert counts["hits"] > 0 or not config.enable_caching
-

@@ -20,7 +20,7 @@ from offload.cpu.manager import CPUOffloadingManager
 from offload.errors import CacheConfigError, TierStateError
 from offload.store_plan import StoreScope
 from offload.tier import Tier
-from offload.transfers import TransferOptions
+from offload.transfer.runner import TransferOptions
 from tests.support.cache_layouts import GROUPS, config_of, variants, with_blocks
 from tests.support.cache_workload import CacheWorkload
 from tests.support.offload_driver import OffloadDriver, TensorPages, TierUnderTest

@@ -12,7 +12,7 @@ import torch
 from kvevents.events import CPU, STORAGE, BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.layout import GroupKind
 from offload.base import OffloadingWorker, TransferResult
-from offload.canonical import CanonicalKVCache, DataRef
+from offload.transfer.canonical import CanonicalKVCache, DataRef
 from offload.config import CacheConfig
 from offload.connector import OffloadingConnector
 from offload.coordinator import ComputedBlocks

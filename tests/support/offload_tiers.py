@@ -12,7 +12,7 @@ from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
 from offload.tier import Tier
-from offload.transfers import TransferOptions
+from offload.transfer.runner import TransferOptions
 from tests.support.offload_driver import SLOT_BYTES, TensorPages, TierUnderTest
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from offload.base import Direction
-from offload.canonical import CanonicalKVCache
-from offload.rows import Bytes, RowCopier, rows_of
-from offload.transfer_plan import Chunk, Ids, TransferGeometry, TransferPlan
+from offload.transfer.canonical import CanonicalKVCache
+from offload.transfer.plan import Chunk, Ids, TransferGeometry, TransferPlan
+from offload.transfer.rows import Bytes, RowCopier, rows_of
 
 Pace = Callable[[int], None]
 """Called in the transfer thread before each chunk, with its bytes: it may block to hold back for other traffic, and what it

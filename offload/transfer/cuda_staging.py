@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from offload.base import Direction
-from offload.canonical import CanonicalKVCache
-from offload.staging import LowerSide, Pace, at_once, chunk_view, staging_size
-from offload.transfer_plan import Chunk, TransferGeometry, TransferPlan
+from offload.transfer.canonical import CanonicalKVCache
+from offload.transfer.plan import Chunk, TransferGeometry, TransferPlan
+from offload.transfer.staging import LowerSide, Pace, at_once, chunk_view, staging_size
 
 _WORD = torch.int64
 _WORD_BYTES = 8
@@ -55,7 +55,7 @@ class CudaStager:
         Args:
             geometry: The cache and how its blocks make up the tier's.
             staging_bytes: How large a chunk may be; four buffers of it are allocated, two of them in pinned host memory.
-            pace: See `offload.staging.Pace`.
+            pace: See `offload.transfer.staging.Pace`.
         """
         self.staging_bytes = staging_size(geometry, staging_bytes)
         self._geometry = geometry

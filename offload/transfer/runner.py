@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offload.base import TransferJob, TransferResult
-from offload.cuda_staging import CudaStager
-from offload.rows import RowCopier
-from offload.staging import HostStager, LowerSide, Pace, Stager, at_once
-from offload.transfer import TransferQueue, TransferStatistics
-from offload.transfer_plan import TransferGeometry, TransferPlan
+from offload.transfer.cuda_staging import CudaStager
+from offload.transfer.plan import TransferGeometry, TransferPlan
+from offload.transfer.queue import TransferQueue, TransferStatistics
+from offload.transfer.rows import RowCopier
+from offload.transfer.staging import HostStager, LowerSide, Pace, Stager, at_once
 
 _HOST_STAGING_BYTES = 1 << 20
 _CUDA_STAGING_BYTES = 64 << 20

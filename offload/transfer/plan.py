@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.base import Direction, GPULoadStoreSpec
-from offload.canonical import CanonicalKVCache
 from offload.errors import CacheConfigError, TransferError
+from offload.transfer.canonical import CanonicalKVCache
 
 Ids: TypeAlias = NDArray[np.int64]
 

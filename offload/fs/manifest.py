@@ -1,0 +1,57 @@
+"""Which blocks a directory is for. A block's name does not say how large it is, nor which model computed it.
+
+A directory of another layout or model is refused, unless its owner asks for its blocks to be deleted; one that holds other
+people's files is always refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.errors import CacheConfigError
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What all blocks of a directory have in common."""
+
+    payload_bytes: Sequence[int]
+    """Per group, the bytes of an offloaded block."""
+    identity: str
+    """Whatever else makes equal keys mean equal bytes: model and revision, cache dtype, hash seed, rank. Compared as it is."""
+
+    def __post_init__(self) -> None:
+        if not self.payload_bytes or min(self.payload_bytes) < 1:
+            raise CacheConfigError(
+                f"disk tier: payload_bytes {list(self.payload_bytes)} must be one positive number for each group"
+            )
+
+    def encode(self) -> bytes:
+        """As the file's contents."""
+        document = {"format": _FORMAT, "identity": self.identity, "payload_bytes": list(self.payload_bytes)}
+        return json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def read_manifest(root: Path) -> bytes | None:
+    """The contents of a directory's manifest, None if it has none."""
+    try:
+        return (root / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Write a directory's manifest, at once and for good."""
+    temporary = root / f"{MANIFEST}.tmp"
+    with temporary.open("wb") as file:
+        file.write(manifest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(root / MANIFEST)

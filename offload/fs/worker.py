@@ -1,0 +1,129 @@
+"""Copies between GPU blocks and the disk tier's files. Jobs run in order; within a job several threads do the I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import chain, repeat
+
+from torch import Tensor
+
+from offload.base import Direction, FileLoadStoreSpec, OffloadKey, TransferJob, TransferResult, unpack_offload_key
+from offload.errors import CacheConfigError, TransferError
+from offload.fs.store import BlockStore
+from offload.transfer.canonical import CanonicalKVCache
+from offload.transfer.plan import Chunk, TransferGeometry
+from offload.transfer.queue import TransferStatistics
+from offload.transfer.runner import TransferOptions, Transfers
+
+_STAGING_BYTES = 16 << 20
+
+
+class FileTransferWorker:
+    """Moves the disk tier's blocks; see `offload.base.OffloadingWorker`.
+
+    A payload is an offloaded block: its GPU blocks one behind the other, each of them the group's page. A job that fails may
+    have written some of its files, all of them whole; `complete_store` without success deletes them.
+    """
+
+    def __init__(
+        self,
+        cache: CanonicalKVCache,
+        store: BlockStore,
+        blocks_per_offloaded_block: Sequence[int] | None = None,
+        io_threads: int = 4,
+        options: TransferOptions | None = None,
+    ) -> None:
+        """
+        Args:
+            cache: The engine's side.
+            store: The directory. The manager has scanned it already.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1 each if left out.
+            io_threads: How many files are read or written at a time.
+            options: How to copy; a chunk, whose files are read or written together, is 16 MiB if left out.
+
+        Raises:
+            CacheConfigError: The directory is for blocks of other sizes.
+        """
+        geometry = TransferGeometry(cache, blocks_per_offloaded_block)
+        if geometry.offloaded_bytes != store.payload_bytes:
+            raise CacheConfigError(
+                f"disk tier {store.root}: payload_bytes {list(store.payload_bytes)} must be the cache's offloaded blocks, "
+                f"{list(geometry.offloaded_bytes)}"
+            )
+        if io_threads < 1:
+            raise CacheConfigError(f"disk tier: io_threads {io_threads} must be at least 1")
+        options = options or TransferOptions()
+        self._store = store
+        self._transfers = Transfers(
+            "kv-disk-tier", geometry, replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
+        )
+        self._io = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-files")
+
+    def submit(self, job: TransferJob) -> None:
+        """See `OffloadingWorker.submit`."""
+        if not isinstance(job.lower, FileLoadStoreSpec):
+            raise TransferError(f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a FileLoadStoreSpec")
+        keys = tuple(job.lower.keys)
+        plan = self._transfers.plan(job, len(keys))
+        self._check_keys(job, keys)
+        self._transfers.submit(job, plan, _FileSide(self._store, keys, self._io))
+
+    def _check_keys(self, job: TransferJob, keys: tuple[OffloadKey, ...]) -> None:
+        for key in keys:
+            self._store.file_bytes(key)
+        counts = self._transfers.geometry.lower_counts(job.gpu)
+        expected = list(chain.from_iterable(repeat(group, count) for group, count in enumerate(counts)))
+        if [unpack_offload_key(key)[1] for key in keys] != expected:
+            raise TransferError(f"job {job.job_id}: keys must be of their groups, group behind group, {counts} of each")
+        if job.direction is Direction.STORE and len(set(keys)) != len(keys):
+            raise TransferError(f"job {job.job_id}: {len(keys)} keys, {len(set(keys))} of them different; each is written once")
+
+    def get_finished(self) -> list[TransferResult]:
+        """See `OffloadingWorker.get_finished`."""
+        return self._transfers.get_finished()
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """See `OffloadingWorker.wait`."""
+        self._transfers.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """See `OffloadingWorker.shutdown`."""
+        self._transfers.shutdown()
+        self._io.shutdown()
+
+    def statistics(self) -> TransferStatistics:
+        """Jobs and bytes so far."""
+        return self._transfers.statistics()
+
+
+class _FileSide:
+    """The files of one job."""
+
+    def __init__(self, store: BlockStore, keys: tuple[OffloadKey, ...], io: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._keys = keys
+        self._io = io
+
+    def place(self, _chunk: Chunk, /) -> Tensor | None:
+        """Files are no memory."""
+        return None
+
+    def write(self, chunk: Chunk, buffer: Tensor) -> None:
+        """See `LowerSide`."""
+        self._each(self._store.write, chunk, buffer)
+
+    def read(self, chunk: Chunk, buffer: Tensor) -> None:
+        """See `LowerSide`."""
+        self._each(self._store.read, chunk, buffer)
+
+    def _each(self, action: Callable[[OffloadKey, memoryview], None], chunk: Chunk, buffer: Tensor) -> None:
+        payloads = [memoryview(row).cast("B") for row in buffer.numpy()]
+        futures = [
+            self._io.submit(action, key, payload) for key, payload in zip(self._keys[chunk.lower], payloads, strict=True)
+        ]
+        # All of them, also when one failed: nobody touches a file any more once its job is reported.
+        wait(futures)
+        for future in futures:
+            future.result()

@@ -1,0 +1,73 @@
+"""The parts of a small cache, put together for a test: requests, single groups, and what a block table shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvevents.events import BlockRemoved, BlockStored, Event, GroupIdx
+from kvevents.hashing import HashChain
+from kvevents.layout import KVCacheGroup
+from offload.block_pool import BlockPool
+from offload.free_queue import Block
+from offload.groups.base import GroupManager, Need, Retention
+from offload.request import CacheRequest, RequestHasher
+
+CHAIN = HashChain.from_seed("sha256", "a seed")
+GROUP_0, GROUP_1 = GroupIdx(0), GroupIdx(1)
+KEEP_ALL = Retention(None)
+
+
+def request(request_id: str, tokens: Iterable[int], hash_block_size: int = 4, **settings: Any) -> CacheRequest:
+    """A request whose blocks are named every *hash_block_size* tokens."""
+    return CacheRequest(request_id, list(tokens), RequestHasher(CHAIN, hash_block_size), **settings)
+
+
+def ids(blocks: Iterable[Block]) -> list[int]:
+    """A block table to be read by a person: block ids, 0 for the null block."""
+    return [block.block_id for block in blocks]
+
+
+def manager_of(
+    kind: Callable[..., GroupManager],
+    group: KVCacheGroup,
+    *,
+    num_blocks: int = 50,
+    scheduler_block_size: int | None = None,
+    max_in_flight_tokens: int = 16,
+    max_model_len: int = 200,
+    eagle: bool = False,
+) -> GroupManager:
+    """One group with a pool of its own, whose blocks are given out as 1, 2, 3 and so on."""
+    pool = BlockPool(num_blocks, [group])
+    step = scheduler_block_size or group.block_size
+    return kind(GROUP_0, group, pool, step, max_in_flight_tokens, max_model_len, eagle)
+
+
+def need(num_tokens: int, computed: int = 0, blocks: Sequence[Block] = (), slots: int | None = None) -> Need:
+    """What a request needs to come to *num_tokens* with *computed* of them there."""
+    return Need(num_tokens, num_tokens if slots is None else slots, computed, blocks)
+
+
+def table_after(manager: GroupManager, num_tokens: int) -> list[int]:
+    """What a new request holds once it has computed *num_tokens* in one step."""
+    manager.allocate_new_blocks("new", need(num_tokens))
+    manager.free_skipped_blocks("new", num_tokens)
+    return ids(manager.block_table("new"))
+
+
+def cached_and_free(manager: GroupManager, prompt: CacheRequest, num_tokens: int) -> list[Block]:
+    """Cache the first *num_tokens* of a prompt for others and give them back; returns the blocks in order."""
+    manager.allocate_new_blocks(prompt.request_id, need(num_tokens))
+    manager.cache_blocks(prompt, num_tokens, KEEP_ALL)
+    blocks = list(manager.block_table(prompt.request_id))
+    manager.free(prompt.request_id)
+    return blocks
+
+
+def stored(events: Iterable[Event]) -> list[BlockStored]:
+    return [event for event in events if isinstance(event, BlockStored)]
+
+
+def removed(events: Iterable[Event]) -> list[BlockRemoved]:
+    return [event for event in events if isinstance(event, BlockRemoved)]

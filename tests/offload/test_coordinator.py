@@ -1,0 +1,408 @@
+"""The groups of a cache together: one hit for all, and blocks in each."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from kvevents.layout import GroupKind, KVCacheGroup
+from offload.block_pool import BlockPool
+from offload.config import CacheConfig
+from offload.coordinator import (
+    Coordinator,
+    HybridCoordinator,
+    RequestNeed,
+    SingleGroupCoordinator,
+    create_coordinator,
+    resume_positions,
+)
+from offload.groups.chunked_local import ChunkedLocalManager
+from offload.groups.cross_attention import CrossAttentionManager
+from offload.groups.full import FullAttentionManager
+from offload.groups.mamba import MambaManager
+from offload.groups.sliding_window import SlidingWindowManager
+from offload.request import CacheRequest
+from tests.offload.small_cache import ids, request
+from tests.support.cache_driver import positions_read
+from tests.support.cache_layouts import GROUPS, allows_eagle, chunked, config_of, cross, full, mamba, window
+from tests.support.engine_model import Has, defined_hit, defined_own
+
+
+def coordinator_of(config: CacheConfig) -> Coordinator:
+    pool = BlockPool(config.num_blocks, config.layout.groups)
+    return create_coordinator(config, pool, config.scheduler_block_size)
+
+
+def prompt_of(config: CacheConfig, tokens: int, request_id: str = "a") -> CacheRequest:
+    return request(request_id, range(tokens), config.layout.hash_block_size)
+
+
+def need_of(coordinator: Coordinator, tokens: int, computed: int = 0, encoder: int = 0) -> RequestNeed:
+    return RequestNeed(tokens, tokens, computed, encoder, coordinator.no_blocks.blocks)
+
+
+def fill(coordinator: Coordinator, prompt: CacheRequest, keep: list[set[int]]) -> None:
+    """Cache of each group the blocks of a prompt whose indices are in *keep*."""
+    for manager, kept in zip(coordinator.managers, keep, strict=True):
+        count = prompt.num_tokens // manager.block_size
+        if manager.group.kind is not GroupKind.NOT_CACHED:
+            blocks = coordinator.pool.get_new_blocks(count)
+            mask = [index in kept for index in range(count)]
+            coordinator.pool.cache_full_blocks(prompt, manager.group_idx, blocks, 0, count, mask)
+
+
+def compute(coordinator: Coordinator, prompt: CacheRequest, tokens: int) -> None:
+    """Give a request blocks for its first tokens and cache what may be."""
+    coordinator.adopt_computed_blocks(prompt.request_id, need_of(coordinator, tokens), 0)
+    coordinator.allocate_new_blocks(prompt.request_id, need_of(coordinator, tokens))
+    coordinator.cache_blocks(prompt, tokens)
+
+
+def cached_ends(coordinator: Coordinator, prompt: CacheRequest) -> list[list[int]]:
+    """Per group the ends of a prompt's blocks that can be found."""
+    found = []
+    for manager in coordinator.managers:
+        cached, size = coordinator.pool.cached(manager.group_idx), manager.block_size
+        found.append([end for end in range(size, prompt.num_tokens + 1, size) if prompt.hash_at(end) in cached])
+    return found
+
+
+# --- three forms ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "caching", "form"),
+    [
+        ([full()], True, SingleGroupCoordinator),
+        ([mamba()], True, SingleGroupCoordinator),
+        ([full(), window(9)], True, HybridCoordinator),
+        ([full(), cross()], True, HybridCoordinator),
+        ([full()], False, Coordinator),
+        ([full(), window(9)], False, Coordinator),
+    ],
+)
+def test_the_form_follows_from_the_configuration(groups: list[KVCacheGroup], caching: bool, form: type[Coordinator]) -> None:
+    """Nobody pays for agreement among groups that has one, or for hashes that nobody asks for."""
+    assert type(coordinator_of(config_of(groups, enable_caching=caching))) is form
+
+
+def test_every_kind_of_group_has_a_manager_of_its_own() -> None:
+    """A wrong one would free blocks that are still read."""
+    kinds = [
+        type(manager) for manager in coordinator_of(config_of([full(), window(9), chunked(16), mamba(), cross()])).managers
+    ]
+    assert kinds == [FullAttentionManager, SlidingWindowManager, ChunkedLocalManager, MambaManager, CrossAttentionManager]
+
+
+def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
+    """The scheduler says at which multiples hits end: whoever computes it again may come to another answer."""
+    config = CacheConfig.build(
+        [full(4), window(9, 8), mamba(16), cross(7)],
+        num_blocks=20,
+        scheduler_block_size=48,
+        hash_block_size=2,
+        max_model_len=77,
+        max_in_flight_tokens=5,
+        eagle=True,
+    )
+    coordinator = coordinator_of(config)
+    assert coordinator.scheduler_block_size == 48
+    # An encoder's blocks take no part in hits: its group is told its own size.
+    assert [manager.scheduler_block_size for manager in coordinator.managers] == [48, 48, 48, 7]
+    assert [manager.group_idx for manager in coordinator.managers] == [0, 1, 2, 3]
+    assert {(manager.max_in_flight_tokens, manager.max_model_len, manager.eagle) for manager in coordinator.managers} == {
+        (5, 77, True)
+    }
+
+
+def test_without_caching_nothing_is_found_or_cached() -> None:
+    """Blocks are given and taken all the same."""
+    coordinator = coordinator_of(config_of([full(), window(9)], enable_caching=False))
+    prompt = request("a", range(20))
+    compute(coordinator, prompt, 20)
+    assert [ids(manager.block_table("a")) for manager in coordinator.managers] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert cached_ends(coordinator, prompt) == [[], []]
+    assert coordinator.find_longest_hit(request("b", range(20)), 19) == coordinator.no_blocks
+    assert coordinator.group_hits(request("b", range(20)), 19) == (0, 0)
+    assert coordinator.no_blocks.blocks == ((), ())
+
+
+# --- finding --------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def caches(draw: st.DrawFn) -> tuple[CacheConfig, int, int, list[set[int]]]:
+    """A layout, a prompt's length, a limit, and per group the blocks that are there: most of them, or few."""
+    groups = GROUPS[draw(st.sampled_from(sorted(GROUPS)))]
+    eagle = draw(st.booleans()) and allows_eagle(groups)
+    tokens = draw(st.integers(1, 100))
+    keep = []
+    for _ in groups:
+        chosen = draw(st.sets(st.integers(0, 25), max_size=8))
+        keep.append(set(range(26)) - chosen if draw(st.integers(0, 3)) else chosen)
+    return config_of(groups, eagle=eagle, num_blocks=200), tokens, draw(st.integers(0, tokens)), keep
+
+
+def presence(coordinator: Coordinator, prompt: CacheRequest) -> Has:
+    ends = cached_ends(coordinator, prompt)
+    return lambda group, end: end in ends[group]
+
+
+@given(caches())
+@settings(max_examples=400, deadline=None)
+def test_the_hit_is_the_longest_that_every_group_accepts(case: tuple[CacheConfig, int, int, list[set[int]]]) -> None:
+    """Whatever was evicted where: the rule of the design, over what is there."""
+    config, tokens, limit, keep = case
+    coordinator = coordinator_of(config)
+    fill(coordinator, prompt_of(config, tokens, "old"), keep)
+    prompt = prompt_of(config, tokens)
+    has, reach = presence(coordinator, prompt), len(prompt.block_hashes) * config.layout.hash_block_size
+    hit = coordinator.find_longest_hit(prompt, limit)
+    assert hit.num_tokens == defined_hit(config.layout, has, limit, reach)
+    groups = range(len(config.layout.groups))
+    assert coordinator.group_hits(prompt, limit) == tuple(defined_own(config.layout, i, has, limit, reach) for i in groups)
+    for manager, table in zip(coordinator.managers, hit.blocks, strict=True):
+        group = manager.group
+        if group.kind is GroupKind.NOT_CACHED or not hit.num_tokens:
+            assert list(table) == []
+            continue
+        read = positions_read(group, hit.num_tokens)
+        needed = {position // group.block_size for position in read}
+        cached, null = coordinator.pool.cached(manager.group_idx), coordinator.pool.null_block
+        ends = range(group.block_size, hit.num_tokens + 1, group.block_size)
+        expected = [cached.get(prompt.hash_at(end)) if index in needed else null for index, end in enumerate(ends)]
+        assert list(table) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "tables"),
+    [
+        ([full()], [[1, 2, 3, 4, 5, 6]]),
+        ([window(9)], [[0, 0, 0, 0, 5, 6]]),
+        ([window(1)], [[0, 0, 0, 0, 0, 0]]),
+        ([chunked(16)], [[0, 0, 0, 0, 5, 6]]),
+        ([mamba()], [[0, 0, 0, 0, 0, 6]]),
+        ([full(), cross(8)], [[1, 2, 3, 4, 5, 6], []]),
+        ([full(), mamba(8)], [[1, 2, 3, 4, 5, 6], [0, 0, 9]]),
+    ],
+)
+def test_a_hits_tables_have_null_blocks_where_nothing_is_needed(groups: list[KVCacheGroup], tables: list[list[int]]) -> None:
+    """A block nobody will read must not be kept from others."""
+    config = config_of(groups)
+    coordinator = coordinator_of(config)
+    fill(coordinator, prompt_of(config, 24, "old"), [set(range(6)) for _ in groups])
+    hit = coordinator.find_longest_hit(prompt_of(config, 25), 24)
+    assert (hit.num_tokens, [ids(table) for table in hit.blocks]) == (24, tables)
+
+
+def test_blocks_at_the_end_of_a_chunk_are_no_part_of_a_hit_that_ends_there() -> None:
+    """The next token opens a new chunk and reads nothing of the old."""
+    config = config_of([chunked(16), full()])
+    coordinator = coordinator_of(config)
+    fill(coordinator, prompt_of(config, 32, "old"), [set(), set(range(8))])
+    hit = coordinator.find_longest_hit(prompt_of(config, 40), 39)
+    assert (hit.num_tokens, ids(hit.blocks[0])) == (32, [0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "blocks"),
+    [
+        (full(), 12, [0, 1, 2]),
+        (full(), 0, []),
+        (window(9), 12, [1, 2]),
+        (window(9), 4, [0]),
+        (window(6), 12, [1, 2]),
+        (window(5), 12, [2]),
+        (window(2), 12, [2]),
+        (window(1), 12, []),
+        (chunked(16), 24, [4, 5]),
+        (chunked(16), 16, []),
+        (mamba(), 12, [2]),
+        (mamba(), 0, []),
+        (mamba(), 400, [99]),
+    ],
+)
+def test_a_request_behind_a_hit_reads_these_blocks(group: KVCacheGroup, tokens: int, blocks: list[int]) -> None:
+    """Offloading loads these and no others."""
+    (manager,) = coordinator_of(config_of([group])).managers
+    assert list(manager.needed_blocks(tokens)) == blocks
+
+
+# --- what is worth keeping ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "eagle", "tokens", "ends"),
+    [
+        ([full()], False, 23, [[4, 8, 12, 16, 20]]),
+        ([full()], True, 23, [[4, 8, 12, 16, 20]]),
+        ([full(4), window(9, 16)], False, 15, [[], []]),
+        ([full(4), window(9, 16)], False, 31, [[4, 8, 12, 16], [16]]),
+        # With EAGLE one block behind the last possible hit proves it.
+        ([full(4), window(9, 16)], True, 15, [[], []]),
+        ([full(4), window(9, 16)], True, 19, [[4, 8, 12, 16], [16]]),
+        ([full(4), window(9, 16)], True, 31, [[4, 8, 12, 16, 20], [16]]),
+        ([full(4), window(9, 16)], True, 32, [[4, 8, 12, 16, 20, 24, 28, 32], [16, 32]]),
+        ([full(16), window(5, 4)], False, 33, [[16, 32], [16, 32]]),
+        ([full(16), window(5, 4)], True, 36, [[16, 32], [16, 20, 32, 36]]),
+    ],
+)
+def test_several_groups_keep_blocks_up_to_where_a_hit_can_end(
+    groups: list[KVCacheGroup], eagle: bool, tokens: int, ends: list[list[int]]
+) -> None:
+    """A block that one group has and the others cannot join is memory for nothing."""
+    config = config_of(groups, eagle=eagle)
+    coordinator = coordinator_of(config)
+    prompt = prompt_of(config, 40)
+    compute(coordinator, prompt, tokens)
+    assert cached_ends(coordinator, prompt) == ends
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step", "eagle", "positions"),
+    [
+        (33, 16, False, (32,)),
+        (32, 16, False, (31,)),
+        (1, 16, False, (0,)),
+        (33, 16, True, (16,)),
+        (32, 16, True, (0, 16)),
+        (31, 16, True, (0,)),
+        (48, 16, True, (16, 32)),
+        (10, 16, True, (0,)),
+    ],
+)
+def test_a_later_prompt_resumes_at_the_end_of_this_one(tokens: int, step: int, eagle: bool, positions: tuple[int, ...]) -> None:
+    """The same prompt again stops before its last token, a longer one does not, and EAGLE gives a block back."""
+    assert resume_positions(tokens, step, eagle) == positions
+
+
+@pytest.mark.parametrize(("prompt_tokens", "output", "ends"), [(21, 0, [16, 20]), (20, 0, [12, 16]), (21, 9, [16, 20])])
+def test_sparse_retention_keeps_the_window_before_the_prompts_end(prompt_tokens: int, output: int, ends: list[int]) -> None:
+    """There the same prompt will resume; the answer's end is nobody's prefix under an interval of 0."""
+    config = config_of([full(), window(9)], retention_interval=0)
+    coordinator = coordinator_of(config)
+    prompt = prompt_of(config, prompt_tokens)
+    prompt.append([7] * output)
+    compute(coordinator, prompt, prompt_tokens + output)
+    assert cached_ends(coordinator, prompt)[1] == ends
+
+
+def test_an_interval_keeps_windows_along_the_way() -> None:
+    """What it costs in memory it saves in recomputation for prompts that part earlier."""
+    config = config_of([full(), window(5)], retention_interval=16)
+    coordinator = coordinator_of(config)
+    prompt = prompt_of(config, 41)
+    compute(coordinator, prompt, 41)
+    assert cached_ends(coordinator, prompt)[1] == [16, 32, 40]
+
+
+def test_a_junction_is_found_where_sparse_retention_cut_a_hit() -> None:
+    """Full attention shows that others share this prefix: from the second request on its end is worth a window."""
+    config = config_of([full(), window(5)], retention_interval=0)
+    coordinator = coordinator_of(config)
+    compute(coordinator, request("old", range(41)), 41)
+    fork = request("a", [*range(22), *range(900, 930)])
+    hit = coordinator.find_longest_hit(fork, 51)
+    assert (hit.num_tokens, hit.shared_prefix_boundary) == (0, 20)
+    fork.shared_prefix_boundary = hit.shared_prefix_boundary
+    compute(coordinator, fork, 52)
+    assert cached_ends(coordinator, fork)[1] == [20, 48]
+    third = coordinator.find_longest_hit(request("b", [*range(22), *range(500, 520)]), 41)
+    assert (third.num_tokens, third.shared_prefix_boundary) == (20, 0)
+
+
+def test_a_junction_under_eagle_keeps_also_the_window_one_block_before() -> None:
+    """Who parts right at the junction lacks the block behind it and resumes a block earlier."""
+    config = config_of([full(), window(5)], retention_interval=0, eagle=True)
+    coordinator = coordinator_of(config)
+    compute(coordinator, request("old", range(60)), 60)
+    fork = request("a", [*range(42), *range(900, 940)])
+    hit = coordinator.find_longest_hit(fork, 81)
+    assert (hit.num_tokens, hit.shared_prefix_boundary) == (0, 36)
+    fork.shared_prefix_boundary = hit.shared_prefix_boundary
+    compute(coordinator, fork, 82)
+    # 32 and 36 with EAGLE's block behind each, and the end of the prompt the same way: 76 and 80.
+    assert cached_ends(coordinator, fork)[1] == [32, 36, 40, 76, 80]
+    third = coordinator.find_longest_hit(request("b", [*range(42), *range(500, 520)]), 61)
+    assert third.num_tokens == 36
+
+
+@pytest.mark.parametrize("interval", [None, 32])
+def test_without_a_cut_there_is_no_junction(interval: int | None) -> None:
+    """What is kept anyway needs no exception, and what nobody shares deserves none."""
+    config = config_of([full(), window(9)], retention_interval=interval)
+    coordinator = coordinator_of(config)
+    compute(coordinator, request("old", range(65)), 65)
+    assert coordinator.find_longest_hit(request("a", range(65)), 64).shared_prefix_boundary == 0
+    assert coordinator.find_longest_hit(request("b", range(500, 540)), 39).shared_prefix_boundary == 0
+
+
+def test_an_eviction_is_no_junction_where_everything_is_kept() -> None:
+    """Without sparse retention a short hit was cut by pressure, and keeping more would add to it."""
+    config = config_of([full(), window(9)])
+    coordinator = coordinator_of(config)
+    compute(coordinator, request("old", range(33)), 33)
+    coordinator.pool.evict_blocks(block.block_id for block in coordinator.managers[1].block_table("old"))
+    hit = coordinator.find_longest_hit(request("a", range(33)), 32)
+    assert (hit.num_tokens, hit.shared_prefix_boundary) == (0, 0)
+
+
+# --- blocks for a request -------------------------------------------------------------------------------------------------
+
+
+def test_groups_counts_are_added_up() -> None:
+    """One pool serves them all; the encoder's tokens are one group's alone."""
+    coordinator = coordinator_of(config_of([full(), window(9), mamba(), cross(8)], max_in_flight_tokens=16))
+    need = need_of(coordinator, 41, encoder=20)
+    assert coordinator.num_blocks_to_allocate("a", need) == 11 + 11 + 1 + 3
+    assert coordinator.num_blocks_to_allocate("a", need, is_admission=True) == 11 + 7 + 1 + 3
+    coordinator.adopt_computed_blocks("a", need, 0)
+    given = coordinator.allocate_new_blocks("a", need)
+    assert [len(blocks) for blocks in given] == [11, 11, 1, 3]
+    assert [manager.holds("a") for manager in coordinator.managers] == [True] * 4
+    assert coordinator.num_blocks_to_free("a", 41) == 8
+    coordinator.free_skipped_blocks("a", 41)
+    assert coordinator.num_blocks_to_free("a", 41) == 0
+    coordinator.free("a")
+    assert coordinator.pool.num_free_blocks == coordinator.pool.statistics().num_blocks
+
+
+def test_a_skipped_block_that_another_request_reads_is_not_free() -> None:
+    """Counting on it would admit a request that does not fit."""
+    coordinator = coordinator_of(config_of([window(9)]))
+    compute(coordinator, request("a", range(20)), 20)
+    coordinator.pool.touch(coordinator.managers[0].block_table("a")[:2])
+    assert len(coordinator.managers[0].skipped_blocks("a", 20)) == 3
+    assert coordinator.num_blocks_to_free("a", 20) == 1
+
+
+def test_all_groups_hits_are_taken_before_anything_new() -> None:
+    """A new block for one group's load must not be another group's hit, which lies first in the free queue."""
+    config = config_of([full(), window(9)], num_blocks=9)
+    coordinator = coordinator_of(config)
+    for prompt in (request("old", range(8)), request("newer", range(50, 58))):
+        compute(coordinator, prompt, 8)
+        coordinator.free(prompt.request_id)
+    prompt = request("a", range(13))
+    hit = coordinator.find_longest_hit(prompt, 12)
+    assert (hit.num_tokens, [ids(table) for table in hit.blocks]) == (8, [[1, 2], [3, 4]])
+    need = RequestNeed(13, 13, 12, 0, hit.blocks)
+    coordinator.adopt_computed_blocks("a", need, 4)
+    coordinator.allocate_new_blocks("a", need)
+    tables = [ids(manager.block_table("a")) for manager in coordinator.managers]
+    assert [table[:2] for table in tables] == [[1, 2], [0, 4]]
+    # The window moves on over the load, so its first block is free to be used.
+    assert len(set(tables[0][2:] + tables[1][2:]) - {1, 2, 4}) == 4
+
+
+def test_a_step_begins_in_every_group() -> None:
+    """A state of the step before can be read from now on."""
+    coordinator = coordinator_of(config_of([full(), mamba()]))
+    compute(coordinator, request("a", range(8)), 8)
+    hit = coordinator.find_longest_hit(request("b", range(9)), 8)
+    need = RequestNeed(9, 9, 8, 0, hit.blocks)
+    assert hit.num_tokens == 8
+    assert not coordinator.can_read(need)
+    coordinator.start_step()
+    assert coordinator.can_read(need)
