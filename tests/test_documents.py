@@ -25,12 +25,21 @@ from router.cli import main as command_line
 from router.config import RouterConfig
 from router.feed import Feed
 from router.index.index import PrefixIndex, SourceId
+from router.index.match import Hit
 from router.service import RouterService
 from tests.support.following import QUICK, until
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/configuration.md", "docs/engines.md", "docs/operations.md")
-WITH_COMMANDS = ("README.md", "docs/engines.md", "docs/operations.md", "docs/configuration.md")
+DOCUMENTS = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "docs/configuration.md",
+    "docs/engines.md",
+    "docs/offloading.md",
+    "docs/operations.md",
+)
+WITH_COMMANDS = ("README.md", "docs/engines.md", "docs/offloading.md", "docs/operations.md", "docs/configuration.md")
 KEYS = {"KVROUTE_CLIENT_KEY": "a", "KVROUTE_OPERATOR_KEY": "b", "GEMMA_KEY": "c", "CLIENT_KEY": "d", "OPERATOR_KEY": "e"}
 """Environment variables that documents use in place of keys."""
 
@@ -109,8 +118,10 @@ def test_event_configurations_on_engines_command_lines_are_json(name: str) -> No
 
 def test_the_imports_of_the_readme_work() -> None:
     """They are what an engine's author copies first."""
-    (block,) = fences("README.md", "python")
-    exec(compile(block, "README.md", "exec"), {})
+    blocks = fences("README.md", "python")
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
 
 
 async def test_the_curl_commands_for_replicas_work() -> None:
@@ -309,7 +320,12 @@ def listed_files() -> list[str]:
 
 
 def modules() -> list[Path]:
-    return [path for package in ("kvevents", "router") for path in (ROOT / package).rglob("*.py") if path.stem != "__init__"]
+    return [
+        path
+        for package in ("kvevents", "offload", "router")
+        for path in (ROOT / package).rglob("*.py")
+        if path.stem != "__init__"
+    ]
 
 
 def test_every_file_is_listed_once_and_every_listed_one_exists() -> None:
@@ -330,7 +346,7 @@ def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
 def imported_files(path: Path) -> Iterator[str]:
     """What a module imports of this distribution: files, or packages with a slash."""
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("kvevents", "router"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("kvevents", "offload", "router"):
             base = (node.module or "").replace(".", "/")
             submodules = [f"{base}/{alias.name}.py" for alias in node.names if (ROOT / f"{base}/{alias.name}.py").is_file()]
             yield from submodules or [f"{base}.py" if (ROOT / f"{base}.py").is_file() else f"{base}/"]
@@ -397,6 +413,49 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
         assert engine.stdin is not None
         engine.stdin.close()
         assert await asyncio.wait_for(engine.wait(), 10) == 0
+
+
+async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(tmp_path: Path) -> None:
+    """It shows a window, memory and disk together; started again, it goes on with what is on disk."""
+    events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    for is_first in (True, False):
+        engine = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("examples/hybrid_engine.py", events, replay, str(tmp_path / "blocks")),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        index, source = PrefixIndex(), SourceId("example")
+        feed = Feed(lambda _model, index=index: index, QUICK)
+        feed.add(source, events, replay, "kv-events", "model")
+        try:
+            await until(lambda index=index, is_first=is_first: knows_the_start(index, is_first), "what the engine said first")
+            hits = [await compared_in_tiers(engine, index, source, prompt) for prompt in prompts(60)]
+            assert sum(hit.total > hit.gpu for hit in hits) > 5
+            assert is_first or hits[0].total + hits[1].total > 0, "of the first families nothing is left on disk"
+        finally:
+            await feed.close()
+            assert engine.stdin is not None
+            engine.stdin.close()
+            assert await asyncio.wait_for(engine.wait(), 30) == 0
+
+
+def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
+    """The layout, and of a second process the blocks on disk."""
+    return any(source.layout is not None and (is_first or bool(source.held)) for source in index.sources.values())
+
+
+async def compared_in_tiers(engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]) -> Hit:
+    """As `compared`, with what the tiers bring back."""
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    predicted = index.match(prompt)[source]
+    engine.stdin.write(json.dumps(prompt).encode() + b"\n")
+    hit = Hit(**json.loads(await asyncio.wait_for(engine.stdout.readline(), 30)))
+    assert predicted == hit
+    await until(lambda: index.match(prompt)[source].gpu == (len(prompt) - 1) // 16 * 16, "the events of this prompt")
+    return hit
 
 
 def prompts(count: int) -> Iterator[list[int]]:

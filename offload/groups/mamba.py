@@ -48,10 +48,15 @@ class MambaManager(GroupManager):
         return at_interval or any(boundary // step * step == end for boundary in retention.boundaries)
 
     def num_blocks_to_allocate(self, request_id: str, need: Need, is_admission: bool = False) -> int:
-        del is_admission
-        held = len(self.block_table(request_id)) + len(need.computed_blocks)
-        new = min(1, max(blocks_for(need.num_tokens, self.block_size) - held, 0))
-        return new + sum(1 for block in need.computed_blocks if block.ref_count == 0 and not block.is_null)
+        end = blocks_for(need.num_tokens, self.block_size)
+        if self.holds(request_id):
+            return int(end > len(self.block_table(request_id)))
+        start = blocks_for(need.num_computed_tokens, self.block_size)
+        brought, new = int(start > len(need.computed_blocks)), int(end > start)
+        kept = need.computed_blocks[self.num_skipped_tokens(need.num_computed_tokens) // self.block_size :]
+        taken = sum(1 for block in kept if block.ref_count == 0 and not block.is_null)
+        # One state for a whole request, as vLLM counts: the second is held only while a step goes from the one to the other.
+        return (max(brought, new) if is_admission else brought + new) + taken
 
     def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         super().allocate_external_blocks(request_id, num_computed_tokens)

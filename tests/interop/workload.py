@@ -193,8 +193,12 @@ class Workload:
             sequence.boundary = hit.shared_prefix_boundary
             external = self._external(sequence, hit.num_tokens)
             wanted = self._chunk(sequence, hit.num_tokens + external, budget, 0)
+            if external and self._layout.has_mamba:
+                # As schedulers do that load beside the model. With new tokens too, a state is needed for each; vLLM counts
+                # one, and fails where only one is free.
+                wanted = 0
             step = FirstStep(wanted, self._speculative, external, self._random.random() < 0.5)
-            if not wanted or not self._do("admit", sequence.name, step):
+            if not (wanted or external) or not self._do("admit", sequence.name, step):
                 self.refusals += 1
                 self._drop_hopeless()
                 return

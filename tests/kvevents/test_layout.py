@@ -280,9 +280,9 @@ def test_groups_with_equal_specs_are_one_and_those_that_are_not_cached_none() ->
 def test_equal_groups_give_eagles_block_together() -> None:
     """Asked one after the other, a group that gave its block would not be asked for it again when the other cut the hit."""
     gone = {0: {48}, 1: {64, 80}}
-    # Both need one block of window and EAGLE's: blocks 1 and 2 for a hit of one block, since block 3 is not in both.
+    # A hit needs the block at its end and EAGLE's behind it, in both groups: only 16 and 32 are there.
     assert hit(window(16), window(16), gone=gone, prompt_tokens=81, eagle=True) == 16
-    # Window 17 needs the same blocks but is another spec: 64 suits the first, 32 the second, and 32 the first without its block.
+    # Another spec with the same needs: 64 suits the first, which gives its block; 32 the second; and then 32 the first too.
     assert hit(window(16), window(17), gone=gone, prompt_tokens=81, eagle=True) == 32
     assert hit(window(17), window(16), gone=gone, prompt_tokens=81, eagle=True) == 32
 
@@ -414,8 +414,8 @@ def test_beyond_the_gpus_hit_the_gpus_blocks_do_not_count() -> None:
     ],
 )
 def test_only_full_attention_alone_may_load_the_whole_prompt(groups: tuple[KVCacheGroup, ...], hit_tokens: int) -> None:
-    """The last token is computed again: over the same blocks there, but windows and states would need what lies before theirs."""
-    everything = {index: EVERY for index in range(len(groups))}
+    """The last token is computed again, over the same blocks; a window or a state would need what lies before its own."""
+    everything = dict.fromkeys(range(len(groups)), EVERY)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=160) == (0, hit_tokens)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=161) == (0, 160)
 

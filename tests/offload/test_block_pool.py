@@ -394,6 +394,16 @@ def test_a_block_used_again_after_it_slid_out_is_an_ordinary_one() -> None:
     assert pool.statistics().groups[0] == GroupPoolStatistics(cached=0, stored=2, evicted=2, evicted_after_sliding=1)
 
 
+def test_a_block_in_use_again_has_not_slid_out() -> None:
+    """Who reads it misses it when it is evicted under its hands."""
+    pool = pool_of(3)
+    blocks = compute(pool, request("a", range(8)))
+    pool.free_blocks(blocks, have_slid_out=True)
+    pool.touch(blocks[:1])
+    pool.evict_blocks([1, 2])
+    assert pool.statistics().groups[0] == GroupPoolStatistics(cached=0, stored=2, evicted=2, evicted_after_sliding=1)
+
+
 def test_a_block_another_request_still_holds_has_not_slid_out() -> None:
     """The other one decides when it goes."""
     pool = pool_of(2)

@@ -380,7 +380,7 @@ def test_a_running_request_takes_no_second_hit() -> None:
         cache.allocate_slots(prompt, 4, hit)
     with pytest.raises(RequestStateError, match=message):
         cache.allocate_slots(prompt, 4, num_external_tokens=4)
-    with pytest.raises(RequestStateError, match="^request 'a': no tokens to allocate for$"):
+    with pytest.raises(RequestStateError, match=r"^request 'a': no tokens to allocate for$"):
         cache.allocate_slots(prompt, 0)
     assert (state(cache, "a"), cache.statistics()) == before
     assert cache.allocate_slots(prompt, 4, cache.coordinator.no_blocks) is not None
@@ -390,7 +390,7 @@ def test_a_request_without_blocks_has_computed_nothing() -> None:
     """Its tokens would be read from blocks that it does not have."""
     cache, prompt = cache_of(), request("a", range(12))
     prompt.num_computed_tokens = 4
-    with pytest.raises(RequestStateError, match="^request 'a' holds no blocks, so its num_computed_tokens 4 must be 0$"):
+    with pytest.raises(RequestStateError, match=r"^request 'a' holds no blocks, so its num_computed_tokens 4 must be 0$"):
         cache.allocate_slots(prompt, 4)
 
 
@@ -398,7 +398,7 @@ def test_a_running_request_stays_within_the_longest() -> None:
     """What it has computed counts."""
     cache, prompt = cache_of(max_model_len=10), request("a", range(10))
     admit(cache, prompt, 8)
-    with pytest.raises(RequestStateError, match="^request 'a': 11 tokens exceed max_model_len 10$"):
+    with pytest.raises(RequestStateError, match=r"^request 'a': 11 tokens exceed max_model_len 10$"):
         cache.allocate_slots(prompt, 3)
     assert cache.allocate_slots(prompt, 2) is not None
 
@@ -407,7 +407,7 @@ def test_a_hit_alone_is_enough_to_be_admitted() -> None:
     """A request may wait with its prefix until there is room for more."""
     cache = cache_of()
     hit, prompt = hit_of(cache, 8), request("a", range(12))
-    with pytest.raises(RequestStateError, match="^request 'a': 208 tokens exceed max_model_len 200$"):
+    with pytest.raises(RequestStateError, match=r"^request 'a': 208 tokens exceed max_model_len 200$"):
         cache.allocate_slots(prompt, 200, hit)
     given = cache.allocate_slots(prompt, 0, hit)
     assert given is not None
@@ -417,13 +417,13 @@ def test_a_hit_alone_is_enough_to_be_admitted() -> None:
 def test_only_a_request_that_holds_blocks_can_cache_them() -> None:
     """After a preemption a late load must not name blocks that are someone else's."""
     cache, prompt = cache_of(), request("a", range(8))
-    with pytest.raises(RequestStateError, match="^request 'a' holds no blocks to cache: call allocate_slots first$"):
+    with pytest.raises(RequestStateError, match=r"^request 'a' holds no blocks to cache: call allocate_slots first$"):
         cache.cache_blocks(prompt, 8)
 
 
 def test_the_scheduler_and_the_configuration_must_mean_the_same_block_size() -> None:
     """Two sizes would be two opinions on where hits end."""
-    with pytest.raises(OffloadError, match="^scheduler_block_size 8 must be the configuration's, 4$"):
+    with pytest.raises(OffloadError, match=r"^scheduler_block_size 8 must be the configuration's, 4$"):
         CacheManager(config_of([full()]), 8)
 
 

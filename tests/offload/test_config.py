@@ -147,7 +147,8 @@ def test_an_interval_is_none_or_nothing_or_a_multiple(group: KVCacheGroup, inter
 @pytest.mark.parametrize(("chunk", "scheduler"), [(24, 16), (6, 4), (8, 16)])
 def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) -> None:
     """A hit could need blocks of a chunk that nobody looked for."""
-    message = f"group 1 (chunked_local_attention): attention_chunk_size {chunk} must be a multiple of scheduler_block_size {scheduler}"
+    place = "group 1 (chunked_local_attention)"
+    message = f"{place}: attention_chunk_size {chunk} must be a multiple of scheduler_block_size {scheduler}"
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}$"):
         build(full(), chunked(chunk), scheduler=scheduler)
 

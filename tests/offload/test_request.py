@@ -97,7 +97,8 @@ def test_what_else_decides_a_blocks_content_is_part_of_its_name(
     assert made.block_hashes == chained(range(12), hashed)
     assert made.has_extra_keys is any(told)
     made.append(range(12, 16))
-    assert made.block_hashes == chained(range(16), [*hashed, (("lora", made.lora_name),) if made.lora_name is not None else None])
+    behind = None if made.lora_name is None else (("lora", made.lora_name),)
+    assert made.block_hashes == chained(range(16), [*hashed, behind])
 
 
 def test_a_salt_is_not_taken_for_an_adapter_of_its_name() -> None:
