@@ -6,6 +6,8 @@
     ├── LayoutError           a cache layout that contradicts itself
     ├── HashAlgorithmError    an unknown hash algorithm, or one whose library is missing
     ├── EndpointError         an address no socket can bind or connect to
+    ├── NoConnection          nobody to talk to at an endpoint, for now
+    ├── NoAnswer              a replay endpoint that fell silent, hung up or would not end
     └── PublisherClosed       publish() after shutdown()
 
 Messages name place, value and rule, and never carry token ids: those are prompts.
@@ -36,6 +38,14 @@ class HashAlgorithmError(KVEventsError):
 
 class EndpointError(KVEventsError):
     """An address no socket can bind or connect to."""
+
+
+class NoConnection(KVEventsError):
+    """Nobody to talk to at an endpoint, for now."""
+
+
+class NoAnswer(KVEventsError):
+    """The replay endpoint fell silent, hung up or would not end."""
 
 
 class PublisherClosed(KVEventsError):

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 
 from kvevents.delivery import Counters, Delivery, Taken, publisher_of
-from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply
+from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.messages import Batch
-from kvevents.replay import NoAnswer, ReplayClient
+from kvevents.replay import ReplayClient
 from kvevents.sequence import fingerprint
-from kvevents.sockets import NoConnection
 
 MAX_ROUNDS = 16
 """Replays in a row that may break off, as long as each brings something. A ROUTER drops what a slow reader does not take."""

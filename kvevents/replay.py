@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
 
-from kvevents.errors import KVEventsError, MalformedReply
+from kvevents.errors import MalformedReply, NoAnswer
 from kvevents.messages import Batch, encode_start, read_reply
 from kvevents.sockets import Connection
-
-
-class NoAnswer(KVEventsError):
-    """The replay endpoint fell silent, hung up or would not end."""
 
 
 @dataclass(frozen=True, slots=True)

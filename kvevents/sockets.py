@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.endpoints import Context, Endpoint, Socket
-from kvevents.errors import EndpointError, KVEventsError
+from kvevents.errors import EndpointError, NoConnection
 from kvevents.messages import MAX_FRAMES
 
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -30,10 +30,6 @@ _DOWN = (
 
 
 _NEVER_MS = 10**9
-
-
-class NoConnection(KVEventsError):
-    """Nobody to talk to at an endpoint, for now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from typing import Any
 import zmq
 
 from kvevents.delivery import Consumer, Counters, Delivery, SourceState, Taken
-from kvevents.errors import MalformedBatch
+from kvevents.errors import MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, LiveStream
 from kvevents.messages import Batch
 from kvevents.pacing import Backoff, Pacer
 from kvevents.recovery import Outcome, Recovery
 from kvevents.replay import ReplayClient, ReplayLimits
-from kvevents.sockets import Connection, NoConnection, SocketLimits, check_connectable
+from kvevents.sockets import Connection, SocketLimits, check_connectable
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@
     ├── RequestStateError     a call that does not fit what the request did before
     ├── BlockRangeError       a block id or a count outside its pool
     ├── TransferError         a copy job whose shapes, sizes or ids do not fit; nothing of it was queued
-    └── TierStateError        a prepare or complete call that does not fit a tier's block
+    ├── TierStateError        a prepare or complete call that does not fit a tier's block
+    └── BlockFileError        a block's file that is missing, unreadable, or not the block that was written
 
 Messages name place, value and rule, and never carry token ids: those are prompts.
 """
@@ -35,3 +36,7 @@ class TransferError(OffloadError):
 
 class TierStateError(OffloadError):
     """A prepare or complete call names a block that is not in the state the call needs."""
+
+
+class BlockFileError(OffloadError):
+    """A block's file is missing, unreadable, or not the block that was written."""

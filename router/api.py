@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from router.answers import models_answer, replica_answer, route_answer
 from router.config import read_replica
-from router.errors import BadRequest, RequestError
+from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
 from router.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
 from router.metrics import CONTENT_TYPE
 from router.service import RouterService
@@ -21,32 +21,6 @@ from router.tokenize import Endpoint
 MAX_OPERATOR_BODY_BYTES = 1_048_576
 MSGPACK = "application/msgpack"
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
-
-
-class UnknownPath(RequestError):
-    """No endpoint of that path; the path is not repeated, since nobody knows what a client puts there."""
-
-    status = 404
-    type = "invalid_request_error"
-    code = "path_not_found"
-
-    def __init__(self) -> None:
-        super().__init__("path: there is no such endpoint; GET /docs lists them")
-
-
-class MethodNotAllowed(RequestError):
-    """An endpoint exists, but for other methods."""
-
-    status = 405
-    type = "invalid_request_error"
-    code = "method_not_allowed"
-
-    def __init__(self, allowed: str) -> None:
-        super().__init__(f"method: this endpoint takes {allowed} only")
-        self.allowed = allowed
-
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        return ((b"allow", self.allowed.encode()),)
 
 
 def create_api(service: RouterService) -> FastAPI:

@@ -9,6 +9,8 @@
         ├── Unauthorized        401  no API key, or a wrong one
         ├── UnknownModel        404  no replica serves a model of that name
         ├── UnknownReplica      404  no replica has that id
+        ├── UnknownPath         404  no such endpoint
+        ├── MethodNotAllowed    405  the endpoint takes other methods
         ├── ReplicaExists       409  the id or the URL is taken
         ├── BodyTooLarge        413  over the bound on bodies
         ├── Overloaded          503  over the bound on requests under way
@@ -134,6 +136,32 @@ class UnknownReplica(RequestError):
 
     def __init__(self, replica_id: str) -> None:
         super().__init__(f"replica: there is none with the id {_shown(replica_id)}; GET /replicas lists them")
+
+
+class UnknownPath(RequestError):
+    """No endpoint of that path; the path is not repeated, since nobody knows what a client puts there."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "path_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("path: there is no such endpoint; GET /docs lists them")
+
+
+class MethodNotAllowed(RequestError):
+    """An endpoint exists, but for other methods."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"method: this endpoint takes {allowed} only")
+        self.allowed = allowed
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        return ((b"allow", self.allowed.encode()),)
 
 
 class ReplicaExists(RequestError):

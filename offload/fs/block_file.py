@@ -14,7 +14,7 @@ import struct
 import xxhash
 
 from offload.base import OffloadKey
-from offload.errors import OffloadError
+from offload.errors import BlockFileError
 
 MAGIC = b"KVRBLOCK"
 VERSION = 1
@@ -24,10 +24,6 @@ MAX_KEY_BYTES = 120
 """A file's name is its key in hex, and file systems end names at 255 bytes."""
 
 _FIXED = struct.Struct(">8sHHQ16s")
-
-
-class BlockFileError(OffloadError):
-    """A block's file is missing, unreadable, or not the block that was written."""
 
 
 def header_bytes(key: OffloadKey) -> int:

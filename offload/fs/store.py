@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.base import OffloadKey, unpack_offload_key
-from offload.errors import CacheConfigError, TransferError
+from offload.errors import BlockFileError, CacheConfigError, TransferError
 from offload.fs.block_file import (
     MAX_KEY_BYTES,
     MIN_KEY_BYTES,
     SUFFIX,
-    BlockFileError,
     check_block,
     encode_header,
     header_bytes,

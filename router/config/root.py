@@ -71,10 +71,6 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_mask)
         return plain
 
-    def models_by_name(self) -> dict[str, ModelConfig]:
-        """Names, aliases and adapters, each with the model behind it."""
-        return {name: model for model in self.models for name in model.names}
-
     def _relative_to(self, directory: Path) -> RouterConfig:
         return msgspec.structs.replace(self, models=tuple(_model_relative_to(model, directory) for model in self.models))
 

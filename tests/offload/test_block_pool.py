@@ -215,7 +215,7 @@ def test_the_later_copy_may_go_first() -> None:
     assert (pool.take_events(), found(pool, prompt)) == ([], [1, 2])
     give_back(pool, first)
     pool.get_new_blocks(2)
-    assert pool.take_events() == [BlockRemoved([prompt.block_hashes[1], prompt.block_hashes[0]], GPU, 0)]
+    assert pool.take_events() == [BlockRemoved([*reversed(prompt.block_hashes)], GPU, 0)]
 
 
 def test_the_part_that_two_prompts_share_is_told_by_the_first() -> None:

@@ -132,18 +132,6 @@ def test_without_a_layout_the_hints_are_the_indexs_own_defaults() -> None:
     assert ModelConfig(name="m").layout.to_hints() == LayoutHints()
 
 
-def test_every_name_of_a_model_leads_to_it() -> None:
-    """Requests name aliases and adapters as well."""
-    config = RouterConfig.from_yaml(FULL, ENVIRON)
-    by_name = config.models_by_name()
-    assert {name: model.name for name, model in by_name.items()} == {
-        "google/gemma-3-27b-it": "google/gemma-3-27b-it",
-        "gemma": "google/gemma-3-27b-it",
-        "gemma-sql": "google/gemma-3-27b-it",
-        "bamba": "bamba",
-    }
-
-
 def test_paths_in_a_file_start_at_its_own_directory(tmp_path: Path) -> None:
     """A service is started from anywhere."""
     file = tmp_path / "kvroute.yaml"

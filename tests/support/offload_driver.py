@@ -12,7 +12,6 @@ import torch
 from kvevents.events import CPU, STORAGE, BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.layout import GroupKind
 from offload.base import OffloadingWorker, TransferResult
-from offload.transfer.canonical import CanonicalKVCache, DataRef
 from offload.config import CacheConfig
 from offload.connector import OffloadingConnector
 from offload.coordinator import ComputedBlocks
@@ -20,6 +19,7 @@ from offload.load_plan import ExternalHit
 from offload.request import CacheRequest
 from offload.store_plan import StoreScope
 from offload.tier import Tier
+from offload.transfer.canonical import CanonicalKVCache, DataRef
 from tests.support.cache_driver import CacheDriver, Job, Pages
 from tests.support.engine_model import defined_hit
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offload.base import Direction, FileLoadStoreSpec, LookupResult, OffloadKey, RequestContext
-from offload.errors import CacheConfigError, TierStateError, TransferError
-from offload.fs.block_file import BlockFileError, relative_path
+from offload.errors import BlockFileError, CacheConfigError, TierStateError, TransferError
+from offload.fs.block_file import relative_path
 from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockStore
 from tests.offload.transfer.world import key_of

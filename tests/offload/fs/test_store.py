@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvevents.events import GroupIdx
 from offload.base import OffloadKey, pack_offload_key
-from offload.errors import CacheConfigError, TransferError
-from offload.fs.block_file import BlockFileError, header_bytes, key_of, relative_path
+from offload.errors import BlockFileError, CacheConfigError, TransferError
+from offload.fs.block_file import header_bytes, key_of, relative_path
 from offload.fs.store import BlockStore
 from tests.offload.transfer.world import key_of as block_key
 
