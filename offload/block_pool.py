@@ -2,8 +2,9 @@
 
 All groups draw from one pool, since their pages have one size. A block is *held* while requests reference it, *free* while
 none does, and *cached* while it can be found by its hash; a free block stays cached until it is given out again. Blocks
-without a hash are given out first, the latest freed before the others, whose memory is cold; cached ones follow, least
-recently used first, so that eviction takes the tail of a request before its head (its blocks are freed in reverse).
+freed without a hash are given out first, the latest before the others, whose memory is cold; cached ones follow, least
+recently used first, so that eviction takes the tail of a request before its head: its blocks are freed in reverse. A free
+block that `evict_blocks` strips of its hash keeps its place.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class BlockPool:
         self._cached = [CachedBlocks() for _ in groups]
         self._log = EventLog(groups) if enable_events else None
         self._stored = [0] * len(groups)
+        self._resets = 0
         self._evicted = [0] * len(groups)
         self._evicted_after_sliding = [0] * len(groups)
 
@@ -74,6 +76,11 @@ class BlockPool:
     def usage(self) -> float:
         """Share of the blocks that requests hold, from 0 to 1."""
         return 1.0 - len(self._free) / (len(self._blocks) - 1)
+
+    @property
+    def evictions(self) -> int:
+        """How often a block lost its hash, since the start; a reset counts too."""
+        return sum(self._evicted) + self._resets
 
     def cached(self, group_idx: GroupIdx) -> CachedBlocks:
         """What can be found of a group; to be read only."""
@@ -180,6 +187,7 @@ class BlockPool:
         """Make every block unfindable; False, and nothing changed, while a request holds one."""
         if len(self._free) != len(self._blocks) - 1:
             return False
+        self._resets += 1
         for block in self._blocks:
             block.block_hash = None
         for cached in self._cached:

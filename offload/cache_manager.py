@@ -20,14 +20,14 @@ from kvevents.events import Event
 from offload.block_pool import BlockPool, PoolStatistics
 from offload.config import CacheConfig
 from offload.coordinator import ComputedBlocks, RequestNeed, create_coordinator
-from offload.errors import RequestStateError
+from offload.errors import CacheConfigError, RequestStateError
 from offload.free_queue import Block
 from offload.request import CacheRequest
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatedBlocks:
-    """What a request was given."""
+    """What a request was given for its new tokens; `block_tables` has all it holds."""
 
     new_blocks: tuple[Sequence[Block], ...]
     """Per group the new blocks, in the order of its tokens."""
@@ -53,7 +53,7 @@ class CacheStatistics:
     external_tokens: int
     """Of `queried_tokens`, those that a lower tier brought."""
     refused: int
-    """Times a request did not fit."""
+    """Times the answer was None."""
     resets: int
 
 
@@ -67,10 +67,10 @@ class CacheManager:
             scheduler_block_size: What the scheduler aligns to; given to the coordinator and every group as it is.
 
         Raises:
-            RequestStateError: The scheduler's size is not the one the configuration was checked with.
+            CacheConfigError: The scheduler's size is not the one the configuration was checked with.
         """
         if scheduler_block_size != config.scheduler_block_size:
-            raise RequestStateError(
+            raise CacheConfigError(
                 f"scheduler_block_size {scheduler_block_size} must be the configuration's, {config.scheduler_block_size}"
             )
         self.config = config
@@ -125,7 +125,9 @@ class CacheManager:
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
     ) -> AllocatedBlocks | None:
-        """Give the request blocks for its next tokens; None if they do not fit, and then nothing has changed.
+        """Give the request blocks for its next tokens; None if they do not fit now, and then nothing has changed.
+
+        Nor do they fit while the state that the hit needs is being written by another request of this step.
 
         Args:
             request: Its `num_computed_tokens` says how far it is.
@@ -143,6 +145,14 @@ class CacheManager:
         """
         is_admitted = self.holds(request.request_id)
         hit = computed or self.coordinator.no_blocks
+        _check_not_negative(
+            request,
+            num_new_tokens=num_new_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            num_external_tokens=num_external_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            reserved_blocks=reserved_blocks,
+        )
         self._check_call(request, num_new_tokens, hit, num_external_tokens, is_admitted)
         need = self._need(request, num_new_tokens, hit, num_lookahead_tokens, num_external_tokens, num_encoder_tokens)
         if not self._fits(request, need, full_sequence_must_fit, reserved_blocks):
@@ -176,7 +186,7 @@ class CacheManager:
         """Make blocks unfindable whose content turned out wrong; raises `BlockRangeError`."""
         self.pool.evict_blocks(block_ids)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset(self) -> bool:
         """Make every block unfindable, as after new weights; False, and nothing changed, while a request holds one."""
         is_reset = self.pool.reset_prefix_cache()
         self._resets += is_reset
@@ -205,14 +215,14 @@ class CacheManager:
         self, request: CacheRequest, num_new_tokens: int, hit: ComputedBlocks, num_external_tokens: int, is_admitted: bool
     ) -> None:
         place = f"request {request.request_id!r}"
-        if min(num_new_tokens, num_external_tokens) < 0:
-            raise RequestStateError(f"{place}: {num_new_tokens} new and {num_external_tokens} external tokens, negative")
         if is_admitted and (hit.num_tokens or num_external_tokens):
             raise RequestStateError(f"{place} holds blocks already: a hit is for a request that holds none")
         if not is_admitted and request.num_computed_tokens:
             raise RequestStateError(
                 f"{place} holds no blocks, so its num_computed_tokens {request.num_computed_tokens} must be 0"
             )
+        if not is_admitted and not self.coordinator.still_holds(request, hit):
+            raise RequestStateError(f"{place}: its hit is out of date, blocks of it were evicted: look it up again")
         if not num_new_tokens and not hit.num_tokens and not num_external_tokens:
             raise RequestStateError(f"{place}: no tokens to allocate for")
         total = request.num_computed_tokens + hit.num_tokens + num_external_tokens + num_new_tokens
@@ -244,7 +254,7 @@ class CacheManager:
             return False
         free = self.pool.num_free_blocks
         if full_sequence_must_fit:
-            whole = max(request.num_tokens, need.num_tokens)
+            whole = request.num_tokens
             entire = RequestNeed(whole, whole, need.num_computed_tokens, need.num_encoder_tokens, need.computed_blocks)
             if coordinator.num_blocks_to_allocate(request_id, entire, is_admission=True) > free:
                 return False
@@ -258,3 +268,9 @@ class CacheManager:
         self._queried_tokens += request.num_tokens
         self._hit_tokens += hit.num_tokens
         self._external_tokens += num_external_tokens
+
+
+def _check_not_negative(request: CacheRequest, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 0:
+            raise RequestStateError(f"request {request.request_id!r}: {name} {number} must not be negative")

@@ -40,6 +40,8 @@ class ComputedBlocks:
     """The hit, a multiple of the scheduler block size."""
     blocks: tuple[Sequence[Block], ...]
     """Per group the block table of the hit; the null block where the group needs none."""
+    evictions: int = 0
+    """The pool's count of evictions when the hit was found."""
     shared_prefix_boundary: int = 0
     """Where full attention holds more of the prompt than a group of states, or one that is kept sparsely; else 0. Worth keeping
     there from now on; a scheduler ends a chunk there if it has states to keep."""
@@ -96,6 +98,16 @@ class Coordinator:
         """The longest prefix of at most *limit* tokens that each group alone can serve, for people."""
         del request, limit
         return tuple(0 for _ in self.managers)
+
+    def still_holds(self, request: CacheRequest, hit: ComputedBlocks) -> bool:
+        """Are a hit's blocks what they were when it was found?"""
+        if hit.evictions == self.pool.evictions:
+            return True
+        return all(
+            block.is_null or block.block_hash == request.hash_at((index + 1) * manager.block_size)
+            for manager, blocks in zip(self.managers, hit.blocks, strict=True)
+            for index, block in enumerate(blocks)
+        )
 
     # --- blocks for a request ---------------------------------------------------------------------------------------------
 
@@ -195,9 +207,9 @@ class SingleGroupCoordinator(Coordinator):
 
     def _computed_blocks(self, request: CacheRequest, num_tokens: int, boundary: int) -> ComputedBlocks:
         if not num_tokens:
-            return ComputedBlocks(0, self.no_blocks.blocks, boundary)
+            return ComputedBlocks(0, self.no_blocks.blocks, self.pool.evictions, boundary)
         tables = tuple(self._hit_table(request, manager, num_tokens) for manager in self.managers)
-        return ComputedBlocks(num_tokens, tables, boundary)
+        return ComputedBlocks(num_tokens, tables, self.pool.evictions, boundary)
 
     def _hit_table(self, request: CacheRequest, manager: GroupManager, num_tokens: int) -> list[Block]:
         if manager.group.kind is GroupKind.NOT_CACHED:

@@ -105,7 +105,8 @@ class CacheRequest:
             here = (self._extra_keys[index] if index < len(self._extra_keys) else None) or ()
             items += [_moved(item, position - start) for item in here]
         keys: list[tuple[str, object]] = [] if self.lora_name is None else [("lora", self.lora_name)]
-        keys += [("mm", item) for item in items if isinstance(item, tuple)]
+        # What runs on over several hash blocks is named in each; told from here it is one.
+        keys += [("mm", item) for item in dict.fromkeys(items) if isinstance(item, tuple)]
         if start == 0 and self._cache_salt:
             keys.append(("cache_salt", self._cache_salt))
         return keys + [("prompt_embeds", item) for item in items if not isinstance(item, tuple)]

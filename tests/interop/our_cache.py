@@ -78,7 +78,7 @@ class OurCache:
         self.manager.evict_blocks([block.block_id for block in held if (block.group_idx, block.block_hash) in blocks])
 
     def reset(self) -> bool:
-        return self.manager.reset_prefix_cache()
+        return self.manager.reset()
 
     def cached(self) -> set[CachedBlock]:
         for event in self.manager.take_events():

@@ -248,7 +248,10 @@ def test_an_eviction_names_its_group_also_where_it_is_the_first() -> None:
         give_back(pool, compute(pool, prompt, group_idx))
     pool.take_events()
     pool.get_new_blocks(3)
-    assert removed(pool.take_events()) == [BlockRemoved(prompt.block_hashes, GPU, 0), BlockRemoved(prompt.block_hashes, GPU, 1)]
+    assert removed(pool.take_events()) == [
+        BlockRemoved([*prompt.block_hashes], GPU, 0),
+        BlockRemoved([*prompt.block_hashes], GPU, 1),
+    ]
 
 
 # --- eviction by hand, and reset ------------------------------------------------------------------------------------------

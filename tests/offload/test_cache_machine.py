@@ -91,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         was_held = bool(self.driver.running)
-        assert self.driver.cache.reset_prefix_cache() is not was_held
+        assert self.driver.cache.reset() is not was_held
 
     @rule()
     def end_step(self) -> None:

@@ -344,8 +344,11 @@ def hit_of(cache: CacheManager, tokens: int) -> ComputedBlocks:
 @pytest.mark.parametrize(
     ("new", "settings", "message"),
     [
-        (-1, {}, "request 'a': -1 new and 0 external tokens, negative"),
-        (4, {"num_external_tokens": -4}, "request 'a': 4 new and -4 external tokens, negative"),
+        (-1, {}, "request 'a': num_new_tokens -1 must not be negative"),
+        (4, {"num_external_tokens": -4}, "request 'a': num_external_tokens -4 must not be negative"),
+        (4, {"num_lookahead_tokens": -9}, "request 'a': num_lookahead_tokens -9 must not be negative"),
+        (4, {"num_encoder_tokens": -1}, "request 'a': num_encoder_tokens -1 must not be negative"),
+        (4, {"reserved_blocks": -1}, "request 'a': reserved_blocks -1 must not be negative"),
         (0, {}, "request 'a': no tokens to allocate for"),
         (201, {}, "request 'a': 201 tokens exceed max_model_len 200"),
         (5, {"num_external_tokens": 196}, "request 'a': 201 tokens exceed max_model_len 200"),
@@ -367,6 +370,34 @@ def test_the_longest_request_is_allowed() -> None:
     """The rule says exceed."""
     assert cache_of(blocks=60).allocate_slots(request("a", range(8)), 200) is not None
     assert cache_of(blocks=60).allocate_slots(request("a", range(8)), 0, num_external_tokens=200) is not None
+
+
+@pytest.mark.parametrize("how", ["another request took them", "they were evicted", "all was reset"])
+def test_a_hit_whose_blocks_went_since_is_refused(how: str) -> None:
+    """Their pages may be another request's by now, and the two would write over each other."""
+    cache = cache_of(blocks=6)
+    hit = hit_of(cache, 8)
+    assert hit.num_tokens == 8
+    if how == "another request took them":
+        admit(cache, request("other", range(100, 120)), 20)
+        cache.free("other")
+    elif how == "they were evicted":
+        cache.evict_blocks(range(1, 6))
+    else:
+        assert cache.reset()
+    with pytest.raises(RequestStateError, match="its hit is out of date"):
+        cache.allocate_slots(request("new", range(9)), 1, hit)
+    assert cache.pool.num_free_blocks == 5
+
+
+def test_a_hit_outlives_the_eviction_of_other_blocks() -> None:
+    """Between a request's lookup and its admission others are given blocks all the time."""
+    cache = cache_of(blocks=6)
+    hit = hit_of(cache, 8)
+    run_and_free(cache, request("other", range(100, 104)))
+    others = cache.get_computed_blocks(request("again", range(100, 105))).blocks[0]
+    cache.evict_blocks(ids(others))
+    assert cache.allocate_slots(request("new", range(9)), 1, hit) is not None
 
 
 def test_a_running_request_takes_no_second_hit() -> None:
@@ -437,11 +468,11 @@ def test_a_reset_is_refused_while_a_request_runs() -> None:
     admit(cache, prompt, 12)
     cache.take_events()
     before = state(cache, "a")
-    assert not cache.reset_prefix_cache()
+    assert not cache.reset()
     assert state(cache, "a") == before
     assert (cache.take_events(), cache.statistics().resets) == ([], 0)
     cache.free("a")
-    assert cache.reset_prefix_cache()
+    assert cache.reset()
     assert cache.take_events() == [AllBlocksCleared()]
     assert cache.get_computed_blocks(request("b", range(12))).num_tokens == 0
     assert cache.statistics().resets == 1
@@ -491,7 +522,7 @@ def test_statistics_tell_what_happened() -> None:
     third = request("c", range(100, 156))
     assert cache.allocate_slots(third, 24, num_external_tokens=4) is not None
     cache.free("c")
-    assert cache.reset_prefix_cache()
+    assert cache.reset()
     statistics = cache.statistics()
     assert (statistics.requests, statistics.refused, statistics.resets) == (3, 1, 1)
     assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (20 + 16 + 56, 12, 4)

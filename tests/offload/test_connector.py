@@ -195,7 +195,7 @@ def computed_and_evicted(driver: OffloadDriver, prompt: list[int]) -> object:
     driver.end_step()
     driver.finish(job)
     driver.drain()
-    assert driver.cache.reset_prefix_cache()
+    assert driver.cache.reset()
     driver.end_step()
     return driver.new(prompt)
 

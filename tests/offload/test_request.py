@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvevents.hashing import ExtraKeys
+from offload.request import CacheRequest, RequestHasher
 from tests.offload.small_cache import CHAIN, request
 
 
@@ -45,7 +46,7 @@ def test_a_prompts_length_stays_when_output_comes() -> None:
 def test_the_callers_list_is_its_own() -> None:
     """Whoever reuses a buffer must not rename blocks that are cached."""
     tokens = [1, 2, 3, 4]
-    made = request("a", tokens)
+    made = CacheRequest("a", tokens, RequestHasher(CHAIN, 4))
     made.append([5])
     tokens[0] = 9
     assert made.token_ids == [1, 2, 3, 4, 5]

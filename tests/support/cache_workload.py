@@ -56,7 +56,7 @@ class CacheWorkload:
         if rng.random() < 0.03:
             driver.cache.evict_blocks(rng.sample(range(1, driver.config.num_blocks), 5))
         if rng.random() < 0.02:
-            driver.cache.reset_prefix_cache()
+            driver.cache.reset()
 
     def probes(self, count: int) -> Sequence[Job]:
         """Prompts to ask for that nobody runs."""
