@@ -10,6 +10,10 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.index_match", "--repeats", "3", "--max-blocks", "600000"),
     ("benchmarks.index_memory",),
     ("benchmarks.publish", "--batches", "2000"),
+    ("benchmarks.peer_cache_manager", "--tokens", "1024", "32768", "--seconds", "0.1"),
+    ("benchmarks.retention", "--conversations", "30"),
+    ("benchmarks.eviction_policies", "--accesses", "20000"),
+    ("benchmarks.transfers", "--megabytes", "64", "--repeats", "3", "--k", "1"),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 

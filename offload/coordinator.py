@@ -239,8 +239,12 @@ class HybridCoordinator(SingleGroupCoordinator):
         """Where the group that is asked first would have let the hit end, if a sparsely kept one cut it shorter."""
         if self.retention_interval is None and not self._has_states:
             return 0
-        first = _asked_first(self.layout)
-        longest = longest_accepted(self.layout, first, self._present(request), limit, self._reach(request))
+        first, present = _asked_first(self.layout), self._present(request)
+        group = self.layout.groups[first]
+        behind = num_tokens + group.block_size
+        if group.kind is GroupKind.FULL and not (behind <= limit and present(first, behind)):
+            return 0  # its run ends here too
+        longest = longest_accepted(self.layout, first, present, limit, self._reach(request))
         return longest if longest > num_tokens else 0
 
     def _cacheable_tokens(self, manager: GroupManager, num_tokens: int) -> int:

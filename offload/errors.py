@@ -6,6 +6,7 @@
     ├── BlockRangeError       a block id or a count outside its pool
     ├── TransferError         a copy job whose shapes, sizes or ids do not fit; nothing of it was queued
     ├── TierStateError        a prepare or complete call that does not fit a tier's block
+    ├── EngineRequestError    a request that the small engine can never serve
     └── BlockFileError        a block's file that is missing, unreadable, or not the block that was written
 
 Messages name place, value and rule, and never carry token ids: those are prompts.
@@ -40,3 +41,7 @@ class TierStateError(OffloadError):
 
 class BlockFileError(OffloadError):
     """A block's file is missing, unreadable, or not the block that was written."""
+
+
+class EngineRequestError(OffloadError):
+    """A request that the engine can never serve; the message may be shown to its client."""

@@ -32,6 +32,9 @@ class MambaManager(GroupManager):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)
 
+    def max_held_blocks(self) -> int:
+        return 2
+
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
         # Attention writes keys and values before it reads them; a state is read before the step that makes it has ended.
         return not computed_blocks or computed_blocks[-1].block_hash not in self._cached_this_step
