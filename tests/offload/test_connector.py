@@ -83,7 +83,7 @@ def test_two_tiers_fill_one_prefix_together(name: str, tmp_path: Path) -> None:
     with shut_down([memory, disk]):
         counts = run(driver, name)
     store.close()
-    assert counts["loaded"] > 10
+    assert counts["loaded"] > 3
     assert driver.loaded_from >= {CPU, STORAGE}
 
 
