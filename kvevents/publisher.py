@@ -172,6 +172,10 @@ class ZmqEventPublisher(EventPublisher):
             self._must_tell_state = self._present_state is not None
         return taking is Taking.SENT
 
+    def leave_out(self, batches: int) -> None:
+        """Lose the next *batches*: they are numbered and not sent. For those who test what happens then."""
+        self._stream.leave_out(batches)
+
     def _publish_with_state(self, events: Sequence[Event]) -> bool:
         assert self._present_state is not None
         step = _Step(time.time(), tuple(events), tuple(self._present_state()))

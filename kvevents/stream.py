@@ -107,6 +107,7 @@ class Stream(Generic[Item]):
         self._closing = False
         self._flush_until = 0.0
         self._unsent = self._lost = self._lost_seen = self._sent = 0
+        self._leaving_out = 0
         self._next_seq = 0
         self._sent_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kvevents-publisher", daemon=True)
@@ -148,10 +149,16 @@ class Stream(Generic[Item]):
         if depth >= 2 * limit:
             self._lost += 1
             return Taking.LOST
-        is_sent = depth < limit
+        is_sent = depth < limit and not self._leaving_out
+        self._leaving_out -= self._leaving_out > 0
         self._unsent += not is_sent
         self._queue.append((item, is_sent))
         return Taking.SENT if is_sent else Taking.UNSENT
+
+    def leave_out(self, count: int) -> None:
+        """Number the next *count* items, and send none of them: as if the queue had been full."""
+        with self._lock:
+            self._leaving_out += count
 
     @property
     def has_room(self) -> bool:

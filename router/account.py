@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from router.dispatch import Dispatched
 from router.errors import UnknownReplica
+from router.journal import Journal, RoutedRequest
 from router.load import InFlight, LoadTracker
 from router.metrics import RouterMetrics
 from router.proxy import RETRIED, Attempt, End, Failure, Outcome
@@ -15,11 +16,19 @@ from router.usage import UsageReader
 class Bookkeeper:
     """What all accounts share."""
 
-    def __init__(self, load: LoadTracker, metrics: RouterMetrics, planner: RoutePlanner, replicas: ReplicaRegistry) -> None:
+    def __init__(
+        self,
+        load: LoadTracker,
+        metrics: RouterMetrics,
+        planner: RoutePlanner,
+        replicas: ReplicaRegistry,
+        journal: Journal,
+    ) -> None:
         self.load = load
         self.metrics = metrics
         self.planner = planner
         self.replicas = replicas
+        self.journal = journal
         self.tells_cached_tokens: set[str] = set()
         """Replicas whose answers have told their cached tokens at least once."""
 
@@ -27,14 +36,16 @@ class Bookkeeper:
 class Account:
     """Implements the proxy's `Observer` for one request."""
 
-    def __init__(self, books: Bookkeeper, decision: Decision, dispatched: Dispatched | None) -> None:
-        """*dispatched* is None for requests without a prompt."""
+    def __init__(self, books: Bookkeeper, decision: Decision, dispatched: Dispatched | None, routed: RoutedRequest) -> None:
+        """*dispatched* is None for requests without a prompt; *routed* is this request's line in the journal."""
         self._books = books
         self._decision = decision
         self._dispatched = dispatched
         self._in_flight: InFlight | None = None
         self._usage = UsageReader()
         self._events = 0
+        self._routed = routed
+        books.journal.opened(routed)
 
     def on_attempt(self, attempt: Attempt) -> None:
         replica_id = attempt.replica_id
@@ -44,8 +55,10 @@ class Account:
         else:
             self._in_flight.retried(replica_id, uncached)
         self._books.planner.remember(self._decision, replica_id)
+        self._note_attempt(replica_id)
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> None:
+        self._routed.last_failure = failure.value
         if failure in RETRIED and self._knows(attempt.replica_id):
             self._books.metrics.retries.labels(attempt.replica_id, failure.value).inc()
             self._books.planner.forget(attempt.replica_id)
@@ -56,6 +69,8 @@ class Account:
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.first_token()
+        self._routed.first_byte_s = seconds
+        self._books.journal.changed(self._routed)
         self._books.replicas.report_served(attempt.replica_id)
         if self._knows(attempt.replica_id):
             self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(seconds)
@@ -77,6 +92,22 @@ class Account:
         metrics.total.labels(model).observe(outcome.seconds)
         if outcome.end is End.COMPLETED and outcome.status == 200 and self._knows(replica):
             self._compare(replica)
+        self._settle(outcome)
+
+    def _note_attempt(self, replica_id: str) -> None:
+        """What the journal says of the replica that is tried now."""
+        routed, hit = self._routed, self._decision.hit_of(replica_id)
+        ranked = next(found for found in self._decision.ranking.ranked if found.candidate.replica_id == replica_id)
+        routed.attempts += 1
+        routed.replica, routed.dp_rank, routed.why = replica_id, ranked.candidate.dp_rank, ranked.why
+        routed.gpu_tokens, routed.total_tokens, routed.suspect = hit.gpu, hit.total, hit.suspect
+        self._books.journal.changed(routed)
+
+    def _settle(self, outcome: Outcome) -> None:
+        routed = self._routed
+        routed.status, routed.end = outcome.status, outcome.end.value
+        routed.first_byte_s, routed.seconds = outcome.first_byte_s, outcome.seconds
+        self._books.journal.settled(routed)
 
     def _label(self, outcome: Outcome) -> str:
         """Who answered. The series of a replica that was removed meanwhile are gone, and must not come back."""
@@ -97,6 +128,7 @@ class Account:
             return
         actual = self._cached_tokens(replica)
         if actual is not None:
+            self._routed.actual_tokens = actual
             self._books.metrics.compare(self._decision.model, replica, self._decision.hit_of(replica).total, actual)
 
     def _cached_tokens(self, replica: str) -> int | None:
@@ -107,3 +139,17 @@ class Account:
         elif usage.prompt_tokens is not None and replica in self._books.tells_cached_tokens:
             return 0
         return usage.cached_tokens
+
+
+def describe(path: str, request_id: bytes, decision: Decision, dispatched: Dispatched | None) -> RoutedRequest:
+    """A request as the journal knows it before it is sent."""
+    prompts = () if dispatched is None else dispatched.tokenized
+    return RoutedRequest(
+        request_id=request_id.decode("latin-1"),
+        path=path,
+        model=decision.model,
+        policy=decision.policy,
+        stream=dispatched is not None and dispatched.spec.stream,
+        prompt_tokens=decision.prompt_tokens,
+        unknown=next((prompt.reason for prompt in prompts if prompt.reason is not None), None),
+    )

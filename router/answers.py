@@ -12,6 +12,7 @@ from router.dispatch import Dispatched
 from router.feed import SourceFeedStatistics
 from router.index.index import SourceId, SourceStatistics
 from router.index.match import Explanation
+from router.journal import RoutedRequest
 from router.replicas import ReplicaView
 from router.routing import explain
 from router.scoring import Ranked
@@ -34,6 +35,39 @@ def route_answer(dispatched: Dispatched) -> dict[str, Any]:
         "excluded": [{"replica": found.candidate.replica_id, "reason": found.reason} for found in excluded],
         "routing_seconds": round(decision.seconds, 6),
     }
+
+
+def request_answer(request: RoutedRequest) -> dict[str, Any]:
+    """One request of the journal."""
+    return {
+        "number": request.number,
+        "change": request.change,
+        "arrived_at": round(request.arrived_at, 3),
+        "request_id": request.request_id,
+        "path": request.path,
+        "model": request.model,
+        "policy": request.policy,
+        "stream": request.stream,
+        "prompt_tokens": request.prompt_tokens,
+        "unknown": request.unknown,
+        "replica": request.replica,
+        "dp_rank": request.dp_rank,
+        "reason": request.reason,
+        "attempts": request.attempts,
+        "last_failure": request.last_failure,
+        "predicted": {"gpu": request.gpu_tokens, "total": request.total_tokens, "suspect": request.suspect},
+        "actual": request.actual_tokens,
+        "verdict": request.verdict,
+        "failed": request.has_failed,
+        "status": request.status,
+        "end": request.end,
+        "first_byte_ms": _milliseconds(request.first_byte_s),
+        "total_ms": _milliseconds(request.seconds),
+    }
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
 
 
 def _prompt(prompt: Any) -> dict[str, Any]:

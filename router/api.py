@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -10,16 +10,22 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from router.answers import models_answer, replica_answer, route_answer
+from router.answers import models_answer, replica_answer, request_answer, route_answer
 from router.config import read_replica
 from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
 from router.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
+from router.journal import MAX_REQUESTS
 from router.metrics import CONTENT_TYPE
+from router.overview import overview_answer
+from router.page import add_page
+from router.replicas import ReplicaView
 from router.service import RouterService
 from router.tokenize import Endpoint
 
 MAX_OPERATOR_BODY_BYTES = 1_048_576
 MSGPACK = "application/msgpack"
+_MAX_NUMBER = 2**53 - 1
+"""The largest that every JSON reader holds exactly."""
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 
 
@@ -30,6 +36,8 @@ def create_api(service: RouterService) -> FastAPI:
     _add_probes(app, service)
     _add_routing(app, service)
     _add_operation(app, service)
+    _add_overview(app, service)
+    add_page(app)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
 
@@ -85,7 +93,7 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/replicas", tags=["operation"], summary="Every replica: health, load, event streams", dependencies=operator)
     async def replicas() -> Response:
-        return _json({"replicas": [_replica(service, view.id) for view in service.registry.snapshot()]})
+        return _json({"replicas": _replicas(service, service.registry.snapshot())})
 
     @app.get("/replicas/{replica_id}", tags=["operation"], summary="One replica", dependencies=operator)
     async def replica(replica_id: str) -> Response:
@@ -123,8 +131,49 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
 
 
 def _replica(service: RouterService, replica_id: str) -> dict[str, Any]:
-    view = next(view for view in service.registry.snapshot() if view.id == replica_id)
-    return replica_answer(view, service.index_statistics(), service.feed.statistics())
+    return _replicas(service, [view for view in service.registry.snapshot() if view.id == replica_id])[0]
+
+
+def _replicas(service: RouterService, views: Iterable[ReplicaView]) -> list[dict[str, Any]]:
+    # Once for all of them: for each one anew, 256 replicas would hold up every stream for a second.
+    statistics, feeds = service.index_statistics(), service.feed.statistics()
+    return [replica_answer(view, statistics, feeds) for view in views]
+
+
+# --- what goes on ---------------------------------------------------------------------------------------------------------
+
+
+def _add_overview(app: FastAPI, service: RouterService) -> None:
+    operator = [Depends(_operator(service))]
+
+    @app.get("/overview", tags=["operation"], summary="The last minute, and every replica in brief", dependencies=operator)
+    async def overview() -> Response:
+        return _json(overview_answer(service))
+
+    @app.get(
+        "/requests",
+        tags=["operation"],
+        summary="The requests routed last, with prediction, truth and reason; the latest first",
+        dependencies=operator,
+        openapi_extra=_query_schema(
+            after="Only what changed after this change", limit=f"At most so many, up to {MAX_REQUESTS}"
+        ),
+    )
+    async def requests(request: Request) -> Response:
+        journal = service.journal
+        found = journal.since(_number(request, "after", 0, _MAX_NUMBER), _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS))
+        answers = [request_answer(routed) for routed in found]
+        return _json({"started_at": round(journal.started_at, 3), "change": journal.changes, "requests": answers})
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    """A number of the query."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdigit() and len(given) <= 16 and int(given) <= most):
+        raise BadRequest(name, repr(given[:40]), f"must be a whole number from 0 to {most}")
+    return int(given)
 
 
 # --- keys, bodies, answers ------------------------------------------------------------------------------------------------
@@ -214,6 +263,12 @@ def _add_error_answers(app: FastAPI, service: RouterService) -> None:
 def _body_schema(description: str) -> dict[str, Any]:
     content = {"schema": {"type": "object"}}
     return {"requestBody": {"required": True, "description": description, "content": {"application/json": content}}}
+
+
+def _query_schema(**descriptions: str) -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 0}
+    named = descriptions.items()
+    return {"parameters": [{"name": name, "in": "query", "description": text, "schema": schema} for name, text in named]}
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from router.account import Account, Bookkeeper
+from router.account import Account, Bookkeeper, describe
 from router.config import Secret, ServerConfig
 from router.dispatch import Dispatched, Dispatcher
-from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, ShuttingDown, Unauthorized
+from router.errors import BadRequest, BodyTooLarge, NoReplica, Overloaded, RequestError, ShuttingDown, Unauthorized
+from router.journal import RoutedRequest
 from router.proxy import Attempt, Dialect, Proxy, ProxyRequest, client_abort, error_body
 from router.routing import Decision
 from router.tokenize import Endpoint
@@ -70,14 +71,17 @@ class Gateway:
             self._admit(headers)
             body = await read_body(headers, receive, self._server.max_body_bytes, self._server.timeouts.client_body_s)
             decision, dispatched = await self._decide(scope["path"], headers, body)
-            self._dispatcher.require_replica(decision)
+            routed = describe(scope["path"], request_id, decision, dispatched)
+            self._require_replica(decision, routed)
             # Before anything else is waited for: a replica may be removed at any time.
             attempts = self._attempts(decision, request_id)
             request = self._request(scope, await self._without_report_mode(body, dispatched), answer_headers, dialect)
             request = request._replace(timeouts=self._timeouts_for(dispatched))
-            await self._proxy.stream(attempts, request, receive, send, Account(self._books, decision, dispatched))
+            await self._proxy.stream(attempts, request, receive, send, Account(self._books, decision, dispatched, routed))
         except RequestError as error:
             self._books.metrics.bad_requests.labels(error.code).inc()
+            if error.status >= 500:
+                self._books.journal.minute.now.failed += 1
             await send_error(send, error, answer_headers, dialect)
         except ClientGone:
             self._books.metrics.bad_requests.labels("client_gone").inc()
@@ -102,6 +106,13 @@ class Gateway:
         session = headers.get(self._session_header)
         dispatched = await self._dispatcher.dispatch(endpoint, body, session.decode("latin-1") if session else None)
         return dispatched.decision, dispatched
+
+    def _require_replica(self, decision: Decision, routed: RoutedRequest) -> None:
+        try:
+            self._dispatcher.require_replica(decision)
+        except NoReplica as error:
+            self._books.journal.turned_away(routed, error.status, error.code)
+            raise
 
     def _request(self, scope: Scope, body: bytes, headers: tuple[Header, ...], dialect: Dialect) -> ProxyRequest:
         target: bytes = scope["raw_path"]

@@ -60,13 +60,19 @@ class _Meaning(NamedTuple):
 class ModelSet:
     """Models by name. Configured ones stay; others appear when a replica says that it serves them."""
 
-    def __init__(self, configured: Iterable[ModelConfig], fetch: FetchForModel) -> None:
-        """Load the tokenizers of all configured models.
+    def __init__(
+        self,
+        configured: Iterable[ModelConfig],
+        fetch: FetchForModel,
+        make_index: Callable[[], PrefixIndex] = PrefixIndex,
+    ) -> None:
+        """Load the tokenizers of all configured models; each model gets an index of its own from *make_index*.
 
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
+        self._make_index = make_index
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
         problems = [problem for index, config in enumerate(configured) if (problem := self._add_configured(index, config))]
@@ -106,7 +112,7 @@ class ModelSet:
             return None
         base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
-            self._models[base] = Model(base, Tokenization(remote=self._remote(base)))
+            self._models[base] = Model(base, Tokenization(remote=self._remote(base)), index=self._make_index())
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
         return self._models[base]
@@ -142,7 +148,8 @@ class ModelSet:
             tokenization = Tokenization(local=_local_tokenizer(config), remote=self._remote(config.name))
         except ModelFilesError as error:
             return Problem(f"models[{index}]", str(error))
-        self._models[config.name] = Model(config.name, tokenization, config.aliases, config.layout.to_hints())
+        hints = config.layout.to_hints()
+        self._models[config.name] = Model(config.name, tokenization, config.aliases, hints, self._make_index())
         for name in (config.name, *config.aliases):
             self._names[name] = _Meaning(config.name)
         for adapter in config.lora_adapters:

@@ -12,7 +12,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import uvicorn
@@ -21,6 +21,7 @@ import uvloop
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.errors import ConfigError, Problem
+from router.index.index import PrefixIndex
 from router.proxy.guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
 from router.service import RouterService
 
@@ -74,13 +75,13 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-async def serve(config: RouterConfig) -> None:
+async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = PrefixIndex) -> None:
     """Serve until SIGTERM or SIGINT; a second signal cuts what is still running.
 
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer not be used.
     """
-    service = RouterService(config)
+    service = RouterService(config, make_index=make_index)
     server = _Server(_uvicorn_config(service, config))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,17 +93,17 @@ async def serve(config: RouterConfig) -> None:
         await server.serve(sockets=[listener])
 
 
-def run(config: RouterConfig) -> int:
+def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = PrefixIndex) -> int:
     """`serve` on uvloop; the exit code of the process."""
     _set_up_logging(config)
     _allow_open_files()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if sys.version_info >= (3, 11):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config))
+            runner.run(serve(config, make_index))
     else:
         uvloop.install()
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, make_index))
     return 0
 
 

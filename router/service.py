@@ -23,7 +23,8 @@ from router.errors import NoReplica
 from router.families import families
 from router.feed import Feed
 from router.gateway import Gateway
-from router.index.index import SourceId, SourceStatistics
+from router.index.index import PrefixIndex, SourceId, SourceStatistics
+from router.journal import Journal
 from router.load import LoadTracker
 from router.metrics import RouterMetrics
 from router.models import Model, ModelSet
@@ -44,8 +45,13 @@ _JSON = ((b"content-type", b"application/json"),)
 class RouterService:
     """One router. Make it anywhere; everything runs between `start` and `stop`, on one event loop."""
 
-    def __init__(self, config: RouterConfig, registry: CollectorRegistry | None = None) -> None:
-        """Load tokenizers and make the parts.
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: CollectorRegistry | None = None,
+        make_index: Callable[[], PrefixIndex] = PrefixIndex,
+    ) -> None:
+        """Load tokenizers and make the parts; each model's index comes from *make_index*.
 
         Raises:
             ConfigError: A tokenizer or chat template cannot be used.
@@ -56,7 +62,7 @@ class RouterService:
         self.load = LoadTracker()
         self.recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self.upstream = UpstreamClient(PoolLimits(max_connections=config.server.max_upstream_connections))
-        self.models = ModelSet(config.models, self._ask_for_tokens)
+        self.models = ModelSet(config.models, self._ask_for_tokens, make_index)
         self.feed = Feed(lambda name: self.models.index_of(name), _subscriber_options(config))
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
@@ -68,7 +74,8 @@ class RouterService:
         )
         self.dispatcher = Dispatcher(self.models, self.registry, self.planner, self.metrics)
         self.proxy = Proxy(self.upstream, _proxy_settings(config))
-        self.books = Bookkeeper(self.load, self.metrics, self.planner, self.registry)
+        self.journal = Journal()
+        self.books = Bookkeeper(self.load, self.metrics, self.planner, self.registry, self.journal)
         self.gateway = Gateway(config.server, config.policy.session_header, self.dispatcher, self.proxy, self.books)
 
     # --- life -------------------------------------------------------------------------------------------------------------

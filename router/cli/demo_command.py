@@ -1,95 +1,140 @@
-"""`kvroute demo`: three recorded engines, a router, a live table, and the score."""
+"""`kvroute demo`: hybrid engines, a router, a live table, and what knowing the groups gained."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from router.demo.run import play
-from router.demo.score import Score
-from router.recording import RecordingError
+from router.demo.phase import Tally
+from router.demo.play import DemoSettings, Scene, play
 
-DEFAULT_STREAMS = ("real_full_offload", "sparse_gptoss.1", "mamba_hybrid.1")
-"""A CPU tier; a sliding window that keeps only what a later prompt can use; Mamba states. They share no prompt, so what one
-engine had cached says nothing of another."""
-DEFAULT_DIRECTORY = Path("tests/conformance/streams")
+_CACHE_BLOCKS = 900
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="recorded engines behind a real router",
-        description="Plays recordings of real engines through real sockets and holds every prediction against the truth.",
+        help="hybrid engines behind a real router, and what it gained",
+        description="Three small engines with a sliding window and caches too small for everything; the same workload through "
+        "the router, through a router that knows no KV cache groups, and round robin.",
     )
-    parser.add_argument("--streams", nargs="+", type=Path, help="recordings, one a replica; default: three of this repository")
-    parser.add_argument("--queries", type=int, help="stop after this many prompts")
-    parser.add_argument("--json", action="store_true", help="print only the score, as JSON")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--preset", default="gemma", help="the engines' model; see `kvroute engine --help`")
+    parser.add_argument("--num-blocks", type=int, default=_CACHE_BLOCKS, help="of each engine's cache")
+    parser.add_argument("--simulate", action="store_true", help="engines without tensors; so too where torch is not installed")
+    parser.add_argument("--keep", action="store_true", help="leave engines and router running until Ctrl-C")
+    parser.add_argument("--open", action="store_true", help="say where the live page is, and wait for Enter before the end")
+    parser.add_argument("--json", action="store_true", help="print only the comparison, as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    recordings = arguments.streams or [DEFAULT_DIRECTORY / f"{name}.jsonl.gz" for name in DEFAULT_STREAMS]
-    for path in recordings:
-        if not path.is_file():
-            raise RecordingError(f"{path}: no such recording; run in the repository, or name some with --streams")
-    score = _play_quietly(recordings, arguments) if arguments.json else _play_live(recordings, arguments)
-    return 0 if score.is_perfect else 1
+    settings = _settings(arguments)
+    if arguments.json:
+        scene = asyncio.run(play(settings, lambda _scene: None))
+        print(json.dumps([_figures(tally) for tally in scene.tallies]))
+    else:
+        scene = _play_live(settings)
+    return 0 if scene.tallies[0].requests else 1
 
 
-def _play_quietly(recordings: list[Path], arguments: argparse.Namespace) -> Score:
-    score = asyncio.run(play(recordings, lambda _score: None, arguments.queries))
-    print(json.dumps(_summary(score)))
-    return score
-
-
-def _play_live(recordings: list[Path], arguments: argparse.Namespace) -> Score:
-    console = Console()
-    with Live(console=console, refresh_per_second=8) as live:
-        score = asyncio.run(play(recordings, lambda now: live.update(_table(now)), arguments.queries))
-        live.update(_table(score))
-    console.print(_verdict(score))
-    return score
-
-
-def _table(score: Score) -> Table:
-    table = Table(title="each replica plays a real engine's recording; the router knows only its URL", show_lines=True)
-    table.add_column("replica", no_wrap=True)
-    table.add_column("blocks by group/tier", no_wrap=True)
-    for heading in ("sent here", "predicted", "true hit", "exact"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, found in score.replicas.items():
-        blocks = "\n".join(f"{place} {count}" for place, count in found.blocks.items())
-        tokens = (str(found.predicted_tokens), str(found.hit_tokens))
-        exact = f"{found.exact} of {found.queries}"
-        table.add_row(f"{name}\n{found.stream}", blocks, str(found.sent_here), *tokens, exact)
-    return table
-
-
-def _verdict(score: Score) -> str:
-    return (
-        f"{score.exact} of {score.queries} predictions are exact to the token; "
-        f"{score.answers_exact} of {score.answers_compared} answers reported the cached tokens that the router had announced; "
-        f"{score.to_holder} of {score.with_hit} requests with a hit went to the replica that had it."
+def _settings(arguments: argparse.Namespace) -> DemoSettings:
+    simulate = arguments.simulate or importlib.util.find_spec("torch") is None
+    engine = ["--preset", arguments.preset, "--num-blocks", str(arguments.num_blocks), "--log-level", "error"]
+    return DemoSettings(
+        replicas=arguments.replicas,
+        engine_arguments=[*engine, *(["--simulate"] if simulate else [])],
+        keep=arguments.keep or arguments.open,
     )
 
 
-def _summary(score: Score) -> dict[str, Any]:
+def _play_live(settings: DemoSettings) -> Scene:
+    console = Console()
+    with Live(console=console, refresh_per_second=4) as live:
+        try:
+            return asyncio.run(play(settings, lambda scene: live.update(_view(scene))))
+        except KeyboardInterrupt:
+            raise SystemExit(0) from None
+
+
+# --- what is seen ---------------------------------------------------------------------------------------------------------
+
+
+def _view(scene: Scene) -> Group:
+    parts: list[Table | Text] = [_replicas(scene), _comparison(scene.tallies)]
+    if scene.is_over:
+        parts.append(Text(_verdict(scene.tallies)))
+    if scene.router_url and (not scene.is_over or scene.settings.keep):
+        parts.append(Text(f"live page: {scene.router_url}/" + ("  (Ctrl-C ends)" if scene.is_over else "")))
+    return Group(*parts)
+
+
+def _replicas(scene: Scene) -> Table:
+    tally = scene.tallies[-1] if scene.tallies else None
+    title = f"{tally.name}: {tally.requests} of {scene.requests} requests" if tally else "starting engines"
+    table = Table(title=title, title_justify="left")
+    table.add_column("replica / group", no_wrap=True)
+    for heading in ("blocks", "evicted: window", "pressure", "requests", "predicted", "cached", "TTFT p50"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for view in scene.views:
+        replica = tally.replicas[view.name] if tally else None
+        if replica:
+            p50 = sorted(replica.ttfts_s)[len(replica.ttfts_s) // 2] if replica.ttfts_s else 0.0
+            counts = (str(replica.requests), f"{replica.predicted_tokens:,}", f"{replica.cached_tokens:,}", _ms(p50))
+            table.add_row(f"[bold]{view.name}[/bold]", "", "", "", *counts)
+        for index, group in enumerate(view.groups):
+            row = (str(group.blocks), str(group.evicted_by_window), str(group.evicted_by_pressure))
+            table.add_row(f"  {index} {group.kind}", *row)
+    return table
+
+
+def _comparison(tallies: list[Tally]) -> Table:
+    table = Table(title="the same workload", title_justify="left")
+    table.add_column("routed by", no_wrap=True)
+    for heading in ("requests", "reused tokens", "of all", "TTFT p50", "p99", "mispredicted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for tally in tallies:
+        table.add_row(
+            tally.name,
+            str(tally.requests),
+            f"{tally.cached_tokens:,}",
+            f"{tally.hit_share:.0%}",
+            _ms(tally.ttft_s(50)),
+            _ms(tally.ttft_s(99)),
+            str(tally.mispredicted),
+        )
+    return table
+
+
+def _verdict(tallies: list[Tally]) -> str:
+    ours, *others = tallies
+    said = [
+        f"{ours.cached_tokens / max(other.cached_tokens, 1):.2f} times the tokens reused by {other.name}, "
+        f"TTFT p50 {ours.ttft_s(50) / max(other.ttft_s(50), 1e-9):.2f} of its"
+        for other in others
+    ]
+    return f"{ours.requests - ours.mispredicted} of {ours.requests} predictions exact; " + "; ".join(said) + "."
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f} ms"
+
+
+def _figures(tally: Tally) -> dict[str, Any]:
     return {
-        "queries": score.queries,
-        "exact": score.exact,
-        "answers_compared": score.answers_compared,
-        "answers_exact": score.answers_exact,
-        "with_hit": score.with_hit,
-        "to_holder": score.to_holder,
-        "replicas": {
-            name: {"stream": found.stream, "queries": found.queries, "exact": found.exact, "sent_here": found.sent_here}
-            for name, found in score.replicas.items()
-        },
+        "routed_by": tally.name,
+        "requests": tally.requests,
+        "prompt_tokens": tally.prompt_tokens,
+        "reused_tokens": tally.cached_tokens,
+        "ttft_p50_ms": round(tally.ttft_s(50) * 1000, 1),
+        "ttft_p99_ms": round(tally.ttft_s(99) * 1000, 1),
+        "mispredicted": tally.mispredicted,
     }

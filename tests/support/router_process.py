@@ -54,7 +54,7 @@ class RouterProcess:
     """`kvroute serve` on a port of the system's choice.
 
     Args:
-        config: The configuration as plain data; host and port are set.
+        config: The configuration as plain data; without a port, the system chooses one.
         environ: Added to the environment.
         limit: Called in the new process before it becomes the router.
     """
@@ -68,7 +68,7 @@ class RouterProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-test-")
         directory = Path(self._directory.name)
         whole = {**(config or {})}
-        whole["server"] = {**whole.get("server", {}), "port": 0}
+        whole["server"] = {"port": 0, **whole.get("server", {})}
         path = directory / "kvroute.yaml"
         path.write_text(yaml.safe_dump(whole))
         self._log = directory / "stderr.log"

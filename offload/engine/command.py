@@ -1,0 +1,232 @@
+"""`kvroute engine`: one replica of the small engine."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from kvevents.errors import KVEventsError
+from kvevents.publisher import ZmqEventPublisher
+from offload.engine.answers import EventSource, ServedModel
+from offload.engine.build import EngineConfig, build_engine
+from offload.engine.engine import Engine
+from offload.engine.http_api import ApiConfig
+from offload.engine.presets import preset_names
+from offload.engine.server import ServerConfig
+from offload.engine.server import run as run_server
+from offload.engine.time_model import TimeModel
+from offload.engine.tokenizer import ByteTokenizer, Tokenizer
+from offload.engine.tokenizer_files import FileTokenizer
+from offload.errors import OffloadError
+
+EXIT_USAGE = 2
+_DEFAULTS = EngineConfig()
+_TIMES = TimeModel()
+_SERVER = ServerConfig()
+
+
+@runtime_checkable
+class _LeavesOut(Protocol):
+    """A publisher that can be told to lose batches."""
+
+    def leave_out(self, batches: int) -> None:
+        """Give so many batches a number and do not send them."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's others."""
+    parser = commands.add_parser(
+        "engine",
+        help="one replica of a small engine: a real KV cache, random weights or none",
+        description="Serves vLLM's HTTP API and KV events until SIGTERM; then finishes what is under way.",
+    )
+    _add_model(parser.add_argument_group("model"))
+    _add_cache(parser.add_argument_group("cache"))
+    _add_events(parser.add_argument_group("KV events"))
+    _add_server(parser.add_argument_group("server"))
+    _add_simulation(parser.add_argument_group("with --simulate"))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build the engine and serve it; the exit code says how it went."""
+    try:
+        tokenizer: Tokenizer = FileTokenizer.load(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
+        config = _engine_config(arguments, tokenizer)
+        engine = build_engine(config)
+        return run_server(engine, tokenizer, _api_config(arguments, config, engine), _server_config(arguments))
+    except (OffloadError, KVEventsError) as error:
+        print(f"kvroute engine: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _whole(low: int, high: int = 2**40) -> Callable[[str], int]:
+    """An option's type: a whole number within bounds."""
+
+    def parse(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _number(low: float, high: float = 1e18) -> Callable[[str], float]:
+    """An option's type: a number within bounds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+# --- options --------------------------------------------------------------------------------------------------------------
+
+
+def _add_model(group: Any) -> None:
+    group.add_argument("--preset", default=_DEFAULTS.preset, metavar="NAME", help=f"one of {', '.join(preset_names())}")
+    group.add_argument("--simulate", action="store_true", help="no tensors: the time a model would take, and its cache")
+    group.add_argument("--device", help="cpu, cuda, ...; a GPU where there is one if left out")
+    group.add_argument("--seed", type=_whole(0), default=_DEFAULTS.seed, help="of the weights")
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call it; the preset's name if left out")
+    group.add_argument("--lora", action="append", default=[], metavar="NAME", help="a LoRA adapter, in name only; repeatable")
+    group.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its directory; else bytes are tokens"
+    )
+    group.add_argument("--max-model-len", type=_whole(1), metavar="TOKENS", help="prompt and answer together")
+    group.add_argument(
+        "--max-num-seqs", type=_whole(1), default=_DEFAULTS.max_num_seqs, metavar="N", help="requests in one step"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=_whole(1),
+        default=_DEFAULTS.max_num_batched_tokens,
+        metavar="TOKENS",
+        help="in one step",
+    )
+
+
+def _add_cache(group: Any) -> None:
+    group.add_argument(
+        "--num-blocks", type=_whole(2), default=_DEFAULTS.num_blocks, metavar="N", help="for all groups together"
+    )
+    group.add_argument("--block-size", type=_whole(1), metavar="TOKENS", help="the preset's if left out")
+    group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
+    group.add_argument("--retention-interval", type=_whole(0), metavar="TOKENS", help="see docs/offloading.md, Retention")
+    group.add_argument("--cpu-blocks", type=_whole(0), default=_DEFAULTS.cpu_blocks, metavar="N", help="a tier in memory")
+    group.add_argument("--cpu-cache-policy", default=_DEFAULTS.cpu_cache_policy, metavar="NAME", help="of that tier")
+    group.add_argument("--disk-directory", type=Path, metavar="PATH", help="a tier on disk")
+    group.add_argument("--disk-bytes", type=_whole(1), default=_DEFAULTS.disk_bytes, metavar="N", help="of that tier")
+
+
+def _add_events(group: Any) -> None:
+    group.add_argument("--kv-events-endpoint", metavar="ADDRESS", help="such as tcp://127.0.0.1:5557; none if left out")
+    group.add_argument("--kv-events-replay-endpoint", metavar="ADDRESS", help="for those who lost some")
+    group.add_argument("--kv-events-topic", default=_DEFAULTS.kv_events_topic, metavar="TOPIC")
+    group.add_argument("--data-parallel-rank", type=_whole(0, 65_535), default=0, metavar="RANK", help="moves both ports along")
+
+
+def _add_server(group: Any) -> None:
+    group.add_argument("--host", default=_SERVER.host)
+    group.add_argument("--port", type=_whole(0, 65_535), default=_SERVER.port, help="0 lets the system choose")
+    group.add_argument(
+        "--grace-s", type=_number(0, 86_400), default=_SERVER.grace_s, metavar="S", help="for what runs at SIGTERM"
+    )
+    group.add_argument("--log-level", default=_SERVER.log_level, choices=("debug", "info", "warning", "error"))
+    group.add_argument("--enable-faults", action="store_true", help="POST /faults: hang, slow, crash, drop_events")
+
+
+def _add_simulation(group: Any) -> None:
+    rates = "--prefill-tokens-per-s", "--decode-tokens-per-s", "--step-overhead-s", "--transfer-bytes-per-s", "--slowdown"
+    for option in rates:
+        default = getattr(_TIMES, option.removeprefix("--").replace("-", "_"))
+        low = 0 if option == "--step-overhead-s" else 1e-9
+        group.add_argument(option, type=_number(low), default=default, metavar="X", help=f"default {default:g}")
+
+
+# --- what they come to ----------------------------------------------------------------------------------------------------
+
+
+def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> EngineConfig:
+    return EngineConfig(
+        preset=arguments.preset,
+        simulate=arguments.simulate,
+        model_name=arguments.served_model_name or arguments.preset,
+        num_blocks=arguments.num_blocks,
+        block_size=arguments.block_size,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_num_seqs=arguments.max_num_seqs,
+        max_model_len=arguments.max_model_len,
+        vocab_size=tokenizer.vocab_size,  # whatever the model says then has a text
+        eos_token_id=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+        seed=arguments.seed,
+        enable_caching=not arguments.no_prefix_caching,
+        retention_interval=arguments.retention_interval,
+        cpu_blocks=arguments.cpu_blocks,
+        cpu_cache_policy=arguments.cpu_cache_policy,
+        disk_directory=arguments.disk_directory,
+        disk_bytes=arguments.disk_bytes,
+        kv_events_endpoint=arguments.kv_events_endpoint,
+        kv_events_replay_endpoint=arguments.kv_events_replay_endpoint,
+        kv_events_topic=arguments.kv_events_topic,
+        data_parallel_rank=arguments.data_parallel_rank,
+        device=arguments.device,
+        time_model=_time_model(arguments),
+    )
+
+
+def _time_model(arguments: argparse.Namespace) -> TimeModel:
+    return TimeModel(
+        prefill_tokens_per_s=arguments.prefill_tokens_per_s,
+        decode_tokens_per_s=arguments.decode_tokens_per_s,
+        step_overhead_s=arguments.step_overhead_s,
+        transfer_bytes_per_s=arguments.transfer_bytes_per_s,
+        slowdown=arguments.slowdown,
+    )
+
+
+def _api_config(arguments: argparse.Namespace, config: EngineConfig, engine: Engine) -> ApiConfig:
+    publisher = engine.publisher
+    return ApiConfig(
+        model=_served_model(arguments, config, engine),
+        version=version("kvroute"),
+        event_sources=_event_sources(config, engine),
+        enable_faults=arguments.enable_faults,
+        drop_events=publisher.leave_out if isinstance(publisher, _LeavesOut) else None,
+    )
+
+
+def _served_model(arguments: argparse.Namespace, config: EngineConfig, engine: Engine) -> ServedModel:
+    return ServedModel(
+        name=config.model_name or config.preset,
+        vocab_size=engine.model.vocab_size,
+        max_model_len=engine.model.max_model_len,
+        block_size=engine.model.block_size,
+        num_blocks=engine.cache.config.num_blocks,
+        enable_prefix_caching=config.enable_caching,
+        created=int(time.time()),
+        adapters=tuple(arguments.lora),
+    )
+
+
+def _event_sources(config: EngineConfig, engine: Engine) -> tuple[EventSource, ...]:
+    publisher = engine.publisher
+    if not isinstance(publisher, ZmqEventPublisher):
+        return ()
+    return (EventSource(config.data_parallel_rank, publisher.endpoint, publisher.replay_endpoint, config.kv_events_topic),)
+
+
+def _server_config(arguments: argparse.Namespace) -> ServerConfig:
+    return ServerConfig(arguments.host, arguments.port, arguments.grace_s, arguments.log_level)

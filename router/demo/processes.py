@@ -1,0 +1,92 @@
+"""The demo's processes: engines and a router, started, awaited and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.errors import RouterError
+
+_START_S = 90.0
+_END_S = 10.0
+_KEPT_OUTPUT_BYTES = 4000
+
+
+class DemoFailed(RouterError):
+    """The demo could not go on; the message says what did not happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process that listens."""
+
+    name: str
+    url: str
+
+
+@asynccontextmanager
+async def running(name: str, *command: str) -> AsyncIterator[Running]:
+    """A Python module with its arguments; it has said where it listens, and ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *command, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        yield Running(name, await _announced(name, process))
+    finally:
+        await _end(process)
+
+
+@asynccontextmanager
+async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Running]]:
+    """*count* engines of one kind, started together."""
+    async with AsyncExitStack() as stack:
+        command = ("router.cli.main", "engine", "--port", "0", "--kv-events-endpoint", "tcp://127.0.0.1:0")
+        replay = ("--kv-events-replay-endpoint", "tcp://127.0.0.1:0")
+        starting = [running(f"replica-{index + 1}", *command, *replay, *arguments) for index in range(count)]
+        yield list(await asyncio.gather(*(stack.enter_async_context(engine) for engine in starting)))
+
+
+@asynccontextmanager
+async def router(config: Path, text: str, module: str = "router.cli.main") -> AsyncIterator[Running]:
+    """A router with the configuration *text*, written to *config*."""
+    config.write_text(text)
+    options = ("serve", "--config") if module == "router.cli.main" else ()
+    async with running("router", module, *options, str(config)) as process:
+        yield process
+
+
+async def _announced(name: str, process: asyncio.subprocess.Process) -> str:
+    """The URL a process says that it listens on; from then on what it says is passed on."""
+    assert process.stderr is not None
+    said = b""
+    try:
+        while line := await asyncio.wait_for(process.stderr.readline(), _START_S):
+            if b"listens on" in line:
+                asyncio.create_task(_pass_on(process.stderr))  # noqa: RUF006 (it ends with the pipe)
+                return line.split()[-1].decode()
+            said = (said + line)[-_KEPT_OUTPUT_BYTES:]
+    except asyncio.TimeoutError:
+        raise DemoFailed(f"{name} did not listen within {_START_S:.0f} s") from None
+    raise DemoFailed(f"{name} did not start: {said.decode(errors='replace')}")
+
+
+async def _pass_on(pipe: asyncio.StreamReader) -> None:
+    """So that the pipe never fills."""
+    while line := await pipe.readline():
+        sys.stderr.buffer.write(line)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), _END_S)
+        except asyncio.TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,53 @@
+// The only ways in which this page writes into itself: text as text, and nothing that has not changed.
+
+export const byId = (id) => document.getElementById(id);
+
+export function fromTemplate(id) {
+  return byId(id).content.firstElementChild.cloneNode(true);
+}
+
+export function write(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+// A title too, since the text may be cut.
+export function writeWhole(node, text) {
+  write(node, text);
+  if (node.title !== text) node.title = text;
+}
+
+export function mark(node, name, value) {
+  if (node.dataset[name] !== value) node.dataset[name] = value;
+}
+
+export function show(node, isShown) {
+  if (node.hidden === isShown) node.hidden = !isShown;
+}
+
+export function widen(node, fraction) {
+  const width = `${(100 * Math.min(Math.max(fraction, 0), 1)).toFixed(2)}%`;
+  if (node.style.width !== width) node.style.width = width;
+}
+
+export function element(tag, className, text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+// Exactly *length* children, made by *make* and kept from before where there are any.
+export function resize(parent, length, make) {
+  while (parent.children.length > length) parent.lastElementChild.remove();
+  while (parent.children.length < length) parent.append(make());
+  return parent.children;
+}
+
+// Exactly *nodes*, in this order, behind the first *fixed* children; what stands right already is not touched.
+export function arrange(parent, nodes, fixed = 0) {
+  nodes.forEach((node, index) => {
+    const there = parent.children[index + fixed];
+    if (there !== node) parent.insertBefore(node, there ?? null);
+  });
+  while (parent.children.length > nodes.length + fixed) parent.lastElementChild.remove();
+}

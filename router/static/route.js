@@ -1,0 +1,172 @@
+// The prompt box: asks /route, and says in words what it answers.
+
+import { NeedsKey, Refused, ask, askForKey } from "./ask.js";
+import { byId, element, mark, resize, show, widen, write } from "./dom.js";
+import { count, kindOfGroup, plural, whyUnknown } from "./words.js";
+
+const SHOWN = 8;
+
+let answer = null;
+let isWhole = false;
+
+export function startRoute() {
+  byId("route-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    explain();
+  });
+  byId("route-kind").addEventListener("change", () => {
+    const isBody = byId("route-kind").value === "body";
+    byId("route-model").disabled = isBody;
+    byId("route-prompt").placeholder = isBody ? '{"model": "...", "messages": [{"role": "user", "content": "..."}]}' : "Why is the sky blue?";
+  });
+  byId("route-more").addEventListener("click", () => {
+    isWhole = true;
+    drawRanking();
+  });
+}
+
+export function offerModels(models) {
+  const list = byId("route-models");
+  const options = resize(list, models.length, () => element("option"));
+  models.forEach((model, index) => {
+    if (options[index].value !== model) options[index].value = model;
+  });
+  const input = byId("route-model");
+  if (models.length && !input.value && document.activeElement !== input) [input.value] = models;
+}
+
+async function explain() {
+  const button = byId("route-ask");
+  button.disabled = true;
+  say("asking");
+  try {
+    answer = await askWithKey(bodyOf());
+    isWhole = false;
+    draw();
+    say("");
+  } catch (error) {
+    say(sentenceOf(error), "bad");
+  } finally {
+    button.disabled = false;
+  }
+}
+
+async function askWithKey(body) {
+  for (;;) {
+    try {
+      return await ask("client", "route", body);
+    } catch (error) {
+      if (!(error instanceof NeedsKey) || !(await askForKey("client"))) throw error;
+    }
+  }
+}
+
+function bodyOf() {
+  const text = byId("route-prompt").value;
+  const model = byId("route-model").value;
+  const kind = byId("route-kind").value;
+  if (kind === "body") return text;
+  return JSON.stringify(kind === "chat" ? { model, messages: [{ role: "user", content: text }] } : { model, prompt: text });
+}
+
+function say(text, level = "") {
+  write(byId("route-state"), text);
+  mark(byId("route-state"), "level", level);
+}
+
+function sentenceOf(error) {
+  if (error instanceof NeedsKey) return "the router wants its client key for this";
+  return error instanceof Refused ? error.message : "the router does not answer";
+}
+
+// --- the answer ----------------------------------------------------------------------------------------------------------
+
+function draw() {
+  show(byId("route-answer"), true);
+  write(byId("route-summary"), summary());
+  const notes = [...promptNotes(), ...groupNotes(), ...excludedNotes()];
+  const items = resize(byId("route-notes"), notes.length, () => element("li"));
+  notes.forEach((note, index) => write(items[index], note));
+  drawRanking();
+}
+
+function summary() {
+  const [best] = answer.ranking;
+  if (!best) return "Nobody can take it now.";
+  const rank = best.dp_rank === null ? "" : `, rank ${best.dp_rank}`;
+  return `It would go to ${best.replica}${rank}. ${hitSentence(best.hit)}`;
+}
+
+function hitSentence(hit) {
+  const all = answer.prompt_tokens;
+  if (!all) return "Nothing is known of the prompt, so only load decides.";
+  if (!hit.total) return `None of its ${plural(all, "token")} is cached there.`;
+  const lower = hit.total > hit.gpu ? `, ${count(hit.total - hit.gpu)} of them in a lower tier` : " on the GPU";
+  return `${count(hit.total)} of its ${plural(all, "token")} are cached there${lower}; ${count(all - hit.total)} would be computed.`;
+}
+
+function* promptNotes() {
+  for (const prompt of answer.prompts) {
+    if (prompt.reason) yield `Not all of the prompt is known (${prompt.coverage}): ${whyUnknown(prompt.reason)}.`;
+    if (prompt.lora_name) yield `It runs with the adapter ${prompt.lora_name}.`;
+  }
+}
+
+// Why the hit is as long as it is: the longest prefix that every group accepts.
+function* groupNotes() {
+  const [best] = answer.ranking;
+  const groups = best?.groups[0] ?? [];
+  if (groups.length > 1) {
+    const parts = groups.map((group) => `${kindOfGroup(group.kind)} (group ${group.group}) ${count(group.tokens)}`);
+    yield `Each KV cache group alone would allow, in tokens on the GPU: ${parts.join(", ")}. The hit is the longest prefix that all of them accept.`;
+  }
+  if (best?.hit.suspect) yield "Events of this replica were lost, so its hit is doubtful and counts in part.";
+  if (best?.recent_tokens) yield `${plural(best.recent_tokens, "token")} of this prompt were sent there just now.`;
+}
+
+function* excludedNotes() {
+  const reasons = {};
+  for (const found of answer.excluded) (reasons[found.reason] ??= []).push(found.replica);
+  for (const [reason, ids] of Object.entries(reasons)) {
+    const named = ids.slice(0, 5).join(", ") + (ids.length > 5 ? ` and ${count(ids.length - 5)} more` : "");
+    yield `Left out, ${reason}: ${named}.`;
+  }
+}
+
+function drawRanking() {
+  const { ranking } = answer;
+  const shown = isWhole ? ranking : ranking.slice(0, SHOWN);
+  const table = byId("route-table");
+  show(table, ranking.length > 0);
+  const rows = resize(table.tBodies[0], shown.length, makeRow);
+  shown.forEach((ranked, index) => drawRanked(rows[index], ranked, index));
+  show(byId("route-more"), shown.length < ranking.length);
+  write(byId("route-more"), `Show all ${count(ranking.length)}`);
+}
+
+function makeRow() {
+  const row = element("tr");
+  row.append(...["place", "name", "number", "hit", "why"].map((name) => element("td", name)));
+  const bar = element("span", "hit-bar");
+  bar.append(element("i", "gpu"), element("i", "lower"));
+  row.children[3].append(bar, element("span", "hit-text"));
+  return row;
+}
+
+function drawRanked(row, ranked, index) {
+  const [place, name, wait, hit, why] = row.children;
+  write(place, String(index + 1));
+  write(name, ranked.dp_rank === null ? ranked.replica : `${ranked.replica} rank ${ranked.dp_rank}`);
+  write(wait, count(ranked.cost));
+  const all = answer.prompt_tokens || 1;
+  widen(hit.querySelector(".gpu"), ranked.hit.gpu / all);
+  widen(hit.querySelector(".lower"), (ranked.hit.total - ranked.hit.gpu) / all);
+  write(hit.querySelector(".hit-text"), groupsText(ranked));
+  write(why, ranked.reason);
+}
+
+function groupsText(ranked) {
+  const groups = (ranked.groups[0] ?? []).map((group) => `${kindOfGroup(group.kind)} ${count(group.tokens)}`);
+  const lower = ranked.hit.total > ranked.hit.gpu ? ` + ${count(ranked.hit.total - ranked.hit.gpu)} offloaded` : "";
+  return `${count(ranked.hit.gpu)}${lower}${groups.length > 1 ? ` (${groups.join(", ")})` : ""}`;
+}

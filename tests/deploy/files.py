@@ -1,0 +1,91 @@
+"""What stands in deploy/, read: YAML, the dashboard, and every PromQL expression with the place where it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+KUBERNETES = DEPLOY / "kubernetes"
+KEYS = {"CLIENT_KEY": "a", "OPERATOR_KEY": "b"}
+
+CONFIG_PATH = "/etc/kvroute/kvroute.yaml"
+ROUTER_COMMAND = ["serve", "--config", CONFIG_PATH]
+ENGINE_COMMAND = [
+    *("engine", "--preset", "gemma", "--simulate", "--host", "0.0.0.0", "--port", "8000"),
+    *("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://*:6557"),
+]
+ENGINE_PORTS = {8000, 5557, 6557}
+
+
+def load(path: Path) -> Any:
+    """The one document of a YAML file."""
+    return yaml.safe_load(path.read_text())
+
+
+def version() -> str:
+    """Of this distribution, which the images carry as their tag."""
+    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def tool(name: str, package: str) -> str:
+    """The path of a program, or a skip that says how to get it."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed (Debian: {package})")
+    return path
+
+
+def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+
+
+def succeeds(*command: str, cwd: Path = ROOT) -> str:
+    """What a command says, which must end with 0."""
+    done = run(*command, cwd=cwd)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# --- PromQL ---------------------------------------------------------------------------------------------------------------
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in load(PROMETHEUS / "alerts.yml")["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> Any:
+    return json.loads((DEPLOY / "grafana/dashboards/kvroute.json").read_text())
+
+
+def panels() -> list[dict[str, Any]]:
+    """All panels of the dashboard that show something."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Place and text of every expression; the dashboard's with its variables."""
+    for rule in alerts():
+        yield f"alert {rule['alert']}", rule["expr"]
+    for panel in panels():
+        for target in panel["targets"]:
+            yield f"panel {panel['title']!r} {target['refId']}", target["expr"]
+
+
+def without_variables(expression: str) -> str:
+    """As Prometheus gets it when everything is chosen."""
+    for name in ("instance", "model", "replica"):
+        expression = expression.replace(f'"${name}"', '".*"')
+    return expression.replace("$__rate_interval", "1m")

@@ -1,0 +1,231 @@
+"""Alerts and dashboard ask for what a running router has: every name, label and value, from a real process at work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from tests.deploy.files import ROOT, dashboard, expressions, panels, succeeds, tool, without_variables
+from tests.deploy.promql import Asked, asked_by
+from tests.support.engine_stub import BLOCK, EngineStub, dying_after, refusing
+from tests.support.router_process import RouterProcess, router_process
+
+MODEL = "deployed"
+ADDED_BY_PROMETHEUS = {"job", "instance"}
+OF_PROMETHEUS = {"up"}
+
+OF_VLLM = {
+    "vllm:num_requests_running": {"model_name", "engine"},
+    "vllm:num_requests_waiting": {"model_name", "engine"},
+    "vllm:kv_cache_usage_perc": {"model_name", "engine"},
+    "vllm:prefix_cache_queries_total": {"model_name", "engine"},
+    "vllm:prefix_cache_hits_total": {"model_name", "engine"},
+    "vllm:time_to_first_token_seconds_bucket": {"model_name", "engine", "le"},
+    "vllm:inter_token_latency_seconds_bucket": {"model_name", "engine", "le"},
+}
+"""Names and labels of vLLM 0.32 and newer, and of our own engine, which has the same."""
+
+
+# --- a router at work -----------------------------------------------------------------------------------------------------
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Not the stub's, whose ids are bytes: so that the router finds that they disagree."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["a tokenizer of the router alone"], trainer)
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -> None:
+    """One request of every kind that a metric counts."""
+    prompt = [first * 1000 + place for place in range(BLOCK * 4 + 1)]
+    stub.store(prompt)
+    await router.until_applied(stub)
+    usual = stub.behaviour
+    completion = {"model": MODEL, "prompt": prompt, "stream": True}
+    await router.post("/v1/completions", completion)
+    await router.post("/v1/completions", {"model": MODEL, "prompt": "tokenised here"})
+    stub.tokenizing = refusing("500 Internal Server Error")
+    await router.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "no template"}]})
+    stub.tokenizing = None
+    await router.post("/v1/completions", {**completion, "vllm_xargs": {"kv_cache_report_mode": "full"}})
+    await router.post("/v1/completions", {"model": "nobody's", "prompt": [1]})
+    stub.forget()
+    await router.post("/v1/completions", completion)
+    for trouble in (refusing("503 Service Unavailable"), dying_after(1)):
+        stub.behaviour = trouble
+        await router.post("/v1/completions", completion)
+    stub.behaviour = usual
+
+
+def settings(directory: Path) -> dict[str, Any]:
+    """A router that tokenises one model itself, and bears failures."""
+    write_tokenizer(directory / "model")
+    return {
+        "models": [{"name": MODEL, "tokenizer": str(directory / "model")}],
+        "health": {"interval_s": 0.25, "timeout_s": 0.25, "unhealthy_after": 1000},
+    }
+
+
+@contextlib.asynccontextmanager
+async def at_work(directory: Path) -> AsyncIterator[tuple[RouterProcess, EngineStub]]:
+    """A router that has worked, with one replica that serves and one that is not there."""
+    with router_process(settings(directory)) as router:
+        async with EngineStub(MODEL, has_events=True) as stub, router.serving(stub, models=[MODEL]):
+            await router.until(lambda now: "kvroute_tokenizer_disagreements{" in now.text, "the tokenizers were compared")
+            await router.post("/replicas", {"url": "http://127.0.0.1:1", "id": "absent", "models": [MODEL]})
+            await serve_something(router, stub, 1)
+            yield router, stub
+
+
+async def scraped(directory: Path) -> str:
+    async with at_work(directory) as (router, _):
+        return (await router.metrics()).text
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """Labels of every sample, by its name."""
+    text = asyncio.run(scraped(tmp_path_factory.mktemp("router")))
+    found: dict[str, list[dict[str, str]]] = {name: [dict.fromkeys(labels, "")] for name, labels in OF_VLLM.items()}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(dict(sample.labels))
+    return found
+
+
+def labels_of(samples: dict[str, list[dict[str, str]]], metric: str) -> set[str]:
+    return ADDED_BY_PROMETHEUS | {label for sample in samples.get(metric, []) for label in sample}
+
+
+# --- names and labels -----------------------------------------------------------------------------------------------------
+
+
+def test_an_expression_is_read_whole() -> None:
+    """The tests below see only what this finds."""
+    text = 'sum by (a, le) (rate(m_one{x="1", y=~"2|3"}[5m])) / 1e7 > 0.5 unless on (b) m:two == 0 or vector(0) * m_three'
+    matchers = (("m_one", "x", "1"), ("m_one", "y", "2"), ("m_one", "y", "3"))
+    assert asked_by(text) == Asked(matchers, frozenset(("m_one", "m:two", "m_three")), frozenset(("a", "le", "b")))
+
+
+@pytest.mark.parametrize(("place", "expression"), list(expressions()), ids=lambda value: value.partition("{")[0][:60])
+def test_every_metric_and_label_exists(samples: dict[str, list[dict[str, str]]], place: str, expression: str) -> None:
+    """An alert over a name that is gone never fires, and nobody notices."""
+    asked = asked_by(expression)
+    assert asked.metrics, place
+    assert asked.metrics <= set(samples) | OF_PROMETHEUS, place
+    for metric, label, _ in asked.matchers:
+        assert label in labels_of(samples, metric), f"{place}: {metric} has no label {label}"
+    assert asked.grouping <= set().union(*(labels_of(samples, metric) for metric in asked.metrics)), place
+
+
+@pytest.mark.parametrize(("place", "expression"), list(expressions()), ids=lambda value: value.partition("{")[0][:60])
+def test_every_value_of_a_label_exists(samples: dict[str, list[dict[str, str]]], place: str, expression: str) -> None:
+    """`state="suspicious"` would be sound PromQL."""
+    code = "\n".join(path.read_text() for package in ("router", "kvevents") for path in (ROOT / package).rglob("*.py"))
+    for metric, label, value in asked_by(expression).matchers:
+        if label in ADDED_BY_PROMETHEUS or value.startswith("$"):
+            continue
+        seen = {sample.get(label) for sample in samples[metric]}
+        assert value in seen or f'"{value}"' in code, f"{place}: {metric} never has {label}={value}"
+
+
+def test_legends_and_variables_name_labels_that_are_there(samples: dict[str, list[dict[str, str]]]) -> None:
+    """A legend of a label that is gone is an empty word beside each line."""
+    for panel in panels():
+        for target in panel["targets"]:
+            there = set().union(*(labels_of(samples, metric) for metric in asked_by(target["expr"]).metrics))
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= there, panel["title"]
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
+            assert label in labels_of(samples, metric), variable["name"]
+
+
+# --- a real Prometheus ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_port: int) -> None:
+    """Names may exist and a query still find nothing: a join on the wrong labels, a division by what is not there."""
+    binary = tool("prometheus", "prometheus")
+    async with at_work(tmp_path) as (router, stub):
+        server = await started(binary, tmp_path, router.port, free_port)
+        try:
+            await until_all_show(router, stub, free_port)
+        finally:
+            server.terminate()
+            await server.wait()
+
+
+async def started(binary: str, directory: Path, router_port: int, port: int) -> asyncio.subprocess.Process:
+    """A Prometheus that looks at the router every half second."""
+    job = {"job_name": "kvroute", "static_configs": [{"targets": [f"127.0.0.1:{router_port}"]}]}
+    config = {"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": [job]}
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+    return await asyncio.create_subprocess_exec(
+        binary,
+        f"--config.file={directory}/prometheus.yml",
+        f"--storage.tsdb.path={directory}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    )
+
+
+def router_expressions() -> dict[str, str]:
+    """What the router's panels ask for, by place."""
+    return {place: text for place, text in expressions() if place.startswith("panel") and "vllm:" not in text}
+
+
+async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> None:
+    """Work goes on until each panel has shown something."""
+    deadline = time.monotonic() + 60
+    empty, work = router_expressions(), itertools.count(2)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as prometheus:
+        while empty:
+            await serve_something(router, stub, next(work))
+            empty = {place: text for place, text in empty.items() if not await shows(prometheus, text)}
+            assert time.monotonic() < deadline, f"nothing to see: {sorted(empty)}"
+
+
+async def shows(prometheus: httpx.AsyncClient, expression: str) -> bool:
+    """Whether Prometheus finds anything; once it is up, it must understand what it is asked."""
+    try:
+        answer = await prometheus.get("/api/v1/query", params={"query": without_variables(expression)})
+    except httpx.TransportError:
+        return False
+    if answer.status_code == 503:  # it still starts
+        return False
+    assert answer.status_code == 200, (expression, answer.text)
+    return bool(answer.json()["data"]["result"])
+
+
+def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+    """Grafana shows a mistake to whoever opens the panel, which is too late."""
+    promtool = tool("promtool", "prometheus")
+    texts = [without_variables(text) for place, text in expressions() if place.startswith("panel")]
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(texts)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    succeeds(promtool, "check", "rules", str(tmp_path / "rules.yml"))

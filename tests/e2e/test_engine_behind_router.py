@@ -1,0 +1,198 @@
+"""Engines and a router as processes, over real sockets: what the router predicts is what the engine then reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvevents.messages import encode_start, read_reply
+from tests.support.engine_process import EngineProcess, engine_processes, simulated
+from tests.support.http_client import DEADLINE_S, Answer, connect
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+
+LAYOUTS = ("full", "gemma", "gptoss", "llama4", "mamba-hybrid")
+REQUESTS = 60
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    with router_process({"health": QUICK_HEALTH}) as process:
+        yield process
+
+
+# --- a workload -----------------------------------------------------------------------------------------------------------
+
+
+class Workload:
+    """Conversations that share a system prompt and grow by turns, and documents that are asked about, from a seed."""
+
+    def __init__(self, seed: int, model: str) -> None:
+        self._random = Random(seed)
+        self._model = model
+        self._system = self._words(200)
+        self._documents = [self._words(self._random.choice((100, 400, 700))) for _ in range(4)]
+        self._chats: list[list[dict[str, Any]]] = []
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        """Path and body of the next request."""
+        sampling = {"max_tokens": self._random.choice((1, 3, 40)), "ignore_eos": True, "temperature": 0}
+        if self._random.random() < 0.3:
+            sampling |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self._random.random() < 0.2:
+            sampling["cache_salt"] = "a-tenant"
+        if self._random.random() < 0.4:
+            return "/v1/completions", {"model": self._model, "prompt": self._question(), **sampling}
+        return "/v1/chat/completions", {"model": self._model, "messages": self._turn(), **sampling}
+
+    def _question(self) -> str | list[int]:
+        text = self._random.choice(self._documents) + self._words(self._random.randint(1, 40))
+        return list(text.encode()) if self._random.random() < 0.3 else text
+
+    def _turn(self) -> list[dict[str, Any]]:
+        if not self._chats or self._random.random() < 0.3:
+            self._chats.append([{"role": "system", "content": self._system}])
+        chat = self._random.choice(self._chats)
+        if len(chat) > 5:
+            self._chats.remove(chat)
+        if len(chat) > 1:
+            chat.append({"role": "assistant", "content": self._words(30)})
+        chat.append({"role": "user", "content": [{"type": "text", "text": self._words(self._random.randint(10, 90))}]})
+        return list(chat)
+
+    def _words(self, chars: int) -> str:
+        return "".join(self._random.choices("abcdefgh é", k=chars))
+
+
+def cached_tokens(answer: Answer) -> int:
+    """What the engine reports, in a whole answer or at the end of a stream."""
+    body = answer.body
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        *_, last, done, rest = body.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        body = last.removeprefix(b"data: ")
+    cached: int = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+async def until_told(router: RouterProcess, engine: EngineProcess) -> None:
+    """The router has applied all that *engine* has published so far: its replay endpoint has nothing beyond."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + DEADLINE_S
+    while True:
+        (source,) = (await router.replica(engine.name))["sources"]
+        stream = source["feed"]["stream"]
+        is_live = source["feed"]["state"] == "live" and stream["last_seq"] is not None
+        if is_live and not await batches_from(stream["replay_endpoint"], stream["last_seq"] + 1):
+            return
+        assert loop.time() < deadline, f"{engine.name}: not told within {DEADLINE_S:g} s: {source}"
+
+
+async def batches_from(endpoint: str, start: int) -> int:
+    """How many batches the replay endpoint has from *start* on."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        await socket.send_multipart([b"", encode_start(start)])
+        count = 0
+        while read_reply(await asyncio.wait_for(socket.recv_multipart(), DEADLINE_S), None) is not None:
+            count += 1
+        return count
+
+
+# --- predictions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=LAYOUTS)
+async def engines(request: pytest.FixtureRequest, router: RouterProcess) -> AsyncIterator[list[EngineProcess]]:
+    """Two replicas with caches too small for the workload, in rotation."""
+    options = {"served_model_name": f"model-{request.param}", "num_blocks": BLOCKS[request.param], "max_model_len": 1024}
+    async with engine_processes(2, *simulated(request.param, **options)) as started, router.serving(*started):
+        yield started
+
+
+BLOCKS = {"full": 120, "gemma": 340, "gptoss": 160, "llama4": 260, "mamba-hybrid": 200}
+
+
+async def test_every_prediction_is_what_the_engine_reports(router: RouterProcess, engines: list[EngineProcess]) -> None:
+    """The claim of it all: chats and completions, texts and ids, streamed and not, with salts, while blocks are evicted."""
+    model = (await engines[0].get("/v1/models")).json["data"][0]["id"]
+    workload, by_name = Workload(11, model), {engine.name: engine for engine in engines}
+    before = await router.metrics()
+    found: list[tuple[int, int]] = []
+    for _ in range(REQUESTS):
+        path, body = workload.next()
+        answer = await router.post(path, body)
+        assert answer.status == 200, answer.body
+        found.append((int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)))
+        await until_told(router, by_name[answer.headers["x-kv-replica"]])
+    assert [predicted for predicted, _ in found] == [cached for _, cached in found]
+    assert sum(cached > 0 for _, cached in found) > REQUESTS // 4, "the workload reuses much"
+    assert await evicted(router, engines), "and loses some of it: blocks were evicted"
+    now = await router.metrics()
+    names = [engine.name for engine in engines]
+    exact = sum(now.sum("kvroute_predictions_total", replica=name, outcome="exact") for name in names)
+    wrong = [now.sum("kvroute_predictions_total", replica=name, outcome=way) for name in names for way in ("over", "under")]
+    assert (exact, sum(wrong)) == (REQUESTS, 0)
+    assert before.sum("kvroute_untokenized_prompts_total") == now.sum("kvroute_untokenized_prompts_total")
+
+
+async def evicted(router: RouterProcess, engines: list[EngineProcess]) -> int:
+    """Blocks that were announced as gone, by any of them."""
+    replicas = [await router.replica(engine.name) for engine in engines]
+    return sum(source["feed"]["removed"] for replica in replicas for source in replica["sources"])
+
+
+# --- engines that die, clients that leave ---------------------------------------------------------------------------------
+
+
+async def test_predictions_are_exact_again_after_a_crash(router: RouterProcess) -> None:
+    """The new process has an empty cache, another publisher and other ports for events; its address is the old one."""
+    options = {"served_model_name": "model-of-a-crash", "num_blocks": 300, "enable_faults": True}
+    async with engine_processes(1, *simulated("gemma", **options)) as (engine,), router.serving(engine):
+        workload = Workload(3, "model-of-a-crash")
+        assert await all_exact(router, engine, workload, 10) > 0
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await engine.post("/faults", {"kind": "crash"})
+        assert await engine.ended() == 1
+        await router.until(lambda now: now.sum("kvroute_replica_healthy", replica=engine.name) == 0, "the router has noticed")
+        await asyncio.to_thread(engine.start)
+        await router.until_in_rotation(engine)
+        await until_told(router, engine)
+        assert await all_exact(router, engine, workload, 10) > 0
+
+
+async def all_exact(router: RouterProcess, engine: EngineProcess, workload: Workload, count: int) -> int:
+    """Send requests one after another and compare; returns the tokens that were cached."""
+    total = 0
+    for _ in range(count):
+        answer = await router.post(*workload.next())
+        assert answer.status == 200, answer.body
+        cached = cached_tokens(answer)
+        assert int(answer.headers["x-kv-hit-tokens"]) == cached
+        total += cached
+        await until_told(router, engine)
+    return total
+
+
+async def test_a_client_that_leaves_the_router_frees_the_engine(router: RouterProcess) -> None:
+    """The connection is closed all the way down."""
+    options = {"served_model_name": "model-of-a-leaver", "step_overhead_s": 0.005}
+    async with engine_processes(1, *simulated("full", **options)) as (engine,), router.serving(engine):
+        body = {"model": "model-of-a-leaver", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        async with connect(router.port) as client:
+            await client.send("POST", "/v1/completions", body)
+            await client.read_head()
+            await client.read_piece()
+            assert (await engine.metrics()).sum("vllm:num_requests_running") == 1
+        while (now := await engine.metrics()).sum("vllm:num_requests_running"):
+            await asyncio.sleep(0.01)
+        assert now.sum("vllm:kv_cache_usage_perc") == 0
+        assert now.sum("vllm:request_success_total", finished_reason="abort") == 1
+        assert now.sum("vllm:generation_tokens_total") < 3000

@@ -1,0 +1,134 @@
+"""The engine as people run it: `kvroute engine`, a process of its own, with addresses that survive its restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.http_client import DEADLINE_S, Answer, ask, eventually
+from tests.support.router_process import ROOT, Metrics
+
+COMMAND = (sys.executable, "-m", "router.cli.main", "engine")
+_ANNOUNCEMENT = re.compile(rb"listens on (http://\S+:(\d+))\n")
+_names = itertools.count(1)
+
+
+class EngineProcess:
+    """One engine. What a `RouterProcess` asks of a replica is here as well: `name`, `url`, `sources`.
+
+    Args:
+        arguments: Of the command. Addresses that are not among them are the system's choice.
+    """
+
+    sources = 1
+
+    def __init__(self, *arguments: str) -> None:
+        self.name = f"engine-{next(_names)}"
+        self._arguments = [*arguments]
+        self._directory = tempfile.TemporaryDirectory(prefix="kvroute-engine-")
+        self._log = Path(self._directory.name) / "stderr.log"
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """A new process, on the port of the one before if there was one."""
+        events = [] if "--kv-events-endpoint" in self._arguments else _EVENTS
+        with self._log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*COMMAND, "--port", str(self.port), *events, *self._arguments], cwd=ROOT, env={**os.environ}, stderr=stderr
+            )
+        try:
+            self.port = self._announced()
+        except BaseException:
+            self.kill()
+            raise
+
+    def log(self) -> str:
+        """Everything it has said."""
+        return self._log.read_text(errors="replace")
+
+    async def get(self, path: str) -> Answer:
+        return await ask(self.port, "GET", path)
+
+    async def post(self, path: str, body: object = b"", headers: dict[str, str] | None = None) -> Answer:
+        return await ask(self.port, "POST", path, body, headers)
+
+    async def metrics(self) -> Metrics:
+        return Metrics((await self.get("/metrics")).body.decode())
+
+    def tell_to_stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def ended(self, within_s: float = DEADLINE_S) -> int:
+        """The exit code."""
+        await eventually(lambda: self.process.poll() is not None, "the engine has ended", within_s)
+        return int(self.process.returncode)
+
+    async def stop(self) -> None:
+        """SIGTERM; it must end with 0, and must not have met an error of its own."""
+        self.tell_to_stop()
+        code = await self.ended()
+        said = self.log()
+        assert code == 0, f"exit code {code}\n{said[-4000:]}"
+        assert "Traceback" not in said, said[-4000:]
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Nothing is left of it."""
+        self.kill()
+        self._directory.cleanup()
+
+    def _announced(self) -> int:
+        deadline = time.monotonic() + 60
+        while True:
+            said = self._log.read_bytes()
+            found = _ANNOUNCEMENT.search(said)
+            if found:
+                return int(found[2])
+            assert self.process.poll() is None, f"the engine ended: {said.decode(errors='replace')}"
+            assert time.monotonic() < deadline, f"the engine does not listen: {said.decode(errors='replace')}"
+            time.sleep(0.01)
+
+
+_EVENTS = ("--kv-events-endpoint", "tcp://127.0.0.1:0", "--kv-events-replay-endpoint", "tcp://127.0.0.1:0")
+
+
+@contextlib.asynccontextmanager
+async def engine_processes(count: int, *arguments: str) -> AsyncIterator[list[EngineProcess]]:
+    """Several engines until the block ends; those that still run then must stop cleanly."""
+    started: list[EngineProcess] = []
+    try:
+        started += await asyncio.gather(*(asyncio.to_thread(EngineProcess, *arguments) for _ in range(count)))
+        yield started
+        await asyncio.gather(*(engine.stop() for engine in started if engine.process.poll() is None))
+    finally:
+        for engine in started:
+            engine.forget()
+
+
+def simulated(preset: str = "gemma", **options: Any) -> tuple[str, ...]:
+    """Arguments of an engine without tensors that takes no time to speak of."""
+    quick = {"step-overhead-s": 0.0005, "prefill-tokens-per-s": 1e6, "decode-tokens-per-s": 1e5}
+    named = {**quick, **{name.replace("_", "-"): value for name, value in options.items()}}
+    flags = [part for name, value in named.items() for part in ((f"--{name}",) if value is True else (f"--{name}", str(value)))]
+    return ("--preset", preset, "--simulate", *flags)
