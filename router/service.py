@@ -143,9 +143,7 @@ class RouterService:
         """A replica that failed may have lost what was sent to it; one that came may be another than before."""
         if replica.state is ReplicaState.UNHEALTHY:
             self.recent.forget(replica.id)
-        model = self._model_of(replica)
-        if replica.state is ReplicaState.HEALTHY and model is not None:
-            self.tokenizer_check.start(replica, model)
+        self._compare_tokenizers(replica)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make what it serves known, and follow its streams into the index of what it serves now."""
@@ -153,6 +151,8 @@ class RouterService:
             self.models.discover(name)
         for adapter, parent in replica.served.adapters:
             self.models.discover(adapter, parent)
+        if before.models != replica.served.models:
+            self._compare_tokenizers(replica)  # it may be healthy before it has said what it serves
         if before.models and before.models != replica.served.models:
             self._follow(replica, replica.sources, ())
             self._follow(replica, (), replica.sources)
@@ -183,6 +183,11 @@ class RouterService:
             return
         for new in set(now) - set(before):
             self._feed_changes.put_nowait(functools.partial(self._add_source, replica, new, model))
+
+    def _compare_tokenizers(self, replica: Replica) -> None:
+        model = self._model_of(replica)
+        if replica.state is ReplicaState.HEALTHY and model is not None:
+            self.tokenizer_check.start(replica, model)
 
     def _model_of(self, replica: Replica) -> Model | None:
         return self.models.discover(replica.served.models[0]) if replica.served.models else None

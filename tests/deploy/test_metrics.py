@@ -16,11 +16,11 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.deploy.files import ROOT, dashboard, expressions, panels, succeeds, tool, without_variables
 from tests.deploy.promql import Asked, asked_by
 from tests.support.engine_stub import BLOCK, EngineStub, dying_after, refusing
+from tests.support.model_files import write_tokenizer
 from tests.support.router_process import RouterProcess, router_process
 
 MODEL = "deployed"
@@ -40,17 +40,6 @@ OF_VLLM = {
 
 
 # --- a router at work -----------------------------------------------------------------------------------------------------
-
-
-def write_tokenizer(directory: Path) -> None:
-    """Not the stub's, whose ids are bytes: so that the router finds that they disagree."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["a tokenizer of the router alone"], trainer)
-    directory.mkdir(exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -> None:

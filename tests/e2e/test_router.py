@@ -28,6 +28,7 @@ from tests.support.engine_stub import (
     unique,
 )
 from tests.support.http_client import Answer, ask, connect, eventually, request_bytes
+from tests.support.model_files import write_tokenizer
 from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
 
 CLIENT_KEY = "client-key-sentinel-7c1e"
@@ -751,3 +752,13 @@ async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() ->
                 await eventually(lambda: stub.active == 100, "all of them are under way")
                 go.set()
                 assert {found.status for found in await asyncio.gather(*asking)} == {200}
+
+
+async def test_the_tokenizer_of_a_replica_that_is_known_by_its_url_alone_is_compared(tmp_path: Path) -> None:
+    """It is healthy before it has said what it serves: the comparison must not be missed for that."""
+    write_tokenizer(tmp_path / "model")
+    settings = {"models": [{"name": "compared", "tokenizer": str(tmp_path / "model")}], "health": QUICK_HEALTH}
+    with router_process(settings) as router:
+        async with EngineStub("compared") as stub, router.serving(stub):
+            compared = f'kvroute_tokenizer_disagreements{{model="compared",replica="{stub.name}"}}'
+            await router.until(lambda now: compared in now.text, "the tokenizers were compared")
