@@ -3,8 +3,8 @@
     python -m benchmarks.scale --replicas 256
 
 Engines are those of `kvroute engine --simulate`, in a few processes, each at a steady rate of steps, every one of which is
-published. One small HTTP server stands for all their faces. Figures: batches and changed blocks per second, how far the router is
-behind at the end, its processor time and memory, and how long a decision takes, as clients see it.
+published. One small HTTP server stands for all their faces. Figures: batches and changed blocks per second, how far the router
+is behind at the end, its processor time and memory, and how long a decision takes, as clients see it.
 """
 
 from __future__ import annotations
