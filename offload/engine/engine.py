@@ -96,6 +96,7 @@ class Engine:
             prompt_tokens=self.scheduler.prompt_tokens,
             generation_tokens=self.scheduler.generation_tokens,
             steps=self._steps,
+            copies_in_flight=self.connector.statistics().jobs_in_flight if self.connector else 0,
             groups=self._group_statistics(),
         )
 

@@ -112,7 +112,9 @@ class EngineCollector(Collector):
             cached.add_metric(values, group.cached_blocks)
             evicted.add_metric((*values, "window"), group.evicted_by_window)
             evicted.add_metric((*values, "pressure"), group.evicted_by_pressure)
-        yield from (cached, evicted)
+        copies = GaugeMetricFamily("kvroute_engine_copies_in_flight", "Jobs between GPU and lower tiers.", labels=LABELS)
+        copies.add_metric(self._labels, now.copies_in_flight)
+        yield from (cached, evicted, copies)
 
     def _cache_counters(self, now: EngineStatistics) -> Iterator[Metric]:
         queries, hits = now.prefix_cache_queries, now.prefix_cache_hits

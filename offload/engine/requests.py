@@ -88,4 +88,6 @@ class EngineStatistics:
     prompt_tokens: int
     generation_tokens: int
     steps: int
+    copies_in_flight: int = 0
+    """Jobs between the GPU and lower tiers."""
     groups: tuple[GroupStatistics, ...] = ()

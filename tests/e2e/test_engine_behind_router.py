@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -118,6 +119,40 @@ async def engines(request: pytest.FixtureRequest, router: RouterProcess) -> Asyn
 
 
 BLOCKS = {"full": 120, "gemma": 340, "gptoss": 160, "llama4": 260, "mamba-hybrid": 200}
+
+
+TIERS = {
+    "simulated, memory": [*simulated("gemma", num_blocks=340, cpu_blocks=2000)],
+    "simulated states, memory": [*simulated("mamba-hybrid", num_blocks=120, cpu_blocks=1000)],
+    "torch, memory and disk": ["--preset", "gemma", "--num-blocks", "340", "--cpu-blocks", "150"],
+}
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+async def test_what_lower_tiers_bring_back_is_predicted_too(router: RouterProcess, tiers: str, tmp_path: Path) -> None:
+    """An engine reports GPU and offloaded tokens alike; so must the router, right after a copy as well as long after."""
+    name = tiers.replace(" ", "-").replace(",", "")
+    options = [*TIERS[tiers], "--served-model-name", name, "--max-model-len", "1024"]
+    if "disk" in tiers:
+        options += ["--disk-directory", str(tmp_path / "blocks")]
+    async with engine_processes(1, *options) as (engine,), router.serving(engine):
+        workload, found = Workload(5, name), []
+        for _ in range(REQUESTS):
+            path, body = workload.next()
+            answer = await router.post(path, body)
+            assert answer.status == 200, answer.body
+            found.append((int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)))
+            await until_copied(engine)
+            await until_told(router, engine)
+        assert [predicted for predicted, _ in found] == [cached for _, cached in found]
+        assert (await engine.metrics()).sum("vllm:external_prefix_cache_hits_total") > 0
+
+
+async def until_copied(engine: EngineProcess) -> None:
+    """No copy between its tiers is under way."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while (await engine.metrics()).sum("kvroute_engine_copies_in_flight"):
+        assert asyncio.get_running_loop().time() < deadline, "copies do not end"
 
 
 async def test_every_prediction_is_what_the_engine_reports(router: RouterProcess, engines: list[EngineProcess]) -> None:
