@@ -16,7 +16,7 @@ from rich.text import Text
 from router.demo.phase import Tally
 from router.demo.play import DemoSettings, Scene, play
 
-_CACHE_BLOCKS = 900
+_CACHE_BLOCKS = 600
 
 
 def add_to(commands: Any) -> None:

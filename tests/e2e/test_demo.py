@@ -1,0 +1,74 @@
+"""`kvroute demo` as people run it, with engines that take the time and need no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from kvevents.codec import encode
+from kvevents.events import GPU, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents.hashing import HashChain
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+from kvevents.publisher import announce
+from router.demo.blind import GroupBlindIndex
+from router.demo.workload import Workload, WorkloadSizes
+from router.index.index import PrefixIndex, SourceId
+from tests.support.router_process import ROOT
+
+CHAIN = HashChain.from_seed()
+SOURCE = SourceId("replica", 0)
+PROMPT = list(range(65))
+HASHES = list(CHAIN.block_hashes(PROMPT, 16))
+
+
+def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
+    """It is the first thing one runs: it must end, and its claim must hold wherever it runs."""
+    command = [sys.executable, "-m", "router.cli.main", "demo", "--simulate", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    ours, blind, round_robin = json.loads(done.stdout)
+    assert (ours["routed_by"], blind["routed_by"]) == ("kvroute", "group-blind index")
+    assert ours["requests"] == blind["requests"] == round_robin["requests"] == Workload(WorkloadSizes()).requests
+    assert ours["prompt_tokens"] == blind["prompt_tokens"] == round_robin["prompt_tokens"]
+    assert ours["reused_tokens"] > 1.3 * round_robin["reused_tokens"]
+    assert ours["mispredicted"] < blind["mispredicted"]
+
+
+def test_every_way_of_routing_gets_the_same_prompts() -> None:
+    """Who answers first must not decide what is asked next."""
+    prompts = []
+    for order in (1, -1):
+        workload, said = Workload(WorkloadSizes(conversations=4, documents=2)), []
+        while batch := [dialogue for dialogue in (workload.next(), workload.next()) if dialogue]:
+            for dialogue in batch[::order]:
+                said.append((dialogue.name, tuple(dialogue.prompt())))
+                workload.answered(dialogue)
+        prompts.append(sorted(said))
+    assert prompts[0] == prompts[1]
+
+
+def told(index: PrefixIndex, groups: list[KVCacheGroup], *events: Event) -> int:
+    """What the index says of the prompt after these events."""
+    layout = KVCacheLayout.build(groups)
+    index.add(SOURCE)
+    index.apply(SOURCE, encode(EventBatch(0.0, [announce(layout, CHAIN), *events], 0)))
+    return index.match(PROMPT)[SOURCE].gpu
+
+
+def stored(group: int) -> BlockStored:
+    return BlockStored([*HASHES], None, PROMPT[:64], GPU, group)
+
+
+def test_a_group_blind_index_takes_a_window_that_slid_for_a_lost_block() -> None:
+    """What the demo compares with must be wrong where such routers are, and only there."""
+    full = KVCacheGroup(GroupKind.FULL, 16)
+    hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=16)]
+    slid = BlockRemoved([*HASHES[:2]], GPU, 1)
+    assert told(PrefixIndex(), hybrid, stored(0), stored(1), slid) == 64
+    assert told(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
+    # The window's only block is gone, full attention holds all: nothing can be reused, and the blind index says everything.
+    assert told(PrefixIndex(), hybrid, stored(0)) == 0
+    assert told(GroupBlindIndex(), hybrid, stored(0)) == 64
+    for index in (PrefixIndex(), GroupBlindIndex()):
+        assert told(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32
