@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
-from router.errors import BadRequest, NoReplica
+from router.errors import BadRequest, NoReplica, UnknownModel
 from router.index.match import Prompt
 from router.metrics import RouterMetrics
 from router.models import Model, ModelName, ModelSet
@@ -42,6 +42,10 @@ class ReplicaDirectory(Protocol):
 
     def serving(self, model: str) -> Sequence[Replica]:
         """All replicas that serve a model or an adapter of that name, whatever their state."""
+
+    @property
+    def unheard(self) -> int:
+        """How many have not said yet what they serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +94,17 @@ class Dispatcher:
         Raises:
             BadRequest: The body breaks a rule.
             UnknownModel: Nobody serves the model it names.
+            NoReplica: The same, but some replica has not said yet what it serves.
         """
         spec = await self._parse(endpoint, body, encoding)
-        found = self._models.resolve(spec.model)
+        found = self._resolve(spec.model)
         started = time.perf_counter()
         tokenized = await found.model.tokenization.tokenize(spec, lora_name=found.lora_name)
         tokenized_at = time.perf_counter()
         self._metrics.tokenization.labels(found.model.name).observe(tokenized_at - started)
         count = sum(len(prompt.token_ids) for prompt in tokenized)
-        prompts = await self._run(lambda: prepare(found.model.index, tokenized), count <= INLINE_TOKENS)
+        looked_up = tokenized if spec.reads_cache else ()
+        prompts = await self._run(lambda: prepare(found.model.index, looked_up), count <= INLINE_TOKENS)
         request = RouteRequest(model=found.model.name, prompt_tokens=count, session=session or spec.session)
         decision = self._decide(request, found, prompts, time.perf_counter() - tokenized_at)
         return Dispatched(spec, found.model, tokenized, prompts, decision)
@@ -109,12 +115,13 @@ class Dispatcher:
         Raises:
             BadRequest: The body is no JSON object.
             UnknownModel: Nobody serves the model it names.
+            NoReplica: The same, but some replica has not said yet what it serves.
         """
         try:
             named = await self._run(lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string") from None
-        found = self._models.resolve(named.model)
+        found = self._resolve(named.model)
         return self._decide(RouteRequest(model=found.model.name, prompt_tokens=0), found, (), 0.0)
 
     async def strip_report_mode(self, body: bytes, spec: PromptSpec) -> bytes:
@@ -135,6 +142,15 @@ class Dispatcher:
         decision = self._planner.decide(request, found.model.index, prompts, self._serving(found), seconds)
         self._metrics.routing.labels(found.model.name).observe(decision.seconds)
         return decision
+
+    def _resolve(self, name: str | None) -> ModelName:
+        try:
+            return self._models.resolve(name)
+        except UnknownModel:
+            # A router that has just started must not tell clients for good that there is no such model.
+            if unheard := self._replicas.unheard:
+                raise NoReplica(name or "(none named)", f"{unheard} replicas have not said yet what they serve") from None
+            raise
 
     def _serving(self, found: ModelName) -> Sequence[Replica]:
         """Replicas that have the adapter; or, where none says so, all that serve the base model under any of its names."""

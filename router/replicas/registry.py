@@ -170,6 +170,14 @@ class ReplicaRegistry:
         """Those that serve a model or an adapter, whatever their state; empty if nobody knows it."""
         return self._by_model.get(model, ())
 
+    @property
+    def unheard(self) -> int:
+        """How many have not said yet what they serve, and nobody has configured it."""
+        return sum(
+            not replica.served.models and replica.discoveries == replica.failed_discoveries
+            for replica in self._replicas.values()
+        )
+
     def models(self) -> dict[str, str | None]:
         """Everything that is served: name -> None for a model, the model it adapts for an adapter."""
         names: dict[str, str | None] = {}

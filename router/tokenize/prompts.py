@@ -123,6 +123,8 @@ class PromptSpec:
         lora_name: Only where ``/route`` names it; otherwise the caller finds out what *model* is.
         session: What the client says its conversation is, for session policies.
         body_bytes: Size of the body, a measure of the work that the prompts are.
+        reads_cache: False where the logprobs of the prompt itself are asked for: the engine computes all of it, whatever
+            it has cached.
         has_engine_arguments: The body has ``vllm_xargs``, which ``strip_report_mode`` looks into.
     """
 
@@ -136,6 +138,7 @@ class PromptSpec:
     lora_name: str | None = None
     session: str | None = field(default=None, repr=False)
     body_bytes: int = 0
+    reads_cache: bool = True
     has_engine_arguments: bool = False
 
 

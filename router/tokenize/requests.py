@@ -77,6 +77,7 @@ def parse_request(
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
         session=_session(fields),
         body_bytes=len(body),
+        reads_cache=not _asks_for_prompt_logprobs(fields, form),
         has_engine_arguments=ARGUMENTS_FIELD in fields,
     )
 
@@ -124,6 +125,13 @@ def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
     if side == "left" or side == "right":
         return Truncation(count, side, counts_special_tokens=True)
     return Truncation(count, "right" if form is Endpoint.EMBEDDINGS else "left", counts_special_tokens=False)
+
+
+def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool:
+    """By name; or by an echo with logprobs, which in vLLM (0.32) a chat has always and a completion if it asks for them."""
+    if fields.get("prompt_logprobs") is not None:
+        return True
+    return is_true(fields.get("echo")) and (form is Endpoint.CHAT or fields.get("logprobs") is not None)
 
 
 def _session(fields: Mapping[str, Any]) -> str | None:
