@@ -148,7 +148,7 @@ class LayoutLearner:
         chunk = self._chunk_size(hint)
         if (kind is GroupKind.SLIDING_WINDOW and not window) or (kind is GroupKind.CHUNKED_LOCAL and not chunk):
             kind = GroupKind.FULL
-        return KVCacheGroup(kind, seen.block_size, window, chunk)
+        return KVCacheGroup(kind, seen.block_size, window, chunk if kind is GroupKind.CHUNKED_LOCAL else None)
 
     def _hint(self, index: int) -> KVCacheGroup | None:
         return self.hints.groups[index] if index < len(self.hints.groups) else None

@@ -413,3 +413,12 @@ def test_a_prompts_hashes_have_the_form_the_engine_sends(as_int: bool) -> None:
     """They are looked up among those it sent."""
     chain, prompt = HashChain.from_seed("sha256", "0"), Prefix(tokens(64), seed="0", as_int=as_int)
     assert engine_hashes(chain, prompt.tokens, 16, (), 0, as_int) == prompt.hashes
+
+
+def test_only_chunked_groups_are_shown_with_a_chunk_size() -> None:
+    """An operator who reads one at a group of full attention looks for a mistake that is none."""
+    chunked = KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16, attention_chunk_size=64)
+    events = [PROMPT.stored(index, group) for index, group in enumerate((FULL, chunked))]
+    layout = learned(*events, hints=LayoutHints(groups=(FULL, chunked))).layout
+    assert layout is not None
+    assert [group.attention_chunk_size for group in layout.groups] == [None, 64]
