@@ -14,6 +14,8 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.retention", "--conversations", "30"),
     ("benchmarks.eviction_policies", "--accesses", "20000"),
     ("benchmarks.transfers", "--megabytes", "64", "--repeats", "3", "--k", "1"),
+    ("benchmarks.scale", "--replicas", "64", "--seconds", "5"),
+    ("benchmarks.routing_quality",),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 

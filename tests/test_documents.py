@@ -40,6 +40,7 @@ DOCUMENTS = (
     "docs/engines.md",
     "docs/offloading.md",
     "docs/operations.md",
+    "docs/routing-quality.md",
 )
 WITH_COMMANDS = (
     "README.md",

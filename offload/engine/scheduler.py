@@ -156,7 +156,7 @@ class Scheduler:
                 if sequence.state is _State.RUNNING:
                     counts[sequence.request.request_id] = count
                     budget -= count
-        while not preempted and budget > 0 and self._waiting and len(self._sequences_held()) < self._config.max_num_seqs:
+        while not preempted and budget > 0 and self._waiting and self._num_held < self._config.max_num_seqs:
             admitted = self._admit(self._waiting[0], budget)
             if admitted is None:
                 break
@@ -193,8 +193,10 @@ class Scheduler:
             self._give_up_blocks(sequence)
             self._waiting.appendleft(sequence)
 
-    def _sequences_held(self) -> list[_Sequence]:
-        return [sequence for sequence in self._sequences.values() if sequence.state is not _State.WAITING]
+    @property
+    def _num_held(self) -> int:
+        """Sequences that run or load."""
+        return len(self._sequences) - len(self._waiting)
 
     def _preempt(self, victim: _Sequence, counts: dict[str, int]) -> None:
         self._give_up_blocks(victim)

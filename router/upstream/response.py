@@ -136,6 +136,8 @@ class UpstreamResponse:
         """Let the reader go on if there is something for it."""
         waiter = self._waiter
         if waiter is not None and (self._chunks or self.complete or self.error is not None) and not waiter.done():
+            # At once: the timer that looks at deadlines may run before the reader does.
+            self.deadline = math.inf
             waiter.set_result(None)
 
     # The client's side.

@@ -1,0 +1,1 @@
+"""Replicas of the simulated engine behind the router's own decision code, in virtual time."""

@@ -1,0 +1,76 @@
+"""Which caches are compared: layer patterns with the windows and block sizes of models people serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.simulation.workload import WorkloadSize
+from offload.engine.build import EngineConfig
+from offload.engine.model_config import ModelConfig
+from offload.engine.time_model import TimeModel
+
+
+@dataclass(frozen=True)
+class ReplicaConfig(EngineConfig):
+    """A simulated replica, its window chosen."""
+
+    sliding_window: int = 1024
+    """In tokens."""
+
+    def model(self) -> ModelConfig:
+        """See `EngineConfig`."""
+        return replace(super().model(), sliding_window=self.sliding_window)
+
+
+_LAYOUTS = {
+    "full": ReplicaConfig(preset="full", block_size=32),
+    "gemma": ReplicaConfig(preset="gemma", block_size=32, sliding_window=1024),
+    "gptoss": ReplicaConfig(preset="gptoss", block_size=32, sliding_window=128),
+    "llama4": ReplicaConfig(preset="llama4", block_size=32),
+    "mamba-hybrid": ReplicaConfig(preset="mamba-hybrid", block_size=256),
+}
+"""Llama and Qwen; Gemma 3: five groups with a window of 1024; gpt-oss: one of 128; Qwen3-Next: three groups of states, one a
+block, hence the large blocks."""
+
+LONGEST_TOKENS = 131_072
+STEP_TOKENS = 2048
+TIME_MODEL = TimeModel(slowdown=2.5)
+"""8,000 prefill tokens/s: of the order of a model of 30B on one accelerator."""
+
+
+def layout_names() -> list[str]:
+    """All that `replica_config` knows."""
+    return list(_LAYOUTS)
+
+
+TRANSFER_TOKENS_PER_S = 200_000.0
+"""What a lower tier brings back: 128 KiB a token over PCIe at 25 GB/s."""
+
+
+def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
+    """The same replica with a tier in memory that holds *gpu_shares* times as many blocks as the GPU."""
+    model = config.model()
+    token_bytes = model.block_bytes * len(model.layer_groups()) / model.block_size
+    time_model = replace(config.time_model, transfer_bytes_per_s=token_bytes * TRANSFER_TOKENS_PER_S)
+    return replace(config, cpu_blocks=int(config.num_blocks * gpu_shares), time_model=time_model)
+
+
+def replica_config(layout: str, size: WorkloadSize, replicas: int, cache_share: float) -> ReplicaConfig:
+    """One of *replicas* replicas whose caches hold *cache_share* of all distinct prompt tokens together.
+
+    At 1 there is room for every token once, in every group. No cache is smaller than one and a half times what the longest
+    request needs.
+    """
+    config = _LAYOUTS[layout]
+    model = replace(config, max_model_len=LONGEST_TOKENS).model()
+    groups = len(model.layer_groups())
+    tokens = max(size.distinct_tokens * cache_share / replicas, 1.5 * size.longest_tokens + STEP_TOKENS)
+    return replace(
+        config,
+        simulate=True,
+        num_blocks=int(tokens / model.block_size) * groups + 2,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_num_seqs=128,
+        max_model_len=LONGEST_TOKENS,
+        time_model=TIME_MODEL,
+    )

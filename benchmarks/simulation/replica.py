@@ -1,0 +1,101 @@
+"""One simulated engine on the common timeline: its steps take their time, its events arrive a little later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.simulation.layouts import ReplicaConfig
+from benchmarks.simulation.timeline import Timeline
+from kvevents.events import Event, EventBatch
+from kvevents.hashing import HashChain
+from kvevents.publisher import EventPublisher, PublisherStatistics, announce
+from offload.engine.build import build_engine
+from offload.engine.requests import EngineRequest, StepOutput
+from offload.engine.time_model import VirtualClock
+
+MOST_IDLE_STEPS = 100
+"""Steps in a row that take no time: more than a few mean that nothing will ever fit."""
+
+TakeBatch = Callable[[str, EventBatch], None]
+TakeOutputs = Callable[[Sequence[StepOutput]], None]
+
+
+class StuckReplica(RuntimeError):
+    """An engine has requests and does nothing."""
+
+
+class DelayedPublisher(EventPublisher):
+    """Hands batches on, some time after the end of their step."""
+
+    def __init__(self, timeline: Timeline, clock: VirtualClock, delay_s: float, take: Callable[[EventBatch], None]) -> None:
+        self._timeline = timeline
+        self._clock = clock
+        self._delay_s = delay_s
+        self._take = take
+        self._published = 0
+
+    def publish(self, events: Sequence[Event]) -> bool:
+        """See `EventPublisher`."""
+        batch = EventBatch(self._clock.now_s(), tuple(events))
+        self._timeline.at(self._clock.now_s() + self._delay_s, lambda: self._take(batch))
+        self._published += 1
+        return True
+
+    def shutdown(self, timeout_s: float = 5.0) -> None:
+        """Nothing to end."""
+
+    def statistics(self) -> PublisherStatistics:
+        """See `EventPublisher`."""
+        return PublisherStatistics(published=self._published)
+
+
+class SimulatedReplica:
+    """An engine that steps while it has work."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        config: ReplicaConfig,
+        timeline: Timeline,
+        event_delay_s: float,
+        take_batch: TakeBatch,
+        take_outputs: TakeOutputs,
+    ) -> None:
+        self.replica_id = replica_id
+        self.busy_s = 0.0
+        self._timeline = timeline
+        self._take_outputs = take_outputs
+        self._clock = VirtualClock()
+        publisher = DelayedPublisher(timeline, self._clock, event_delay_s, lambda batch: take_batch(replica_id, batch))
+        self.engine = build_engine(config, self._clock, publisher)
+        publisher.publish([announce(self.engine.cache.config.layout, HashChain.from_seed())])
+        self._is_stepping = False
+        self._idle_steps = 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request now; a step under way ends first."""
+        self.engine.add_request(request)
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._step()
+
+    def _step(self) -> None:
+        # The engine does a whole step at once; what it said is heard when the step's time has passed.
+        start_s = self._timeline.now_s
+        self._clock.sleep(max(0.0, start_s - self._clock.now_s()))
+        outputs = self.engine.step()
+        end_s = max(start_s, self._clock.now_s())
+        self.busy_s += end_s - start_s
+        self._check_progress(end_s > start_s)
+        self._timeline.at(end_s, lambda: self._end_step(outputs))
+
+    def _end_step(self, outputs: Sequence[StepOutput]) -> None:
+        self._is_stepping = self.engine.has_work
+        self._take_outputs(outputs)
+        if self._is_stepping:
+            self._step()
+
+    def _check_progress(self, took_time: bool) -> None:
+        self._idle_steps = 0 if took_time else self._idle_steps + 1
+        if self._idle_steps > MOST_IDLE_STEPS:
+            raise StuckReplica(f"{self.replica_id}: {self.engine.statistics()} and {MOST_IDLE_STEPS} steps did nothing")

@@ -1,0 +1,73 @@
+"""The router's own decision code, wired for a simulation: index, load, recent prefixes, gauges, policy, ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from benchmarks.simulation.group_blind import GroupBlindIndex
+from kvevents.events import EventBatch
+from router.config.sections import ReplicaConfig as RouterReplicaConfig
+from router.gauges import EngineGauges
+from router.index.index import PrefixIndex, SourceId
+from router.load import InFlight, LoadTracker
+from router.recent import RecentPrefixes
+from router.replicas.health import HealthRecord
+from router.replicas.replica import Replica
+from router.routing import RECENT_STEP, Decision, RoutePlanner
+from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
+
+MODEL = "simulated"
+GROUP_BLIND = "group_blind"
+"""The default policy over an index that ignores groups."""
+BLIND_AND_FORGETFUL = "group_blind_no_recent"
+"""The same in a router that does not remember what it has just sent where."""
+POLICIES = ("prefix", GROUP_BLIND, BLIND_AND_FORGETFUL, "session", "least_loaded", "round_robin", "random")
+
+_AT_ONCE_S = 1e-9
+
+
+class SimulatedRouter:
+    """Decides as the router does. The clock is passed in."""
+
+    def __init__(
+        self, policy: str, replica_ids: Sequence[str], clock: Callable[[], float], weights: Weights | None = None, seed: int = 0
+    ) -> None:
+        self._clock = clock
+        is_blind = policy in (GROUP_BLIND, BLIND_AND_FORGETFUL)
+        self.index = GroupBlindIndex() if is_blind else PrefixIndex()
+        self.load = LoadTracker()
+        self._replicas = [_healthy(replica_id) for replica_id in replica_ids]
+        name = "prefix" if is_blind else policy
+        chosen = make_policy(name, PolicySettings(weights or Weights(), random=Random(seed)))
+        recent = RecentPrefixes(_AT_ONCE_S) if policy == BLIND_AND_FORGETFUL else RecentPrefixes()
+        self._planner = RoutePlanner(chosen, name, self.load, recent, lambda _source: False, clock=clock)
+
+    def take_batch(self, replica_id: str, batch: EventBatch) -> None:
+        """A replica's events."""
+        self.index.apply(SourceId(replica_id), batch)
+
+    def take_gauges(self, replica_id: str, running: int, waiting: int) -> None:
+        """A replica's own metrics, as if they had been scraped now."""
+        replica = next(replica for replica in self._replicas if replica.id == replica_id)
+        replica.take_gauges(EngineGauges(running, waiting, None), self.load.load_of(replica_id).requests, self._clock())
+
+    def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, InFlight]:
+        """Where a request goes, the tokens it is predicted to reuse there, and its account, which counts from now on."""
+        decision = self._decide(session, token_ids)
+        chosen = decision.ranking.ranked[0].candidate.replica_id
+        self._planner.remember(decision, chosen)
+        account = self.load.started(chosen, decision.uncached_tokens(chosen), decision.prompt_tokens)
+        return chosen, decision.hit_of(chosen).total, account
+
+    def _decide(self, session: str, token_ids: Sequence[int]) -> Decision:
+        prompt = self.index.prompt(token_ids)
+        prompt.keys(RECENT_STEP)
+        request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
+        return self._planner.decide(request, self.index, [prompt], self._replicas)
+
+
+def _healthy(replica_id: str) -> Replica:
+    record = HealthRecord(1, 1)
+    record.check_passed()
+    return Replica(RouterReplicaConfig(url="http://127.0.0.1:8000", id=replica_id), record, 0.0)
