@@ -252,7 +252,7 @@ def longest_extended_hit(layout: KVCacheLayout, on_gpu: Present, below: Present,
     return max(gpu_hit, longest_hit(layout, present, limit, prompt_tokens))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
     """The groups that cache, those with equal specs together: they are looked up as one, so EAGLE's block is one for all."""
     together: dict[KVCacheGroup, list[int]] = {}

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offload.engine.answers import ServedModel
 from offload.engine.http_metrics import EngineCollector, RequestMetrics
-from offload.engine.requests import EngineStatistics, FinishReason
+from offload.engine.requests import EngineStatistics, FinishReason, GroupStatistics
 from router.gauges import EngineGauges, parse_gauges
 from tests.offload.engine.served import MODEL, serving
 from tests.support.http_client import eventually
@@ -64,7 +64,7 @@ def test_every_count_stands_under_its_name() -> None:
     registry = CollectorRegistry()
     statistics = EngineStatistics(
         num_running=1, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=60,
-        external_prefix_cache_hits=30, preemptions=5, prompt_tokens=6, generation_tokens=7, steps=8,
+        external_prefix_cache_hits=30, preemptions=5, prompt_tokens=6, generation_tokens=7, steps=8, copies_in_flight=9,
     )  # fmt: skip
     registry.register(EngineCollector(SERVED, "0", lambda: statistics))
     found = {name.removeprefix("vllm:"): value for (name, _), value in samples(registry).items()}
@@ -80,6 +80,30 @@ def test_every_count_stands_under_its_name() -> None:
         "prompt_tokens_total": 6,
         "generation_tokens_total": 7,
         "cache_config_info": 1,
+        "kvroute_engine_copies_in_flight": 9,
+    }
+
+
+def test_each_group_is_told_with_what_it_lost_and_why() -> None:
+    """What vLLM does not tell, and a sliding window is watched by."""
+    registry = CollectorRegistry()
+    groups = (GroupStatistics("full_attention", 10, 0, 2), GroupStatistics("sliding_window", 4, 7, 1))
+    statistics = EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, groups=groups)
+    registry.register(EngineCollector(SERVED, "0", lambda: statistics))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    found = {
+        (sample.name, sample.labels["group"], sample.labels["kind"], sample.labels.get("cause")): sample.value
+        for family in families
+        for sample in family.samples
+        if "group" in sample.labels
+    }
+    assert found == {
+        ("kvroute_engine_cached_blocks", "0", "full_attention", None): 10,
+        ("kvroute_engine_cached_blocks", "1", "sliding_window", None): 4,
+        ("kvroute_engine_evicted_blocks_total", "0", "full_attention", "window"): 0,
+        ("kvroute_engine_evicted_blocks_total", "0", "full_attention", "pressure"): 2,
+        ("kvroute_engine_evicted_blocks_total", "1", "sliding_window", "window"): 7,
+        ("kvroute_engine_evicted_blocks_total", "1", "sliding_window", "pressure"): 1,
     }
 
 
