@@ -15,8 +15,10 @@ from rich.text import Text
 
 from router.demo.phase import Tally
 from router.demo.play import DemoSettings, Scene, play
+from router.demo.workload import WorkloadSizes
 
 _CACHE_BLOCKS = 600
+_SHORT_KINDS = {"full_attention": "full", "sliding_window": "window", "chunked_local_attention": "chunks", "mamba": "states"}
 
 
 def add_to(commands: Any) -> None:
@@ -29,6 +31,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--preset", default="gemma", help="the engines' model; see `kvroute engine --help`")
     parser.add_argument("--num-blocks", type=int, default=_CACHE_BLOCKS, help="of each engine's cache")
+    parser.add_argument("--conversations", type=int, default=12, help="of four turns each")
+    parser.add_argument("--documents", type=int, default=6, help="with four questions each")
     parser.add_argument("--simulate", action="store_true", help="engines without tensors; so too where torch is not installed")
     parser.add_argument("--keep", action="store_true", help="leave engines and router running until Ctrl-C")
     parser.add_argument("--open", action="store_true", help="say where the live page is, and wait for Enter before the end")
@@ -52,6 +56,7 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
     return DemoSettings(
         replicas=arguments.replicas,
         engine_arguments=[*engine, *(["--simulate"] if simulate else [])],
+        sizes=WorkloadSizes(conversations=arguments.conversations, documents=arguments.documents),
         keep=arguments.keep or arguments.open,
     )
 
@@ -82,7 +87,7 @@ def _replicas(scene: Scene) -> Table:
     title = f"{tally.name}: {tally.requests} of {scene.requests} requests" if tally else "starting engines"
     table = Table(title=title, title_justify="left")
     table.add_column("replica / group", no_wrap=True)
-    for heading in ("blocks", "evicted: window", "pressure", "requests", "predicted", "cached", "TTFT p50"):
+    for heading in ("blocks", "slid out", "evicted", "sent", "predicted", "cached", "TTFT"):
         table.add_column(heading, justify="right", no_wrap=True)
     for view in scene.views:
         replica = tally.replicas[view.name] if tally else None
@@ -92,14 +97,14 @@ def _replicas(scene: Scene) -> Table:
             table.add_row(f"[bold]{view.name}[/bold]", "", "", "", *counts)
         for index, group in enumerate(view.groups):
             row = (str(group.blocks), str(group.evicted_by_window), str(group.evicted_by_pressure))
-            table.add_row(f"  {index} {group.kind}", *row)
+            table.add_row(f"  {index} {_SHORT_KINDS.get(group.kind, group.kind)}", *row)
     return table
 
 
 def _comparison(tallies: list[Tally]) -> Table:
     table = Table(title="the same workload", title_justify="left")
     table.add_column("routed by", no_wrap=True)
-    for heading in ("requests", "reused tokens", "of all", "TTFT p50", "p99", "mispredicted"):
+    for heading in ("requests", "reused", "of all", "TTFT p50", "p99", "mispredicted"):
         table.add_column(heading, justify="right", no_wrap=True)
     for tally in tallies:
         table.add_row(
