@@ -16,6 +16,9 @@ from router.demo.processes import Running, engines, router
 from router.demo.workload import Workload, WorkloadSizes
 
 _LOOK_EVERY_S = 0.5
+_RECENT_TTL_S = 0.3
+"""How long the router remembers what it has just sent where. People think for half a minute between turns, these clients not
+at all: the memory is shortened as their time is, in every way of routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def _configuration(way: Way, replicas: Sequence[Running]) -> str:
         "server: {port: 0}",
         "health: {interval_s: 2, timeout_s: 2}",
         "observability: {log_level: error}",
-        f"policy: {{name: {way.policy}}}",
+        f"policy: {{name: {way.policy}, recent_ttl_s: {_RECENT_TTL_S}}}",
         "replicas:",
         *(f"  - {{id: {replica.name}, url: '{replica.url}'}}" for replica in replicas),
     ]
