@@ -31,7 +31,6 @@ class ReplicaView:
     """One replica as it is now."""
 
     name: str
-    usage: float = 0.0
     groups: list[GroupView] = field(default_factory=list)
 
 
@@ -41,9 +40,7 @@ async def look_at(name: str, engine: Client) -> ReplicaView:
     groups: dict[int, GroupView] = {}
     for family in text_string_to_metric_families((await engine.get("/metrics")).decode()):
         for sample in family.samples:
-            if sample.name == "vllm:kv_cache_usage_perc":
-                view.usage = sample.value
-            elif sample.name == "kvroute_engine_cached_blocks":
+            if sample.name == "kvroute_engine_cached_blocks":
                 _group(groups, sample.labels).blocks = int(sample.value)
             elif sample.name == "kvroute_engine_evicted_blocks_total":
                 group = _group(groups, sample.labels)
