@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.figures import report
+from benchmarks.simulation.outcome import percentile
 from kvevents.publisher import EventPublisher
 from offload.engine.build import EngineConfig, build_engine
 from offload.engine.engine import Engine
@@ -124,7 +125,7 @@ async def measure(replicas: int, options: argparse.Namespace) -> None:
             for worker in workers:
                 _say(worker)
             started, cpu = time.monotonic(), _cpu_s(pid)
-            decisions = await _decide(client, options)
+            decisions = sorted(await _decide(client, options))
             ends = [json.loads(await _line(worker)) for worker in workers]
             seconds = time.monotonic() - started
             behind_s = await _until_applied(client, [seq for end in ends for seq in end["last_seqs"]])
@@ -139,8 +140,8 @@ async def measure(replicas: int, options: argparse.Namespace) -> None:
                 idle_rss_mib=round(idle_rss),
                 rss_mib=round(_rss_mib(pid)),
                 decisions=len(decisions),
-                decision_ms_p50=round(_percentile(decisions, 50), 2),
-                decision_ms_p99=round(_percentile(decisions, 99), 2),
+                decision_ms_p50=round(percentile(decisions, 50), 2),
+                decision_ms_p99=round(percentile(decisions, 99), 2),
             )
             await client.close()
     face.close()
@@ -249,11 +250,6 @@ def _cpu_s(pid: int) -> float:
 def _rss_mib(pid: int) -> float:
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) / 1024
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.demo.phase import Tally
+from router.demo.phase import Tally, percentile
 from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes
 
@@ -92,8 +92,8 @@ def _replicas(scene: Scene) -> Table:
     for view in scene.views:
         replica = tally.replicas[view.name] if tally else None
         if replica:
-            p50 = sorted(replica.ttfts_s)[len(replica.ttfts_s) // 2] if replica.ttfts_s else 0.0
-            counts = (str(replica.requests), f"{replica.predicted_tokens:,}", f"{replica.cached_tokens:,}", _ms(p50))
+            p50 = _ms(percentile(replica.ttfts_s, 50))
+            counts = (str(replica.requests), f"{replica.predicted_tokens:,}", f"{replica.cached_tokens:,}", p50)
             table.add_row(f"[bold]{view.name}[/bold]", "", "", "", *counts)
         for index, group in enumerate(view.groups):
             row = (str(group.blocks), str(group.evicted_by_window), str(group.evicted_by_pressure))
