@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_engine_behind_router import cached_tokens, until_told
+from tests.support.actual_hits import cached_tokens, until_told
 from tests.support.engine_process import EngineProcess, simulated
 from tests.support.http_client import DEADLINE_S, eventually
 from tests.support.router_process import Metrics, RouterProcess, router_process

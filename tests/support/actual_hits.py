@@ -1,0 +1,50 @@
+"""What an engine says it reused, and whether the router has heard of all that led to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import zmq
+import zmq.asyncio
+
+from kvevents.messages import encode_start, read_reply
+from tests.support.engine_process import EngineProcess
+from tests.support.http_client import DEADLINE_S, Answer
+from tests.support.router_process import RouterProcess
+
+
+def cached_tokens(answer: Answer) -> int:
+    """What the engine reports, in a whole answer or at the end of a stream."""
+    body = answer.body
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        *_, last, done, rest = body.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        body = last.removeprefix(b"data: ")
+    cached: int = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+async def until_told(router: RouterProcess, engine: EngineProcess) -> None:
+    """The router has applied all that *engine* has published so far: its replay endpoint has nothing beyond."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + DEADLINE_S
+    while True:
+        (source,) = (await router.replica(engine.name))["sources"]
+        stream = source["feed"]["stream"]
+        is_live = source["feed"]["state"] == "live" and stream["last_seq"] is not None
+        if is_live and not await _batches_from(stream["replay_endpoint"], stream["last_seq"] + 1):
+            return
+        assert loop.time() < deadline, f"{engine.name}: not told within {DEADLINE_S:g} s: {source}"
+
+
+async def _batches_from(endpoint: str, start: int) -> int:
+    """How many batches the replay endpoint has from *start* on."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        await socket.send_multipart([b"", encode_start(start)])
+        count = 0
+        while read_reply(await asyncio.wait_for(socket.recv_multipart(), DEADLINE_S), None) is not None:
+            count += 1
+        return count
