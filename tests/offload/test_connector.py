@@ -77,11 +77,11 @@ def test_two_tiers_fill_one_prefix_together(name: str, tmp_path: Path) -> None:
     """A prefix may lie in parts on the GPU, in memory and on disk; its copies are jobs of several workers."""
     config = config_of(GROUPS[name], num_blocks=25 * len(GROUPS[name]), max_in_flight_tokens=32)
     pages = TensorPages(config)
-    memory = cpu_tier(pages, config, 30, sizes_for(config, 2))
+    memory = cpu_tier(pages, config, 10 * len(GROUPS[name]), sizes_for(config, 2))
     disk, store = disk_tier(pages, config, tmp_path, 400_000, sizes_for(config, 1))
     driver = OffloadDriver(config, pages, [memory, disk], name)
     with shut_down([memory, disk]):
-        counts = run(driver, name)
+        counts = run(driver, name, 200)
     store.close()
     assert counts["loaded"] > 3
     assert driver.loaded_from >= {CPU, STORAGE}
@@ -130,7 +130,7 @@ def test_failed_copies_are_never_served(name: str, share: float) -> None:
     tier = cpu_tier(pages, config, 200, sizes_for(config, 1), options=TransferOptions(staging_bytes=64, pace=Faults(share)))
     driver = OffloadDriver(config, pages, [tier], name)
     with shut_down([tier]):
-        counts = run(driver, name)
+        counts = run(driver, name, 200)
     statistics = driver.connector.statistics()
     assert statistics.store.failed_jobs > 0
     assert counts["failed loads"] > 0
