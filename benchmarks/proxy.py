@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from async_timeout import timeout
+
 from benchmarks.figures import report
 from benchmarks.load import Load, run_load, stub_replica
 
@@ -123,7 +125,8 @@ class RouterProcess:
             command = ["taskset", "-c", "0", *command]
         self._process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         assert self._process.stderr is not None
-        line = await asyncio.wait_for(self._process.stderr.readline(), 60)
+        async with timeout(60):
+            line = await self._process.stderr.readline()
         self.port = int(line.rsplit(b":", 1)[1])
         await _until(lambda: _is_ready(self.port))
         return self

@@ -239,9 +239,17 @@ def _is_numeric(host: str) -> bool:
 
 async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
     loop = asyncio.get_running_loop()
+    asking = loop.create_task(loop.getaddrinfo(host, None, type=stdlib_socket.SOCK_STREAM))
+    asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a failure may meet a cancellation
     try:
-        found = await asyncio.wait_for(loop.getaddrinfo(host, None, type=stdlib_socket.SOCK_STREAM), timeout_s)
-    except (OSError, UnicodeError, asyncio.TimeoutError):
+        # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what it waits for.
+        await asyncio.wait((asking,), timeout=timeout_s)
+        if not asking.done():
+            raise NoConnection(f"{endpoint}: the host has no address in {timeout_s:g} s")
+        found = asking.result()
+    except (OSError, UnicodeError):
         raise NoConnection(f"{endpoint}: the host has no address") from None
+    finally:
+        asking.cancel()
     in_order = sorted(found, key=lambda entry: entry[0] != stdlib_socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in in_order))

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
+from async_timeout import timeout
+
 from router.account import Account, Bookkeeper, describe
 from router.config import Secret, ServerConfig
 from router.dispatch import Dispatched, Dispatcher
@@ -204,7 +206,8 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive, limit_bytes: 
             raise BodyTooLarge(limit_bytes)
         return body
     try:
-        return await asyncio.wait_for(_read_rest(message, receive, limit_bytes), timeout_s)
+        async with timeout(timeout_s):
+            return await _read_rest(message, receive, limit_bytes)
     except asyncio.TimeoutError:
         raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s") from None
 

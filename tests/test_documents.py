@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 import yaml
+from async_timeout import timeout
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.app import RouterApp
@@ -423,7 +424,8 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
         await feed.close()
         assert engine.stdin is not None
         engine.stdin.close()
-        assert await asyncio.wait_for(engine.wait(), 10) == 0
+        async with timeout(10):
+            assert await engine.wait() == 0
 
 
 async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(tmp_path: Path) -> None:
@@ -449,7 +451,8 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(t
             await feed.close()
             assert engine.stdin is not None
             engine.stdin.close()
-            assert await asyncio.wait_for(engine.wait(), 30) == 0
+            async with timeout(30):
+                assert await engine.wait() == 0
 
 
 def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
@@ -463,7 +466,8 @@ async def compared_in_tiers(engine: asyncio.subprocess.Process, index: PrefixInd
     assert engine.stdout is not None
     predicted = index.match(prompt)[source]
     engine.stdin.write(json.dumps(prompt).encode() + b"\n")
-    hit = Hit(**json.loads(await asyncio.wait_for(engine.stdout.readline(), 30)))
+    async with timeout(30):
+        hit = Hit(**json.loads(await engine.stdout.readline()))
     assert predicted == hit
     await until(lambda: index.match(prompt)[source].gpu == (len(prompt) - 1) // 16 * 16, "the events of this prompt")
     return hit
@@ -484,7 +488,8 @@ async def compared(engine: asyncio.subprocess.Process, index: PrefixIndex, sourc
     assert engine.stdout is not None
     predicted = index.match(prompt)[source].total
     engine.stdin.write(json.dumps(prompt).encode() + b"\n")
-    hit = int(await asyncio.wait_for(engine.stdout.readline(), 10))
+    async with timeout(10):
+        hit = int(await engine.stdout.readline())
     assert predicted == hit
     await until(lambda: index.match(prompt)[source].total == (len(prompt) - 1) // 16 * 16, "the events of this prompt")
     return hit

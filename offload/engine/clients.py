@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from async_timeout import timeout
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
@@ -27,7 +28,8 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
         ClientGone: The client left in the middle of it.
     """
     try:
-        return await asyncio.wait_for(_read(request, limit_bytes), timeout_s)
+        async with timeout(timeout_s):
+            return await _read(request, limit_bytes)
     except asyncio.TimeoutError:
         raise ApiError(f"body: not there within {timeout_s:g} s", 408, "RequestTimeoutError") from None
     except ClientDisconnect:

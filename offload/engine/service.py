@@ -18,6 +18,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from async_timeout import timeout
+
 from offload.engine.errors import EngineBusyError, EngineDeadError
 from offload.engine.faults import Faults
 from offload.engine.requests import EngineRequest, EngineStatistics, FinishReason, StepOutput
@@ -249,7 +251,8 @@ class EngineService:
         """Take nothing new, and wait for what runs; False if some still does after *within_s*."""
         self.start_draining()
         try:
-            await asyncio.wait_for(self._idle.wait(), within_s)
+            async with timeout(within_s):
+                await self._idle.wait()
         except asyncio.TimeoutError:
             return False
         return True

@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_timeout import timeout
+
 from router.errors import RouterError
 
 _START_S = 90.0
@@ -66,11 +68,12 @@ async def _announced(name: str, process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     said = b""
     try:
-        while line := await asyncio.wait_for(process.stderr.readline(), _START_S):
-            if b"listens on" in line:
-                asyncio.create_task(_pass_on(process.stderr))  # noqa: RUF006 (it ends with the pipe)
-                return line.split()[-1].decode()
-            said = (said + line)[-_KEPT_OUTPUT_BYTES:]
+        async with timeout(_START_S):
+            while line := await process.stderr.readline():
+                if b"listens on" in line:
+                    asyncio.create_task(_pass_on(process.stderr))  # noqa: RUF006 (it ends with the pipe)
+                    return line.split()[-1].decode()
+                said = (said + line)[-_KEPT_OUTPUT_BYTES:]
     except asyncio.TimeoutError:
         raise DemoFailed(f"{name} did not listen within {_START_S:.0f} s") from None
     raise DemoFailed(f"{name} did not start: {said.decode(errors='replace')}")
@@ -86,7 +89,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), _END_S)
+            async with timeout(_END_S):
+                await process.wait()
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+
+from async_timeout import timeout
 
 from router.upstream import Header, Origin, Timeouts, UpstreamClient
 
@@ -19,14 +20,6 @@ class UpstreamFetch:
     ) -> tuple[int, bytes]:
         """See `Fetch`."""
         phases = Timeouts(timeout_s, timeout_s, timeout_s)
-        asking = self._client.fetch(origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers)
-        whole = asyncio.ensure_future(asking)
-        whole.add_done_callback(_retrieve)
-        status, _, body = await asyncio.wait_for(whole, timeout_s)
+        async with timeout(timeout_s):
+            status, _, body = await self._client.fetch(origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers)
         return status, body
-
-
-def _retrieve(asked: asyncio.Task[tuple[int, list[Header], bytes]]) -> None:
-    """Look at how it ended: a failure that meets a cancellation is nobody's, and would be logged as lost."""
-    if not asked.cancelled():
-        asked.exception()

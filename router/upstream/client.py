@@ -7,6 +7,8 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from async_timeout import timeout
+
 from router.upstream.connection import Connection
 from router.upstream.errors import (
     ClosedBeforeResponse,
@@ -130,9 +132,9 @@ class UpstreamClient:
             UpstreamError: As for `send`.
         """
         limit_s = timeouts.connect_s + timeouts.first_byte_s + timeouts.idle_s
-        whole = self._fetch(origin, method, target, body, timeouts, max_bytes, headers)
         try:
-            return await asyncio.wait_for(whole, limit_s)
+            async with timeout(limit_s):
+                return await self._fetch(origin, method, target, body, timeouts, max_bytes, headers)
         except asyncio.TimeoutError:
             self._timeouts += 1
             raise IdleTimeout(f"{origin}: answer not complete in {limit_s:g} s", received=True) from None
@@ -251,7 +253,6 @@ class UpstreamClient:
         task = self._loop.create_task(connect)
         task.add_done_callback(_retrieve)
         try:
-            # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what it waits for.
             await asyncio.wait((task,), timeout=connect_s)
             if not task.done():
                 raise ConnectTimeout(f"{origin}: no connection in {connect_s:g} s")

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from async_timeout import timeout
 
 from tests.support.engine_stub import STREAM_HEAD, EngineStub, Exchange, always, answer, engines, refusing, streaming
 from tests.support.hostile import SENTINEL, mutated_body, mutated_request, seeds
@@ -134,8 +135,9 @@ async def send_requests(router: RouterProcess, stub: EngineStub, seed: int) -> C
 async def statuses_until_closed(client: HttpClient) -> list[int]:
     received = b""
     with contextlib.suppress(ConnectionError):
-        while piece := await asyncio.wait_for(client.reader.read(MIB), 15):
-            received += piece
+        async with timeout(15):
+            while piece := await client.reader.read(MIB):
+                received += piece
     heads = [line for line in received.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
     return [int(head.split(b" ")[1]) for head in heads]
 
@@ -260,7 +262,8 @@ async def test_slow_clients_are_ended_in_time(router: RouterProcess) -> None:
         names = [name for name in SLOW for _ in range(10)]
         dripping = [asyncio.create_task(drip(router, *SLOW[name])) for name in names]
         while not all(task.done() for task in dripping):
-            found = await asyncio.wait_for(router.post("/v1/completions", {"model": stub.model, "prompt": [1]}), 2)
+            async with timeout(2):
+                found = await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
             assert found.status == 200
             assert time.monotonic() - began < 2 * REQUEST_S + SLACK_S + 5, unfinished(names, dripping)
             await asyncio.sleep(0.05)

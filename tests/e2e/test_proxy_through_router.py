@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from async_timeout import timeout
 
 from tests.support.engine_stub import (
     DONE,
@@ -442,7 +443,8 @@ async def test_in_flight_counts_return_to_zero_after_any_end(router: RouterProce
         async with opened(router, body_for(stub, stream=number % 2 == 0, prompt=prompt_ids(100, number))) as client:
             with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
                 await client.read_head(0.3 + number % 5 / 10)
-                await asyncio.wait_for(client.read_body(), 0.5)
+                async with timeout(0.5):
+                    await client.read_body()
             client.leave(reset=number % 3 == 0)
 
     async with engines(3) as stubs, router.serving(*stubs):

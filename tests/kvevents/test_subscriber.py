@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
+from async_timeout import timeout
 
 from kvevents.codec import encode
 from kvevents.delivery import SourceState
@@ -866,10 +867,23 @@ async def test_a_peer_that_speaks_no_zmq_is_left_and_tried_again(notebook: Noteb
         accepted = 0
         async with following(Subscriber(endpoint, notebook, options=options)):
             while accepted < 3:
-                connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(listener), 5)
+                async with timeout(5):
+                    connection, _ = await asyncio.get_running_loop().sock_accept(listener)
                 connection.close()
                 accepted += 1
     assert notebook.states == [SourceState.DEAD]
+
+
+async def test_a_cancellation_that_meets_a_found_address_is_not_lost(publisher: VllmPublisher) -> None:
+    """A follower that did not end with its replica would go on for ever."""
+    port = publisher.endpoint.rsplit(":", 1)[1]
+    for passes in range(300):
+        task = asyncio.create_task(Subscriber(f"tcp://localhost:{port}", Notebook(), options=QUICK).run())
+        for _ in range(passes % 60):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled(), f"goes on after {passes % 60} turns of the loop"
 
 
 async def test_cancelling_leaves_nothing_behind_at_any_moment(publisher: VllmPublisher, notebook: Notebook) -> None:
@@ -984,7 +998,8 @@ async def test_a_turn_of_someone_who_left_goes_to_the_next() -> None:
     first, second = asyncio.ensure_future(pacer.turn()), asyncio.ensure_future(pacer.turn())
     await asyncio.sleep(0)
     first.cancel()
-    await asyncio.wait_for(second, 1)
+    async with timeout(1):
+        await second
 
 
 def test_delays_double_up_to_their_cap_and_differ() -> None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
+from async_timeout import timeout
+
 from router.upstream import Origin
 
 
@@ -198,10 +200,11 @@ class RawClient:
         self.status = int(head[0].split(" ")[1])
         return self.status if self.status >= 200 else await self.read_head()
 
-    async def read_piece(self) -> bytes:
+    async def read_piece(self, within_s: float | None = None) -> bytes:
         """One chunk as the server wrote it; b"" is the regular end."""
-        size = int(await self.reader.readuntil(b"\r\n"), 16)
-        return (await self.reader.readexactly(size + 2))[:-2]
+        async with timeout(within_s):
+            size = int(await self.reader.readuntil(b"\r\n"), 16)
+            return (await self.reader.readexactly(size + 2))[:-2]
 
     async def read_body(self) -> bytes:
         """The whole body. Raises IncompleteReadError where it ends too early."""

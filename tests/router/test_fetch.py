@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from collections import Counter
 from typing import Any
+
+import pytest
 
 from router.replicas.fetch import UpstreamFetch
 from router.upstream import Origin, UpstreamClient, UpstreamError
+from tests.support.engine_stub import engines
 from tests.support.vllm_publisher import free_port
 
 
@@ -28,3 +32,26 @@ async def test_a_question_given_up_while_it_fails_leaves_no_error_that_nobody_re
         gc.collect()
     await client.close()
     assert not complaints
+
+
+async def test_a_question_given_up_while_its_answer_comes_is_given_up() -> None:
+    """Before Python 3.12 `asyncio.wait_for` swallows a cancellation that meets the end of what it waits for."""
+    client = UpstreamClient()
+    fetch = UpstreamFetch(client)
+    ends: Counter[str] = Counter()
+    async with engines(1) as (stub,):
+        origin = Origin.parse(stub.url)
+        for passes in range(40):
+            await fetch(origin, "/health", (), 5.0, 1024)  # the next takes its connection, which makes it quick
+            question = asyncio.create_task(fetch(origin, "/health", (), 5.0, 1024))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            if question.cancel():
+                with pytest.raises(asyncio.CancelledError):
+                    await question
+                ends["given up"] += 1
+            else:
+                assert (await question)[0] == 200
+                ends["answered"] += 1
+    await client.close()
+    assert min(ends["given up"], ends["answered"]) > 0

@@ -109,7 +109,7 @@ async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event() -> Non
         assert await client.read_head() == 200
         assert client.headers["content-type"] == "text/event-stream; charset=utf-8"
         for piece in pieces:
-            assert await asyncio.wait_for(client.read_piece(), 2) == piece
+            assert await client.read_piece(2) == piece
             arrived.release()
         assert await client.read_piece() == b""
         recorder = await proxy.recorder(End.COMPLETED)
@@ -141,7 +141,7 @@ async def test_any_other_body_is_flushed_piece_by_piece() -> None:
         await client.request()
         await client.read_head()
         for piece in (b"{", b'"a"', b": 1}"):
-            assert await asyncio.wait_for(client.read_piece(), 2) == piece
+            assert await client.read_piece(2) == piece
             arrived.release()
         assert await client.read_piece() == b""
 

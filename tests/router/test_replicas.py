@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from async_timeout import timeout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -751,7 +752,8 @@ async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> Non
     registry = ReplicaRegistry(deaf_fetch, HealthConfig(interval_s=600), LoadTracker())
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
     await asked.wait()
-    await asyncio.wait_for(registry.close(), 5)
+    async with timeout(5):
+        await registry.close()
     assert replica.state is ReplicaState.STARTING
 
 

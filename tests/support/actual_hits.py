@@ -7,6 +7,7 @@ import json
 
 import zmq
 import zmq.asyncio
+from async_timeout import timeout
 
 from kvevents.messages import encode_start, read_reply
 from tests.support.engine_process import EngineProcess
@@ -45,6 +46,7 @@ async def _batches_from(endpoint: str, start: int) -> int:
         socket.connect(endpoint)
         await socket.send_multipart([b"", encode_start(start)])
         count = 0
-        while read_reply(await asyncio.wait_for(socket.recv_multipart(), DEADLINE_S), None) is not None:
-            count += 1
+        async with timeout(DEADLINE_S):
+            while read_reply(await socket.recv_multipart(), None) is not None:
+                count += 1
         return count

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from async_timeout import timeout
+
 DEADLINE_S = 20.0
 
 
@@ -84,7 +86,8 @@ class HttpClient:
         return Answer(self.status, self.headers, await self.read_body())
 
     async def read_head(self, within_s: float = DEADLINE_S) -> int:
-        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), within_s)
+        async with timeout(within_s):
+            raw = await self.reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode("latin-1").split("\r\n")[:-2]
         self.status = int(first.split(" ")[1])
         pairs = [line.split(": ", 1) for line in lines]
@@ -94,13 +97,15 @@ class HttpClient:
 
     async def read_piece(self, within_s: float = DEADLINE_S) -> bytes:
         """One chunk as the server wrote it; b"" is the regular end."""
-        size = int(await asyncio.wait_for(self.reader.readuntil(b"\r\n"), within_s), 16)
-        return (await asyncio.wait_for(self.reader.readexactly(size + 2), within_s))[:-2]
+        async with timeout(within_s):
+            size = int(await self.reader.readuntil(b"\r\n"), 16)
+            return (await self.reader.readexactly(size + 2))[:-2]
 
     async def read_body(self) -> bytes:
         """The whole body. Raises IncompleteReadError where it ends too early."""
         if "content-length" in self.headers:
-            return await asyncio.wait_for(self.reader.readexactly(int(self.headers["content-length"])), DEADLINE_S)
+            async with timeout(DEADLINE_S):
+                return await self.reader.readexactly(int(self.headers["content-length"]))
         body = b""
         while piece := await self.read_piece():
             body += piece
@@ -109,8 +114,9 @@ class HttpClient:
     async def is_closed(self, within_s: float = DEADLINE_S) -> bool:
         """Wait until the server has closed, or for *within_s*."""
         try:
-            while await asyncio.wait_for(self.reader.read(65_536), within_s):
-                pass
+            async with timeout(within_s):
+                while await self.reader.read(65_536):
+                    pass
         except ConnectionError:
             return True
         except asyncio.TimeoutError:
