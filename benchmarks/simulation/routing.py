@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from benchmarks.simulation.group_blind import GroupBlindIndex
 from kvevents.events import EventBatch
 from router.config.sections import ReplicaConfig as RouterReplicaConfig
+from router.demo.blind import GroupBlindIndex
 from router.gauges import EngineGauges
 from router.index.index import PrefixIndex, SourceId
 from router.load import InFlight, LoadTracker

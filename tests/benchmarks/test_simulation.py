@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks.simulation.conversations import ConversationOptions, Conversations
-from benchmarks.simulation.group_blind import GroupBlindIndex
 from benchmarks.simulation.layouts import replica_config, with_memory_tier
 from benchmarks.simulation.outcome import Outcome, percentile, variation
 from benchmarks.simulation.replica import SimulatedReplica
@@ -27,6 +26,7 @@ from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from offload.engine.requests import EngineRequest, SamplingParams, StepOutput
+from router.demo.blind import GroupBlindIndex
 from router.index.index import SourceId
 from router.index.match import Hit
 
