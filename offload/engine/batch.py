@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offload.engine.requests import SamplingParams
+from offload.free_queue import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,8 @@ class SequenceChunk:
     """These tokens; those before are in the cache."""
     start: int
     """Position of the first."""
-    block_tables: Sequence[Sequence[int]]
-    """Per group the ids of the sequence's blocks, 0 where none is needed."""
+    block_tables: Sequence[Sequence[Block]]
+    """Per group the sequence's blocks, the null block where none is needed; the cache's own, right until the step ends."""
     is_last: bool
     """Whether the sequence's tokens end here, so that the next one is to be chosen."""
     sampling: SamplingParams

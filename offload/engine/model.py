@@ -111,21 +111,28 @@ class Attention(nn.Module):
     def _write(self, chunk: SequenceChunk, keys: Tensor, values: Tensor) -> None:
         size = self._config.block_size
         positions = torch.arange(chunk.start, chunk.stop, device=keys.device)
-        table = torch.tensor(chunk.block_tables[self._group_idx], device=keys.device)
-        blocks, slots = table[positions // size], positions % size
+        first_block = chunk.start // size
+        blocks = self._block_ids(chunk, first_block, keys.device)[positions // size - first_block]
+        slots = positions % size
         self._pages[blocks, 0, slots] = keys
         self._pages[blocks, 1, slots] = values
 
     def _attend(self, chunk: SequenceChunk, queries: Tensor) -> Tensor:
         size = self._config.block_size
         first_block = self._first_seen(chunk.start) // size
-        blocks = torch.tensor(chunk.block_tables[self._group_idx][first_block : -(-chunk.stop // size)], device=queries.device)
-        past = self._pages[blocks].transpose(0, 1).flatten(1, 2)[:, : chunk.stop - first_block * size]
+        seen = self._pages[self._block_ids(chunk, first_block, queries.device)]
+        past = seen.transpose(0, 1).flatten(1, 2)[:, : chunk.stop - first_block * size]
         mask = self._mask(chunk, first_block * size, queries.device)
         attended = functional.scaled_dot_product_attention(
             queries.transpose(0, 1), past[0].transpose(0, 1), past[1].transpose(0, 1), attn_mask=mask, enable_gqa=True
         )
         return attended.transpose(0, 1)
+
+    def _block_ids(self, chunk: SequenceChunk, first: int, device: torch.device) -> Tensor:
+        """Of the blocks from *first* to the chunk's last."""
+        stop = -(-chunk.stop // self._config.block_size)
+        table = chunk.block_tables[self._group_idx]
+        return torch.tensor([block.block_id for block in table[first:stop]], device=device)
 
     def _first_seen(self, position: int) -> int:
         """The first token that the one at *position* looks at."""
@@ -187,11 +194,11 @@ class StateMixer(nn.Module):
         distance = steps[:, None] - steps[None, :]
         weights = torch.where(distance >= 0, torch.exp(log_decay * distance.clamp(min=0)), torch.zeros(()).to(queries.device))
         within = (queries @ keys.transpose(1, 2) * weights) @ values
-        state = self._pages[table[(chunk.start - 1) // size]] if chunk.start else torch.zeros_like(self._pages[0])
+        state = self._pages[table[(chunk.start - 1) // size].block_id] if chunk.start else torch.zeros_like(self._pages[0])
         before = torch.exp(log_decay * (steps + 1)[None, :, None])
         mixed: Tensor = within + before * (queries @ state)
         behind = torch.exp(log_decay * (count - 1 - steps)[None, :, None])
-        self._pages[table[(chunk.stop - 1) // size]] = (
+        self._pages[table[(chunk.stop - 1) // size].block_id] = (
             torch.exp(log_decay * count) * state + (behind * keys).transpose(1, 2) @ values
         )
         return mixed

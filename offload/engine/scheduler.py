@@ -255,12 +255,11 @@ class Scheduler:
     def _chunk(self, sequence: _Sequence, count: int) -> SequenceChunk:
         cached = sequence.cache
         start = cached.num_computed_tokens
-        tables = self._cache.block_tables(cached.request_id)
         return SequenceChunk(
             request_id=cached.request_id,
             token_ids=cached.token_ids[start : start + count],
             start=start,
-            block_tables=[[block.block_id for block in table] for table in tables],
+            block_tables=self._cache.block_tables(cached.request_id),
             is_last=start + count == cached.num_tokens,
             sampling=sequence.request.sampling,
             num_output_tokens=len(sequence.output),

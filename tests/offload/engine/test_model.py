@@ -16,6 +16,7 @@ from offload.engine.presets import preset, preset_names
 from offload.engine.requests import SamplingParams
 from offload.engine.torch_runner import TorchRunner
 from offload.errors import CacheConfigError
+from offload.free_queue import Block
 
 SMALL = {"sliding_window": 24, "attention_chunk_size": 32, "max_model_len": 256}
 
@@ -83,7 +84,7 @@ def plain_states(mixer: StateMixer, hidden: Tensor) -> Tensor:
     return out
 
 
-def chunk(token_ids: list[int], start: int, stop: int, tables: list[list[int]]) -> SequenceChunk:
+def chunk(token_ids: list[int], start: int, stop: int, tables: list[list[Block]]) -> SequenceChunk:
     return SequenceChunk("a", token_ids[start:stop], start, tables, True, SamplingParams(), 0)
 
 
@@ -98,7 +99,7 @@ def test_pages_and_chunks_compute_what_the_formulas_say(name: str) -> None:
         expected = plain_logits(runner.model, token_ids)
     free = list(range(1, 60))
     rng.shuffle(free)
-    tables = [[free.pop() for _ in range(5)] for _ in config.layer_groups()]
+    tables = [[Block(free.pop()) for _ in range(5)] for _ in config.layer_groups()]
     # Windows and states end inside and at the ends of blocks, attention chunks and prefill chunks.
     for start, stop in ((0, 16), (16, 33), (33, 48), (48, 49), (49, 64), (64, 75)):
         runner.run([chunk(token_ids, start, stop, tables)])
