@@ -42,6 +42,29 @@ class ExternalHit:
     """Group behind group, each group's in the order of the prompt."""
 
 
+class _Search:
+    """One request's search through the tiers, each block looked up once."""
+
+    def __init__(self, tiers: Sequence[Tier], context: RequestContext) -> None:
+        self._tiers = tiers
+        self._context = context
+        self._found: dict[tuple[GroupIdx, bytes], tuple[int, OffloadKey] | None] = {}
+
+    def find(self, group_idx: GroupIdx, block_hash: bytes) -> tuple[int, OffloadKey] | None:
+        """The first tier that has the block, and its name there."""
+        block = (group_idx, block_hash)
+        if block not in self._found:
+            self._found[block] = self._first(group_idx, block_hash)
+        return self._found[block]
+
+    def _first(self, group_idx: GroupIdx, block_hash: bytes) -> tuple[int, OffloadKey] | None:
+        for index, tier in enumerate(self._tiers):
+            key = tier.find(group_idx, block_hash, self._context)
+            if key is not None:
+                return index, key
+        return None
+
+
 class LoadPlanner:
     """Looks requests up in the tiers; changes nothing there but the order in which blocks were used."""
 
@@ -53,9 +76,9 @@ class LoadPlanner:
 
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
         """What the tiers add to the hit *computed*."""
-        context = RequestContext(request.request_id)
-        num_tokens = self._longest(request, computed.num_tokens, context)
-        pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, context))
+        search = _Search(self._tiers, RequestContext(request.request_id))
+        num_tokens = self._longest(request, computed.num_tokens, search)
+        pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
         return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
 
     def touch(self, request: CacheRequest, num_tokens: int) -> None:
@@ -65,37 +88,29 @@ class LoadPlanner:
             keys = [key for manager in self._managers for key in _keys(request, manager, tier, num_tokens)]
             tier.manager.touch(reversed(keys), context)
 
-    def _longest(self, request: CacheRequest, gpu_hit: int, context: RequestContext) -> int:
+    def _longest(self, request: CacheRequest, gpu_hit: int, search: _Search) -> int:
         pool = self._cache.pool
 
         def on_gpu(group: int, end: int) -> bool:
             return request.hash_at(end) in pool.cached(GroupIdx(group))
 
         def below(group: int, end: int) -> bool:
-            return self._find(GroupIdx(group), request.hash_at(end), context) is not None
+            return search.find(GroupIdx(group), request.hash_at(end)) is not None
 
         return longest_extended_hit(self._layout, on_gpu, below, gpu_hit, request.num_tokens)
 
-    def _find(self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext) -> tuple[int, OffloadKey] | None:
-        """The first tier that has the block."""
-        for index, tier in enumerate(self._tiers):
-            key = tier.find(group_idx, block_hash, context)
-            if key is not None:
-                return index, key
-        return None
-
-    def _pieces(self, request: CacheRequest, start: int, stop: int, context: RequestContext) -> Iterator[Piece]:
+    def _pieces(self, request: CacheRequest, start: int, stop: int, search: _Search) -> Iterator[Piece]:
         for manager in self._managers if stop > start else ():
             needed = manager.needed_blocks(stop)
             first = max(needed.start, start // manager.block_size)
-            yield from reversed(list(self._backwards(request, manager, first, needed.stop - 1, context)))
+            yield from reversed(list(self._backwards(request, manager, first, needed.stop - 1, search)))
 
     def _backwards(
-        self, request: CacheRequest, manager: GroupManager, first: int, last: int, context: RequestContext
+        self, request: CacheRequest, manager: GroupManager, first: int, last: int, search: _Search
     ) -> Iterator[Piece]:
         """From the last block on: what bears a block's name holds those before it in the same offloaded block too."""
         while last >= first:
-            found = self._find(manager.group_idx, request.hash_at((last + 1) * manager.block_size), context)
+            found = search.find(manager.group_idx, request.hash_at((last + 1) * manager.block_size))
             assert found is not None  # the hit rule has just found it
             tier_index, key = found
             in_block = self._tiers[tier_index].sizes[manager.group_idx]

@@ -231,6 +231,22 @@ def test_a_window_loads_only_what_its_hit_needs() -> None:
     assert blocks == [(0, index) for index in range(9)] + [(1, 7), (1, 8)]
 
 
+def test_a_block_is_looked_up_once() -> None:
+    """The rule asks first, and the copies are planned of what it found: a tier's statistics must not count that twice."""
+    config = config_of(GROUPS["full"], num_blocks=80)
+    pages = TensorPages(config)
+    tier = cpu_tier(pages, config, 100, [1])
+    driver = OffloadDriver(config, pages, [tier], 1)
+    manager = tier.tier.manager
+    assert isinstance(manager, CPUOffloadingManager)
+    with shut_down([tier]):
+        request = computed_and_evicted(driver, list(range(40))).request  # type: ignore[attr-defined]
+        before = manager.statistics().lookup_hits
+        hit = driver.connector.find_external_hit(request, driver.cache.get_computed_blocks(request))
+    assert hit is not None
+    assert manager.statistics().lookup_hits - before == len(hit.pieces) == 10
+
+
 def test_only_the_prompt_is_stored_where_that_is_asked_for() -> None:
     """Answers come back only in conversations; without those their stores are wasted."""
     stored = {}
