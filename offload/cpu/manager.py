@@ -9,13 +9,14 @@ moment on, in the events too, but its id is not handed out before the copy is ov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import CPU
 from offload.base import CPULoadStoreSpec, LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput, RequestContext
 from offload.cpu.policies import create_policy
 from offload.errors import CacheConfigError, TierStateError
+from offload.tier_entries import TierEntries, TierEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +51,13 @@ class CPUTierStatistics:
     """Calls of `prepare_store` answered with None."""
 
 
-@dataclass(slots=True)
-class _Block:
+@dataclass(slots=True, kw_only=True)
+class _Block(TierEntry):
     block_id: int
-    storing: bool = True
-    loads: int = 0
-    """In flight."""
-    doomed: bool = False
-
-    @property
-    def loadable(self) -> bool:
-        return not (self.storing or self.doomed)
-
-    @property
-    def in_flight(self) -> bool:
-        return self.storing or self.loads > 0
 
 
 @dataclass(slots=True)
 class _Totals:
-    lookup_hits: int = 0
-    lookup_misses: int = 0
-    lookup_pending: int = 0
     stored: int = 0
     loads: int = 0
     evicted: int = 0
@@ -104,27 +90,18 @@ class CPUOffloadingManager:
         self.num_blocks = num_blocks
         self.enable_events = enable_events
         self._policy = create_policy(cache_policy, num_blocks)
-        self._blocks: dict[OffloadKey, _Block] = {}
+        self._blocks = TierEntries[_Block]("CPU", self.medium, enable_events)
         self._free_block_ids = list(range(num_blocks - 1, -1, -1))
         self._idle_blocks = 0
         self._pending_blocks = 0
         self._doomed_blocks = 0
         self._totals = _Totals()
-        self._events: list[OffloadingEvent] = []
 
     # --- looking ----------------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         """A doomed block is a miss, not pending: waiting for it is of no use."""
-        block = self._blocks.get(key)
-        if block is None or block.doomed:
-            self._totals.lookup_misses += 1
-            return LookupResult.MISS
-        if block.storing:
-            self._totals.lookup_pending += 1
-            return LookupResult.PENDING
-        self._totals.lookup_hits += 1
-        return LookupResult.HIT
+        return self._blocks.lookup(key)
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
         """Call once a request: policies that count uses take every call for another use."""
@@ -137,7 +114,7 @@ class CPUOffloadingManager:
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> CPULoadStoreSpec:
         """A key named several times is protected as many times."""
-        blocks = self._require(keys, lambda block: block.loadable, "prepare_load", "is no hit")
+        blocks = self._blocks.require(keys, lambda block: block.loadable, "prepare_load", "is no hit")
         for key, block in zip(keys, blocks, strict=True):
             if not block.loads:
                 self._policy.hold(key)
@@ -149,21 +126,11 @@ class CPUOffloadingManager:
     def complete_load(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
         """A block that could not be read is no hit from now on, and gone when no other load of it is in flight."""
         loads = Counter(keys)
-        self._require_loads(loads)
+        self._blocks.require_loads(loads)
         if not success:
             self._doom(loads)
         for key in reversed(loads):
             self._end_loads(key, loads[key])
-
-    def _require_loads(self, loads: Counter[OffloadKey]) -> None:
-        for position, (key, count) in enumerate(loads.items()):
-            block = self._blocks.get(key)
-            in_flight = block.loads if block is not None else 0
-            if in_flight < count:
-                raise TierStateError(
-                    f"CPU tier: complete_load: key {position + 1} of {len(loads)} has {in_flight} loads in flight, "
-                    f"{count} are said to be over"
-                )
 
     def _doom(self, loads: Counter[OffloadKey]) -> None:
         """Blocks whose load failed end here for readers."""
@@ -173,7 +140,7 @@ class CPUOffloadingManager:
             self._policy.discard(key)
         self._doomed_blocks += len(removed)
         self._totals.failed_loads += loads.total()
-        self._note(removed, removed=True)
+        self._blocks.note(removed, removed=True)
 
     def _end_loads(self, key: OffloadKey, count: int) -> None:
         block = self._blocks[key]
@@ -202,7 +169,7 @@ class CPUOffloadingManager:
         evicted = self._admit(new)
         for key in reversed(spared):
             self._policy.release(key)
-        self._note(evicted, removed=True)
+        self._blocks.note(evicted, removed=True)
         return PrepareStoreOutput(new, CPULoadStoreSpec([self._blocks[key].block_id for key in new]), evicted)
 
     def _is_idle(self, key: OffloadKey) -> bool:
@@ -216,7 +183,7 @@ class CPUOffloadingManager:
             victim = self._policy.admit(key, evict)
             if evict or victim is not None:
                 evicted.append(self._evict(victim))
-            self._blocks[key] = _Block(self._free_block_ids.pop())
+            self._blocks[key] = _Block(block_id=self._free_block_ids.pop())
         self._pending_blocks += len(new)
         return evicted
 
@@ -234,14 +201,14 @@ class CPUOffloadingManager:
     def complete_store(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
         """Keys named several times count once. What a reset overtook is gone either way."""
         asked = list(dict.fromkeys(keys))
-        blocks = self._require(asked, lambda block: block.storing, "complete_store", "has no store in flight")
+        blocks = self._blocks.require(asked, lambda block: block.storing, "complete_store", "has no store in flight")
         if not success:
             self._totals.failed_stores += len(asked)
         stored = [key for key, block in zip(asked, blocks, strict=True) if success and not block.doomed]
         for key, block in zip(reversed(asked), reversed(blocks), strict=True):
             self._end_store(key, block, success)
         self._totals.stored += len(stored)
-        self._note(stored, removed=False)
+        self._blocks.note(stored, removed=False)
 
     def _end_store(self, key: OffloadKey, block: _Block, success: bool) -> None:
         if block.doomed:
@@ -257,6 +224,9 @@ class CPUOffloadingManager:
             self._policy.discard(key)
             self._free(key)
 
+    def _free(self, key: OffloadKey) -> None:
+        self._free_block_ids.append(self._blocks.pop(key).block_id)
+
     # --- all at once ------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -269,12 +239,11 @@ class CPUOffloadingManager:
         self._idle_blocks = self._pending_blocks = 0
         self._doomed_blocks = len(self._blocks)
         self._totals.reset_blocks += len(removed)
-        self._note(removed, removed=True)
+        self._blocks.note(removed, removed=True)
 
     def take_events(self) -> list[OffloadingEvent]:
         """Replayed in order they give the keys that `lookup` calls hits; a key's events alternate."""
-        events, self._events = self._events, []
-        return events
+        return self._blocks.take_events()
 
     def statistics(self) -> CPUTierStatistics:
         free = len(self._free_block_ids)
@@ -286,9 +255,9 @@ class CPUOffloadingManager:
             loading_blocks=self.num_blocks - free - self._idle_blocks - self._pending_blocks - self._doomed_blocks,
             pending_blocks=self._pending_blocks,
             doomed_blocks=self._doomed_blocks,
-            lookup_hits=totals.lookup_hits,
-            lookup_misses=totals.lookup_misses,
-            lookup_pending=totals.lookup_pending,
+            lookup_hits=self._blocks.lookups.hits,
+            lookup_misses=self._blocks.lookups.misses,
+            lookup_pending=self._blocks.lookups.pending,
             stored=totals.stored,
             loads=totals.loads,
             evicted=totals.evicted,
@@ -297,22 +266,3 @@ class CPUOffloadingManager:
             reset_blocks=totals.reset_blocks,
             refused_stores=totals.refused_stores,
         )
-
-    # --- small steps ------------------------------------------------------------------------------------------------------
-
-    def _require(self, keys: Sequence[OffloadKey], fits: Callable[[_Block], bool], call: str, complaint: str) -> list[_Block]:
-        """The blocks of *keys*, if they all fit. Keys are named by their place: they stand for what a user wrote."""
-        blocks = []
-        for position, key in enumerate(keys):
-            block = self._blocks.get(key)
-            if block is None or not fits(block):
-                raise TierStateError(f"CPU tier: {call}: key {position + 1} of {len(keys)} {complaint}")
-            blocks.append(block)
-        return blocks
-
-    def _free(self, key: OffloadKey) -> None:
-        self._free_block_ids.append(self._blocks.pop(key).block_id)
-
-    def _note(self, keys: list[OffloadKey], removed: bool) -> None:
-        if self.enable_events and keys:
-            self._events.append(OffloadingEvent(tuple(keys), CPU, removed))

@@ -12,13 +12,14 @@ Deletions happen here, when they are decided. A file that cannot be deleted keep
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import STORAGE
 from offload.base import FileLoadStoreSpec, LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput, RequestContext
-from offload.errors import CacheConfigError, TierStateError
+from offload.errors import CacheConfigError
 from offload.fs.store import BlockStore
+from offload.tier_entries import TierEntries, TierEntry
 
 _KEYS_PER_EVENT = 1024
 
@@ -55,29 +56,14 @@ class FileTierStatistics:
     """Calls of `prepare_store` answered with None."""
 
 
-@dataclass(slots=True)
-class _File:
+@dataclass(slots=True, kw_only=True)
+class _File(TierEntry):
     file_bytes: int
-    storing: bool = True
-    loads: int = 0
-    """In flight."""
-    doomed: bool = False
-
-    @property
-    def loadable(self) -> bool:
-        return not (self.storing or self.doomed)
-
-    @property
-    def in_flight(self) -> bool:
-        return self.storing or self.loads > 0
 
 
 @dataclass(slots=True)
 class _Totals:
     restored: int = 0
-    lookup_hits: int = 0
-    lookup_misses: int = 0
-    lookup_pending: int = 0
     stored: int = 0
     evicted: int = 0
     failed_stores: int = 0
@@ -113,12 +99,11 @@ class FileOffloadingManager:
         self.max_bytes = max_bytes
         self.enable_events = enable_events
         self._store = store
-        self._files: dict[OffloadKey, _File] = {}
+        self._files = TierEntries[_File]("disk", self.medium, enable_events)
         self._idle: OrderedDict[OffloadKey, None] = OrderedDict()  # the longest unused first
         self._idle_bytes = self._used_bytes = 0
         self._stuck: dict[OffloadKey, None] = {}  # doomed, nothing in flight, and the file could not be deleted
         self._totals = _Totals()
-        self._events: list[OffloadingEvent] = []
         self._restore()
 
     def _restore(self) -> None:
@@ -136,21 +121,13 @@ class FileOffloadingManager:
             kept.append(file.key)
         self._totals.restored = len(kept)
         for first in range(0, len(kept), _KEYS_PER_EVENT):
-            self._note(kept[first : first + _KEYS_PER_EVENT], removed=False)
+            self._files.note(kept[first : first + _KEYS_PER_EVENT], removed=False)
 
     # --- looking ----------------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         """A doomed block is a miss, not pending: waiting for it is of no use."""
-        file = self._files.get(key)
-        if file is None or file.doomed:
-            self._totals.lookup_misses += 1
-            return LookupResult.MISS
-        if file.storing:
-            self._totals.lookup_pending += 1
-            return LookupResult.PENDING
-        self._totals.lookup_hits += 1
-        return LookupResult.HIT
+        return self._files.lookup(key)
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
         """Counts for this process; after a restart the order is that of writes and loads."""
@@ -162,7 +139,7 @@ class FileOffloadingManager:
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> FileLoadStoreSpec:
         """A key named several times is protected as many times."""
-        files = self._require(keys, lambda file: file.loadable, "prepare_load", "is no hit")
+        files = self._files.require(keys, lambda file: file.loadable, "prepare_load", "is no hit")
         for key, file in zip(keys, files, strict=True):
             self._drop_from_idle(key)
             file.loads += 1
@@ -171,23 +148,13 @@ class FileOffloadingManager:
     def complete_load(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
         """A block that could not be read is no hit from now on, and gone when no other load of it is in flight."""
         loads = Counter(keys)
-        self._require_loads(loads)
+        self._files.require_loads(loads)
         if not success:
             self._totals.failed_loads += loads.total()
             self._doom([key for key in loads if not self._files[key].doomed])
         for key in reversed(loads):
             self._files[key].loads -= loads[key]
             self._settle(key)
-
-    def _require_loads(self, loads: Counter[OffloadKey]) -> None:
-        for position, (key, count) in enumerate(loads.items()):
-            file = self._files.get(key)
-            in_flight = file.loads if file is not None else 0
-            if in_flight < count:
-                raise TierStateError(
-                    f"disk tier: complete_load: key {position + 1} of {len(loads)} has {in_flight} loads in flight, "
-                    f"{count} are said to be over"
-                )
 
     # --- storing ----------------------------------------------------------------------------------------------------------
 
@@ -212,7 +179,7 @@ class FileOffloadingManager:
     def complete_store(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
         """Keys named several times count once. What a reset overtook is gone either way."""
         asked = list(dict.fromkeys(keys))
-        files = self._require(asked, lambda file: file.storing, "complete_store", "has no store in flight")
+        files = self._files.require(asked, lambda file: file.storing, "complete_store", "has no store in flight")
         stored = [key for key, file in zip(asked, files, strict=True) if success and not file.doomed]
         for key, file in zip(reversed(asked), reversed(files), strict=True):
             file.storing = False
@@ -220,10 +187,10 @@ class FileOffloadingManager:
             self._settle(key)
         self._totals.stored += len(stored)
         self._totals.failed_stores += 0 if success else len(asked)
-        self._note(stored, removed=False)
+        self._files.note(stored, removed=False)
 
     def _admit(self, key: OffloadKey, file_bytes: int) -> None:
-        self._files[key] = _File(file_bytes)
+        self._files[key] = _File(file_bytes=file_bytes)
         self._used_bytes += file_bytes
 
     def _make_room(self, needed_bytes: int, spared: list[OffloadKey]) -> list[OffloadKey] | None:
@@ -237,7 +204,7 @@ class FileOffloadingManager:
         while self._used_bytes + needed_bytes > self.max_bytes and self._evict(next(iter(self._idle)), evicted):
             pass
         self._totals.evicted += len(evicted)
-        self._note(evicted, removed=True)
+        self._files.note(evicted, removed=True)
         return evicted if self._used_bytes + needed_bytes <= self.max_bytes else None
 
     def _evict(self, key: OffloadKey, evicted: list[OffloadKey]) -> bool:
@@ -261,8 +228,7 @@ class FileOffloadingManager:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Replayed in order they give the keys that `lookup` calls hits; a key's events alternate."""
-        events, self._events = self._events, []
-        return events
+        return self._files.take_events()
 
     def statistics(self) -> FileTierStatistics:
         files = self._files.values()
@@ -275,9 +241,9 @@ class FileOffloadingManager:
             pending_blocks=sum(file.storing and not file.doomed for file in files),
             doomed_blocks=sum(file.doomed for file in files),
             restored=totals.restored,
-            lookup_hits=totals.lookup_hits,
-            lookup_misses=totals.lookup_misses,
-            lookup_pending=totals.lookup_pending,
+            lookup_hits=self._files.lookups.hits,
+            lookup_misses=self._files.lookups.misses,
+            lookup_pending=self._files.lookups.pending,
             stored=totals.stored,
             evicted=totals.evicted,
             failed_stores=totals.failed_stores,
@@ -288,22 +254,12 @@ class FileOffloadingManager:
 
     # --- small steps ------------------------------------------------------------------------------------------------------
 
-    def _require(self, keys: Sequence[OffloadKey], fits: Callable[[_File], bool], call: str, complaint: str) -> list[_File]:
-        """The files of *keys*, if they all fit. Keys are named by their place: they stand for what a user wrote."""
-        files = []
-        for position, key in enumerate(keys):
-            file = self._files.get(key)
-            if file is None or not fits(file):
-                raise TierStateError(f"disk tier: {call}: key {position + 1} of {len(keys)} {complaint}")
-            files.append(file)
-        return files
-
     def _doom(self, keys: list[OffloadKey]) -> None:
         """Hits end here for readers."""
         for key in keys:
             self._drop_from_idle(key)
             self._files[key].doomed = True
-        self._note(keys, removed=True)
+        self._files.note(keys, removed=True)
 
     def _settle(self, key: OffloadKey) -> None:
         """A copy is over, or a reset came: what is in flight stays as it is, the rest becomes idle or goes."""
@@ -343,7 +299,3 @@ class FileOffloadingManager:
         if key in self._idle:
             del self._idle[key]
             self._idle_bytes -= self._files[key].file_bytes
-
-    def _note(self, keys: Sequence[OffloadKey], removed: bool) -> None:
-        if self.enable_events and keys:
-            self._events.append(OffloadingEvent(tuple(keys), STORAGE, removed))
