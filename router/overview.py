@@ -16,9 +16,9 @@ from router.index.index import SourceId, SourceStatistics
 from router.minute import Minute
 from router.replicas import EventSource, ReplicaView
 from router.service import RouterService
+from router.trouble import MAX_NOTES, SourceGlance, glance, problems_of
 
 MAX_MODELS = 100
-MAX_NOTES = 4
 
 
 def overview_answer(service: RouterService) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def _replica(
     disagreements: int,
 ) -> dict[str, Any]:
     """One replica; blocks are summed over its ranks."""
+    sources = [_source(view.id, source, statistics, feeds) for source in view.sources]
     found = [known for source in view.sources if (known := statistics.get(SourceId(view.id, source.dp_rank))) is not None]
     return {
         "id": view.id,
@@ -70,10 +71,11 @@ def _replica(
         "prefill_tokens": view.load.prefill_tokens,
         "gauges": None if view.gauges is None else [view.gauges.running, view.gauges.waiting, view.gauges.kv_cache_usage],
         "sources_configured": view.sources_configured,
-        "sources": [_source(view.id, source, statistics, feeds) for source in view.sources],
+        "sources": msgspec.to_builtins(sources),
         "groups": _groups(found),
         "blocks": _blocks(found),
         "tokenizer_disagreements": disagreements,
+        "problems": msgspec.to_builtins(problems_of(view, sources, disagreements)),
     }
 
 
@@ -82,14 +84,9 @@ def _source(
     source: EventSource,
     statistics: Mapping[SourceId, SourceStatistics],
     feeds: Mapping[SourceId, SourceFeedStatistics],
-) -> dict[str, Any]:
+) -> SourceGlance:
     feed, known = feeds.get(SourceId(replica_id, source.dp_rank)), statistics.get(SourceId(replica_id, source.dp_rank))
-    return {
-        "dp_rank": source.dp_rank,
-        "state": None if feed is None else feed.state.value,
-        "unplaced": 0 if known is None else known.unplaced,
-        "incomplete": known is not None and known.is_incomplete,
-    }
+    return glance(source.dp_rank, feed, known)
 
 
 def _groups(found: Iterable[SourceStatistics]) -> list[dict[str, Any]]:

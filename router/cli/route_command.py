@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from router.errors import RouterError
-from router.upstream import Header, Origin, OriginError, Timeouts, UpstreamClient, UpstreamError
+from router.cli.running_router import AskFailed, RunningRouter, plain
 
 API_KEY_VARIABLE = "KVROUTE_API_KEY"
-_TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=60)
-_MAX_ANSWER_BYTES = 64 * 1024 * 1024
-
-
-class RouteFailed(RouterError):
-    """The router could not be asked, or refused."""
 
 
 def add_to(commands: Any) -> None:
@@ -58,7 +50,7 @@ def _body(arguments: argparse.Namespace) -> bytes:
         try:
             return bytes(arguments.body.read_bytes())
         except OSError as error:
-            raise RouteFailed(f"--body: {arguments.body}: {error.strerror}") from None
+            raise AskFailed(f"--body: {arguments.body}: {error.strerror}") from None
     request: dict[str, Any] = {name: value for name, value in _fields(arguments).items() if value is not None}
     return msgspec.json.encode(request)
 
@@ -76,42 +68,20 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.strip().strip("[]").split(",")]
     except ValueError:
-        raise RouteFailed("--token-ids: expected integers, as 1,2,3 or [1, 2, 3]") from None
+        raise AskFailed("--token-ids: expected integers, as 1,2,3 or [1, 2, 3]") from None
 
 
-async def _ask(url: str, body: bytes) -> Any:
+async def _ask(url: str, body: bytes) -> dict[str, Any]:
+    router = RunningRouter(url, API_KEY_VARIABLE)
     try:
-        origin = Origin.parse(url, "--url")
-    except OriginError as error:
-        raise RouteFailed(str(error)) from None
-    client = UpstreamClient()
-    try:
-        status, _, answer = await client.fetch(origin, b"POST", b"/route", body, _TIMEOUTS, _MAX_ANSWER_BYTES, _headers())
-    except UpstreamError as error:
-        raise RouteFailed(f"{url}: {error}") from None
+        return await router.ask("POST", "/route", dict[str, Any], body)
     finally:
-        await client.close()
-    if status != 200:
-        raise RouteFailed(f"{url}: status {status}: {_message(answer)}")
-    return msgspec.json.decode(answer)
-
-
-def _headers() -> list[Header]:
-    key = os.environ.get(API_KEY_VARIABLE)
-    json_type = (b"content-type", b"application/json")
-    return [json_type, (b"authorization", b"Bearer " + key.encode())] if key else [json_type]
-
-
-def _message(answer: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(answer)["error"]["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return f"{len(answer)} bytes that are no error of a router"
+        await router.close()
 
 
 def _show(answer: dict[str, Any]) -> None:
     console = Console()
-    table = Table(title=f"{answer['model']}, {answer['prompt_tokens']} prompt tokens, policy {answer['policy']}")
+    table = Table(title=plain(f"{answer['model']}, {answer['prompt_tokens']} prompt tokens, policy {answer['policy']}"))
     for heading in ("replica", "cost", "cached on GPU", "with lower tiers", "longest prefix of each group", "reason"):
         table.add_column(heading)
     for entry in answer["ranking"]:
@@ -119,8 +89,13 @@ def _show(answer: dict[str, Any]) -> None:
         hit = entry["hit"]
         doubt = " (suspect)" if hit["suspect"] else ""
         table.add_row(
-            entry["replica"], f"{entry['cost']:g}", f"{hit['gpu']}{doubt}", str(hit["total"]), groups, entry["reason"]
+            plain(entry["replica"]),
+            f"{entry['cost']:g}",
+            f"{hit['gpu']}{doubt}",
+            str(hit["total"]),
+            groups,
+            plain(entry["reason"]),
         )
     for entry in answer["excluded"]:
-        table.add_row(entry["replica"], "-", "-", "-", "-", entry["reason"])
+        table.add_row(plain(entry["replica"]), "-", "-", "-", "-", plain(entry["reason"]))
     console.print(table)

@@ -1,14 +1,13 @@
 // The table of replicas: a page of them at a time, those with problems first.
 
 import { arrange, byId, element, fromTemplate, mark, resize, show, widen, write, writeWhole } from "./dom.js";
-import { levelOf, problemsOf } from "./trouble.js";
 import { byName, byTier, count, duration, kindOfGroup, plural, shortCount } from "./words.js";
 
 const PER_PAGE = 12;
 const SEVERITY = { bad: 0, warn: 1, good: 2 };
 
 const rows = new Map(); // id -> tbody; those on the page
-let replicas = []; // with problems and level
+let replicas = []; // with the level of what is worst
 let page = 0;
 
 export function startReplicas() {
@@ -19,10 +18,7 @@ export function startReplicas() {
 }
 
 export function showReplicas(overview) {
-  replicas = overview.replicas.map((replica) => {
-    const problems = problemsOf(replica);
-    return { ...replica, problems, level: levelOf(problems) };
-  });
+  replicas = overview.replicas.map((replica) => ({ ...replica, level: replica.problems[0]?.level ?? "good" }));
   replicas.sort((left, right) => SEVERITY[left.level] - SEVERITY[right.level] || byName(left.id, right.id));
   draw();
   return replicas;

@@ -33,7 +33,7 @@ export function share(part, all) {
 export function duration(seconds) {
   if (seconds < 90) return `${Math.max(0, Math.floor(seconds))} s`;
   if (seconds < 90 * 60) return `${Math.floor(seconds / 60)} min`;
-  if (seconds < 36 * 3600) return `${Math.floor(seconds / 3600)} h`;
+  if (seconds < 48 * 3600) return `${Math.floor(seconds / 3600)} h`;
   return `${Math.floor(seconds / 86400)} days`;
 }
 

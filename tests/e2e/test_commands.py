@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -13,15 +20,17 @@ import pytest
 from kvevents.publisher import RecordedStreamPublisher
 from kvevents.publisher_config import PublisherConfig
 from router.recording import Query, RecordingReader
-from tests.support.engine_stub import engines
+from tests.support.engine_stub import engines, unique
+from tests.support.http_client import eventually
+from tests.support.hybrid_stub import HybridStub
 from tests.support.router_process import router_process
 
 STREAM = Path(__file__).parents[1] / "conformance" / "streams" / "real_full.jsonl.gz"
 
 
-def kvroute(*arguments: str) -> subprocess.CompletedProcess[str]:
+def kvroute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "router.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ})
 
 
 def frames(path: Path) -> list[bytes]:
@@ -79,3 +88,110 @@ async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None
     assert (answer["replica"], answer["ranking"][0]["hit"]["gpu"]) == (stubs[1].name, 80)
     assert "80" in shown.stdout
     assert (wrong.returncode, "status 404" in wrong.stderr) == (2, True)
+
+
+# --- top ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> None:
+    """Where there is a terminal and no browser."""
+    with router_process({}) as router:
+        async with HybridStub(unique("model")) as stub, router.serving(stub):
+            ids = list(range(500, 596))
+            stub.store(ids)
+            await router.until_applied(stub)
+            await router.post("/v1/completions", {"model": stub.model, "prompt": [*ids, 7]})
+            await router.post(f"/replicas/{stub.name}/drain")
+            done = await asyncio.to_thread(kvroute, "top", "--url", router.url)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[:2] == ["1 replica has problems:", f"{stub.name} draining: gets no new requests"]
+    assert any(line.startswith(f"{stub.name} draining 0 ") and line.endswith("live full 6") for line in lines)
+    assert "window 64 6" in lines
+    assert any(f"{stub.name} 96/97 exact" in line for line in lines)
+
+
+async def test_top_goes_on_while_the_router_is_away_and_ends_when_told() -> None:
+    """An operator watches a restart; the terminal is as it was afterwards."""
+    with router_process({}) as router:
+        terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
+        try:
+            await terminal.until("The router has no replicas.")
+            router.process.kill()
+            await terminal.until("no connection: Connect call failed")
+            with router_process({"server": {"port": router.port}}) as again:
+                async with HybridStub(unique("model")) as stub, again.serving(stub):
+                    await terminal.until("All replicas are well.")
+            terminal.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(terminal.process.wait, 10) == 0
+            await terminal.until("\x1b[?1049l")
+            assert "Traceback" not in terminal.said
+        finally:
+            terminal.close()
+
+
+@pytest.mark.parametrize(("key", "code"), [("operator-key", 0), ("another", 2), (None, 2)])
+def test_top_needs_the_operator_key_where_there_is_one(key: str | None, code: int) -> None:
+    """It is read from the environment: a command line is seen by everyone on the machine."""
+    with router_process({"server": {"operator_api_key": "operator-key"}}) as router:
+        environ = {"KVROUTE_OPERATOR_API_KEY": key} if key else {}
+        done = kvroute("top", "--url", router.url, **environ)
+    assert done.returncode == code
+    assert ("status 401" in done.stderr) is (code == 2)
+    assert "operator-key" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"now": "x"}', b"[1]", b"\xff", b""])
+async def test_top_says_that_an_answer_is_no_routers(answer: bytes) -> None:
+    """Another version, or another server at that address."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await asyncio.to_thread(kvroute, "top", "--url", url)
+    assert done.returncode == 2
+    assert "not the answer of a router of this version" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "1e9"])
+def test_an_interval_that_makes_no_sense_is_refused(interval: str) -> None:
+    """The value and the rule."""
+    done = kvroute("top", "--interval", interval)
+    assert (done.returncode, "must be from 0.1 to 3600 seconds" in done.stderr) == (2, True)
+
+
+class Terminal:
+    """A command on a terminal of 100 columns and 30 lines."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.said = ""
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        os.set_blocking(self._ours, False)
+        command = [sys.executable, "-m", "router.cli.main", *arguments]
+        environ = {**os.environ, "TERM": "xterm"}
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+        os.close(theirs)
+
+    async def until(self, words: str) -> None:
+        """It says *words*, after all that was waited for before."""
+        seen = len(self.said)
+
+        def is_said() -> bool:
+            with contextlib.suppress(BlockingIOError, OSError):  # nothing new; it has ended
+                while more := os.read(self._ours, 65_536):
+                    self.said += more.decode(errors="replace")
+            return words in self.said[seen:]
+
+        await eventually(is_said, f"the terminal shows {words!r}")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)

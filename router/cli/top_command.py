@@ -1,0 +1,80 @@
+"""`kvroute top`: a running router at a glance, live in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from router.cli.running_router import AskFailed, RunningRouter
+from router.cli.top_answers import Overview, Requests
+from router.cli.top_view import Glance, view
+
+KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
+_MAX_REQUESTS = 60
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "top",
+        help="live view of a running router",
+        description="What is wrong, the last minute, every replica with its blocks, and the requests routed last. Ctrl-C ends. "
+        f"A key is read from the environment variable {KEY_VARIABLE}.",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
+    parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks (default: %(default)g)")
+    parser.add_argument("--once", action="store_true", help="print one view and end; so too where the output is no terminal")
+    parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} must be from 0.1 to 3600 seconds")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console()
+    is_live = console.is_terminal and not arguments.once
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(console, arguments.url, arguments.interval if is_live else None))
+    return 0
+
+
+async def _show(console: Console, url: str, interval_s: float | None) -> None:
+    """Once without an interval."""
+    router = RunningRouter(url, KEY_VARIABLE)
+    try:
+        glance = await _look(router)
+        if interval_s is None:
+            console.print(view(glance, console.width, None))
+        else:
+            await _go_on(console, router, glance, interval_s)
+    finally:
+        await router.close()
+
+
+async def _look(router: RunningRouter) -> Glance:
+    overview = await router.ask("GET", "/overview", Overview)
+    requests = await router.ask("GET", f"/requests?limit={_MAX_REQUESTS}", Requests)
+    return Glance(overview, requests.requests)
+
+
+async def _go_on(console: Console, router: RunningRouter, glance: Glance, interval_s: float) -> None:
+    """A router that does not answer may come back: what it said last stays, with the reason above."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(view(glance, console.width, console.height), refresh=True)
+            await asyncio.sleep(interval_s)
+            try:
+                glance = await _look(router)
+            except AskFailed as error:
+                glance.silence = str(error)
