@@ -189,15 +189,12 @@ def _accepts_inside_block(group: KVCacheGroup, length: int, present: Callable[[i
     return accepts(group, whole, present) and any(present(end) for end in range(length, whole + group.block_size + 1))
 
 
-def needed_ends(group: KVCacheGroup, length: int, extra_blocks: int = 0) -> range:
-    """Ends of the blocks an attention group needs to accept *length* tokens, a multiple of its block size.
-
-    *extra_blocks* is 1 where the last of them is EAGLE's, which a window needs on top of its own.
-    """
+def needed_ends(group: KVCacheGroup, length: int) -> range:
+    """Ends of the blocks an attention group needs to accept *length* tokens, a multiple of its block size."""
     size = group.block_size
     first = 0
     if group.kind is GroupKind.SLIDING_WINDOW:
-        first = max(0, length // size - group.window_blocks(extra_blocks)) * size
+        first = max(0, length // size - group.window_blocks()) * size
     elif group.kind is GroupKind.CHUNKED_LOCAL:
         assert group.attention_chunk_size is not None
         chunk_start = length // group.attention_chunk_size * group.attention_chunk_size
@@ -306,9 +303,11 @@ def longest_accepted(
         return 0
     if group.kind is GroupKind.FULL:
         return _longest_run(layout, index, present, _align(length, layout.scheduler_block_size), extra)
-    if group.kind is GroupKind.CHUNKED_LOCAL and not extra:
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        return _longest_window(layout, index, present, length, extra)
+    if not extra:
         return _longest_chunk(layout, index, present, length)
-    return _longest_window(layout, index, present, length, extra)
+    return _longest_chunk_with_extra(layout, index, present, length, extra)
 
 
 def _align(length: int, step: int) -> int:
@@ -337,13 +336,6 @@ def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: in
     return _align(max(run - extra, 0), step)
 
 
-def _drops_a_step(group: KVCacheGroup, ends: range, extra: int, step: int) -> bool:
-    # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
-    return bool(
-        extra and group.kind is GroupKind.SLIDING_WINDOW and group.block_size != step and len(ends) < group.window_blocks(1)
-    )
-
-
 def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
     # Chunks that are no multiple of the block size: vLLM looks at the chunk of *limit* alone, never at the one before, though
     # the first block of the chunk reaches back into it. For all others this is what `accepts` says.
@@ -356,15 +348,33 @@ def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: i
     return _align(run, layout.scheduler_block_size)
 
 
-def _longest_window(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
+def _longest_chunk_with_extra(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
     group = layout.groups[index]
     step = math.lcm(layout.scheduler_block_size, group.block_size)
     length = _align(length, step)
     while length > 0:
-        ends = needed_ends(group, length + extra, 1 if extra else 0)
-        missing = next((end for end in reversed(ends) if not present(index, end)), None)
+        missing = next((end for end in reversed(needed_ends(group, length + extra)) if not present(index, end)), None)
         if missing is None:
-            return length - step if _drops_a_step(group, ends, extra, step) else length
+            return length
         # Every length from the missing block on would need that block too.
         length = _align(max(missing - group.block_size - extra, 0), step)
     return 0
+
+
+def _longest_window(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
+    """From the end on, one look at a block: the first run as long as the window, or one that reaches the start."""
+    group = layout.groups[index]
+    size, step = group.block_size, math.lcm(layout.scheduler_block_size, group.block_size)
+    needed = group.window_blocks(1 if extra else 0)
+    length = _align(length, step)
+    run, end = 0, length + extra
+    while length > 0 and end > 0 and run < needed:
+        if present(index, end):
+            run += 1
+            end -= size
+        else:
+            # Every length from the missing block on would need that block too.
+            length = _align(max(end - size - extra, 0), step)
+            run, end = 0, length + extra
+    # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
+    return length - step if length and extra and run < needed and size != step else length

@@ -11,18 +11,16 @@ import msgspec
 from router.dispatch import Dispatched
 from router.feed import SourceFeedStatistics
 from router.index.index import SourceId, SourceStatistics
-from router.index.match import Explanation
+from router.index.match import GroupHit
 from router.journal import RoutedRequest
 from router.replicas import ReplicaView
-from router.routing import explain
 from router.scoring import Ranked
 
 
 def route_answer(dispatched: Dispatched) -> dict[str, Any]:
     """A decision with its reasons: who would serve the request, and how much of it is cached where."""
     decision = dispatched.decision
-    explained = explain(dispatched.model.index, dispatched.prompts)
-    ranking = [_ranked(dispatched, ranked, explained) for ranked in decision.ranking.ranked]
+    ranking = [_ranked(dispatched, ranked) for ranked in decision.ranking.ranked]
     excluded = decision.ranking.excluded
     return {
         "replica": ranking[0]["replica"] if ranking else None,
@@ -79,9 +77,10 @@ def _prompt(prompt: Any) -> dict[str, Any]:
     }
 
 
-def _ranked(dispatched: Dispatched, ranked: Ranked, explained: Sequence[Mapping[SourceId, Explanation]]) -> dict[str, Any]:
-    candidate = ranked.candidate
+def _ranked(dispatched: Dispatched, ranked: Ranked) -> dict[str, Any]:
+    index, candidate = dispatched.model.index, ranked.candidate
     hit = dispatched.decision.hit_of(candidate.replica_id)
+    prompts = dispatched.prompts if hit.source in index.sources else ()
     return {
         "replica": candidate.replica_id,
         "dp_rank": candidate.dp_rank,
@@ -89,12 +88,12 @@ def _ranked(dispatched: Dispatched, ranked: Ranked, explained: Sequence[Mapping[
         "reason": ranked.reason,
         "hit": {"gpu": hit.gpu, "total": hit.total, "suspect": hit.suspect},
         "recent_tokens": candidate.recent_tokens,
-        "groups": [_groups(by_source[hit.source]) for by_source in explained if hit.source in by_source],
+        "groups": [_groups(index.group_hits(prompt, hit.source)) for prompt in prompts],
     }
 
 
-def _groups(explanation: Explanation) -> list[dict[str, Any]]:
-    return [{"group": found.group, "kind": found.kind, "tokens": found.tokens} for found in explanation.groups]
+def _groups(hits: Sequence[GroupHit]) -> list[dict[str, Any]]:
+    return [{"group": found.group, "kind": found.kind, "tokens": found.tokens} for found in hits]
 
 
 def replica_answer(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.index.index import PrefixIndex, SourceId
-from router.index.match import Explanation, Hit, Prompt
+from router.index.match import Hit, Prompt
 from router.load import LoadTracker
 from router.recent import RecentPrefixes
 from router.replicas import Replica
@@ -184,8 +184,3 @@ def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Pr
         for step in index.steps():
             prompt.keys(*step)
     return prompts
-
-
-def explain(index: PrefixIndex, prompts: Sequence[Prompt]) -> list[dict[SourceId, Explanation]]:
-    """Each prompt's hits by group, for people."""
-    return [index.explain_prompt(prompt) for prompt in prompts]

@@ -14,7 +14,7 @@ from kvevents.events import EventBatch
 from kvevents.layout import KVCacheLayout
 from router.index.keys import KeySpace
 from router.index.learning import LayoutHints
-from router.index.match import Explanation, Hit, Prompt, explain, hit_of
+from router.index.match import Explanation, GroupHit, Hit, Prompt, explain, group_hits, hit_of
 from router.index.source import ApplyResult, Source
 from router.index.waiting import SourceLimits
 
@@ -120,11 +120,13 @@ class PrefixIndex:
         extra_keys: Sequence[Any] | None = None,
     ) -> dict[SourceId, Explanation]:
         """Like `match`, with each group's own longest prefix, for people."""
-        return self.explain_prompt(self.prompt(token_ids, lora_name, cache_salt, extra_keys))
-
-    def explain_prompt(self, prompt: Prompt) -> dict[SourceId, Explanation]:
-        """Like `explain`, for a prepared prompt."""
+        prompt = self.prompt(token_ids, lora_name, cache_salt, extra_keys)
         return {source_id: explain(source, prompt) for source_id, source in self.sources.items()}
+
+    def group_hits(self, prompt: Prompt, source: SourceId) -> tuple[GroupHit, ...]:
+        """Of one source and a prepared prompt each group's own longest prefix; empty where the source is unknown."""
+        known = self.sources.get(source)
+        return tuple(group_hits(known, prompt)) if known else ()
 
     def steps(self) -> set[tuple[int, int]]:
         """`(hash block size, lookahead)` of all layouts known: with these, `Prompt.keys` does a match's work beforehand."""

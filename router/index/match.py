@@ -114,10 +114,11 @@ def hit_of(source: Source, prompt: Prompt) -> Hit:
 
 def explain(source: Source, prompt: Prompt) -> Explanation:
     """The hit, and each group's own longest prefix."""
-    return Explanation(hit_of(source, prompt), tuple(_group_hits(source, prompt)))
+    return Explanation(hit_of(source, prompt), tuple(group_hits(source, prompt)))
 
 
-def _group_hits(source: Source, prompt: Prompt) -> Iterator[GroupHit]:
+def group_hits(source: Source, prompt: Prompt) -> Iterator[GroupHit]:
+    """Each group's own longest prefix; none where the layout is not known."""
     layout, length = source.layout, len(prompt.token_ids)
     if layout is None or length < 2:
         return
