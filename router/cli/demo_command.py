@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import signal
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, Group
@@ -42,11 +44,12 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
+    try:
+        scene = _play(settings) if arguments.json else _play_live(settings)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 0
     if arguments.json:
-        scene = asyncio.run(play(settings, lambda _scene: None))
         print(json.dumps([_figures(tally) for tally in scene.tallies]))
-    else:
-        scene = _play_live(settings)
     return 0 if scene.tallies[0].requests else 1
 
 
@@ -62,12 +65,21 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
 
 
 def _play_live(settings: DemoSettings) -> Scene:
-    console = Console()
-    with Live(console=console, refresh_per_second=4) as live:
-        try:
-            return asyncio.run(play(settings, lambda scene: live.update(_view(scene))))
-        except KeyboardInterrupt:
-            raise SystemExit(0) from None
+    with Live(console=Console(), refresh_per_second=4) as live:
+        return _play(settings, lambda scene: live.update(_view(scene)))
+
+
+def _play(settings: DemoSettings, show: Callable[[Scene], None] = lambda _scene: None) -> Scene:
+    """Engines and router end with it, also where it is told to end: a closed terminal must not leave them behind."""
+
+    async def until_told() -> Scene:
+        task = asyncio.current_task()
+        assert task is not None
+        for told in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(told, task.cancel)
+        return await play(settings, show)
+
+    return asyncio.run(until_told())
 
 
 # --- what is seen ---------------------------------------------------------------------------------------------------------

@@ -51,7 +51,12 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
         command = ("router.cli.main", "engine", "--port", "0", "--kv-events-endpoint", "tcp://127.0.0.1:0")
         replay = ("--kv-events-replay-endpoint", "tcp://127.0.0.1:0")
         starting = [running(f"replica-{index + 1}", *command, *replay, *arguments) for index in range(count)]
-        yield list(await asyncio.gather(*(stack.enter_async_context(engine) for engine in starting)))
+        # All of them to their end: one that fails must not leave another behind that has only just started.
+        started = await asyncio.gather(*(stack.enter_async_context(engine) for engine in starting), return_exceptions=True)
+        failed = next((each for each in started if isinstance(each, BaseException)), None)
+        if failed is not None:
+            raise failed
+        yield [each for each in started if isinstance(each, Running)]
 
 
 @asynccontextmanager

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from kvevents.codec import encode
 from kvevents.events import GPU, BlockRemoved, BlockStored, Event, EventBatch
@@ -14,6 +20,7 @@ from kvevents.publisher import announce
 from router.demo.blind import GroupBlindIndex
 from router.demo.workload import Workload, WorkloadSizes
 from router.index.index import PrefixIndex, SourceId
+from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
 
 CHAIN = HashChain.from_seed()
@@ -33,6 +40,37 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
     assert ours["prompt_tokens"] == blind["prompt_tokens"] == round_robin["prompt_tokens"]
     assert ours["reused_tokens"] > 1.3 * round_robin["reused_tokens"]
     assert ours["mispredicted"] < blind["mispredicted"]
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 4])
+async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(told: signal.Signals, processes: int) -> None:
+    """While the engines start, and while it plays: a closed terminal, a CI's limit, Ctrl-C."""
+    command = [sys.executable, "-m", "router.cli.main", "demo", "--simulate", "--keep"]
+    demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    assert demo.stderr is not None
+    try:
+        await eventually(lambda: len(children_of(demo.pid)) >= processes, "engines and router run", 60)
+        children = children_of(demo.pid)
+        demo.send_signal(told)
+        assert await asyncio.to_thread(demo.wait, 30) == 0
+        assert b"Traceback" not in demo.stderr.read()
+        await eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children), "they have ended")
+    finally:
+        demo.kill()
+        demo.wait()
+        demo.stderr.close()
+
+
+def children_of(parent: int) -> set[int]:
+    """The processes that *parent* has started and that live."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, its_parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+            if int(its_parent) == parent and state != "Z":
+                found.add(int(stat.parent.name))
+    return found
 
 
 def test_every_way_of_routing_gets_the_same_prompts() -> None:
