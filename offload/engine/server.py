@@ -91,14 +91,23 @@ async def _serve(
     label = str(api.event_sources[0].data_parallel_rank if api.event_sources else 0)
     service = EngineService(engine, RequestMetrics(registry, api.model.name, label))
     registry.register(EngineCollector(api.model, label, service.engine_statistics))
-    server = _Server(_uvicorn_config(create_app(service, tokenizer, api, registry), config))
+    try:
+        server = _Server(_uvicorn_config(create_app(service, tokenizer, api, registry), config))
+        await _until_told(server, service, api, config, listener)
+    finally:
+        has_ended = await service.close()  # whatever happened: its thread would keep the process
+    return has_ended
+
+
+async def _until_told(
+    server: _Server, service: EngineService, api: ApiConfig, config: ServerConfig, listener: socket.socket
+) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, server, service, config.grace_s)
     host, port = listener.getsockname()[:2]
     print(f"kvroute engine {api.model.name} listens on http://{_in_url(host)}:{port}", file=sys.stderr, flush=True)
     await server.serve(sockets=[listener])
-    return await service.close()
 
 
 class _Server(uvicorn.Server):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.offload.engine.test_tokenizer import write_tokenizer
-from tests.support.engine_process import EngineProcess, engine_processes, simulated
+from tests.support.engine_process import COMMAND, EngineProcess, engine_processes, simulated
 from tests.support.http_client import HttpClient, connect
 
 ROOT = Path(__file__).parents[3]
@@ -212,6 +212,19 @@ def test_without_tensors_no_torch_is_imported() -> None:
     """It takes seconds and hundreds of MB, times the number of simulated replicas."""
     code = "import sys, offload.engine.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_an_engine_that_cannot_say_where_it_listens_ends() -> None:
+    """Who started it has died meanwhile: it must not stay behind, deaf to signals."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    engine = subprocess.Popen([*COMMAND, "--port", "0", "--simulate"], cwd=ROOT, stderr=writing)
+    os.close(writing)
+    try:
+        assert engine.wait(20) != 0
+    finally:
+        engine.kill()
+        engine.wait()
 
 
 def test_sigint_ends_it_as_sigterm_does() -> None:
