@@ -376,5 +376,7 @@ def _longest_window(layout: KVCacheLayout, index: int, present: Present, length:
             # Every length from the missing block on would need that block too.
             length = _align(max(end - size - extra, 0), step)
             run, end = 0, length + extra
-    # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
-    return length - step if length and extra and run < needed and size != step else length
+    if length and extra and run < needed and size != step:
+        # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
+        return length - step
+    return length

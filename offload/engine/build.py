@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -22,11 +24,11 @@ from offload.engine.engine import Engine
 from offload.engine.model_config import ModelConfig
 from offload.engine.presets import preset
 from offload.engine.scheduler import Scheduler, SchedulerConfig
-from offload.engine.simulated import SimulatedRunner, SimulatedTransferWorker
+from offload.engine.simulated import SimulatedBlockFiles, SimulatedRunner, SimulatedTransferWorker
 from offload.engine.time_model import Clock, RealClock, TimeModel
 from offload.errors import CacheConfigError
 from offload.fs.manager import FileOffloadingManager
-from offload.fs.store import BlockStore
+from offload.fs.store import BlockFiles
 from offload.groups.base import blocks_for
 from offload.request import RequestHasher
 from offload.tier import Tier
@@ -86,7 +88,7 @@ class _Hands(Protocol):
 
     def cpu_worker(self, num_blocks: int) -> OffloadingWorker: ...
 
-    def disk_worker(self, store: BlockStore) -> OffloadingWorker: ...
+    def disk(self, directory: Path, payload_bytes: Sequence[int], identity: str) -> tuple[BlockFiles, OffloadingWorker]: ...
 
 
 def build_engine(config: EngineConfig, clock: Clock | None = None, publisher: EventPublisher | None = None) -> Engine:
@@ -166,21 +168,25 @@ def _publisher(config: EngineConfig, layout: KVCacheLayout, chain: HashChain) ->
 
 def _tiers(
     config: EngineConfig, model: ModelConfig, layout: KVCacheLayout, hands: _Hands
-) -> tuple[list[Tier], list[OffloadingWorker], list[BlockStore]]:
+) -> tuple[list[Tier], list[OffloadingWorker], list[BlockFiles]]:
     tiers: list[Tier] = []
     workers: list[OffloadingWorker] = []
-    stores: list[BlockStore] = []
+    stores: list[BlockFiles] = []
     if config.cpu_blocks:
         tiers.append(Tier(CPUOffloadingManager(config.cpu_blocks, config.cpu_cache_policy), layout.groups))
         workers.append(hands.cpu_worker(config.cpu_blocks))
     if config.disk_directory:
-        store = BlockStore(
-            config.disk_directory, _payload_bytes(model), identity=f"{model.name} {model.seed} {model.block_size}"
-        )
+        store, worker = hands.disk(config.disk_directory, _payload_bytes(model), _identity(model))
         tiers.append(Tier(FileOffloadingManager(store, config.disk_bytes), layout.groups))
-        workers.append(hands.disk_worker(store))
+        workers.append(worker)
         stores.append(store)
     return tiers, workers, stores
+
+
+def _identity(model: ModelConfig) -> str:
+    """Of the weights, and with them of every block: all that the model is made of but the length of what it is asked."""
+    made_of = repr(replace(model, max_model_len=0))
+    return f"{model.name} {sha256(made_of.encode()).hexdigest()}"
 
 
 def _payload_bytes(model: ModelConfig) -> list[int]:
@@ -199,8 +205,10 @@ class _SimulatedHands:
         del num_blocks
         return SimulatedTransferWorker(self._config.time_model, self._clock, self._model.block_bytes)
 
-    def disk_worker(self, store: BlockStore) -> OffloadingWorker:
-        raise CacheConfigError(f"disk tier {store.root}: an engine without tensors has nothing to write; leave it out")
+    def disk(self, directory: Path, payload_bytes: Sequence[int], identity: str) -> tuple[BlockFiles, OffloadingWorker]:
+        del directory, identity
+        worker = SimulatedTransferWorker(self._config.time_model, self._clock, self._model.block_bytes)
+        return SimulatedBlockFiles(payload_bytes), worker
 
 
 def _torch_hands(config: EngineConfig, model: ModelConfig) -> _Hands:

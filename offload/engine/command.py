@@ -145,7 +145,7 @@ def _add_server(group: Any) -> None:
         "--grace-s", type=_number(0, 86_400), default=_SERVER.grace_s, metavar="S", help="for what runs at SIGTERM"
     )
     group.add_argument("--log-level", default=_SERVER.log_level, choices=("debug", "info", "warning", "error"))
-    group.add_argument("--enable-faults", action="store_true", help="POST /faults: hang, slow, crash, drop_events")
+    group.add_argument("--enable-faults", action="store_true", help="POST /faults: hang, slow, crash, restart, drop_events")
 
 
 def _add_simulation(group: Any) -> None:

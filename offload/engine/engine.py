@@ -13,7 +13,7 @@ from offload.engine.model_config import ModelConfig
 from offload.engine.requests import EngineRequest, EngineStatistics, GroupStatistics, StepOutput
 from offload.engine.scheduler import Scheduler
 from offload.engine.time_model import Clock, RealClock
-from offload.fs.store import BlockStore
+from offload.fs.store import BlockFiles
 
 _IDLE_S = 0.001
 """How long a step waits that has nothing to compute and copies on their way."""
@@ -32,7 +32,7 @@ class Engine:
         connector: OffloadingConnector | None = None,
         workers: Sequence[OffloadingWorker] = (),
         clock: Clock | None = None,
-        stores: Sequence[BlockStore] = (),
+        stores: Sequence[BlockFiles] = (),
     ) -> None:
         """Put together by `offload.engine.build`; *workers* are the connector's tiers', in their order, *stores* the disk's."""
         self.model = model

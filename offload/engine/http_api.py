@@ -28,7 +28,7 @@ from offload.engine.clients import read_body, unless_gone
 from offload.engine.completion import Completion
 from offload.engine.errors import ApiError, BadRequest, UnknownModel
 from offload.engine.event_stream import EventStream, events
-from offload.engine.faults import crash
+from offload.engine.faults import crash, restart
 from offload.engine.http_errors import add_error_answers, json_response
 from offload.engine.requests import EngineRequest, SamplingParams
 from offload.engine.schemas import (
@@ -39,6 +39,7 @@ from offload.engine.schemas import (
     DetokenizeBody,
     GenerateBody,
     HangFault,
+    RestartFault,
     SlowFault,
     TokenizeChatBody,
     as_mapping,
@@ -237,6 +238,8 @@ class _Api:
         fault = decode_fault(await self._raw_body(request))
         if isinstance(fault, CrashFault):
             crash()
+        elif isinstance(fault, RestartFault):
+            restart(request.scope["server"][1])
         elif isinstance(fault, HangFault):
             self._service.faults.hang(fault.seconds)
         elif isinstance(fault, SlowFault):

@@ -176,13 +176,17 @@ class CrashFault(msgspec.Struct, frozen=True, tag_field="kind", tag="crash", for
     """The process ends at once."""
 
 
+class RestartFault(msgspec.Struct, frozen=True, tag_field="kind", tag="restart", forbid_unknown_fields=True):
+    """The process ends at once and begins again, with an empty cache."""
+
+
 class DropEventsFault(msgspec.Struct, frozen=True, tag_field="kind", tag="drop_events", forbid_unknown_fields=True):
     """So many batches of events get a number and are not sent."""
 
     batches: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
-Fault = HangFault | SlowFault | CrashFault | DropEventsFault
+Fault = HangFault | SlowFault | CrashFault | RestartFault | DropEventsFault
 
 # Fields that shape the answer, with the only value that this engine has an answer for.
 _ONLY_VALUES: dict[str, object] = {

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from offload.base import TransferJob, TransferResult
+from offload.base import OffloadKey, TransferJob, TransferResult
 from offload.engine.batch import SequenceChunk
 from offload.engine.time_model import Clock, TimeModel
 from offload.errors import TransferError
+from offload.fs.store import StoredFile, file_bytes
 
 _FIRST_PRINTABLE, _PRINTABLE = 32, 95
 
@@ -76,3 +77,29 @@ class SimulatedTransferWorker:
     def shutdown(self) -> None:
         """See `OffloadingWorker.shutdown`."""
         self._is_shut_down = True
+
+
+class SimulatedBlockFiles:
+    """A directory by the names of its files alone: nothing is written, and a new process finds nothing. See `BlockFiles`."""
+
+    def __init__(self, payload_bytes: Sequence[int]) -> None:
+        self._payload_bytes = tuple(payload_bytes)
+
+    @property
+    def payload_bytes(self) -> Sequence[int]:
+        """See `BlockFiles`."""
+        return self._payload_bytes
+
+    def file_bytes(self, key: OffloadKey) -> int:
+        """See `BlockStore.file_bytes`."""
+        return file_bytes(key, self._payload_bytes)
+
+    def scan(self) -> list[StoredFile]:
+        """There is nothing."""
+        return []
+
+    def remove(self, key: OffloadKey) -> None:
+        """There was nothing."""
+
+    def close(self) -> None:
+        """Nothing is open."""

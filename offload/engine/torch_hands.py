@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from offload.base import OffloadingWorker
 from offload.cpu.worker import CPUTransferWorker
 from offload.engine.model_config import ModelConfig
@@ -21,6 +24,7 @@ class TorchHands:
         """Copies to and from a tier of *num_blocks* in memory."""
         return CPUTransferWorker(self._pages, num_blocks)
 
-    def disk_worker(self, store: BlockStore) -> OffloadingWorker:
-        """Copies to and from a directory."""
-        return FileTransferWorker(self._pages, store)
+    def disk(self, directory: Path, payload_bytes: Sequence[int], identity: str) -> tuple[BlockStore, OffloadingWorker]:
+        """A directory, and copies to and from it."""
+        store = BlockStore(directory, payload_bytes, identity)
+        return store, FileTransferWorker(self._pages, store)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvevents.events import STORAGE
 from offload.base import FileLoadStoreSpec, LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput, RequestContext
 from offload.errors import CacheConfigError
-from offload.fs.store import BlockStore
+from offload.fs.store import BlockFiles
 from offload.tier_entries import TierEntries, TierEntry
 
 _KEYS_PER_EVENT = 1024
@@ -83,7 +83,7 @@ class FileOffloadingManager:
 
     medium = STORAGE
 
-    def __init__(self, store: BlockStore, max_bytes: int, enable_events: bool = True) -> None:
+    def __init__(self, store: BlockFiles, max_bytes: int, enable_events: bool = True) -> None:
         """
         Args:
             store: The directory. It belongs to this manager until `store.close()`.

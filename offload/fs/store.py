@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from offload.base import OffloadKey, unpack_offload_key
 from offload.errors import BlockFileError, CacheConfigError, TransferError
@@ -44,6 +45,16 @@ class StoredFile:
     """When it was written or last read, as the file system's clock says."""
 
 
+def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
+    """How long a block's file is, where a block of group *i* has *payload_bytes[i]*; raises `TransferError` for no such key."""
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise TransferError(f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
+    _, group = unpack_offload_key(key)
+    if group >= len(payload_bytes):
+        raise TransferError(f"disk tier: a key of group {group} must be of one of {len(payload_bytes)} groups")
+    return header_bytes(key) + payload_bytes[group]
+
+
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """What a store did so far."""
@@ -54,6 +65,23 @@ class StoreStatistics:
     read_bytes: int
     rejected_blocks: int
     """Files that could not be read or did not verify."""
+
+
+class BlockFiles(Protocol):
+    """What a disk tier's manager needs of its files; see `BlockStore`."""
+
+    @property
+    def payload_bytes(self) -> Sequence[int]:
+        """Per group, the bytes of an offloaded block."""
+        ...
+
+    def file_bytes(self, key: OffloadKey) -> int: ...
+
+    def scan(self) -> list[StoredFile]: ...
+
+    def remove(self, key: OffloadKey) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class BlockStore:
@@ -83,13 +111,18 @@ class BlockStore:
             CacheConfigError: The directory was made for another layout or identity, or for something else entirely.
         """
         self.root = root
-        self.payload_bytes = tuple(payload_bytes)
+        self._payload_bytes = tuple(payload_bytes)
         self._durable = durable
         self._temporary_numbers = itertools.count()
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("written", "written_bytes", "read", "read_bytes", "rejected"), 0)
         self._claim: int | None = None
-        self._open(Manifest(self.payload_bytes, identity), replace_other_layout)
+        self._open(Manifest(self._payload_bytes, identity), replace_other_layout)
+
+    @property
+    def payload_bytes(self) -> Sequence[int]:
+        """Per group, the bytes of an offloaded block."""
+        return self._payload_bytes
 
     # --- blocks
 
@@ -99,12 +132,7 @@ class BlockStore:
         Raises:
             TransferError: No block of this directory has such a key.
         """
-        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-            raise TransferError(f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
-        _, group = unpack_offload_key(key)
-        if group >= len(self.payload_bytes):
-            raise TransferError(f"disk tier: a key of group {group} must be of one of {len(self.payload_bytes)} groups")
-        return header_bytes(key) + self.payload_bytes[group]
+        return file_bytes(key, self._payload_bytes)
 
     def write(self, key: OffloadKey, payload: memoryview) -> None:
         """Write a block's file, in the place of an older one.

@@ -85,6 +85,7 @@ BLOCKS = {"full": 120, "gemma": 340, "gptoss": 160, "llama4": 260, "mamba-hybrid
 TIERS = {
     "simulated, memory": [*simulated("gemma", num_blocks=340, cpu_blocks=2000)],
     "simulated states, memory": [*simulated("mamba-hybrid", num_blocks=120, cpu_blocks=1000)],
+    "simulated, memory and disk": [*simulated("gptoss", num_blocks=200, cpu_blocks=60)],
     "torch, memory and disk": ["--preset", "gemma", "--num-blocks", "340", "--cpu-blocks", "150"],
 }
 

@@ -71,6 +71,16 @@ class EngineProcess:
     async def metrics(self) -> Metrics:
         return Metrics((await self.get("/metrics")).body.decode())
 
+    async def until_healthy(self, within_s: float = DEADLINE_S) -> None:
+        """It answers, if need be again."""
+        deadline = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                if (await self.get("/health")).status == 200:
+                    return
+            assert time.monotonic() < deadline, f"{self.name} does not answer within {within_s:g} s"
+            await asyncio.sleep(0.01)
+
     def tell_to_stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 

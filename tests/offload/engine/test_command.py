@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.offload.engine.test_tokenizer import write_tokenizer
+from tests.support.actual_hits import cached_tokens
 from tests.support.engine_process import COMMAND, EngineProcess, engine_processes, simulated
 from tests.support.http_client import HttpClient, connect
 
@@ -79,6 +80,20 @@ async def test_a_crash_takes_the_process_with_it_and_a_restart_has_a_new_cache()
         assert (await engine.post("/v1/completions", body)).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+async def test_a_restart_on_demand_is_another_engine_at_the_same_address() -> None:
+    """For whoever tests a router: the process is the same to its supervisor, its cache and its stream of events are new."""
+    async with engine_processes(1, *simulated("gemma", num_blocks=300, enable_faults=True)) as (engine,):
+        body = {"model": "gemma", "prompt": [*range(1, 100)], "max_tokens": 2}
+        hits = [cached_tokens(await engine.post("/v1/completions", body)) for _ in range(2)]
+        process = engine.process.pid
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await engine.post("/faults", {"kind": "restart"})
+        await engine.until_healthy()
+        hits.append(cached_tokens(await engine.post("/v1/completions", body)))
+        assert hits == [0, 96, 0]
+        assert (engine.process.pid, engine.process.poll()) == (process, None)
+
+
 async def test_an_engine_that_hangs_can_be_stopped() -> None:
     """Its grace is over sometime."""
     async with engine_processes(1, *simulated(enable_faults=True, grace_s=1)) as (engine,):
@@ -129,7 +144,7 @@ async def send_headers(client: HttpClient, count: int) -> None:
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--data-parallel-rank", "-1"), "--data-parallel-rank"),
         (("--grace-s", "nan"), "--grace-s"),
-        (("--disk-directory", "/nowhere"), "disk"),
+        (("--disk-directory", "/nowhere", "--disk-bytes", "9"), "disk"),
         (("--cpu-blocks", "9", "--cpu-cache-policy", "nonsense"), "nonsense"),
         (("--tokenizer", "/nowhere"), "/nowhere"),
         (("--kv-events-endpoint", "nonsense"), "endpoint"),

@@ -16,6 +16,7 @@ from offload.engine.build import EngineConfig, build_engine
 from offload.engine.engine import Engine
 from offload.engine.requests import EngineRequest, SamplingParams
 from offload.engine.torch_runner import TorchRunner
+from offload.errors import CacheConfigError
 
 PRESETS = ["full", "gemma", "gptoss", "llama4", "mamba-hybrid"]
 TOLERANCE = 2e-4
@@ -164,6 +165,16 @@ def test_a_directory_serves_the_next_process(reference: tuple[EngineConfig, Answ
     again = answers_of(on_disk, at_once=False)
     assert_same(again, expected)
     assert again.cached_tokens["request-0"] > 0
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 600}, {"seed": 1}, {"block_size": 8}])
+def test_a_directory_of_other_weights_is_refused(change: dict[str, int], tmp_path: Path) -> None:
+    """A token's block has the same name whatever computed it; served to another model, it would decide what that says."""
+    config = EngineConfig(preset="full", vocab_size=512, num_blocks=100, disk_directory=tmp_path, device="cpu")
+    build_engine(config).close()
+    build_engine(replace(config, max_model_len=1024)).close()
+    with pytest.raises(CacheConfigError, match="identity"):
+        build_engine(replace(config, **change))
 
 
 def test_drawn_tokens_do_not_depend_on_neighbours_or_cuts() -> None:
