@@ -13,8 +13,8 @@ layout's `scheduler_block_size`, that every group accepts. `accepts` is that def
 walking from block to block, and the tests hold the two together (`tests/kvevents/test_layout.py`).
 
 Three things follow vLLM's coordinator rather than the definition, since a hit is what the engine really reuses: how groups
-agree with EAGLE (`_agree`), a short window with EAGLE and mixed block sizes (`_drops_a_step`), and chunks that are no multiple
-of the block size (`_longest_chunk`).
+agree with EAGLE (`_agree`), a short window with EAGLE and mixed block sizes (`_longest_window`), and chunks that are no
+multiple of the block size (`_longest_chunk`).
 """
 
 from __future__ import annotations

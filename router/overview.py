@@ -16,7 +16,7 @@ from router.index.index import SourceId, SourceStatistics
 from router.minute import Minute
 from router.replicas import EventSource, ReplicaView
 from router.service import RouterService
-from router.trouble import MAX_NOTES, SourceGlance, glance, problems_of
+from router.trouble import SourceGlance, glance, problems_of
 
 MAX_MODELS = 100
 
@@ -64,9 +64,7 @@ def _replica(
         "state": view.state,
         "health": view.health,
         "seconds_in_health": round(view.seconds_in_health, 1),
-        "last_error": view.last_error,
         "serves": len(view.models),
-        "notes": list(view.notes[:MAX_NOTES]),
         "requests": view.load.requests,
         "prefill_tokens": view.load.prefill_tokens,
         "gauges": None if view.gauges is None else [view.gauges.running, view.gauges.waiting, view.gauges.kv_cache_usage],
@@ -74,7 +72,6 @@ def _replica(
         "sources": msgspec.to_builtins(sources),
         "groups": _groups(found),
         "blocks": _blocks(found),
-        "tokenizer_disagreements": disagreements,
         "problems": msgspec.to_builtins(problems_of(view, sources, disagreements)),
     }
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
-import signal
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from router.cli.signals import ToldToEnd, run_until_told
 from router.demo.phase import Tally, percentile
 from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes
@@ -37,7 +35,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--documents", type=int, default=6, help="with four questions each")
     parser.add_argument("--simulate", action="store_true", help="engines without tensors; so too where torch is not installed")
     parser.add_argument("--keep", action="store_true", help="leave engines and router running until Ctrl-C")
-    parser.add_argument("--open", action="store_true", help="say where the live page is, and wait for Enter before the end")
+    parser.add_argument("--open", action="store_true", help="as --keep; the line below the tables says where the live page is")
     parser.add_argument("--json", action="store_true", help="print only the comparison, as JSON")
     parser.set_defaults(run=run)
 
@@ -45,9 +43,9 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     try:
-        scene = _play(settings) if arguments.json else _play_live(settings)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return 0
+        scene = run_until_told(play(settings, lambda _scene: None)) if arguments.json else _play_live(settings)
+    except ToldToEnd as told:
+        return 0 if settings.keep else told.exit_code
     if arguments.json:
         print(json.dumps([_figures(tally) for tally in scene.tallies]))
     return 0 if scene.tallies[0].requests else 1
@@ -66,20 +64,7 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
 
 def _play_live(settings: DemoSettings) -> Scene:
     with Live(console=Console(), refresh_per_second=4) as live:
-        return _play(settings, lambda scene: live.update(_view(scene)))
-
-
-def _play(settings: DemoSettings, show: Callable[[Scene], None] = lambda _scene: None) -> Scene:
-    """Engines and router end with it, also where it is told to end: a closed terminal must not leave them behind."""
-
-    async def until_told() -> Scene:
-        task = asyncio.current_task()
-        assert task is not None
-        for told in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(told, task.cancel)
-        return await play(settings, show)
-
-    return asyncio.run(until_told())
+        return run_until_told(play(settings, lambda scene: live.update(_view(scene))))
 
 
 # --- what is seen ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from router.cli.running_router import AskFailed, RunningRouter, plain
+from router.upstream import Timeouts
 
 API_KEY_VARIABLE = "KVROUTE_API_KEY"
+_TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=60)
 
 
 def add_to(commands: Any) -> None:
@@ -72,7 +74,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:
-    router = RunningRouter(url, API_KEY_VARIABLE)
+    router = RunningRouter(url, API_KEY_VARIABLE, _TIMEOUTS)
     try:
         return await router.ask("POST", "/route", dict[str, Any], body)
     finally:

@@ -11,7 +11,6 @@ from rich.text import Text
 from router.errors import RouterError
 from router.upstream import Header, Origin, OriginError, Timeouts, UpstreamClient, UpstreamError
 
-_TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=60)
 _MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
@@ -25,21 +24,25 @@ class AskFailed(RouterError):
 class RunningRouter:
     """Close it."""
 
-    def __init__(self, url: str, key_variable: str) -> None:
+    def __init__(self, url: str, key_variable: str, timeouts: Timeouts) -> None:
         """
         Args:
             url: Where it listens.
             key_variable: The environment variable that holds a key, if one is needed.
+            timeouts: Of every question.
 
         Raises:
-            AskFailed: No such URL can be asked.
+            AskFailed: No such URL can be asked, or no such key be sent.
         """
         try:
             self._origin = Origin.parse(url, "--url")
         except OriginError as error:
             raise AskFailed(str(error)) from None
         self._url = url
-        self._key = os.environ.get(key_variable)
+        self._timeouts = timeouts
+        self._key = os.environ.get(key_variable, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise AskFailed(f"{key_variable}: holds what no header can; a key is printable ASCII")
         self._client = UpstreamClient()
 
     async def close(self) -> None:
@@ -53,7 +56,7 @@ class RunningRouter:
         """
         try:
             status, _, answer = await self._client.fetch(
-                self._origin, method.encode(), target.encode(), body, _TIMEOUTS, _MAX_ANSWER_BYTES, self._headers(body)
+                self._origin, method.encode(), target.encode(), body, self._timeouts, _MAX_ANSWER_BYTES, self._headers(body)
             )
         except UpstreamError as error:
             raise AskFailed(str(error)) from None

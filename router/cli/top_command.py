@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
 from router.cli.running_router import AskFailed, RunningRouter
+from router.cli.signals import ToldToEnd, run_until_told
 from router.cli.top_answers import Overview, Requests
 from router.cli.top_view import Glance, view
+from router.upstream import Timeouts
 
 KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
 _MAX_REQUESTS = 60
+_PIPE_COLUMNS = 200
+"""Where the output is no terminal, nothing need be cut."""
+_TIMEOUTS = Timeouts(connect_s=2, first_byte_s=3, idle_s=3)
+"""A router that hangs is soon said to."""
 
 
 def add_to(commands: Any) -> None:
@@ -42,16 +49,16 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = Console()
-    is_live = console.is_terminal and not arguments.once
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_show(console, arguments.url, arguments.interval if is_live else None))
+    is_live = sys.stdout.isatty() and not arguments.once
+    with contextlib.suppress(ToldToEnd):
+        console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+        run_until_told(_show(console, arguments.url, arguments.interval if is_live else None))
     return 0
 
 
 async def _show(console: Console, url: str, interval_s: float | None) -> None:
     """Once without an interval."""
-    router = RunningRouter(url, KEY_VARIABLE)
+    router = RunningRouter(url, KEY_VARIABLE, _TIMEOUTS)
     try:
         glance = await _look(router)
         if interval_s is None:

@@ -20,14 +20,12 @@ _STYLES = {Level.BAD: "bold red", Level.WARN: "yellow", None: "green"}
 _VERDICTS = {"over": "bold red", "under": "yellow"}
 _KINDS = {
     "full_attention": "full",
-    "mla_attention": "MLA",
-    "sink_full_attention": "sink",
     "sliding_window": "window",
-    "sliding_window_mla": "MLA window",
     "chunked_local_attention": "chunked",
     "mamba": "Mamba",
-    "cross_attention": "cross",
+    "not_cached": "not cached",
 }
+_ALL = 10**9
 _REQUESTS_AT_LEAST = 5
 _REQUESTS_AT_ONCE = 10
 _HEADS = 3
@@ -48,25 +46,37 @@ class Glance:
 def view(glance: Glance, width: int, height: int | None) -> RenderableType:
     """Everything, or as much as *height* lines hold; replicas with problems first."""
     replicas = sorted(glance.overview.replicas, key=lambda replica: (_severity(_level(replica)), _natural(replica.id)))
-    problems = _problems(replicas, len(replicas) if height is None else height // 4)
+    problems = _problems(replicas, _ALL if height is None else height // 4)
     above = [_headline(glance, replicas), *problems, *_totals(glance.overview), Text()]
     shown, count = len(replicas), _REQUESTS_AT_ONCE
     if height is not None:
-        room = height - _HEADS - len(above)
-        shown = _fitting(replicas, room - _REQUESTS_AT_LEAST)
-        count = max(0, room - sum(map(_lines, replicas[:shown])) - (shown < len(replicas)))
-    more = [Text(f"and {len(replicas) - shown:,} more replicas", "dim")] if shown < len(replicas) else []
-    requests = _request_table(glance.requests[:count], width)
-    return Group(*above, _replica_table(replicas[:shown]), *more, Text(), requests)
+        _crop(above)
+        shown, count = _room(replicas, height - len(above))
+    parts: list[RenderableType] = [*above, _replica_table(replicas[:shown])]
+    if shown < len(replicas):
+        parts.append(Text(f"and {len(replicas) - shown:,} more replicas", "dim"))
+    if count > 0:
+        parts += [Text(), _request_table(glance.requests[:count], width)]
+    return Group(*parts)
 
 
-def _fitting(replicas: Sequence[Replica], room: int) -> int:
-    """How many of the first replicas fit into so many lines; one in any case."""
-    for count, replica in enumerate(replicas):
-        room -= _lines(replica)
-        if room < 0:
-            return max(count, 1)
-    return len(replicas)
+def _crop(lines: Sequence[Text]) -> None:
+    """Each is one line, however narrow the terminal."""
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+
+
+def _room(replicas: Sequence[Replica], height: int) -> tuple[int, int]:
+    """How many of the first replicas and of the requests fit into so many lines; one replica in any case."""
+    room = height - _HEADS
+    shown, taken = 0, 0
+    for replica in replicas:
+        taken += _lines(replica)
+        if shown and taken > room - _REQUESTS_AT_LEAST:
+            break
+        shown += 1
+    has_more = shown < len(replicas)
+    return shown, room - sum(map(_lines, replicas[:shown])) - has_more
 
 
 def _level(replica: Replica) -> Level | None:
@@ -88,23 +98,23 @@ def _severity(level: Level | None) -> int:
 def _headline(glance: Glance, replicas: Sequence[Replica]) -> Text:
     """The one line that says whether anything is wrong."""
     if glance.silence is not None:
-        return _line(f"{glance.silence}; what follows is of {_time_of_day(glance.overview.now)}", _STYLES[Level.BAD])
+        return plain(f"{glance.silence}; what follows is of {_time_of_day(glance.overview.now)}", _STYLES[Level.BAD])
     if not replicas:
-        return _line("The router has no replicas.", _STYLES[Level.WARN])
+        return plain("The router has no replicas.", _STYLES[Level.WARN])
     wrong = sum(bool(replica.problems) for replica in replicas)
     if not wrong:
-        return _line("All replicas are well.", _STYLES[None])
+        return plain("All replicas are well.", _STYLES[None])
     number = "1 replica has" if wrong == 1 else f"{wrong:,} replicas have"
-    return _line(f"{number} problems:", _STYLES[_level(replicas[0])])
+    return plain(f"{number} problems:", _STYLES[_level(replicas[0])])
 
 
 def _problems(replicas: Sequence[Replica], most: int) -> list[Text]:
     """A line each, the worst first."""
     wrong = [(replica.id, problem) for replica in replicas for problem in replica.problems]
     wrong.sort(key=lambda each: _severity(each[1].level))
-    lines = [_line(f"  {name} {problem.text}", _STYLES[problem.level]) for name, problem in wrong[:most]]
-    more = len(wrong) - len(lines)
-    return [*lines, Text(f"  and {more:,} more", "dim")] if more else lines
+    shown = len(wrong) if len(wrong) <= most else most - 1
+    lines = [plain(f"  {name} {problem.text}", _STYLES[problem.level]) for name, problem in wrong[:shown]]
+    return lines if shown == len(wrong) else [*lines, Text(f"  and {len(wrong) - shown:,} more", "dim")]
 
 
 def _totals(overview: Overview) -> list[Text]:
@@ -113,7 +123,7 @@ def _totals(overview: Overview) -> list[Text]:
     rate = minute.requests / max(minute.seconds, 1.0)
     traffic = f"{rate:,.1f} requests/s, {overview.under_way:,} under way, {minute.failed:,} failed"
     lines = f"{traffic} · policy {overview.policy}", _hits(minute)
-    return [_line(line, "") for line in lines]
+    return [plain(line) for line in lines]
 
 
 def _hits(minute: LastMinute) -> str:
@@ -137,13 +147,6 @@ def _share(part: int, whole: int) -> str:
     return f"{percent:.1f} %"
 
 
-def _line(text: str, style: str) -> Text:
-    """One line, however narrow the terminal."""
-    line = plain(text, style)
-    line.no_wrap, line.overflow = True, "ellipsis"
-    return line
-
-
 # --- replicas -------------------------------------------------------------------------------------------------------------
 
 
@@ -154,25 +157,25 @@ def _lines(replica: Replica) -> int:
 def _replica_table(replicas: Sequence[Replica]) -> Table:
     tiers = _tiers(replicas)
     table = _table()
-    table.add_column("replica", no_wrap=True, overflow="ellipsis", min_width=8)
-    table.add_column("state", no_wrap=True, overflow="ellipsis")
+    table.add_column("replica", min_width=8)  # what may be wrapped, as rich sees it, is what it makes narrower
+    table.add_column("state", no_wrap=True)
     for name in ("sent", "run", "wait", "KV"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("events", no_wrap=True, overflow="ellipsis")
-    table.add_column("group", no_wrap=True, overflow="ellipsis")
+    table.add_column("events", min_width=6)
+    table.add_column("group", no_wrap=True)
     for tier in tiers:
-        table.add_column(plain(tier), justify="right", no_wrap=True)
+        table.add_column(_cell(tier), justify="right", no_wrap=True)
     for replica in replicas:
         _add_replica(table, replica, tiers)
     return table
 
 
 def _add_replica(table: Table, replica: Replica, tiers: Sequence[str]) -> None:
-    name = plain(replica.id, _STYLES[_level(replica)])
-    first = [name, plain(replica.state), plain(f"{replica.requests:,}"), *map(plain, _gauges(replica)), plain(_events(replica))]
+    name = _cell(replica.id, _STYLES[_level(replica)])
+    first = [name, _cell(replica.state), _cell(f"{replica.requests:,}"), *map(_cell, _gauges(replica)), _cell(_events(replica))]
     blank = [Text() for _ in first]
     for index, (label, held) in enumerate(_groups(replica) or [("-", {})]):
-        table.add_row(*(blank if index else first), plain(label), *(plain(f"{held.get(tier, 0):,}") for tier in tiers))
+        table.add_row(*(blank if index else first), _cell(label), *(_cell(f"{held.get(tier, 0):,}") for tier in tiers))
 
 
 def _gauges(replica: Replica) -> tuple[str, str, str]:
@@ -219,12 +222,12 @@ def _group_name(number: int, groups: Sequence[CacheGroup]) -> str:
 def _request_table(requests: Sequence[Request], width: int) -> Table:
     table = _table(width)
     table.add_column("at", no_wrap=True)
-    table.add_column("to", no_wrap=True, overflow="ellipsis", min_width=8)
+    table.add_column("to", min_width=8)
     table.add_column("predicted", no_wrap=True, justify="right")
     table.add_column("verdict", no_wrap=True)
     table.add_column("TTFB", no_wrap=True, justify="right")
     table.add_column("status", no_wrap=True)
-    table.add_column("why", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("why", ratio=1)
     for request in requests:
         _add_request(table, request)
     return table
@@ -234,13 +237,13 @@ def _add_request(table: Table, request: Request) -> None:
     end = {None: "running", "completed": ""}.get(request.end, str(request.end).replace("_", " "))
     status = [str(request.status or ""), end, f"({request.attempts} tries)" if request.attempts > 1 else ""]
     table.add_row(
-        plain(_time_of_day(request.arrived_at)),
-        plain(request.replica or "nobody"),
-        plain(f"{request.predicted.total:,}/{request.prompt_tokens:,}"),
-        plain(_truth(request), _VERDICTS.get(request.verdict or "", "")),
-        plain("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),
-        plain(" ".join(word for word in status if word), _STYLES[Level.BAD] if request.failed else ""),
-        plain(request.reason if request.replica else "No replica could take it."),
+        _cell(_time_of_day(request.arrived_at)),
+        _cell(request.replica or "nobody"),
+        _cell(f"{request.predicted.total:,}/{request.prompt_tokens:,}"),
+        _cell(_truth(request), _VERDICTS.get(request.verdict or "", "")),
+        _cell("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),
+        _cell(" ".join(word for word in status if word), _STYLES[Level.BAD] if request.failed else ""),
+        _cell(request.reason if request.replica else "No replica could take it."),
     )
 
 
@@ -253,7 +256,14 @@ def _truth(request: Request) -> str:
 
 
 def _table(width: int | None = None) -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, width=width, header_style="bold dim")
+    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=width, header_style="bold dim")
+
+
+def _cell(value: object, style: str = "") -> Text:
+    """One line, cut where its column is too narrow for it."""
+    text = plain(value, style)
+    _crop([text])
+    return text
 
 
 def _time_of_day(unix_s: float) -> str:

@@ -193,11 +193,12 @@ class Watcher:
     # --- both -------------------------------------------------------------------------------------------------------------
 
     async def _get(self, path: str, max_bytes: int) -> tuple[int, bytes]:
-        answer = await self._fetch(self._replica.origin, path, self._replica.headers, self._config.timeout_s, max_bytes)
-        if self._closing:
-            # Before Python 3.12 a wait_for swallows a cancellation that meets the end of what it waits for.
-            raise asyncio.CancelledError
-        return answer
+        try:
+            return await self._fetch(self._replica.origin, path, self._replica.headers, self._config.timeout_s, max_bytes)
+        finally:
+            if self._closing:
+                # A fetch may swallow a cancellation that meets its end: on Python 3.10 one that meets the time limit.
+                raise asyncio.CancelledError
 
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
         """Wait until one interval after *began*, or until *early* is set, but not less than a tenth of it."""

@@ -45,13 +45,10 @@ export function milliseconds(value) {
 
 const KINDS = {
   full_attention: "full",
-  mla_attention: "MLA",
-  sink_full_attention: "sink",
   sliding_window: "window",
-  sliding_window_mla: "MLA window",
   chunked_local_attention: "chunked",
   mamba: "Mamba",
-  cross_attention: "cross",
+  not_cached: "not cached",
 };
 
 export function kindOfGroup(kind, reach) {

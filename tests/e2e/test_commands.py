@@ -111,7 +111,8 @@ async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> Non
     assert any(f"{stub.name} 96/97 exact" in line for line in lines)
 
 
-async def test_top_goes_on_while_the_router_is_away_and_ends_when_told() -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(told: signal.Signals) -> None:
     """An operator watches a restart; the terminal is as it was afterwards."""
     with router_process({}) as router:
         terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
@@ -122,12 +123,43 @@ async def test_top_goes_on_while_the_router_is_away_and_ends_when_told() -> None
             with router_process({"server": {"port": router.port}}) as again:
                 async with HybridStub(unique("model")) as stub, again.serving(stub):
                     await terminal.until("All replicas are well.")
-            terminal.process.send_signal(signal.SIGINT)
+            terminal.process.send_signal(told)
             assert await asyncio.to_thread(terminal.process.wait, 10) == 0
             await terminal.until("\x1b[?1049l")
+            assert "\x1b[?25h" in terminal.said
             assert "Traceback" not in terminal.said
         finally:
             terminal.close()
+
+
+async def test_top_says_soon_that_a_router_hangs() -> None:
+    """An old picture that looks new would mislead."""
+    with router_process({}) as router:
+        terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
+        try:
+            await terminal.until("The router has no replicas.")
+            router.process.send_signal(signal.SIGSTOP)
+            await terminal.until("what follows is of ")
+        finally:
+            router.process.send_signal(signal.SIGCONT)
+            terminal.close()
+
+
+def test_top_into_a_pipe_ends_also_where_colours_are_forced() -> None:
+    """As in many a CI: that makes no terminal of a pipe."""
+    with router_process({}) as router:
+        done = kvroute("top", "--url", router.url, FORCE_COLOR="1")
+    assert done.returncode == 0
+    assert "The router has no replicas." in done.stdout
+
+
+@pytest.mark.parametrize(("key", "code"), [("operator-key\n", 0), ("operator\nkey", 2), ("schlüssel", 2)])
+def test_a_key_that_no_header_can_hold_is_refused(key: str, code: int) -> None:
+    """Mounted secrets end in a newline; a traceback would show the key."""
+    with router_process({"server": {"operator_api_key": "operator-key"}}) as router:
+        done = kvroute("top", "--url", router.url, KVROUTE_OPERATOR_API_KEY=key)
+    assert (done.returncode, "KVROUTE_OPERATOR_API_KEY: holds what no header can" in done.stderr) == (code, code == 2)
+    assert key.strip() not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("key", "code"), [("operator-key", 0), ("another", 2), (None, 2)])

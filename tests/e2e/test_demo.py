@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,14 @@ from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from router.demo.blind import GroupBlindIndex
+from router.demo.processes import DemoFailed, engines
 from router.demo.workload import Workload, WorkloadSizes
 from router.index.index import PrefixIndex, SourceId
 from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
+from tests.support.vllm_publisher import free_port
 
+DEMO = (sys.executable, "-m", "router.cli.main", "demo", "--simulate")
 CHAIN = HashChain.from_seed()
 SOURCE = SourceId("replica", 0)
 PROMPT = list(range(65))
@@ -31,8 +36,7 @@ HASHES = list(CHAIN.block_hashes(PROMPT, 16))
 
 def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
     """It is the first thing one runs: it must end, and its claim must hold wherever it runs."""
-    command = [sys.executable, "-m", "router.cli.main", "demo", "--simulate", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240, check=False)
+    done = subprocess.run([*DEMO, "--json"], cwd=ROOT, capture_output=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr.decode()
     ours, blind, round_robin = json.loads(done.stdout)
     assert (ours["routed_by"], blind["routed_by"]) == ("kvroute", "group-blind index")
@@ -46,31 +50,64 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
 @pytest.mark.parametrize("processes", [1, 4])
 async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(told: signal.Signals, processes: int) -> None:
     """While the engines start, and while it plays: a closed terminal, a CI's limit, Ctrl-C."""
-    command = [sys.executable, "-m", "router.cli.main", "demo", "--simulate", "--keep"]
+    command = [*DEMO, "--keep"]
     demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
     assert demo.stderr is not None
     try:
-        await eventually(lambda: len(children_of(demo.pid)) >= processes, "engines and router run", 60)
-        children = children_of(demo.pid)
+        await eventually(lambda: len(session_of(demo.pid)) > processes, "engines and router run", 60)
         demo.send_signal(told)
         assert await asyncio.to_thread(demo.wait, 30) == 0
+        await eventually(lambda: not session_of(demo.pid), "all have ended")
         assert b"Traceback" not in demo.stderr.read()
-        await eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children), "they have ended")
     finally:
-        demo.kill()
+        for process in session_of(demo.pid):
+            os.kill(process, signal.SIGKILL)
         demo.wait()
         demo.stderr.close()
 
 
+async def test_a_demo_that_was_cut_short_did_not_succeed() -> None:
+    """Whoever reads its figures must notice that there are none; and nohup keeps it going."""
+    command = ["nohup", *DEMO, "--json"]
+    demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    assert demo.stdout is not None
+    try:
+        await eventually(lambda: len(session_of(demo.pid)) > 1, "engines run", 60)
+        demo.send_signal(signal.SIGHUP)
+        demo.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(demo.wait, 30) == 128 + signal.SIGTERM
+        assert demo.stdout.read() == b""
+    finally:
+        demo.kill()
+        demo.wait()
+        demo.stdout.close()
+
+
+async def test_an_engine_that_cannot_start_takes_the_others_with_it() -> None:
+    """Those that had just started would be left behind."""
+    before = children_of(os.getpid())
+    with pytest.raises(DemoFailed, match="did not start"):
+        async with engines(3, ["--simulate", "--port", str(free_port())]):
+            raise AssertionError("three engines on one port")
+    await eventually(lambda: children_of(os.getpid()) <= before, "all have ended")
+
+
+def session_of(leader: int) -> set[int]:
+    """The processes of the session that *leader* began, itself among them."""
+    return {process for process, _, session in living_processes() if session == leader}
+
+
 def children_of(parent: int) -> set[int]:
-    """The processes that *parent* has started and that live."""
-    found = set()
+    return {process for process, its_parent, _ in living_processes() if its_parent == parent}
+
+
+def living_processes() -> Iterator[tuple[int, int, int]]:
+    """(process, parent, session)."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state, its_parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-            if int(its_parent) == parent and state != "Z":
-                found.add(int(stat.parent.name))
-    return found
+            state, parent, _, session = stat.read_text().rsplit(")", 1)[1].split()[:4]
+            if state != "Z":
+                yield int(stat.parent.name), int(parent), int(session)
 
 
 def test_every_way_of_routing_gets_the_same_prompts() -> None:

@@ -67,7 +67,7 @@ def test_everything_is_there_in_words() -> None:
     assert ["replica-1", "healthy", "3", "2", "1", "50%", "live", "full", "1,200", "0"] in rows
     assert ["window", "64", "4", "8"] in rows
     (request,) = [line for line in lines if "960/1,000" in line]
-    assert request.endswith("  replica-1  960/1,000  over 60  12 ms  200 (2 tries)  960 of 1000 tokens cached")
+    assert request.endswith(" replica-1 960/1,000 over 60 12 ms 200 (2 tries) 960 of 1000 tokens cached")
 
 
 def test_what_is_wrong_comes_first_and_the_worst_before_it() -> None:
@@ -110,14 +110,34 @@ def test_a_router_without_replicas_says_so() -> None:
 @pytest.mark.parametrize("height", [16, 24, 50])
 @pytest.mark.parametrize("count", [1, 4, 300])
 @pytest.mark.parametrize("wrong", [0, 1, 300])
-def test_it_fits_the_terminal(height: int, count: int, wrong: int) -> None:
+@pytest.mark.parametrize("windows", [1, 5])
+def test_it_fits_the_terminal(height: int, count: int, wrong: int, windows: int) -> None:
     """What does not fit would push the first line out."""
+    groups = [{"kind": "full_attention", "reach": None}, *[{"kind": "sliding_window", "reach": 64}] * windows]
     problems = [{"level": "bad", "text": "events were lost for good: its hits are discounted " * 3}]
-    replicas = [replica(number, problems=problems if number < wrong else []) for number in range(count)]
+    replicas = [replica(number, groups=groups, problems=problems if number < wrong else []) for number in range(count)]
     lines = shown(glance(*replicas, requests=60), 80, height)
     assert len(lines) <= height
     assert any(line.startswith("replica-") and "healthy" in line for line in lines)
     assert count < 300 or any("more replicas" in line for line in lines)
+
+
+def test_a_long_name_is_cut_and_no_number() -> None:
+    """A pod's name is longer than all the rest."""
+    name = "vllm-gemma-3-12b-it-7d9f8b6c5d-x2k4q.models.svc.cluster.local:8000"
+    for height in (None, 24):
+        lines = [line.split() for line in shown(glance(replica(1, id=name), requests=3), 80, height)]
+        (row,) = [line for line in lines if "healthy" in line]
+        assert (row[0][:12], row[0][-1]) == ("vllm-gemma-3", "…")
+        assert row[1:] == ["healthy", "3", "2", "1", "50%", "live", "full", "1,200", "0"]
+
+
+def test_printed_once_nothing_that_is_wrong_is_cut() -> None:
+    """A script looks for the reason."""
+    reason = "unhealthy for 3 min: GET /health: no connection: Connect call failed ('10.244.12.7', 8000)"
+    wrong = glance(replica(1, problems=[{"level": "bad", "text": reason}]))
+    assert f"  replica-1 {reason}" in shown(wrong, 200)
+    assert " ".join(" ".join(shown(wrong, 80)).split()).startswith(f"1 replica has problems: replica-1 {reason}")
 
 
 def test_layouts_that_are_not_known_and_several_ranks_have_a_line() -> None:
