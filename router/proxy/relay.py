@@ -223,8 +223,8 @@ class Relay:
             if chunk:
                 self._body_bytes += len(chunk)
                 self._observer.on_chunk(chunk)
-                if events is not None:
-                    chunk = events.release(chunk, final)
+            if events is not None:
+                chunk = events.release(chunk, final)  # at the end also what it holds, if the end comes alone
             if chunk or final:
                 await self._emit({"type": "http.response.body", "body": chunk, "more_body": not final})
 

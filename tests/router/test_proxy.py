@@ -124,6 +124,25 @@ async def test_an_event_stream_cut_anywhere_arrives_byte_for_byte() -> None:
         assert await client.ask() == whole
 
 
+async def test_a_last_line_without_an_end_is_passed_on_when_the_end_of_the_body_comes_later() -> None:
+    """Held back while more might follow, it was lost where the end came in a packet of its own."""
+    whole, has_come = event("a") + b"data: no end", asyncio.Event()
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await streaming_now(connection, whole)
+        await has_come.wait()
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with one_replica(handle) as (proxy, client, _):
+        await client.request()
+        await client.read_head()
+        await eventually(lambda: proxy.recorders[0].data == whole, "the proxy has read it all")
+        has_come.set()
+        assert await client.read_body() == whole
+
+
 async def test_any_other_body_is_flushed_piece_by_piece() -> None:
     """Not only event streams are read as they grow; half a line counts there."""
     arrived = asyncio.Semaphore(0)
