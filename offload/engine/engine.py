@@ -102,10 +102,10 @@ class Engine:
 
     def _group_statistics(self) -> tuple[GroupStatistics, ...]:
         kinds = [group.kind.value for group in self.cache.config.layout.groups]
-        found = zip(kinds, self.cache.pool.statistics().groups, strict=True)
+        found = zip(kinds, self.cache.pool.statistics().groups, self.scheduler.group_hit_tokens, strict=True)
         return tuple(
-            GroupStatistics(kind, group.cached, group.evicted_after_sliding, group.evicted - group.evicted_after_sliding)
-            for kind, group in found
+            GroupStatistics(kind, group.cached, group.evicted_after_sliding, group.evicted - group.evicted_after_sliding, hits)
+            for kind, group, hits in found
         )
 
     def close(self) -> None:

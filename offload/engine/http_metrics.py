@@ -107,14 +107,18 @@ class EngineCollector(Collector):
         evicted = CounterMetricFamily(
             "kvroute_engine_evicted_blocks", "Blocks that cannot be found any more, by cause.", labels=(*labels, "cause")
         )
+        hits = CounterMetricFamily(
+            "kvroute_engine_group_hit_tokens", "Prompt tokens that the group alone could have served.", labels=labels
+        )
         for index, group in enumerate(now.groups):
             values = (*self._labels, str(index), group.kind)
             cached.add_metric(values, group.cached_blocks)
             evicted.add_metric((*values, "window"), group.evicted_by_window)
             evicted.add_metric((*values, "pressure"), group.evicted_by_pressure)
+            hits.add_metric(values, group.hit_tokens)
         copies = GaugeMetricFamily("kvroute_engine_copies_in_flight", "Jobs between GPU and lower tiers.", labels=LABELS)
         copies.add_metric(self._labels, now.copies_in_flight)
-        yield from (cached, evicted, copies)
+        yield from (cached, evicted, hits, copies)
 
     def _cache_counters(self, now: EngineStatistics) -> Iterator[Metric]:
         queries, hits = now.prefix_cache_queries, now.prefix_cache_hits

@@ -67,6 +67,8 @@ class GroupStatistics:
     """Blocks that lost their hash after a window or a state had moved past them."""
     evicted_by_pressure: int
     """The others that lost it."""
+    hit_tokens: int = 0
+    """Prompt tokens of admitted requests that this group alone could have served; the hit is what all of them can."""
 
 
 @dataclass(frozen=True, slots=True)

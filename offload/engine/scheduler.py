@@ -79,6 +79,8 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.group_hit_tokens = [0] * len(cache.config.layout.groups)
+        """Prompt tokens that each group alone could have served, over all that were admitted."""
 
     @property
     def num_running(self) -> int:
@@ -207,7 +209,10 @@ class Scheduler:
     def _admit(self, sequence: _Sequence, budget: int) -> int | None:
         """Tokens a waiting sequence computes now, 0 if it loads first; None if it cannot come in."""
         cached = sequence.cache
+        is_first = sequence.num_cached_tokens is None
         computed = self._cache.get_computed_blocks(cached)
+        # Before it has blocks of its own, which would count as found.
+        by_group = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1) if is_first else ()
         hit = self._connector.find_external_hit(cached, computed) if self._connector else ExternalHit(computed.num_tokens, 0)
         if hit is None:
             return None
@@ -222,8 +227,9 @@ class Scheduler:
         )
         if blocks is None:
             return None
-        if sequence.num_cached_tokens is None:
+        if is_first:
             sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
+            self.group_hit_tokens = [sum(both) for both in zip(self.group_hit_tokens, by_group, strict=True)]
         if hit.num_external_tokens:
             self._start_load(sequence, hit)
         else:

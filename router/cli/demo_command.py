@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from router.cli.signals import ToldToEnd, run_until_told
+from router.demo.fleet import EVICTED, HIT_TOKENS, SLID_OUT
 from router.demo.phase import Tally, percentile
 from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes
@@ -92,9 +93,12 @@ def _replicas(scene: Scene) -> Table:
             p50 = _ms(percentile(replica.ttfts_s, 50))
             counts = (str(replica.requests), f"{replica.predicted_tokens:,}", f"{replica.cached_tokens:,}", p50)
             table.add_row(f"[bold]{view.name}[/bold]", "", "", "", *counts)
+        before = next((each.groups for each in scene.views_before if each.name == view.name), [])
         for index, group in enumerate(view.groups):
-            row = (str(group.blocks), str(group.evicted_by_window), str(group.evicted_by_pressure))
-            table.add_row(f"  {index} {_SHORT_KINDS.get(group.kind, group.kind)}", *row)
+            base = before[index] if index < len(before) else None
+            slid_out, evicted, hits = (group.count(name, base) for name in (SLID_OUT, EVICTED, HIT_TOKENS))
+            name = f"  {index} {_SHORT_KINDS.get(group.kind, group.kind)}"
+            table.add_row(name, str(group.blocks), str(slid_out), str(evicted), "", "", f"{hits:,}")
     return table
 
 

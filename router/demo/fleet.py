@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.demo.client import Client
-from router.demo.processes import DemoFailed
+from router.demo.processes import DemoFailed, Running
 from router.upstream import UpstreamError
 
 _LIVE_S = 30.0
@@ -22,8 +22,20 @@ class GroupView:
 
     kind: str
     blocks: int = 0
-    evicted_by_window: int = 0
-    evicted_by_pressure: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """What grew since the play began: see `_COUNTS`."""
+
+    def count(self, name: str, base: GroupView | None = None) -> int:
+        """One of the counts; since *base* was seen, if there is one."""
+        return self.counts.get(name, 0) - (base.count(name) if base else 0)
+
+
+SLID_OUT, EVICTED, HIT_TOKENS = "slid out", "evicted", "hit tokens"
+_COUNTS = {
+    ("kvroute_engine_evicted_blocks_total", "window"): SLID_OUT,
+    ("kvroute_engine_evicted_blocks_total", "pressure"): EVICTED,
+    ("kvroute_engine_group_hit_tokens_total", None): HIT_TOKENS,
+}
 
 
 @dataclass(slots=True)
@@ -36,20 +48,21 @@ class ReplicaView:
 
 async def look_at(name: str, engine: Client) -> ReplicaView:
     """What an engine says of its cache."""
-    view = ReplicaView(name)
     groups: dict[int, GroupView] = {}
     for family in text_string_to_metric_families((await engine.get("/metrics")).decode()):
         for sample in family.samples:
-            if sample.name == "kvroute_engine_cached_blocks":
+            count = _COUNTS.get((sample.name, sample.labels.get("cause")))
+            if count is not None:
+                _group(groups, sample.labels).counts[count] = int(sample.value)
+            elif sample.name == "kvroute_engine_cached_blocks":
                 _group(groups, sample.labels).blocks = int(sample.value)
-            elif sample.name == "kvroute_engine_evicted_blocks_total":
-                group = _group(groups, sample.labels)
-                if sample.labels["cause"] == "window":
-                    group.evicted_by_window = int(sample.value)
-                else:
-                    group.evicted_by_pressure = int(sample.value)
-    view.groups = [groups[index] for index in sorted(groups)]
-    return view
+    return ReplicaView(name, [groups[index] for index in sorted(groups)])
+
+
+async def look_at_all(replicas: Sequence[Running], engines: Sequence[Client]) -> list[ReplicaView]:
+    """Every replica, in their order."""
+    pairs = zip(replicas, engines, strict=True)
+    return list(await asyncio.gather(*(look_at(replica.name, client) for replica, client in pairs)))
 
 
 def _group(groups: dict[int, GroupView], labels: dict[str, str]) -> GroupView:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.demo.client import Client
-from router.demo.fleet import ReplicaView, empty_caches, look_at, until_live
+from router.demo.fleet import ReplicaView, empty_caches, look_at_all, until_live
 from router.demo.phase import ReplicaTally, Tally, run_phase
 from router.demo.processes import Running, engines, router
 from router.demo.workload import Workload, WorkloadSizes
@@ -59,6 +59,8 @@ class Scene:
     router_url: str = ""
     tallies: list[Tally] = field(default_factory=list)
     views: list[ReplicaView] = field(default_factory=list)
+    views_before: list[ReplicaView] = field(default_factory=list)
+    """Before this way of routing: the engines count on from one to the next."""
     requests: int = 0
     """In one phase."""
     is_over: bool = False
@@ -96,6 +98,7 @@ async def _play_way(
     show: Callable[[Scene], None],
 ) -> None:
     await empty_caches(clients)
+    scene.views_before = await look_at_all(replicas, clients)
     workload = Workload(scene.settings.sizes)
     tally = Tally(way.name, {replica.name: ReplicaTally() for replica in replicas})
     scene.tallies.append(tally)
@@ -111,13 +114,13 @@ async def _play_way(
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await client.close()
+    scene.views = await look_at_all(replicas, clients)
     show(scene)
 
 
 async def _watch(scene: Scene, replicas: Sequence[Running], clients: Sequence[Client], show: Callable[[Scene], None]) -> None:
     while True:
-        pairs = zip(replicas, clients, strict=True)
-        scene.views = list(await asyncio.gather(*(look_at(replica.name, client) for replica, client in pairs)))
+        scene.views = await look_at_all(replicas, clients)
         show(scene)
         await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -87,7 +87,7 @@ def test_every_count_stands_under_its_name() -> None:
 def test_each_group_is_told_with_what_it_lost_and_why() -> None:
     """What vLLM does not tell, and a sliding window is watched by."""
     registry = CollectorRegistry()
-    groups = (GroupStatistics("full_attention", 10, 0, 2), GroupStatistics("sliding_window", 4, 7, 1))
+    groups = (GroupStatistics("full_attention", 10, 0, 2, 96), GroupStatistics("sliding_window", 4, 7, 1, 32))
     statistics = EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, groups=groups)
     registry.register(EngineCollector(SERVED, "0", lambda: statistics))
     families = text_string_to_metric_families(generate_latest(registry).decode())
@@ -104,6 +104,8 @@ def test_each_group_is_told_with_what_it_lost_and_why() -> None:
         ("kvroute_engine_evicted_blocks_total", "0", "full_attention", "pressure"): 2,
         ("kvroute_engine_evicted_blocks_total", "1", "sliding_window", "window"): 7,
         ("kvroute_engine_evicted_blocks_total", "1", "sliding_window", "pressure"): 1,
+        ("kvroute_engine_group_hit_tokens_total", "0", "full_attention", None): 96,
+        ("kvroute_engine_group_hit_tokens_total", "1", "sliding_window", None): 32,
     }
 
 

@@ -266,3 +266,21 @@ def test_a_reset_forgets_every_tier_and_waits_for_nobody() -> None:
     assert engine.reset_prefix_cache()
     engine.add_request(request("b", 100, 4))
     assert finish(engine)["b"][0].num_cached_tokens == 0
+
+
+def test_each_groups_own_hits_are_counted_once_a_request() -> None:
+    """What the full attention still held and the window did not any more is what a demo and an operator look for."""
+    engine, _, _ = engine_of("gptoss", num_blocks=60, max_model_len=2048)
+    first = request("first", 320)
+    for sent in (first, request("other", [*range(1000, 1320)]), request("again", 320)):
+        engine.add_request(sent)
+        finish(engine)
+    now = engine.statistics()
+    full, window = now.groups
+    assert now.prefix_cache_hits == min(full.hit_tokens, window.hit_tokens)
+    assert full.hit_tokens > window.hit_tokens
+    engine, _, _ = engine_of("full")
+    for name in ("first", "again"):
+        engine.add_request(request(name, 100))
+        finish(engine)
+    assert [group.hit_tokens for group in engine.statistics().groups] == [96]
