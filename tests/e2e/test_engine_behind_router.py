@@ -140,6 +140,69 @@ async def test_every_prediction_is_what_the_engine_reports(router: RouterProcess
     assert before.sum("kvroute_untokenized_prompts_total") == now.sum("kvroute_untokenized_prompts_total")
 
 
+@pytest.mark.parametrize("preset", ["gptoss", "gemma"])
+async def test_a_window_that_slid_keeps_one_hit_and_shortens_another(router: RouterProcess, preset: str) -> None:
+    """Full attention holds both prompts whole; of one the window still has the end, of the other an earlier stretch."""
+    name = f"{preset}-that-slides"
+    blocks = {"gptoss": 170, "gemma": 480}[preset]
+    options = {"served_model_name": name, "num_blocks": blocks, "max_num_batched_tokens": 128, "max_model_len": 2048}
+    async with engine_processes(1, *simulated(preset, **options)) as (engine,), router.serving(engine):
+        asking = Asking(router, engine, name)
+        prompt = tokens(512, 1)
+        await asking.serve(prompt, max_tokens=300)  # the window moves on from the prompt's end
+        await asking.serve(prompt[:257])  # what it holds at 256 is used last
+        await asking.fill_until([*prompt, 7], below=512)
+        assert await asking.groups([*prompt, 7]) == {"full_attention": 512, "sliding_window": 256}
+        assert await asking.serve([*prompt, 7]) == (256, 256), "shortened: full attention alone would allow 512"
+        prompt = tokens(512, 2)
+        await asking.serve(prompt)
+        await asking.fill_until([*prompt[:256], 7], below=1)
+        assert await asking.groups([*prompt[:256], 7]) == {"full_attention": 256, "sliding_window": 0}
+        assert await asking.groups([*prompt, 7]) == {"full_attention": 512, "sliding_window": 512}
+        assert await asking.serve([*prompt, 7]) == (512, 512), "kept: of what the window has lost nothing is needed"
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return Random(seed).choices(range(256), k=count)
+
+
+class Asking:
+    """One request after another, each told to the router before the next."""
+
+    def __init__(self, router: RouterProcess, engine: EngineProcess, model: str) -> None:
+        self._router = router
+        self._engine = engine
+        self._model = model
+
+    async def serve(self, ids: list[int], max_tokens: int = 1) -> tuple[int, int]:
+        """Tokens predicted and tokens reported to be cached."""
+        body = {"model": self._model, "prompt": ids, "max_tokens": max_tokens, "ignore_eos": True}
+        answer = await self._router.post("/v1/completions", body)
+        assert answer.status == 200, answer.body
+        await until_told(self._router, self._engine)
+        return int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)
+
+    async def route(self, ids: list[int]) -> dict[str, Any]:
+        body = {"model": self._model, "token_ids": ids}
+        (ranked,) = (await self._router.post("/route", body)).json["ranking"]
+        return dict(ranked)
+
+    async def fill_until(self, ids: list[int], below: int) -> None:
+        """Other requests take the room of what was used longest ago, until the hit is shorter than *below*."""
+        for seed in range(1000, 1200):
+            if (await self.route(ids))["hit"]["total"] < below:
+                return
+            await self.serve(tokens(64, seed))
+        raise AssertionError(f"{ids[:3]}...: still a hit of {below} tokens")
+
+    async def groups(self, ids: list[int]) -> dict[str, int]:
+        """By kind what each group alone allows, the least where several are of a kind."""
+        found: dict[str, int] = {}
+        for group in (await self.route(ids))["groups"][0]:
+            found[group["kind"]] = min(group["tokens"], found.get(group["kind"], group["tokens"]))
+        return found
+
+
 async def evicted(router: RouterProcess, engines: list[EngineProcess]) -> int:
     """Blocks that were announced as gone, by any of them."""
     replicas = [await router.replica(engine.name) for engine in engines]
