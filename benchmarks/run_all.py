@@ -16,6 +16,9 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.transfers", "--megabytes", "64", "--repeats", "3", "--k", "1"),
     ("benchmarks.scale", "--replicas", "64", "--seconds", "5"),
     ("benchmarks.routing_quality",),
+    ("benchmarks.predictions", "--preset", "gptoss", "--at-a-time", "1", "4", "--conversations", "12", "--documents", "6"),
+    ("benchmarks.policy_weights", "--situation", "small caches", "--weight", "queued_prefill_token", "--seed", "0"),
+    ("benchmarks.soak", "--requests", "20000"),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 

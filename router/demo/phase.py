@@ -30,8 +30,8 @@ class Tally:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    mispredicted: int = 0
-    """Answers whose cached tokens were not those that the router announced."""
+    errors: list[int] = field(default_factory=list)
+    """Of each answer, tokens that the router announced as cached less those that were."""
     ttfts_s: list[float] = field(default_factory=list)
 
     def add(self, completion: Completion) -> None:
@@ -43,8 +43,13 @@ class Tally:
         self.requests += 1
         self.prompt_tokens += completion.prompt_tokens
         self.cached_tokens += completion.cached_tokens
-        self.mispredicted += completion.predicted_tokens != completion.cached_tokens
+        self.errors.append(completion.predicted_tokens - completion.cached_tokens)
         self.ttfts_s.append(completion.ttft_s)
+
+    @property
+    def mispredicted(self) -> int:
+        """Answers whose cached tokens were not those that the router announced."""
+        return sum(error != 0 for error in self.errors)
 
     @property
     def hit_share(self) -> float:

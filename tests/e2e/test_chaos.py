@@ -280,6 +280,7 @@ async def test_a_process_that_stands_still_fails_its_checks_and_returns(
             await router.until(lambda now: sent_to(now, victim) > attempts, "it gets requests again", 60)
             note("back_s", time.monotonic() - began)
         note("noticed_s", noticed_s)
+        assert noticed_s <= HEALTH["unhealthy_after"] * (HEALTH["interval_s"] + HEALTH["timeout_s"])
         note("fates", load.fates)
         note("retried", (await router.metrics()).sum("kvroute_retries_total", replica=victim.name))
         assert not load.failed

@@ -108,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=2000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_any_order_of_operations_leaves_the_cache_right = CacheMachine.TestCase
 

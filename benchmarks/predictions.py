@@ -1,0 +1,68 @@
+"""How many predictions are exact while requests overlap, and how far off are the others?
+
+Small engines without tensors as processes, a router before them, real sockets: the demo's conversations and documents, with
+more and more requests under way. One at a time but without a pause, a request may overtake the events of the one before;
+several at a time, what a request finds is decided after the router has answered for it. The peer in the same run is an index
+that ignores groups under the same policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from benchmarks.figures import report
+from router.demo.phase import Tally
+from router.demo.play import WAYS, DemoSettings, play
+from router.demo.workload import WorkloadSizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", nargs="+", default=["gptoss", "gemma"])
+    parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--blocks-per-group", type=int, default=100, help="of each engine's cache")
+    parser.add_argument("--conversations", type=int, default=48)
+    parser.add_argument("--documents", type=int, default=24)
+    options = parser.parse_args()
+    for preset in options.preset:
+        for at_a_time in options.at_a_time:
+            _measure(preset, at_a_time, options)
+
+
+def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
+    groups = {"full": 1, "gptoss": 2, "llama4": 4, "mamba-hybrid": 4, "gemma": 6}.get(preset, 4)
+    engine = ["--preset", preset, "--simulate", "--log-level", "error", "--num-blocks", str(options.blocks_per_group * groups)]
+    settings = DemoSettings(
+        replicas=options.replicas,
+        engine_arguments=engine,
+        at_a_time=at_a_time,
+        sizes=WorkloadSizes(conversations=options.conversations, documents=options.documents),
+        ways=[way for way in WAYS if way.policy == "prefix"],
+    )
+    scene = asyncio.run(play(settings, lambda _scene: None))
+    for tally in scene.tallies:
+        _report(preset, at_a_time, tally)
+
+
+def _report(preset: str, at_a_time: int, tally: Tally) -> None:
+    over = [error for error in tally.errors if error > 0]
+    under = [-error for error in tally.errors if error < 0]
+    report(
+        "predictions",
+        preset=preset,
+        at_a_time=at_a_time,
+        routed_by=tally.name,
+        requests=tally.requests,
+        exact_share=round(1 - tally.mispredicted / tally.requests, 3),
+        over=len(over),
+        under=len(under),
+        mean_error_tokens=round((sum(over) + sum(under)) / tally.requests, 1),
+        mean_prompt_tokens=round(tally.prompt_tokens / tally.requests),
+        reused_share=round(tally.hit_share, 3),
+    )
+
+
+if __name__ == "__main__":
+    main()
