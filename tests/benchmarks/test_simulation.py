@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,18 @@ def test_prefix_routing_reuses_more_than_round_robin() -> None:
     """The least that it must bring."""
     reused = {policy: simulate(policy).outcome.figures()["reused_tokens"] for policy in ("prefix", "round_robin")}
     assert reused["prefix"] > reused["round_robin"]
+
+
+def test_exact_hits_reuse_more_and_answer_sooner_than_group_blind_ones() -> None:
+    """The headline, where there is room to choose: the same policy over an index that ignores groups, and round robin."""
+    found = {}
+    for policy in ("prefix", "group_blind", "round_robin"):
+        workload = Conversations(replace(SMALL, conversations=60, documents=8), 2.0)
+        setting = Setting(policy, 3, replica_config("gptoss", workload.size, 3, 0.15))
+        found[policy] = Simulation(setting, workload).run().figures()
+    for other in ("group_blind", "round_robin"):
+        assert found["prefix"]["reused_tokens"] > 1.05 * found[other]["reused_tokens"]
+        assert found["prefix"]["ttft_mean_ms"] < 0.95 * found[other]["ttft_mean_ms"]
 
 
 def test_a_memory_tier_brings_back_what_the_gpu_lost() -> None:
