@@ -24,13 +24,15 @@ from tests.support.engine_stub import engines, unique
 from tests.support.http_client import eventually
 from tests.support.hybrid_stub import HybridStub
 from tests.support.router_process import router_process
+from tests.support.signals import heed_signals
 
 STREAM = Path(__file__).parents[1] / "conformance" / "streams" / "real_full.jsonl.gz"
 
 
 def kvroute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "router.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ})
+    inherited = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**inherited, **environ})
 
 
 def frames(path: Path) -> list[bytes]:
@@ -208,7 +210,9 @@ class Terminal:
         os.set_blocking(self._ours, False)
         command = [sys.executable, "-m", "router.cli.main", *arguments]
         environ = {**os.environ, "TERM": "xterm"}
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, preexec_fn=heed_signals
+        )
         os.close(theirs)
 
     async def until(self, words: str) -> None:

@@ -25,6 +25,7 @@ from router.demo.workload import Workload, WorkloadSizes
 from router.index.index import PrefixIndex, SourceId
 from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
+from tests.support.signals import heed_signals
 from tests.support.vllm_publisher import free_port
 
 DEMO = (sys.executable, "-m", "router.cli.main", "demo", "--simulate")
@@ -50,8 +51,14 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
 @pytest.mark.parametrize("processes", [1, 4])
 async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(told: signal.Signals, processes: int) -> None:
     """While the engines start, and while it plays: a closed terminal, a CI's limit, Ctrl-C."""
-    command = [*DEMO, "--keep"]
-    demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    demo = subprocess.Popen(
+        [*DEMO, "--keep"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=heed_signals,
+    )
     assert demo.stderr is not None
     try:
         await eventually(lambda: len(session_of(demo.pid)) > processes, "engines and router run", 60)
