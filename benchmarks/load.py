@@ -143,6 +143,6 @@ class _Stub(asyncio.Protocol):
 
 async def stub_replica() -> int:
     """Start a stub that answers at once; its port."""
-    server = await asyncio.get_running_loop().create_server(_Stub, "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(_Stub, "127.0.0.1", 0, backlog=4096)
     port: int = server.sockets[0].getsockname()[1]
     return port

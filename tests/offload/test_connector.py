@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,10 +34,15 @@ def sizes_for(config: CacheConfig, size: int) -> list[int]:
     return [1 if group.kind is GroupKind.MAMBA else size for group in config.layout.groups]
 
 
-def run(driver: OffloadDriver, seed: int | str, steps: int = 100) -> Counter[str]:
-    """A random workload until all copies have ended; the GPU loses all that it cached again and again."""
+def run(driver: OffloadDriver, seed: int | str, steps: int = 100, until: Callable[[], object] = lambda: True) -> Counter[str]:
+    """A random workload until all copies have ended; the GPU loses all that it cached again and again.
+
+    How much comes of so many *steps* depends on how soon copies end: it goes on *until* something has happened, within limits.
+    """
     workload = CacheWorkload(driver, seed)
-    for step in range(steps):
+    for step in range(20 * steps):
+        if step >= steps and until():
+            break
         if step % 8 == 0:
             driver.cache.evict_blocks(range(1, driver.config.num_blocks))
         workload.step()
@@ -81,7 +86,7 @@ def test_two_tiers_fill_one_prefix_together(name: str, tmp_path: Path) -> None:
     disk, store = disk_tier(pages, config, tmp_path, 400_000, sizes_for(config, 1))
     driver = OffloadDriver(config, pages, [memory, disk], name)
     with shut_down([memory, disk]):
-        counts = run(driver, name, 200)
+        counts = run(driver, name, 200, lambda: driver.counts["loaded"] > 3 and driver.loaded_from >= {CPU, STORAGE})
     store.close()
     assert counts["loaded"] > 3
     assert driver.loaded_from >= {CPU, STORAGE}
@@ -130,7 +135,7 @@ def test_failed_copies_are_never_served(name: str, share: float) -> None:
     tier = cpu_tier(pages, config, 200, sizes_for(config, 1), options=TransferOptions(staging_bytes=64, pace=Faults(share)))
     driver = OffloadDriver(config, pages, [tier], name)
     with shut_down([tier]):
-        counts = run(driver, name, 200)
+        counts = run(driver, name, 200, lambda: driver.counts["failed loads"])
     statistics = driver.connector.statistics()
     assert statistics.store.failed_jobs > 0
     assert counts["failed loads"] > 0
