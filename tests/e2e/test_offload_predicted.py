@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,19 @@ CACHING = [(label, config) for label, config in variants() if config.enable_cach
 def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_path: Path) -> None:
     """Offload events carry no tokens and mix groups: what they mean must still be exact, also for coarser blocks."""
     counts: Counter[str] = Counter()
-    for actual, predicted in answers(config, label, tmp_path):
-        assert predicted == actual
-        counts["asked"] += 1
-        counts["gpu"] += actual.gpu > 0
-        counts["beyond"] += actual.total > actual.gpu
-    assert counts["asked"] > 150
+    with closing(answers(config, label, tmp_path)) as found:
+        for actual, predicted in found:
+            assert predicted == actual
+            counts["asked"] += 1
+            counts["beyond"] += actual.total > actual.gpu
+            # How much the tiers have by then depends on how soon copies end.
+            if counts["asked"] > 250 and counts["beyond"]:
+                break
     assert counts["beyond"] > 0
 
 
-def answers(config: CacheConfig, seed: str, root: Path) -> Iterator[tuple[Hit, Hit]]:
-    """What cache and tiers would give to random prompts, and what the index says, after every step."""
+def answers(config: CacheConfig, seed: str, root: Path) -> Generator[tuple[Hit, Hit], None, None]:
+    """What cache and tiers would give to random prompts, and what the index says, after every step. Close it."""
     pages = TensorPages(config)
     coarse = [1 if group.kind is GroupKind.MAMBA else 2 for group in config.layout.groups]
     disk, store = disk_tier(pages, config, root, 200_000, [1] * len(coarse))
@@ -49,13 +52,12 @@ def answers(config: CacheConfig, seed: str, root: Path) -> Iterator[tuple[Hit, H
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(config.layout, CHAIN)], 0)))
     workload = CacheWorkload(driver, seed)
     try:
-        for step in range(90):
+        for step in range(1000):
             if step % 8 == 0:
                 driver.cache.evict_blocks(range(1, config.num_blocks))
             workload.step()
             index.apply(SOURCE, encode(EventBatch(0.0, driver.events, 0)))
             yield from asked(driver, index, workload)
-        driver.drain()
     finally:
         for under_test in driver.tiers:
             under_test.worker.shutdown()
