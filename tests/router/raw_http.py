@@ -107,6 +107,7 @@ class RawServer:
 async def raw_server(handler: Handler, port: int = 0, tls: object = None) -> AsyncIterator[RawServer]:
     """Serve until the block ends; an assertion that failed in the handler fails the test."""
     tasks: set[asyncio.Task[None]] = set()
+    writers: set[asyncio.StreamWriter] = set()
 
     async def run(connection: RawConnection) -> None:
         server.accepted += 1
@@ -126,6 +127,7 @@ async def raw_server(handler: Handler, port: int = 0, tls: object = None) -> Asy
                 await connection.writer.wait_closed()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.add(writer)
         task = asyncio.get_running_loop().create_task(run(RawConnection(reader, writer)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -139,6 +141,10 @@ async def raw_server(handler: Handler, port: int = 0, tls: object = None) -> Asy
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(3):  # what was just being accepted, and tasks that were cancelled before they began, close nothing
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.sleep(0)
         await listener.wait_closed()
     if server.failures:
         raise server.failures[0]

@@ -94,8 +94,10 @@ class Engine:
         """Die: connections break, new ones are refused."""
         if self._server is not None:
             self._server.close()
-            for writer in tuple(self._writers):
-                writer.transport.abort()
+            for _ in range(3):  # what was just being accepted comes a turn later
+                for writer in tuple(self._writers):
+                    writer.transport.abort()
+                await asyncio.sleep(0)
             await self._server.wait_closed()
             self._server = None
 

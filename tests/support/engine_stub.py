@@ -341,8 +341,10 @@ class EngineStub:
         """Go down as a killed process does: every connection is cut, what was cached is lost."""
         if self._server is not None:
             self._server.close()
-            for connection in tuple(self._open):
-                connection.abort()
+            for _ in range(3):  # what was just being accepted comes a turn later
+                for connection in tuple(self._open):
+                    connection.abort()
+                await asyncio.sleep(0)
             await self._server.wait_closed()
             self._server = None
         if self._publisher is not None:
