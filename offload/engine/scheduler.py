@@ -41,6 +41,8 @@ class _Sequence:
     state: _State = _State.WAITING
     num_cached_tokens: int | None = None
     """As of the first admission."""
+    looked_up: tuple[int, tuple[int, ...]] = (-1, ())
+    """Its hit when each group's own was looked up last, and those."""
     loaded_tokens: int = 0
     """Where it goes on once its load is over."""
     output: list[int] = field(default_factory=list)
@@ -211,8 +213,10 @@ class Scheduler:
         cached = sequence.cache
         is_first = sequence.num_cached_tokens is None
         computed = self._cache.get_computed_blocks(cached)
-        # Before it has blocks of its own, which would count as found.
-        by_group = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1) if is_first else ()
+        if is_first and computed.num_tokens != sequence.looked_up[0]:
+            # Before it has blocks of its own, which would count as found; and not in every step that it waits.
+            by_group = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1)
+            sequence.looked_up = (computed.num_tokens, by_group)
         hit = self._connector.find_external_hit(cached, computed) if self._connector else ExternalHit(computed.num_tokens, 0)
         if hit is None:
             return None
@@ -229,6 +233,7 @@ class Scheduler:
             return None
         if is_first:
             sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
+            _, by_group = sequence.looked_up
             self.group_hit_tokens = [sum(both) for both in zip(self.group_hit_tokens, by_group, strict=True)]
         if hit.num_external_tokens:
             self._start_load(sequence, hit)
