@@ -12,6 +12,7 @@ import argparse
 import asyncio
 
 from benchmarks.figures import report
+from offload.engine.presets import preset as model_preset
 from router.demo.phase import Tally
 from router.demo.play import WAYS, DemoSettings, play
 from router.demo.workload import WorkloadSizes
@@ -32,8 +33,8 @@ def main() -> None:
 
 
 def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
-    groups = {"full": 1, "gptoss": 2, "llama4": 4, "mamba-hybrid": 4, "gemma": 6}.get(preset, 4)
-    engine = ["--preset", preset, "--simulate", "--log-level", "error", "--num-blocks", str(options.blocks_per_group * groups)]
+    num_blocks = options.blocks_per_group * len(model_preset(preset).layer_groups())
+    engine = ["--preset", preset, "--simulate", "--log-level", "error", "--num-blocks", str(num_blocks)]
     settings = DemoSettings(
         replicas=options.replicas,
         engine_arguments=engine,

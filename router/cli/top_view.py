@@ -68,15 +68,13 @@ def _crop(lines: Sequence[Text]) -> None:
 
 def _room(replicas: Sequence[Replica], height: int) -> tuple[int, int]:
     """How many of the first replicas and of the requests fit into so many lines; one replica in any case."""
-    room = height - _HEADS
-    shown, taken = 0, 0
+    room, shown = height - _HEADS, 0
     for replica in replicas:
-        taken += _lines(replica)
-        if shown and taken > room - _REQUESTS_AT_LEAST:
-            break
+        if shown and room - _lines(replica) < _REQUESTS_AT_LEAST:
+            return shown, room - 1  # a line says how many more there are
+        room -= _lines(replica)
         shown += 1
-    has_more = shown < len(replicas)
-    return shown, room - sum(map(_lines, replicas[:shown])) - has_more
+    return shown, room
 
 
 def _level(replica: Replica) -> Level | None:

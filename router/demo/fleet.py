@@ -23,7 +23,7 @@ class GroupView:
     kind: str
     blocks: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    """What grew since the play began: see `_COUNTS`."""
+    """What has grown since the engine began, by the names of `_COUNTS`."""
 
     def count(self, name: str, base: GroupView | None = None) -> int:
         """One of the counts; since *base* was seen, if there is one."""
