@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.actual_hits import cached_tokens, until_told
+from tests.support.actual_hits import hits, until_told
 from tests.support.engine_process import EngineProcess, simulated
 from tests.support.http_client import DEADLINE_S, eventually
 from tests.support.router_process import Metrics, RouterProcess, router_process
@@ -143,7 +143,7 @@ async def assert_exact(router: RouterProcess, engine: EngineProcess, engines: Se
         for body in [*bodies, bodies[-1]]:
             answer = await router.post("/v1/completions", body)
             assert (answer.status, answer.headers["x-kv-replica"]) == (200, engine.name), answer
-            found.append((int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)))
+            found.append(hits(answer))
             await until_told(router, engine)
     assert [predicted for predicted, _ in found] == [cached for _, cached in found]
     assert await blocks_known(router, engine) == await blocks_held(engine)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.actual_hits import cached_tokens, until_told
+from tests.support.actual_hits import hits, until_told
 from tests.support.engine_process import EngineProcess, engine_processes, simulated
 from tests.support.http_client import DEADLINE_S, connect
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
@@ -103,7 +103,7 @@ async def test_what_lower_tiers_bring_back_is_predicted_too(router: RouterProces
             path, body = workload.next()
             answer = await router.post(path, body)
             assert answer.status == 200, answer.body
-            found.append((int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)))
+            found.append(hits(answer))
             await until_copied(engine)
             await until_told(router, engine)
         assert [predicted for predicted, _ in found] == [cached for _, cached in found]
@@ -127,7 +127,7 @@ async def test_every_prediction_is_what_the_engine_reports(router: RouterProcess
         path, body = workload.next()
         answer = await router.post(path, body)
         assert answer.status == 200, answer.body
-        found.append((int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)))
+        found.append(hits(answer))
         await until_told(router, by_name[answer.headers["x-kv-replica"]])
     assert [predicted for predicted, _ in found] == [cached for _, cached in found]
     assert sum(cached > 0 for _, cached in found) > REQUESTS // 4, "the workload reuses much"
@@ -180,7 +180,7 @@ class Asking:
         answer = await self._router.post("/v1/completions", body)
         assert answer.status == 200, answer.body
         await until_told(self._router, self._engine)
-        return int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)
+        return hits(answer)
 
     async def route(self, ids: list[int]) -> dict[str, Any]:
         body = {"model": self._model, "token_ids": ids}
@@ -234,8 +234,8 @@ async def all_exact(router: RouterProcess, engine: EngineProcess, workload: Work
     for _ in range(count):
         answer = await router.post(*workload.next())
         assert answer.status == 200, answer.body
-        cached = cached_tokens(answer)
-        assert int(answer.headers["x-kv-hit-tokens"]) == cached
+        predicted, cached = hits(answer)
+        assert predicted == cached
         total += cached
         await until_told(router, engine)
     return total

@@ -26,6 +26,11 @@ def cached_tokens(answer: Answer) -> int:
     return cached
 
 
+def hits(answer: Answer) -> tuple[int, int]:
+    """Tokens that the router predicted to be cached, and that the engine reports."""
+    return int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)
+
+
 async def until_told(router: RouterProcess, engine: EngineProcess) -> None:
     """The router has applied all that *engine* has published so far: its replay endpoint has nothing beyond."""
     loop = asyncio.get_running_loop()
