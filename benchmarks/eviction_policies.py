@@ -1,9 +1,11 @@
-"""How many accesses does each eviction policy of the CPU tier hit, and how far is that from the best possible?
+"""How many accesses does each eviction policy of the CPU tier hit, and how far is that from the
+best possible?
 
-A trace is a list of prompts, each a list of blocks; a synthetic prompt is one block. What a tier has of a prompt is touched and
-the rest is stored in one call. The peer in the same run is Belady's OPT, which knows the future and evicts what is needed last:
-no policy that stores every miss hits more. `prefix_hit_ratio` counts only hits without a miss before them in their prompt: what
-full attention can use.
+A trace is a list of prompts, each a list of blocks; a synthetic prompt is one block. What a tier
+has of a prompt is touched and the rest is stored in one call. The peer in the same run is Belady's
+OPT, which knows the future and evicts what is needed last: no policy that stores every miss hits
+more. `prefix_hit_ratio` counts only hits without a miss before them in their prompt: what full
+attention can use.
 """
 
 from __future__ import annotations
@@ -29,24 +31,41 @@ REQUEST = RequestContext("benchmark")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capacity", type=int, nargs="+", default=[256, 1024, 4096], help="blocks, for synthetic traces")
+    parser.add_argument(
+        "--capacity",
+        type=int,
+        nargs="+",
+        default=[256, 1024, 4096],
+        help="blocks, for synthetic traces",
+    )
     parser.add_argument("--accesses", type=int, default=100_000, help="length of a synthetic trace")
-    parser.add_argument("--blocks", type=int, default=20_000, help="different blocks of the zipf traces")
+    parser.add_argument(
+        "--blocks", type=int, default=20_000, help="different blocks of the zipf traces"
+    )
     parser.add_argument("--policy", nargs="+", default=["lru", "arc"])
-    parser.add_argument("--trace", type=Path, help="recorded prompts: JSON lines with hash_ids, plain or .gz")
+    parser.add_argument(
+        "--trace", type=Path, help="recorded prompts: JSON lines with hash_ids, plain or .gz"
+    )
     parser.add_argument("--trace-capacity", type=int, nargs="+", default=[2048, 8192, 32_768])
-    parser.add_argument("--trace-requests", type=int, default=None, help="only so many prompts of the recorded trace")
+    parser.add_argument(
+        "--trace-requests",
+        type=int,
+        default=None,
+        help="only so many prompts of the recorded trace",
+    )
     options = parser.parse_args()
     for capacity in options.capacity:
         for name, make in SYNTHETIC.items():
-            _measure(name, make(options.accesses, options.blocks, capacity), capacity, options.policy)
+            _measure(
+                name, make(options.accesses, options.blocks, capacity), capacity, options.policy
+            )
     if options.trace is not None:
         trace = _recorded(options.trace, options.trace_requests)
         for capacity in options.trace_capacity:
             _measure(options.trace.name, trace, capacity, options.policy)
 
 
-# --- traces ---------------------------------------------------------------------------------------------------------------
+# --- traces ---------------------------------------------------------------------------------------
 
 
 def _zipf(accesses: int, blocks: int, _capacity: int) -> Trace:
@@ -62,7 +81,9 @@ def _zipf_with_scans(accesses: int, blocks: int, capacity: int) -> Trace:
     turns = itertools.cycle(["popular", "scan"])
     trace: Trace = []
     while len(trace) < accesses:
-        source: Iterator[list[int]] = popular if next(turns) == "popular" else ([block] for block in fresh)
+        source: Iterator[list[int]] = (
+            popular if next(turns) == "popular" else ([block] for block in fresh)
+        )
         trace.extend(itertools.islice(source, min(2 * capacity, accesses - len(trace))))
     return trace
 
@@ -73,11 +94,15 @@ def _loop(accesses: int, _blocks: int, capacity: int) -> Trace:
 
 
 def _shifting(accesses: int, blocks: int, capacity: int) -> Trace:
-    """A working set of the capacity's size, replaced by another one five times, in a tenth of passing blocks."""
+    """A working set of the capacity's size, replaced by another one five times, in a tenth of
+    passing blocks."""
     draw = Random(2)
     passing = itertools.count(10 * capacity + blocks)
     phases = (turn * 5 // accesses for turn in range(accesses))
-    return [[next(passing) if draw.random() < 0.1 else phase * capacity + draw.randrange(capacity)] for phase in phases]
+    return [
+        [next(passing) if draw.random() < 0.1 else phase * capacity + draw.randrange(capacity)]
+        for phase in phases
+    ]
 
 
 SYNTHETIC: dict[str, Callable[[int, int, int], Trace]] = {
@@ -93,7 +118,7 @@ def _recorded(path: Path, requests: int | None) -> Trace:
     return [json.loads(line)["hash_ids"] for line in content.splitlines()[:requests]]
 
 
-# --- policies -------------------------------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 def _measure(name: str, trace: Trace, capacity: int, policies: list[str]) -> None:
@@ -130,7 +155,8 @@ def _tier_hits(trace: Trace, capacity: int, policy: str) -> tuple[int, int]:
 
 
 def _use(tier: CPUOffloadingManager, keys: list[OffloadKey]) -> None:
-    """Touch what is there, from the tail to the head, and store the rest, as far as it fits at all."""
+    """Touch what is there, from the tail to the head, and store the rest, as far as it fits at
+    all."""
     tier.touch(reversed(keys), REQUEST)
     output = tier.prepare_store(keys, REQUEST)
     if output is not None:
@@ -142,7 +168,8 @@ def _key(block: int) -> OffloadKey:
 
 
 def _belady_hits(accesses: list[int], capacity: int) -> int:
-    """Hits of a cache that evicts what is asked for last (L. A. Belady, IBM Systems Journal 5(2), 1966)."""
+    """Hits of a cache that evicts what is asked for last (L. A. Belady, IBM Systems Journal 5(2),
+    1966)."""
     next_use: dict[int, int] = {}
     furthest: list[tuple[int, int]] = []
     hits = 0
@@ -157,7 +184,8 @@ def _belady_hits(accesses: list[int], capacity: int) -> int:
 
 
 def _evict_furthest(next_use: dict[int, int], furthest: list[tuple[int, int]]) -> None:
-    """The heap keeps entries of earlier uses; they are older than the block's own and are skipped."""
+    """The heap keeps entries of earlier uses; they are older than the block's own and are
+    skipped."""
     while True:
         later, block = heapq.heappop(furthest)
         if next_use.get(block) == -later:

@@ -35,7 +35,9 @@ def prompt_tokens(count: int, seed: int = 0) -> list[int]:
     return [(seed * 1_000_003 + position * 7919) % 128_000 for position in range(count)]
 
 
-def stored_events(tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0) -> Iterator[BlockStored]:
+def stored_events(
+    tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0
+) -> Iterator[BlockStored]:
     """Dense events that announce a prompt in runs of *blocks_per_event*."""
     total = len(tokens) // BLOCK_SIZE
     for first in range(0, total, blocks_per_event):
@@ -53,12 +55,19 @@ def stored_events(tokens: list[int], blocks_per_event: int, group: int = 0, seed
         )
 
 
-def removed_events(tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0) -> Iterator[BlockRemoved]:
+def removed_events(
+    tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0
+) -> Iterator[BlockRemoved]:
     """The removals of what `stored_events` announced."""
     total = len(tokens) // BLOCK_SIZE
     for first in range(0, total, blocks_per_event):
         yield BlockRemoved(
-            [block_hash(seed, index) for index in range(first, min(first + blocks_per_event, total))], "GPU", group
+            [
+                block_hash(seed, index)
+                for index in range(first, min(first + blocks_per_event, total))
+            ],
+            "GPU",
+            group,
         )
 
 
@@ -68,10 +77,13 @@ def block_hash(seed: int, index: int) -> int:
 
 
 def filled_index(replicas: int, tokens: list[int], groups: int = 2) -> PrefixIndex:
-    """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every group."""
+    """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every
+    group."""
     index = PrefixIndex()
     for replica in range(replicas):
         held = tokens[: len(tokens) * (replica + 1) // replicas]
-        events: list[Event] = [event for group in range(groups) for event in stored_events(held, 64, group)]
+        events: list[Event] = [
+            event for group in range(groups) for event in stored_events(held, 64, group)
+        ]
         index.apply(SourceId(f"replica-{replica}"), EventBatch(0.0, events))
     return index

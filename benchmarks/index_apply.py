@@ -1,6 +1,7 @@
 """How many blocks a second does the index apply, from bytes, by the number of blocks in an event?
 
-The peer in the same run is a group-blind index: one dictionary from block hash to the replicas that have it.
+The peer in the same run is a group-blind index: one dictionary from block hash to the replicas that
+have it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class GroupBlindIndex:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=60_000, help="blocks to store and remove again")
+    parser.add_argument(
+        "--blocks", type=int, default=60_000, help="blocks to store and remove again"
+    )
     parser.add_argument("--blocks-per-event", type=int, nargs="+", default=[1, 8, 64])
     options = parser.parse_args()
     for size in options.blocks_per_event:
@@ -59,7 +62,10 @@ def _measure(blocks: int, blocks_per_event: int) -> None:
 
 
 def _payloads(events: Sequence[Event], events_per_batch: int = 16) -> list[bytes]:
-    batches = [events[start : start + events_per_batch] for start in range(0, len(events), events_per_batch)]
+    batches = [
+        events[start : start + events_per_batch]
+        for start in range(0, len(events), events_per_batch)
+    ]
     return [encode(EventBatch(0.0, batch, 0)) for batch in batches]
 
 

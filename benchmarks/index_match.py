@@ -1,14 +1,22 @@
 """How long does one match take, by prompt length and number of replicas?
 
-Replica i of n holds the first (i + 1) / n of the prompt, in a full-attention and a sliding-window group. The peer in the same
-run walks a group-blind index, block hash -> replicas, and has the hashes of the prompt for free.
+Replica i of n holds the first (i + 1) / n of the prompt, in a full-attention and a sliding-window
+group. The peer in the same run walks a group-blind index, block hash -> replicas, and has the
+hashes of the prompt for free.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from benchmarks.figures import BLOCK_SIZE, block_hash, filled_index, median_seconds, prompt_tokens, report
+from benchmarks.figures import (
+    BLOCK_SIZE,
+    block_hash,
+    filled_index,
+    median_seconds,
+    prompt_tokens,
+    report,
+)
 
 
 def main() -> None:
@@ -16,7 +24,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32_768, 131_072])
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--max-blocks", type=int, default=3_000_000, help="leave out settings that hold more than this")
+    parser.add_argument(
+        "--max-blocks",
+        type=int,
+        default=3_000_000,
+        help="leave out settings that hold more than this",
+    )
     options = parser.parse_args()
     for count in options.tokens:
         for replicas in options.replicas:
@@ -36,7 +49,9 @@ def _measure(count: int, replicas: int, repeats: int) -> None:
         tokens=count,
         replicas=replicas,
         milliseconds=round(ours * 1e3, 3),
-        unknown_prompt_milliseconds=round(median_seconds(lambda: index.match(unknown), repeats) * 1e3, 3),
+        unknown_prompt_milliseconds=round(
+            median_seconds(lambda: index.match(unknown), repeats) * 1e3, 3
+        ),
         group_blind_milliseconds=round(theirs * 1e3, 3),
         ratio=round(ours / theirs, 2),
     )
@@ -44,7 +59,9 @@ def _measure(count: int, replicas: int, repeats: int) -> None:
 
 def _blind_holders(blocks: int, replicas: int) -> dict[int, set[int]]:
     return {
-        block_hash(0, index): {replica for replica in range(replicas) if index < blocks * (replica + 1) // replicas}
+        block_hash(0, index): {
+            replica for replica in range(replicas) if index < blocks * (replica + 1) // replicas
+        }
         for index in range(blocks)
     }
 

@@ -1,4 +1,5 @@
-"""How many bytes does the index need for a block that a replica holds, by the number of groups that hold it?"""
+"""How many bytes does the index need for a block that a replica holds, by the number of groups that
+hold it?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A load generator and a stub replica on bare asyncio protocols, so that neither is what is measured."""
+"""A load generator and a stub replica on bare asyncio protocols, so that neither is what is
+measured."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _HEALTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-_USAGE = b'"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}'
+_USAGE = (
+    b'"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}'
+)
 _BODY = b'{"id":"1","object":"text_completion","choices":[{"index":0,"text":"."}],' + _USAGE + b"}"
-_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(_BODY) + _BODY
+_ANSWER = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(_BODY)
+    + _BODY
+)
 _EVENT = b'data: {"id":"1","choices":[{"index":0,"text":"."}]}\n\n'
 _EVENTS = 32
-_STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 _CHUNK = b"%x\r\n" % len(_EVENT) + _EVENT + b"\r\n"
 _STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
@@ -39,7 +47,9 @@ class Load:
 class _Client(asyncio.Protocol):
     """One connection that sends the next request as soon as the last is answered."""
 
-    def __init__(self, load: Load, next_request: Callable[[], bytes | None], done: Callable[[], None]) -> None:
+    def __init__(
+        self, load: Load, next_request: Callable[[], bytes | None], done: Callable[[], None]
+    ) -> None:
         self._load = load
         self._next = next_request
         self._done = done
@@ -85,7 +95,9 @@ def _is_whole(data: bytes) -> bool:
     return len(data) - head_end - 4 >= int(head[at + 15 :].split(b"\r\n", 1)[0])
 
 
-async def run_load(port: int, make: Callable[[int], bytes], concurrency: int, seconds: float) -> Load:
+async def run_load(
+    port: int, make: Callable[[int], bytes], concurrency: int, seconds: float
+) -> Load:
     """Send requests over *concurrency* connections for that long."""
     loop = asyncio.get_running_loop()
     load = Load()
@@ -129,12 +141,18 @@ class _Stub(asyncio.Protocol):
         if not self._received.startswith(b"POST"):
             self._answer(_HEALTH)
         elif self._is_complete(head_end):
-            self._answer(_STREAM_HEAD + _CHUNK * _EVENTS + _STREAM_END if b'"stream":true' in self._received[-64:] else _ANSWER)
+            self._answer(
+                _STREAM_HEAD + _CHUNK * _EVENTS + _STREAM_END
+                if b'"stream":true' in self._received[-64:]
+                else _ANSWER
+            )
 
     def _is_complete(self, head_end: int) -> bool:
         head = self._received[:head_end].lower()
         at = head.find(b"content-length:")
-        return at >= 0 and len(self._received) - head_end - 4 >= int(head[at + 15 :].split(b"\r\n", 1)[0])
+        return at >= 0 and len(self._received) - head_end - 4 >= int(
+            head[at + 15 :].split(b"\r\n", 1)[0]
+        )
 
     def _answer(self, answer: bytes) -> None:
         self._received = b""

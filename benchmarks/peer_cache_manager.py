@@ -1,11 +1,13 @@
-"""What does the cache manager cost an engine's scheduler, by layout and prompt length, beside vLLM's own in the same run?
+"""What does the cache manager cost an engine's scheduler, by layout and prompt length, beside
+vLLM's own in the same run?
 
-- `allocate_cache_free`: a prompt that misses is looked up, given blocks in chunks of prefill, cached and freed, in a pool that
-  is full of older prompts, so that every block evicts one. With events: they are taken after every request.
+- `allocate_cache_free`: a prompt that misses is looked up, given blocks in chunks of prefill,
+  cached and freed, in a pool that is full of older prompts, so that every block evicts one. With
+  events: they are taken after every request.
 - `hit_lookup`: a prompt that is cached but for its last token is looked up.
 
-Run it with the environment of `make interop`, where vLLM is; elsewhere it prints our figures alone. Hashing is no part of it:
-requests bring their hashes.
+Run it with the environment of `make interop`, where vLLM is; elsewhere it prints our figures alone.
+Hashing is no part of it: requests bring their hashes.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Ours:
         computed = manager.get_computed_blocks(request)
         done = computed.num_tokens
         manager.start_step()
-        assert manager.allocate_slots(request, min(PREFILL_TOKENS, end - done), computed) is not None
+        assert (
+            manager.allocate_slots(request, min(PREFILL_TOKENS, end - done), computed) is not None
+        )
         done = request.num_computed_tokens = done + min(PREFILL_TOKENS, end - done)
         while done < end:
             manager.start_step()
@@ -93,7 +97,10 @@ class Theirs:
         manager, end = self._manager, request.num_tokens
         blocks, done, _ = manager.get_computed_blocks(request)
         manager.new_step_starts()
-        assert manager.allocate_slots(request, min(PREFILL_TOKENS, end - done), done, blocks) is not None
+        assert (
+            manager.allocate_slots(request, min(PREFILL_TOKENS, end - done), done, blocks)
+            is not None
+        )
         done = request.num_computed_tokens = done + min(PREFILL_TOKENS, end - done)
         while done < end:
             manager.new_step_starts()
@@ -109,7 +116,9 @@ class Theirs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32_768, 131_072])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=0.3, help="per figure and manager")
@@ -123,7 +132,14 @@ def main() -> None:
 
 def _measure_allocation(name: str, tokens: int, events: bool, seconds: float) -> None:
     actions = [_prefills(peer, tokens) for peer in _peers(LAYOUTS[name], tokens, events)]
-    _report("allocate_cache_free", _medians(actions, seconds), HELD_PROMPTS + 1, layout=name, tokens=tokens, events=events)
+    _report(
+        "allocate_cache_free",
+        _medians(actions, seconds),
+        HELD_PROMPTS + 1,
+        layout=name,
+        tokens=tokens,
+        events=events,
+    )
 
 
 def _measure_lookup(name: str, tokens: int, seconds: float) -> None:
@@ -133,12 +149,16 @@ def _measure_lookup(name: str, tokens: int, seconds: float) -> None:
 
 def _peers(layout: Layout, tokens: int, events: bool) -> list[Peer]:
     num_blocks = 1 + HELD_PROMPTS * layout.blocks_for(tokens + 1)
-    kinds: list[Callable[[Layout, int, bool], Peer]] = [Ours] if vllm_cache is None else [Ours, Theirs]
+    kinds: list[Callable[[Layout, int, bool], Peer]] = (
+        [Ours] if vllm_cache is None else [Ours, Theirs]
+    )
     return [kind(layout, num_blocks, events) for kind in kinds]
 
 
 def _prefills(peer: Peer, tokens: int) -> Callable[[], None]:
-    requests = [peer.request(f"r{seed}", prompt_tokens(tokens, seed)) for seed in range(HELD_PROMPTS + 1)]
+    requests = [
+        peer.request(f"r{seed}", prompt_tokens(tokens, seed)) for seed in range(HELD_PROMPTS + 1)
+    ]
 
     def run() -> None:
         for request in requests:

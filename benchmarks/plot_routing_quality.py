@@ -2,8 +2,8 @@
 
     python -m benchmarks.plot_routing_quality figures.jsonl --document docs/routing-quality.md
 
-Tables go between `<!-- NAME -->` and `<!-- end -->` in the document; plots that it shows go next to it under `images/`.
-Needs matplotlib, which nothing else does: pip install '.[bench]'.
+Tables go between `<!-- NAME -->` and `<!-- end -->` in the document; plots that it shows go next to
+it under `images/`. Needs matplotlib, which nothing else does: pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Figures = dict[str, Any]
 """One line of a benchmark."""
 
 UNCHANGED = 1.1
-"""A time up to this many times that at the lowest rate counts as unchanged, a throughput as the best one's if this many times
-as much would reach it."""
+"""A time up to this many times that at the lowest rate counts as unchanged, a throughput as the
+best one's if this many times as much would reach it."""
 COLOURS = {
     "prefix": "#1b6ca8",
     "group_blind": "#d1495b",
@@ -50,11 +50,18 @@ class Place(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("figures", type=Path, nargs="+", help="JSON lines")
     parser.add_argument("--document", type=Path, required=True)
     options = parser.parse_args()
-    lines = [json.loads(line) for path in options.figures for line in path.read_text().splitlines() if line.startswith("{")]
+    lines = [
+        json.loads(line)
+        for path in options.figures
+        for line in path.read_text().splitlines()
+        if line.startswith("{")
+    ]
     quality = means([line for line in lines if line["benchmark"] == "routing_quality"])
     weights = [line for line in lines if line["benchmark"] == "policy_weights"]
     tables = {
@@ -81,8 +88,16 @@ def means(lines: Iterable[Figures]) -> list[Figures]:
 
 
 def _mean(group: Sequence[Figures]) -> Figures:
-    numbers = {name: [line[name] for line in group] for name, value in group[0].items() if not isinstance(value, str)}
-    return {**group[0], **{name: statistics.fmean(values) for name, values in numbers.items()}, "seeds": len(group)}
+    numbers = {
+        name: [line[name] for line in group]
+        for name, value in group[0].items()
+        if not isinstance(value, str)
+    }
+    return {
+        **group[0],
+        **{name: statistics.fmean(values) for name, values in numbers.items()},
+        "seeds": len(group),
+    }
 
 
 def places(lines: Iterable[Figures]) -> list[Place]:
@@ -104,7 +119,7 @@ def image_name(place: Place) -> str:
     return f"{place.workload}-{place.layout}-{place.replicas}-{place.cache:g}"
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def fill(document: Path, tables: dict[str, str]) -> None:
@@ -128,19 +143,33 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def headline(lines: Sequence[Figures]) -> str:
     """Hybrid layouts with the smallest caches, the policies of `HEADLINE` next to each other."""
-    heads = ["Workload, layout", "Rate", "Reused tokens", "Mispredicted", "TTFT mean, ms", "TTFT p50, ms", "TTFT p99, ms"]
+    heads = [
+        "Workload, layout",
+        "Rate",
+        "Reused tokens",
+        "Mispredicted",
+        "TTFT mean, ms",
+        "TTFT p50, ms",
+        "TTFT p99, ms",
+    ]
     return markdown(heads, _headline_rows([line for line in lines if line["layout"] != "full"]))
 
 
 def _headline_rows(hybrid: Sequence[Figures]) -> Iterator[list[str]]:
     for place in places(hybrid):
-        others = [other.cache for other in places(hybrid) if other._replace(cache=place.cache) == place]
+        others = [
+            other.cache for other in places(hybrid) if other._replace(cache=place.cache) == place
+        ]
         here = within(hybrid, place) if place.cache == min(others) else []
         for rate in sorted({line["rate"] for line in here}):
             found = {line["policy"]: line for line in here if line["rate"] == rate}
             chosen = [found[policy] for policy in HEADLINE if policy in found]
             if len(chosen) == len(HEADLINE):
-                yield [f"{place.workload}, {place.layout}, {place.replicas} replicas", f"{rate:g}", *_headline_cells(chosen)]
+                yield [
+                    f"{place.workload}, {place.layout}, {place.replicas} replicas",
+                    f"{rate:g}",
+                    *_headline_cells(chosen),
+                ]
 
 
 def _headline_cells(chosen: Sequence[Figures]) -> list[str]:
@@ -157,15 +186,25 @@ def _headline_cells(chosen: Sequence[Figures]) -> list[str]:
 
 
 def unchanged(lines: Sequence[Figures]) -> str:
-    """Per place and policy: up to which rate the mean TTFT is that of the lowest rate, and up to which it keeps up."""
+    """Per place and policy: up to which rate the mean TTFT is that of the lowest rate, and up to
+    which it keeps up."""
     policies = [policy for policy in POLICIES if any(line["policy"] == policy for line in lines)]
     rows = []
     for place in places(lines):
         here = within(lines, place)
         if len({line["rate"] for line in here}) > 1:
-            curves = [sorted((line for line in here if line["policy"] == policy), key=_rate) for policy in policies]
+            curves = [
+                sorted((line for line in here if line["policy"] == policy), key=_rate)
+                for policy in policies
+            ]
             rows.append(
-                [_title(place), *(f"{_unchanged(curve)} / {_kept_up(curve, here)}" if curve else "" for curve in curves)]
+                [
+                    _title(place),
+                    *(
+                        f"{_unchanged(curve)} / {_kept_up(curve, here)}" if curve else ""
+                        for curve in curves
+                    ),
+                ]
             )
     return markdown(["Workload, layout, replicas, cache", *policies], rows)
 
@@ -212,19 +251,26 @@ def table_of(place: Place, lines: Sequence[Figures]) -> str:
         ("Mispredicted", lambda line: f"{line['mispredicted']:.1%}"),
         ("by tokens", lambda line: f"{line['mean_error_tokens']:,.0f}"),
     ]
-    ordered = sorted(within(lines, place), key=lambda line: (line["rate"], POLICIES.index(line["policy"])))
+    ordered = sorted(
+        within(lines, place), key=lambda line: (line["rate"], POLICIES.index(line["policy"]))
+    )
     rows = [[show(line) for _, show in columns] for line in ordered]
     seeds = max(line["seeds"] for line in ordered)
-    heading = f"\n### {_title(place)}\n\n" + (f"Means over up to {seeds} seeds.\n\n" if seeds > 1 else "")
+    heading = f"\n### {_title(place)}\n\n" + (
+        f"Means over up to {seeds} seeds.\n\n" if seeds > 1 else ""
+    )
     return heading + markdown([head for head, _ in columns], rows)
 
 
 def weights_table(lines: Sequence[Figures]) -> str:
-    """Mean TTFT relative to the defaults: a row for each weight and value, a column for each situation."""
+    """Mean TTFT relative to the defaults: a row for each weight and value, a column for each
+    situation."""
     situations = list(dict.fromkeys(line["situation"] for line in lines))
     found = {(line["situation"], line["weight"], line.get("value")): line for line in lines}
     rows = []
-    for weight, value in dict.fromkeys((line["weight"], line["value"]) for line in lines if "value" in line):
+    for weight, value in dict.fromkeys(
+        (line["weight"], line["value"]) for line in lines if "value" in line
+    ):
         cells = [_ratio(found.get((situation, weight, value))) for situation in situations]
         rows.append([f"`{weight}` {value:g}", *cells])
     return markdown(["Weight", *situations], rows)
@@ -238,26 +284,44 @@ def _title(place: Place) -> str:
     return f"{place.workload}, {place.layout}, {place.replicas} replicas, caches {place.cache:g}"
 
 
-# --- plots ----------------------------------------------------------------------------------------------------------------
+# --- plots ----------------------------------------------------------------------------------------
 
 
 def plot(place: Place, lines: Sequence[Figures], path: Path) -> None:
     """Hit rate, mean and p99 TTFT over the request rate."""
     figure, axes = pyplot.subplots(1, 3, figsize=(9.6, 3.1))
-    panels = (("hit_rate", "reused share of prompts"), ("ttft_mean_ms", "mean TTFT, ms"), ("ttft_p99_ms", "TTFT p99, ms"))
+    panels = (
+        ("hit_rate", "reused share of prompts"),
+        ("ttft_mean_ms", "mean TTFT, ms"),
+        ("ttft_p99_ms", "TTFT p99, ms"),
+    )
     for axis, (name, label) in zip(axes, panels, strict=True):
         for policy in POLICIES:
             curve = sorted((line["rate"], line[name]) for line in lines if line["policy"] == policy)
             if curve:
                 rates, values = zip(*curve, strict=True)
-                axis.plot(rates, values, label=policy, color=COLOURS[policy], marker="o", markersize=3, linewidth=1.2)
+                axis.plot(
+                    rates,
+                    values,
+                    label=policy,
+                    color=COLOURS[policy],
+                    marker="o",
+                    markersize=3,
+                    linewidth=1.2,
+                )
         axis.set_title(label, fontsize=9)
         axis.set_xlabel("rate, of cold capacity", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.25)
     figure.suptitle(_title(place), fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(POLICIES), fontsize=7, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="lower center",
+        ncols=len(POLICIES),
+        fontsize=7,
+        frameon=False,
+    )
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     # Text as text is small; without a date and with fixed ids the same figures are the same file.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.stem})

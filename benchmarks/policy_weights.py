@@ -1,7 +1,8 @@
 """What does each weight of the default policy cost where it is off by two, by four, or left out?
 
-The simulation of `routing_quality`, with one weight changed at a time. The peer in the same run is the policy with its
-defaults. One JSON line per situation, weight and value; the ratios are to the defaults' own times, above 1 is worse.
+The simulation of `routing_quality`, with one weight changed at a time. The peer in the same run is
+the policy with its defaults. One JSON line per situation, weight and value; the ratios are to the
+defaults' own times, above 1 is worse.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from benchmarks.simulation.run import Setting, Simulation
 from router.scoring import Weights
 
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
-FIGURES = ("hit_rate", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "inter_token_p99_ms", "load_imbalance")
+FIGURES = (
+    "hit_rate",
+    "ttft_mean_ms",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "inter_token_p99_ms",
+    "load_imbalance",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,9 @@ _SHORT = ConversationOptions(
     answer_tokens=(100, 300),
     turns=(1, 4),
 )
-_BURSTS = ConversationOptions(conversations=300, documents=8, document_share=1.0, systems=1, turns=(1, 1))
+_BURSTS = ConversationOptions(
+    conversations=300, documents=8, document_share=1.0, systems=1, turns=(1, 1)
+)
 _USUAL = ConversationOptions(conversations=200)
 
 SITUATIONS = {
@@ -69,12 +79,25 @@ TUNED: dict[str, tuple[float, ...]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--situation", nargs="+", choices=list(SITUATIONS), default=["small caches", "large caches, busy"])
-    parser.add_argument("--weight", nargs="+", choices=list(TUNED), default=["queued_prefill_token", "recent_trust"])
-    parser.add_argument("--value", type=float, nargs="+", help="in place of multiples of the default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--situation",
+        nargs="+",
+        choices=list(SITUATIONS),
+        default=["small caches", "large caches, busy"],
+    )
+    parser.add_argument(
+        "--weight", nargs="+", choices=list(TUNED), default=["queued_prefill_token", "recent_trust"]
+    )
+    parser.add_argument(
+        "--value", type=float, nargs="+", help="in place of multiples of the default"
+    )
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--seed", type=int, nargs="+", default=[0, 1], help="the figures are means over these")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[0, 1], help="the figures are means over these"
+    )
     options = parser.parse_args()
     for name in options.situation:
         compare(name, SITUATIONS[name], options)
@@ -86,19 +109,32 @@ def compare(name: str, situation: Situation, options: argparse.Namespace) -> Non
     report("policy_weights", situation=name, weight="defaults", **default)
     for weight in options.weight:
         for value in options.value or values(weight):
-            figures = mean_figures(situation, msgspec.structs.replace(Weights(), **{weight: value}), options)
-            ratios = {f"{key}_ratio": round(figures[key] / default[key], 3) for key in ("ttft_mean_ms", "ttft_p99_ms")}
-            report("policy_weights", situation=name, weight=weight, value=value, **ratios, **figures)
+            figures = mean_figures(
+                situation, msgspec.structs.replace(Weights(), **{weight: value}), options
+            )
+            ratios = {
+                f"{key}_ratio": round(figures[key] / default[key], 3)
+                for key in ("ttft_mean_ms", "ttft_p99_ms")
+            }
+            report(
+                "policy_weights", situation=name, weight=weight, value=value, **ratios, **figures
+            )
 
 
 def values(weight: str) -> Iterator[float]:
     """What to try; a share cannot exceed 1."""
     default = getattr(Weights(), weight)
     multiples = [default * factor for factor in FACTORS]
-    yield from (value for value in [*multiples, *TUNED[weight]] if value <= 1 or not weight.endswith("_trust"))
+    yield from (
+        value
+        for value in [*multiples, *TUNED[weight]]
+        if value <= 1 or not weight.endswith("_trust")
+    )
 
 
-def mean_figures(situation: Situation, weights: Weights, options: argparse.Namespace) -> dict[str, float]:
+def mean_figures(
+    situation: Situation, weights: Weights, options: argparse.Namespace
+) -> dict[str, float]:
     """Means over all seeds."""
     runs = [run(situation, weights, options.replicas, seed) for seed in options.seed]
     return {name: round(_mean(runs, name), 4) for name in FIGURES}

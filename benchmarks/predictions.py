@@ -1,9 +1,10 @@
 """How many predictions are exact while requests overlap, and how far off are the others?
 
-Small engines without tensors as processes, a router before them, real sockets: the demo's conversations and documents, with
-more and more requests under way. One at a time but without a pause, a request may overtake the events of the one before;
-several at a time, what a request finds is decided after the router has answered for it. The peer in the same run is an index
-that ignores groups under the same policy.
+Small engines without tensors as processes, a router before them, real sockets: the demo's
+conversations and documents, with more and more requests under way. One at a time but without a
+pause, a request may overtake the events of the one before; several at a time, what a request finds
+is decided after the router has answered for it. The peer in the same run is an index that ignores
+groups under the same policy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from router.demo.workload import WorkloadSizes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", nargs="+", default=["gptoss", "gemma"])
     parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--replicas", type=int, default=3)
@@ -34,7 +37,15 @@ def main() -> None:
 
 def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
     num_blocks = options.blocks_per_group * len(model_preset(preset).layer_groups())
-    engine = ["--preset", preset, "--simulate", "--log-level", "error", "--num-blocks", str(num_blocks)]
+    engine = [
+        "--preset",
+        preset,
+        "--simulate",
+        "--log-level",
+        "error",
+        "--num-blocks",
+        str(num_blocks),
+    ]
     settings = DemoSettings(
         replicas=options.replicas,
         engine_arguments=engine,

@@ -1,8 +1,9 @@
 """How many requests a second does the router pass on, and how much latency does it add?
 
-One router process; stub replicas and the load generator share another. Compared in the same run with the same load sent
-straight to a stub replica. Prompts are token ids, all different, so every request is parsed, hashed, matched and ranked.
-`router_cpu_us` is the processor time of the router per request, which other load on the machine does not blur.
+One router process; stub replicas and the load generator share another. Compared in the same run
+with the same load sent straight to a stub replica. Prompts are token ids, all different, so every
+request is parsed, hashed, matched and ranked. `router_cpu_us` is the processor time of the router
+per request, which other load on the machine does not blur.
 """
 
 from __future__ import annotations
@@ -31,8 +32,14 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--kilobytes", type=int, nargs="+", default=[1, 64], help="prompt sizes")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--streams", type=int, nargs="+", default=[64], help="concurrent event streams to measure")
-    parser.add_argument("--pin", action="store_true", help="pin the router to core 0 and the rest to the others (Linux)")
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64], help="concurrent event streams to measure"
+    )
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="pin the router to core 0 and the rest to the others (Linux)",
+    )
     asyncio.run(_measure(parser.parse_args()))
 
 
@@ -42,11 +49,15 @@ async def _measure(options: argparse.Namespace) -> None:
     replicas = [await stub_replica() for _ in range(options.replicas)]
     async with RouterProcess(replicas, options.pin) as router:
         for kilobytes in options.kilobytes:
-            await _compare("proxy", kilobytes, router, replicas[0], options, "/v1/completions", stream=False)
+            await _compare(
+                "proxy", kilobytes, router, replicas[0], options, "/v1/completions", stream=False
+            )
             await _compare("route", kilobytes, router, None, options, "/route", stream=False)
         for count in options.streams:
             options.concurrency = count
-            await _compare("stream", 1, router, replicas[0], options, "/v1/completions", stream=True)
+            await _compare(
+                "stream", 1, router, replicas[0], options, "/v1/completions", stream=True
+            )
 
 
 async def _compare(
@@ -60,20 +71,37 @@ async def _compare(
 ) -> None:
     body = _body_maker(kilobytes, stream)
     cpu_before = router.cpu_seconds()
-    through = await run_load(router.port, _request_maker(path, body), options.concurrency, options.seconds)
+    through = await run_load(
+        router.port, _request_maker(path, body), options.concurrency, options.seconds
+    )
     cpu_us = (router.cpu_seconds() - cpu_before) / len(through.latencies) * 1e6
     alone = await run_load(router.port, _request_maker(path, body), 1, min(options.seconds, 2.0))
     figures = {**_figures(through, alone), "router_cpu_us": round(cpu_us, 1)}
     if direct_port is not None:
-        direct = await run_load(direct_port, _request_maker(path, body), options.concurrency, options.seconds)
-        direct_alone = await run_load(direct_port, _request_maker(path, body), 1, min(options.seconds, 2.0))
+        direct = await run_load(
+            direct_port, _request_maker(path, body), options.concurrency, options.seconds
+        )
+        direct_alone = await run_load(
+            direct_port, _request_maker(path, body), 1, min(options.seconds, 2.0)
+        )
         figures |= {
             "direct_requests_per_second": round(direct.per_second),
             "ratio": round(through.per_second / direct.per_second, 3),
-            "added_latency_ms_p50": round((alone.quantile(0.5) - direct_alone.quantile(0.5)) * 1e3, 3),
-            "added_latency_ms_p99": round((alone.quantile(0.99) - direct_alone.quantile(0.99)) * 1e3, 3),
+            "added_latency_ms_p50": round(
+                (alone.quantile(0.5) - direct_alone.quantile(0.5)) * 1e3, 3
+            ),
+            "added_latency_ms_p99": round(
+                (alone.quantile(0.99) - direct_alone.quantile(0.99)) * 1e3, 3
+            ),
         }
-    report(name, kilobytes=kilobytes, concurrency=options.concurrency, stream=stream, errors=through.errors, **figures)
+    report(
+        name,
+        kilobytes=kilobytes,
+        concurrency=options.concurrency,
+        stream=stream,
+        errors=through.errors,
+        **figures,
+    )
 
 
 def _figures(through: Load, alone: Load) -> dict[str, float]:
@@ -92,7 +120,9 @@ def _body_maker(kilobytes: int, stream: bool) -> Callable[[int], bytes]:
     common = ",".join(str(10_000 + index % 90_000) for index in range(count))
     tail = b'],"max_tokens":1,"stream":true}' if stream else b'],"max_tokens":1}'
     middle = b"," + common.encode()
-    return lambda number: b'{"model":"bench","prompt":[%d,%d' % (number % 90_000, number // 90_000) + middle + tail
+    return lambda number: (
+        b'{"model":"bench","prompt":[%d,%d' % (number % 90_000, number // 90_000) + middle + tail
+    )
 
 
 def _request_maker(path: str, body: Callable[[int], bytes]) -> Callable[[int], bytes]:
@@ -118,12 +148,25 @@ class RouterProcess:
 
     async def __aenter__(self) -> RouterProcess:
         config = Path(self._directory.name) / "kvroute.yaml"
-        replicas = [{"url": f"http://127.0.0.1:{port}", "models": ["bench"], "kv_events": []} for port in self._ports]
-        config.write_text(json.dumps({"server": {"port": 0}, "observability": {"log_level": "warning"}, "replicas": replicas}))
+        replicas = [
+            {"url": f"http://127.0.0.1:{port}", "models": ["bench"], "kv_events": []}
+            for port in self._ports
+        ]
+        config.write_text(
+            json.dumps(
+                {
+                    "server": {"port": 0},
+                    "observability": {"log_level": "warning"},
+                    "replicas": replicas,
+                }
+            )
+        )
         command = [sys.executable, "-m", "router.cli.main", "serve", "--config", str(config)]
         if self._pin:
             command = ["taskset", "-c", "0", *command]
-        self._process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE
+        )
         assert self._process.stderr is not None
         async with timeout(60):
             line = await self._process.stderr.readline()

@@ -1,6 +1,7 @@
 """What does publishing cost the engine's thread, and how many events a second reach a subscriber?
 
-The peer in the same run is what an engine would do without the library: encode and send on its own thread.
+The peer in the same run is what an engine would do without the library: encode and send on its own
+thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=5000)
     parser.add_argument("--blocks-per-event", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--pause-us", type=float, default=200.0, help="between two batches, as an engine's steps have it")
+    parser.add_argument(
+        "--pause-us",
+        type=float,
+        default=200.0,
+        help="between two batches, as an engine's steps have it",
+    )
     options = parser.parse_args()
     for size in options.blocks_per_event:
         _measure(options.batches, size, options.pause_us * 1e-6)
@@ -48,7 +54,9 @@ def _measure(batches: int, blocks: int, pause_s: float) -> None:
 def _through_publisher(events: list[BlockStored], pause_s: float) -> tuple[list[float], int]:
     layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, BLOCK_SIZE)])
     with create_publisher(PublisherConfig(endpoint="tcp://127.0.0.1:0"), layout) as publisher:
-        seconds = [_timed(lambda event=event: publisher.publish([event]), pause_s) for event in events]  # type: ignore[misc]
+        seconds = [
+            _timed(lambda event=event: publisher.publish([event]), pause_s) for event in events
+        ]  # type: ignore[misc]
         return seconds, publisher.statistics().dropped
 
 
@@ -58,7 +66,12 @@ def _on_own_thread(events: list[BlockStored], pause_s: float) -> list[float]:
     socket.bind("tcp://127.0.0.1:*")
     try:
         return [
-            _timed(lambda event=event: socket.send_multipart([b"", b"\0" * 8, encode(EventBatch(0.0, [event], 0))]), pause_s)  # type: ignore[misc]
+            _timed(
+                lambda event=event: socket.send_multipart(
+                    [b"", b"\0" * 8, encode(EventBatch(0.0, [event], 0))]
+                ),
+                pause_s,
+            )  # type: ignore[misc]
             for event in events
         ]
     finally:

@@ -1,7 +1,8 @@
 """What does sparse retention cost in hits, and what does it save in memory?
 
-Conversations with shared system prompts run one after the other through the cache manager, once with room for everything and
-once under pressure. The peer in the same run is dense caching: every block that can serve a hit is kept.
+Conversations with shared system prompts run one after the other through the cache manager, once
+with room for everything and once under pressure. The peer in the same run is dense caching: every
+block that can serve a hit is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from offload.request import CacheRequest, RequestHasher
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 LAYOUTS: dict[str, list[KVCacheGroup]] = {
     "full, window 128": [FULL, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=128)],
-    "full, 5 x window 512": [FULL] + [KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=512)] * 5,
+    "full, 5 x window 512": [FULL]
+    + [KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=512)] * 5,
     "full, mamba": [KVCacheGroup(GroupKind.FULL, 256), KVCacheGroup(GroupKind.MAMBA, 256)],
 }
 STEP_TOKENS = 2048
@@ -43,7 +45,12 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=60)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--intervals", type=int, nargs="+", default=[0, 1024, 4096])
-    parser.add_argument("--pressure", type=float, default=0.25, help="cache under pressure, as a share of what all needs")
+    parser.add_argument(
+        "--pressure",
+        type=float,
+        default=0.25,
+        help="cache under pressure, as a share of what all needs",
+    )
     options = parser.parse_args()
     for name, groups in LAYOUTS.items():
         ample = sum(4000 * options.conversations // group.block_size for group in groups)
@@ -66,7 +73,9 @@ def main() -> None:
                 )
 
 
-def run(groups: list[KVCacheGroup], num_blocks: int, interval: int | None, options: argparse.Namespace) -> Outcome:
+def run(
+    groups: list[KVCacheGroup], num_blocks: int, interval: int | None, options: argparse.Namespace
+) -> Outcome:
     """Every turn of every conversation, in a random order that is the same each time."""
     size = math.lcm(*(group.block_size for group in groups))
     config = CacheConfig.build(
@@ -106,9 +115,14 @@ def compute(cache: CacheManager, request: CacheRequest, answer: list[int], block
     """Prefill in chunks that end with blocks, then a token at a time."""
     cache.start_step()
     computed = cache.get_computed_blocks(request)
-    if cache.allocate_slots(request, chunk(request, computed.num_tokens, block_size), computed) is None:
+    if (
+        cache.allocate_slots(request, chunk(request, computed.num_tokens, block_size), computed)
+        is None
+    ):
         return
-    request.num_computed_tokens = computed.num_tokens + chunk(request, computed.num_tokens, block_size)
+    request.num_computed_tokens = computed.num_tokens + chunk(
+        request, computed.num_tokens, block_size
+    )
     for token in [None] * (request.num_tokens // STEP_TOKENS + 1) + answer:
         if token is not None:
             request.append([token])

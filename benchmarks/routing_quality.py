@@ -1,9 +1,10 @@
 """What does routing by exact, group-aware hits bring, and at which request rates?
 
-Simulated replicas in virtual time behind the router's own decision code: the same engine, scheduler, cache and events as
-`kvroute engine --simulate`, a model's time in place of a model. The peers in the same run are an index that ignores groups
-under the same policy, sessions, the least loaded, round robin and chance. Prints one JSON line per workload, layout, cache,
-rate and policy; `plot_routing_quality` makes tables and plots of them.
+Simulated replicas in virtual time behind the router's own decision code: the same engine,
+scheduler, cache and events as `kvroute engine --simulate`, a model's time in place of a model. The
+peers in the same run are an index that ignores groups under the same policy, sessions, the least
+loaded, round robin and chance. Prints one JSON line per workload, layout, cache, rate and policy;
+`plot_routing_quality` makes tables and plots of them.
 """
 
 from __future__ import annotations
@@ -50,21 +51,50 @@ def main() -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; the defaults end in a few minutes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, nargs="+", default=[8])
     parser.add_argument("--layout", nargs="+", choices=layout_names(), default=["full", "gemma"])
-    parser.add_argument("--cache", type=float, nargs="+", default=[0.25, 1.0], help="of all distinct tokens, in all together")
-    parser.add_argument("--rate", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="of what cold replicas can serve")
+    parser.add_argument(
+        "--cache",
+        type=float,
+        nargs="+",
+        default=[0.25, 1.0],
+        help="of all distinct tokens, in all together",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0, 2.0],
+        help="of what cold replicas can serve",
+    )
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--conversations", type=int, default=100, help="0: none")
     parser.add_argument("--documents", type=int, default=24, help="that conversations share")
-    parser.add_argument("--trace", type=Path, help="recorded requests: JSON lines as Mooncake's, plain or .gz")
+    parser.add_argument(
+        "--trace", type=Path, help="recorded requests: JSON lines as Mooncake's, plain or .gz"
+    )
     parser.add_argument("--trace-requests", type=int, default=300)
-    parser.add_argument("--longest-prompt", type=int, default=16_384, help="longer ones of the trace are left out, tokens")
-    parser.add_argument("--answer-share", type=float, default=0.1, help="of the answers' lengths in the trace")
-    parser.add_argument("--event-delay", type=float, default=0.001, help="from a step's end to the index, seconds")
-    parser.add_argument("--scrape-interval", type=float, default=2.0, help="of the engines' gauges, seconds")
-    parser.add_argument("--warm-up", type=float, default=0.25, help="share of the time that is not counted")
+    parser.add_argument(
+        "--longest-prompt",
+        type=int,
+        default=16_384,
+        help="longer ones of the trace are left out, tokens",
+    )
+    parser.add_argument(
+        "--answer-share", type=float, default=0.1, help="of the answers' lengths in the trace"
+    )
+    parser.add_argument(
+        "--event-delay", type=float, default=0.001, help="from a step's end to the index, seconds"
+    )
+    parser.add_argument(
+        "--scrape-interval", type=float, default=2.0, help="of the engines' gauges, seconds"
+    )
+    parser.add_argument(
+        "--warm-up", type=float, default=0.25, help="share of the time that is not counted"
+    )
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each")
     return parser.parse_args(arguments)
 
@@ -72,7 +102,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Every combination that was asked for."""
     for name, seed, make in workloads(options):
-        for replicas, layout, cache, rate in itertools.product(options.replicas, options.layout, options.cache, options.rate):
+        for replicas, layout, cache, rate in itertools.product(
+            options.replicas, options.layout, options.cache, options.rate
+        ):
             yield Case(name, make, seed, replicas, layout, cache, rate)
 
 
@@ -80,11 +112,17 @@ def workloads(options: argparse.Namespace) -> Iterator[tuple[str, int, MakeWorkl
     """Name, seed, and what makes it; the recorded one is the same for every seed."""
     if options.conversations:
         for seed in options.seed:
-            chosen = ConversationOptions(options.conversations, documents=options.documents, seed=seed)
+            chosen = ConversationOptions(
+                options.conversations, documents=options.documents, seed=seed
+            )
             yield "conversations", seed, partial(Conversations, chosen)
     if options.trace:
         part = TraceOptions(options.trace_requests, options.longest_prompt, options.answer_share)
-        yield "trace", options.seed[0], partial(RecordedTrace, read_trace(options.trace, part), part)
+        yield (
+            "trace",
+            options.seed[0],
+            partial(RecordedTrace, read_trace(options.trace, part), part),
+        )
 
 
 def measure(case: Case, policy: str, options: argparse.Namespace) -> None:
@@ -92,7 +130,9 @@ def measure(case: Case, policy: str, options: argparse.Namespace) -> None:
     size = case.make(1.0).size
     requests_per_s = case.rate * cold_requests_per_s(size, case.replicas, TIME_MODEL)
     config = replica_config(case.layout, size, case.replicas, case.cache)
-    setting = Setting(policy, case.replicas, config, options.event_delay, options.scrape_interval, seed=case.seed)
+    setting = Setting(
+        policy, case.replicas, config, options.event_delay, options.scrape_interval, seed=case.seed
+    )
     outcome = Simulation(setting, case.make(requests_per_s)).run()
     report(
         "routing_quality",

@@ -1,4 +1,5 @@
-"""Runs every benchmark with sizes that take a few minutes together; each prints its own JSON lines."""
+"""Runs every benchmark with sizes that take a few minutes together; each prints its own JSON
+lines."""
 
 from __future__ import annotations
 
@@ -16,15 +17,37 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ("benchmarks.transfers", "--megabytes", "64", "--repeats", "3", "--k", "1"),
     ("benchmarks.scale", "--replicas", "64", "--seconds", "5"),
     ("benchmarks.routing_quality",),
-    ("benchmarks.predictions", "--preset", "gptoss", "--at-a-time", "1", "4", "--conversations", "12", "--documents", "6"),
-    ("benchmarks.policy_weights", "--situation", "small caches", "--weight", "queued_prefill_token", "--seed", "0"),
+    (
+        "benchmarks.predictions",
+        "--preset",
+        "gptoss",
+        "--at-a-time",
+        "1",
+        "4",
+        "--conversations",
+        "12",
+        "--documents",
+        "6",
+    ),
+    (
+        "benchmarks.policy_weights",
+        "--situation",
+        "small caches",
+        "--weight",
+        "queued_prefill_token",
+        "--seed",
+        "0",
+    ),
     ("benchmarks.soak", "--requests", "20000"),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 
 
 def main() -> int:
-    codes = [subprocess.run([sys.executable, "-m", *command], check=False).returncode for command in BENCHMARKS]
+    codes = [
+        subprocess.run([sys.executable, "-m", *command], check=False).returncode
+        for command in BENCHMARKS
+    ]
     return max(codes)
 
 

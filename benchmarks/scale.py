@@ -1,10 +1,12 @@
-"""How many replicas can one router follow? Simulated engines publish over real sockets; the router applies and decides.
+"""How many replicas can one router follow? Simulated engines publish over real sockets; the router
+applies and decides.
 
     python -m benchmarks.scale --replicas 256
 
-Engines are those of `kvroute engine --simulate`, in a few processes, each at a steady rate of steps, every one of which is
-published. One small HTTP server stands for all their faces. Figures: batches and changed blocks per second, how far the router
-is behind at the end, its processor time and memory, and how long a decision takes, as clients see it.
+Engines are those of `kvroute engine --simulate`, in a few processes, each at a steady rate of
+steps, every one of which is published. One small HTTP server stands for all their faces. Figures:
+batches and changed blocks per second, how far the router is behind at the end, its processor time
+and memory, and how long a decision takes, as clients see it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _PROMPT_TOKENS = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--processes", type=int, default=2, help="that the engines share")
     parser.add_argument("--steps-per-s", type=float, default=4.0, help="of each engine")
@@ -53,7 +57,7 @@ def main() -> None:
         asyncio.run(measure(replicas, options))
 
 
-# --- engines --------------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 class Busy:
@@ -79,13 +83,20 @@ class Busy:
             base = self._random.randrange(64)
             tokens = [(base * 7919 + place * 31) % 256 for place in range(_PROMPT_TOKENS - 64)]
             tokens += [self._random.randrange(256) for _ in range(64)]
-            self.engine.add_request(EngineRequest(str(self._serial), tokens, SamplingParams(max_tokens=8, ignore_eos=True)))
+            self.engine.add_request(
+                EngineRequest(
+                    str(self._serial), tokens, SamplingParams(max_tokens=8, ignore_eos=True)
+                )
+            )
         self.engine.step()
 
 
 def work(options: argparse.Namespace) -> None:
-    """A process of engines: say their addresses, run while stdin is open, say how many batches each published."""
-    engines = [Busy(options, options.worker * 10_000 + number) for number in range(options.replicas[0])]
+    """A process of engines: say their addresses, run while stdin is open, say how many batches each
+    published."""
+    engines = [
+        Busy(options, options.worker * 10_000 + number) for number in range(options.replicas[0])
+    ]
     addresses = [(busy.publisher.endpoint, busy.publisher.replay_endpoint) for busy in engines]  # type: ignore[attr-defined]
     print(json.dumps(addresses), flush=True)
     sys.stdin.readline()
@@ -106,7 +117,7 @@ def work(options: argparse.Namespace) -> None:
         busy.engine.close()
 
 
-# --- the router -----------------------------------------------------------------------------------------------------------
+# --- the router -----------------------------------------------------------------------------------
 
 
 async def measure(replicas: int, options: argparse.Namespace) -> None:
@@ -117,7 +128,9 @@ async def measure(replicas: int, options: argparse.Namespace) -> None:
     port = face.sockets[0].getsockname()[1]
     addresses = [address for worker in workers for address in json.loads(await _line(worker))]
     with TemporaryDirectory() as directory:
-        async with router(Path(directory) / "kvroute.yaml", _configuration(addresses, port)) as process:
+        async with router(
+            Path(directory) / "kvroute.yaml", _configuration(addresses, port)
+        ) as process:
             client = Client(process.url)
             pid = _pid_listening(process.url)
             await _until_connected(client, len(addresses))
@@ -128,7 +141,9 @@ async def measure(replicas: int, options: argparse.Namespace) -> None:
             decisions = sorted(await _decide(client, options))
             ends = [json.loads(await _line(worker)) for worker in workers]
             seconds = time.monotonic() - started
-            behind_s = await _until_applied(client, [seq for end in ends for seq in end["last_seqs"]])
+            behind_s = await _until_applied(
+                client, [seq for end in ends for seq in end["last_seqs"]]
+            )
             blocks, steps = sum(end["blocks"] for end in ends), sum(end["steps"] for end in ends)
             report(
                 "scale",
@@ -165,7 +180,9 @@ async def _decide(client: Client, options: argparse.Namespace) -> list[float]:
 
 async def _until_connected(client: Client, count: int) -> None:
     while True:
-        feeds = [source["feed"] for replica in await _replicas(client) for source in replica["sources"]]
+        feeds = [
+            source["feed"] for replica in await _replicas(client) for source in replica["sources"]
+        ]
         if sum(1 for feed in feeds if feed and feed["state"] == "live") == count:
             return
         await asyncio.sleep(0.2)
@@ -175,8 +192,14 @@ async def _until_applied(client: Client, last_seqs: list[int]) -> float:
     """Seconds until the router has seen the last batch of every engine."""
     started = time.monotonic()
     while True:
-        found = [source["feed"]["stream"]["last_seq"] for replica in await _replicas(client) for source in replica["sources"]]
-        if all(seen is not None and seen >= last for seen, last in zip(found, last_seqs, strict=True)):
+        found = [
+            source["feed"]["stream"]["last_seq"]
+            for replica in await _replicas(client)
+            for source in replica["sources"]
+        ]
+        if all(
+            seen is not None and seen >= last for seen, last in zip(found, last_seqs, strict=True)
+        ):
             return time.monotonic() - started
         await asyncio.sleep(0.05)
 
@@ -195,7 +218,9 @@ def _configuration(addresses: list[tuple[str, str]], port: int) -> str:
     ]
     for number, (endpoint, replay) in enumerate(addresses):
         events = f"[{{endpoint: '{endpoint}', replay_endpoint: '{replay}', topic: kv-events}}]"
-        lines.append(f"  - {{id: r{number}, url: 'http://127.0.0.1:{port}/r{number}', models: [{MODEL}], kv_events: {events}}}")
+        lines.append(
+            f"  - {{id: r{number}, url: 'http://127.0.0.1:{port}/r{number}', models: [{MODEL}], kv_events: {events}}}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -208,9 +233,25 @@ async def _say_healthy(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
         writer.close()
 
 
-async def _worker(number: int, engines: int, options: argparse.Namespace) -> asyncio.subprocess.Process:
-    command = ["--worker", str(number), "--replicas", str(engines), "--seconds", str(options.seconds)]
-    command += ["--steps-per-s", str(options.steps_per_s), "--preset", options.preset, "--num-blocks", str(options.num_blocks)]
+async def _worker(
+    number: int, engines: int, options: argparse.Namespace
+) -> asyncio.subprocess.Process:
+    command = [
+        "--worker",
+        str(number),
+        "--replicas",
+        str(engines),
+        "--seconds",
+        str(options.seconds),
+    ]
+    command += [
+        "--steps-per-s",
+        str(options.steps_per_s),
+        "--preset",
+        options.preset,
+        "--num-blocks",
+        str(options.num_blocks),
+    ]
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.scale", *command,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**20,
@@ -248,7 +289,11 @@ def _cpu_s(pid: int) -> float:
 
 
 def _rss_mib(pid: int) -> float:
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    ]
     return int(line.split()[1]) / 1024
 
 

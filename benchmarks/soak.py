@@ -1,9 +1,11 @@
-"""Do memory and requests/s stay flat? Many requests with unique prompts through a real router, whose replicas store and evict.
+"""Do memory and requests/s stay flat? Many requests with unique prompts through a real router,
+whose replicas store and evict.
 
     python -m benchmarks.soak --requests 200000
 
-The replicas and the clients are this process, the router is another one. Everything a router keeps by prompt is at work: index
-and recently sent prefixes, and with --text-share the cache of token ids, which fills up to its bound.
+The replicas and the clients are this process, the router is another one. Everything a router keeps
+by prompt is at work: index and recently sent prefixes, and with --text-share the cache of token
+ids, which fills up to its bound.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from tests.support.http_client import HttpClient, connect
 from tests.support.router_process import RouterProcess, router_process
 
 MIB = 1024 * 1024
-ANSWER = json.dumps({"id": "x", "choices": [{"index": 0, "text": "."}], "usage": {"prompt_tokens": 1}}).encode()
+ANSWER = json.dumps(
+    {"id": "x", "choices": [{"index": 0, "text": "."}], "usage": {"prompt_tokens": 1}}
+).encode()
 EVENTS = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     b'e\r\ndata: {"a":1}\n\r\n1\r\n\n\r\ne\r\ndata: [DONE]\n\n\r\n0\r\n\r\n'
@@ -48,7 +52,12 @@ class Replica:
     """Keeps the last *held* prompts it was sent, and tells the router so."""
 
     def __init__(self, model: str, held: int) -> None:
-        self.stub = EngineStub(model, self.serve, has_events=True, tokenizing=always(b'{"tokens": [1, 2, 3], "count": 3}'))
+        self.stub = EngineStub(
+            model,
+            self.serve,
+            has_events=True,
+            tokenizing=always(b'{"tokens": [1, 2, 3], "count": 3}'),
+        )
         self._held = held
         self._prompts: deque[list[int]] = deque()
 
@@ -87,7 +96,11 @@ class Requests:
         """The next *count* of them."""
         for _ in range(count):
             self._made += 1
-            yield {"model": self.model, "prompt": self._prompt(), "stream": self._random.random() < self.stream_share}
+            yield {
+                "model": self.model,
+                "prompt": self._prompt(),
+                "stream": self._random.random() < self.stream_share,
+            }
 
     def _prompt(self) -> Any:
         if self._random.random() < self.text_share:
@@ -104,7 +117,9 @@ async def work(client: HttpClient, bodies: Iterator[dict[str, Any]]) -> None:
             raise RuntimeError(f"status {answer.status}: {answer.body[:200]!r}")
 
 
-async def run_slice(router: RouterProcess, requests: Requests, count: int, concurrency: int) -> Slice:
+async def run_slice(
+    router: RouterProcess, requests: Requests, count: int, concurrency: int
+) -> Slice:
     """Send *count* of the requests, and look at the router afterwards."""
     began = time.perf_counter()
     bodies = requests.take(count)
@@ -126,16 +141,21 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def summary(slices: list[Slice]) -> dict[str, float]:
-    """How memory and speed change along the way; the first fifth, in which caches fill, is left out."""
+    """How memory and speed change along the way; the first fifth, in which caches fill, is left
+    out."""
     counted = slices[len(slices) // 5 :]
-    thousands = [sum(part.requests for part in slices[: slices.index(part) + 1]) / 1000 for part in counted]
+    thousands = [
+        sum(part.requests for part in slices[: slices.index(part) + 1]) / 1000 for part in counted
+    ]
     rates = [part.requests_per_s for part in counted]
     return {
         "rss_kib_per_1000_requests": round(
             1024 * slope(list(zip(thousands, (part.rss_mib for part in counted), strict=True))), 3
         ),
         "requests_per_s_mean": round(sum(rates) / len(rates), 1),
-        "requests_per_s_change_per_1000_requests": round(slope(list(zip(thousands, rates, strict=True))), 3),
+        "requests_per_s_change_per_1000_requests": round(
+            slope(list(zip(thousands, rates, strict=True))), 3
+        ),
         "rss_mib_first": counted[0].rss_mib,
         "rss_mib_last": counted[-1].rss_mib,
     }
@@ -151,7 +171,9 @@ async def soak(arguments: argparse.Namespace) -> None:
         for stub in stubs:
             await stub.start()
         async with router.serving(*stubs):
-            requests = Requests(model, arguments.prompt_tokens, arguments.stream_share, arguments.text_share)
+            requests = Requests(
+                model, arguments.prompt_tokens, arguments.stream_share, arguments.text_share
+            )
             for number in range(arguments.slices):
                 count = arguments.requests // arguments.slices
                 slices.append(await run_slice(router, requests, count, arguments.concurrency))
@@ -163,15 +185,24 @@ async def soak(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=200_000)
     parser.add_argument("--slices", type=int, default=20)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--held-prompts", type=int, default=500, help="that each replica keeps before it evicts the oldest")
+    parser.add_argument(
+        "--held-prompts",
+        type=int,
+        default=500,
+        help="that each replica keeps before it evicts the oldest",
+    )
     parser.add_argument("--stream-share", type=float, default=0.5)
-    parser.add_argument("--text-share", type=float, default=0.0, help="prompts that a replica has to tokenise")
+    parser.add_argument(
+        "--text-share", type=float, default=0.0, help="prompts that a replica has to tokenise"
+    )
     asyncio.run(soak(parser.parse_args()))
 
 

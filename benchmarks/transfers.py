@@ -1,9 +1,11 @@
-"""How fast do blocks move between the GPU and the lower tiers? Beside a plain copy of as many bytes, in the same run.
+"""How fast do blocks move between the GPU and the lower tiers? Beside a plain copy of as many
+bytes, in the same run.
 
-Without a GPU the cache is in host memory: then the CPU tier is measured against one large copy by all cores (a transfer takes
-one, see `--copy-threads`), and the disk tier against one large file. With a GPU it is measured against one large copy to and
-from pinned memory, too. `ratio` is the tier's speed by the plain copy's. Files are written to and read from the system's page
-cache, unless `--durable` makes writes wait for the disk.
+Without a GPU the cache is in host memory: then the CPU tier is measured against one large copy by
+all cores (a transfer takes one, see `--copy-threads`), and the disk tier against one large file.
+With a GPU it is measured against one large copy to and from pinned memory, too. `ratio` is the
+tier's speed by the plain copy's. Files are written to and read from the system's page cache, unless
+`--durable` makes writes wait for the disk.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ class Case:
     @property
     def copied_bytes(self) -> int:
         """What the job moves."""
-        return sum(size * page for size, page in zip(self.gpu.group_sizes, self.cache.page_bytes, strict=True))
+        return sum(
+            size * page
+            for size, page in zip(self.gpu.group_sizes, self.cache.page_bytes, strict=True)
+        )
 
     @property
     def factors(self) -> list[int]:
@@ -89,16 +94,25 @@ class Case:
 
 
 def make_case(layout: Layout, page_bytes: int, k: int, total_bytes: int, device: str) -> Case:
-    """A cache twice as large as the job, with blocks of *page_bytes* over all tensors of a group."""
+    """A cache twice as large as the job, with blocks of *page_bytes* over all tensors of a
+    group."""
     groups = len(layout.parts)
     row_bytes = page_bytes // layout.tensors
     per_group = max(1, total_bytes // page_bytes // groups // k) * k
     rows = 2 * groups * per_group
-    tensors = [torch.zeros((rows, row_bytes), dtype=torch.int8, device=device) for _ in range(layout.tensors)]
-    refs = [[DataRef(index, int(row_bytes * part)) for index in range(layout.tensors)] for part in layout.parts]
+    tensors = [
+        torch.zeros((rows, row_bytes), dtype=torch.int8, device=device)
+        for _ in range(layout.tensors)
+    ]
+    refs = [
+        [DataRef(index, int(row_bytes * part)) for index in range(layout.tensors)]
+        for part in layout.parts
+    ]
     blocks = random.Random(1).sample(range(rows), groups * per_group)
     gpu = GPULoadStoreSpec(blocks, [per_group] * groups, [0] * groups)
-    return Case(layout, page_bytes, k, CanonicalKVCache(tensors, refs), gpu, groups * per_group // k)
+    return Case(
+        layout, page_bytes, k, CanonicalKVCache(tensors, refs), gpu, groups * per_group // k
+    )
 
 
 def run(worker: OffloadingWorker, case: Case, direction: Direction, lower: Lower) -> None:
@@ -138,8 +152,11 @@ def measure(
     worker.shutdown()
 
 
-def measure_cpu_tier(case: Case, plain: dict[Direction, float], options: argparse.Namespace) -> None:
-    """Slots in order, which is what a fresh tier hands out, and scattered, which is what a used one does."""
+def measure_cpu_tier(
+    case: Case, plain: dict[Direction, float], options: argparse.Namespace
+) -> None:
+    """Slots in order, which is what a fresh tier hands out, and scattered, which is what a used one
+    does."""
     slots = list(range(case.lower_count))
     scattered = random.Random(2).sample(slots, len(slots))
     for order, ids in (("consecutive", slots), ("scattered", scattered)):
@@ -148,7 +165,9 @@ def measure_cpu_tier(case: Case, plain: dict[Direction, float], options: argpars
         measure(case, worker, partial(_slots, ids), plain, options.repeats, tier="cpu", slots=order)
 
 
-def measure_disk_tier(case: Case, plain: dict[Direction, float], options: argparse.Namespace) -> None:
+def measure_disk_tier(
+    case: Case, plain: dict[Direction, float], options: argparse.Namespace
+) -> None:
     """Files in a directory that is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         store = BlockStore(Path(directory), case.payload_bytes, durable=options.durable)
@@ -202,7 +221,9 @@ def plain_files(total_bytes: int, options: argparse.Namespace) -> dict[Direction
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         path = Path(directory) / "plain"
         return {
-            Direction.STORE: _rate(total_bytes, lambda: _write(path, data, options.durable), options.repeats),
+            Direction.STORE: _rate(
+                total_bytes, lambda: _write(path, data, options.durable), options.repeats
+            ),
             Direction.LOAD: _rate(total_bytes, lambda: _read(path, data), options.repeats),
         }
 
@@ -235,11 +256,21 @@ def parse_options() -> argparse.Namespace:
     """Sizes and places."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="how much a job copies")
-    parser.add_argument("--block-kib", type=int, nargs="+", default=[32, 256, 1024], help="a GPU block over all its layers")
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 4], help="GPU blocks per offloaded block")
+    parser.add_argument(
+        "--block-kib",
+        type=int,
+        nargs="+",
+        default=[32, 256, 1024],
+        help="a GPU block over all its layers",
+    )
+    parser.add_argument(
+        "--k", type=int, nargs="+", default=[1, 4], help="GPU blocks per offloaded block"
+    )
     parser.add_argument("--tiers", nargs="+", choices=["cpu", "disk"], default=["cpu", "disk"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--copy-threads", type=int, default=None, help="threads that move rows of host memory")
+    parser.add_argument(
+        "--copy-threads", type=int, default=None, help="threads that move rows of host memory"
+    )
     parser.add_argument("--io-threads", type=int, default=4)
     parser.add_argument("--directory", default=None, help="where the disk tier's files go")
     parser.add_argument("--durable", action="store_true", help="writes wait for the disk")

@@ -1,4 +1,5 @@
-"""A toy engine that publishes what its KV cache holds: a prompt per line as a JSON list in, the number of cached tokens out."""
+"""A toy engine that publishes what its KV cache holds: a prompt per line as a JSON list in, the
+number of cached tokens out."""
 
 import json
 import sys
@@ -23,19 +24,29 @@ class Engine:
     def prefill(self, token_ids: list[int]) -> int:
         hashes: list[BlockHash] = list(CHAIN.block_hashes(token_ids, BLOCK_SIZE))
         known = sum(1 for _ in takewhile(self._cached.__contains__, hashes))
-        for block in reversed(hashes):  # so that ends go first: a block is of no use without all before it
+        for block in reversed(
+            hashes
+        ):  # so that ends go first: a block is of no use without all before it
             self._cached.pop(block, None)
             self._cached[block] = None
         events: list[Event] = []
         if stored := hashes[known:]:
             parent = hashes[known - 1] if known else None
-            events.append(BlockStored(stored, parent, token_ids[known * BLOCK_SIZE : len(hashes) * BLOCK_SIZE], GPU, 0))
+            events.append(
+                BlockStored(
+                    stored, parent, token_ids[known * BLOCK_SIZE : len(hashes) * BLOCK_SIZE], GPU, 0
+                )
+            )
         if removed := list(self._cached)[:-NUM_BLOCKS]:
             events.append(BlockRemoved(removed, GPU, 0))
         for block in removed:
             del self._cached[block]
-        self._publisher.publish(events)  # one batch a step, in order; takes microseconds and never waits
-        return min(known, (len(token_ids) - 1) // BLOCK_SIZE) * BLOCK_SIZE  # the last token is always computed
+        self._publisher.publish(
+            events
+        )  # one batch a step, in order; takes microseconds and never waits
+        return (
+            min(known, (len(token_ids) - 1) // BLOCK_SIZE) * BLOCK_SIZE
+        )  # the last token is always computed
 
 
 if __name__ == "__main__":

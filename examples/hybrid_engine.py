@@ -1,6 +1,8 @@
-"""An engine without a model: a hybrid KV cache with a tier in memory and one on disk, every change of which is published.
+"""An engine without a model: a hybrid KV cache with a tier in memory and one on disk, every change
+of which is published.
 
-A prompt per line as a JSON list in; out, what was reused of it, in tokens: on the GPU, and with what the tiers brought back.
+A prompt per line as a JSON list in; out, what was reused of it, in tokens: on the GPU, and with
+what the tiers brought back.
 """
 
 import json
@@ -29,7 +31,10 @@ from offload.tier import Tier
 from offload.transfer.canonical import CanonicalKVCache, DataRef
 
 BLOCK_SIZE, PAGE_BYTES, STEP_TOKENS = 16, 4096, 256
-GROUPS = [KVCacheGroup(GroupKind.FULL, BLOCK_SIZE), KVCacheGroup(GroupKind.SLIDING_WINDOW, BLOCK_SIZE, sliding_window=64)]
+GROUPS = [
+    KVCacheGroup(GroupKind.FULL, BLOCK_SIZE),
+    KVCacheGroup(GroupKind.SLIDING_WINDOW, BLOCK_SIZE, sliding_window=64),
+]
 CHAIN = HashChain.from_seed("sha256")
 
 
@@ -37,11 +42,19 @@ class Engine:
     def __init__(self, publisher: EventPublisher, config: CacheConfig, directory: Path) -> None:
         self._publisher = publisher
         self._cache = CacheManager(config, config.scheduler_block_size)
-        pages = torch.zeros((config.num_blocks, PAGE_BYTES), dtype=torch.int8)  # on a GPU: device="cuda"
+        pages = torch.zeros(
+            (config.num_blocks, PAGE_BYTES), dtype=torch.int8
+        )  # on a GPU: device="cuda"
         canonical = CanonicalKVCache([pages], [[DataRef(0, PAGE_BYTES)] for _ in GROUPS])
-        store = BlockStore(directory, [PAGE_BYTES for _ in GROUPS], identity="the model and its revision")
+        store = BlockStore(
+            directory, [PAGE_BYTES for _ in GROUPS], identity="the model and its revision"
+        )
         self._connector = OffloadingConnector(
-            self._cache, [Tier(CPUOffloadingManager(100), GROUPS), Tier(FileOffloadingManager(store, 8_000_000), GROUPS)]
+            self._cache,
+            [
+                Tier(CPUOffloadingManager(100), GROUPS),
+                Tier(FileOffloadingManager(store, 8_000_000), GROUPS),
+            ],
         )
         self._workers = [CPUTransferWorker(canonical, 100), FileTransferWorker(canonical, store)]
         self._hasher = RequestHasher(CHAIN, config.layout.hash_block_size)
@@ -58,11 +71,16 @@ class Engine:
         self._connector.forget(request.request_id)
         self._cache.free(request.request_id)
         self._end_step()
-        return {"gpu": computed.num_tokens, "total": hit.num_tokens if is_loaded else computed.num_tokens}
+        return {
+            "gpu": computed.num_tokens,
+            "total": hit.num_tokens if is_loaded else computed.num_tokens,
+        }
 
     def _load(self, request: CacheRequest, computed: ComputedBlocks, hit: ExternalHit) -> bool:
         external = hit.num_external_tokens
-        blocks = self._cache.allocate_slots(request, 0, computed, num_external_tokens=external, delay_caching=True)
+        blocks = self._cache.allocate_slots(
+            request, 0, computed, num_external_tokens=external, delay_caching=True
+        )
         assert blocks is not None, "one request at a time fits"
         self._connector.start_load(request, hit)
         failed: set[str] = set()
@@ -79,9 +97,12 @@ class Engine:
         while done < request.num_tokens:
             self._cache.start_step()
             new = min(STEP_TOKENS, request.num_tokens - done)
-            assert self._cache.allocate_slots(request, new, computed) is not None, "one request at a time fits"
+            assert self._cache.allocate_slots(request, new, computed) is not None, (
+                "one request at a time fits"
+            )
             computed, done = None, done + new
-            # Here a model reads and writes the pages that self._cache.block_tables(request.request_id) names.
+            # Here a model reads and writes the pages that
+            # self._cache.block_tables(request.request_id) names.
             request.num_computed_tokens = done
             self._connector.store(request)
             self._end_step()
@@ -91,7 +112,9 @@ class Engine:
         for worker, jobs in zip(self._workers, self._connector.take_jobs(), strict=True):
             for job in jobs:
                 worker.submit(job)
-            worker.wait([job.job_id for job in jobs])  # an engine with a model goes on and polls get_finished
+            worker.wait(
+                [job.job_id for job in jobs]
+            )  # an engine with a model goes on and polls get_finished
             failed |= set(self._connector.complete(worker.get_finished()).failed)
         self._publisher.publish(self._cache.take_events() + self._connector.take_events())
         return failed
@@ -99,9 +122,15 @@ class Engine:
 
 if __name__ == "__main__":
     config = CacheConfig.build(
-        GROUPS, num_blocks=120, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, max_model_len=800
+        GROUPS,
+        num_blocks=120,
+        scheduler_block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+        max_model_len=800,
     )
-    addresses = PublisherConfig(endpoint=sys.argv[1], replay_endpoint=sys.argv[2], topic="kv-events")
+    addresses = PublisherConfig(
+        endpoint=sys.argv[1], replay_endpoint=sys.argv[2], topic="kv-events"
+    )
     with create_publisher(addresses, config.layout, CHAIN) as publisher:
         engine = Engine(publisher, config, Path(sys.argv[3]))
         for line in sys.stdin:

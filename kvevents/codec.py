@@ -1,8 +1,9 @@
 """Bytes to `EventBatch` and back; no sockets.
 
-Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional arrays of every age, and
-SGLang's arrays, with unknown fields and trailing elements ignored. Two typed decoders take the homogeneous batches real
-engines send; whatever they refuse goes through `_read_batch`, which reads event by event and names what is wrong.
+Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional
+arrays of every age, and SGLang's arrays, with unknown fields and trailing elements ignored. Two
+typed decoders take the homogeneous batches real engines send; whatever they refuse goes through
+`_read_batch`, which reads event by event and names what is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from kvevents.errors import MalformedBatch
-from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+)
 
 MAX_TOKEN_ID = 2**32 - 1
 MAX_GROUP_IDX = 255
@@ -126,7 +135,8 @@ def _decode_typed(payload: bytes) -> EventBatch | None:
 def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded | None:
     """What *decoder* makes of it, or None.
 
-    The decoder's own error ends here: it may quote what it choked on, and an exception keeps the one that it replaces.
+    The decoder's own error ends here: it may quote what it choked on, and an exception keeps the
+    one that it replaces.
     """
     with suppress(*_UNREADABLE):
         return decoder.decode(data)
@@ -148,7 +158,12 @@ def _read_batch(payload: bytes) -> EventBatch:
         raise MalformedBatch(f"payload of {len(payload)} bytes: {_why_no_batch(payload)}")
     read = [_read_event(raw, f"events[{index}]") for index, raw in enumerate(batch.events)]
     events = [event for event in read if event is not None]
-    return EventBatch(ts=batch.ts, events=events, data_parallel_rank=batch.data_parallel_rank, skipped=len(read) - len(events))
+    return EventBatch(
+        ts=batch.ts,
+        events=events,
+        data_parallel_rank=batch.data_parallel_rank,
+        skipped=len(read) - len(events),
+    )
 
 
 def _why_no_batch(payload: bytes) -> str:
@@ -187,7 +202,9 @@ def _tag_and_fields(value: Any, place: str) -> tuple[str, dict[str, Any]]:
         names = _REMOVED_POSITIONS if kind == "BlockRemoved" else _STORED_POSITIONS
         fields = dict(zip(names, value[1:], strict=False))
     else:
-        raise MalformedBatch(f"{place}: an event is a map or a non-empty array, not {type(value).__name__}")
+        raise MalformedBatch(
+            f"{place}: an event is a map or a non-empty array, not {type(value).__name__}"
+        )
     if not isinstance(kind, str):
         raise MalformedBatch(f"{place}: the event type must be a string, not {type(kind).__name__}")
     return kind, fields
@@ -238,13 +255,15 @@ def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
     try:
         return msgspec.convert(fields | {"type": kind.__name__}, kind)
     except msgspec.ValidationError as error:
-        # Not raised in here: an exception keeps the one it replaces, and with it what that one quotes.
+        # Not raised in here: an exception keeps the one it replaces, and with it what that one
+        # quotes.
         refusal = _without_values(error)
     raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
 
 def _check(event: Event, place: str) -> None:
-    """The rules types cannot say. Bounds are wide: they keep later arithmetic honest, not engines in line."""
+    """The rules types cannot say. Bounds are wide: they keep later arithmetic honest, not engines
+    in line."""
     if isinstance(event, BlockStored):
         _check_stored(event, place)
     if isinstance(event, CacheLayout):
@@ -260,7 +279,9 @@ def _check_stored(event: BlockStored, place: str) -> None:
         _check_range(min(tokens), 0, MAX_TOKEN_ID, f"{place}.token_ids (smallest)")
         _check_range(max(tokens), 0, MAX_TOKEN_ID, f"{place}.token_ids (largest)")
     _check_range(event.block_size, 0, 2**31, f"{place}.block_size")
-    _check_range(event.kv_cache_spec_sliding_window, 0, 2**31, f"{place}.kv_cache_spec_sliding_window")
+    _check_range(
+        event.kv_cache_spec_sliding_window, 0, 2**31, f"{place}.kv_cache_spec_sliding_window"
+    )
     _check_name(event.lora_name, f"{place}.lora_name")
     _check_name(event.kv_cache_spec_kind, f"{place}.kv_cache_spec_kind")
     if event.lookahead_token_ids:
@@ -272,9 +293,13 @@ def _check_layout(event: CacheLayout, place: str) -> None:
     _check_name(event.publisher_id, f"{place}.publisher_id")
     _check_name(event.hash_algorithm, f"{place}.hash_algorithm")
     if len(event.groups) > MAX_GROUP_IDX + 1:
-        raise MalformedBatch(f"{place}.groups has {len(event.groups)}: at most {MAX_GROUP_IDX + 1} are allowed")
+        raise MalformedBatch(
+            f"{place}.groups has {len(event.groups)}: at most {MAX_GROUP_IDX + 1} are allowed"
+        )
     if event.none_hash is not None and len(event.none_hash) > MAX_NAME_LENGTH:
-        raise MalformedBatch(f"{place}.none_hash has {len(event.none_hash)} bytes: at most {MAX_NAME_LENGTH} are allowed")
+        raise MalformedBatch(
+            f"{place}.none_hash has {len(event.none_hash)} bytes: at most {MAX_NAME_LENGTH} are allowed"
+        )
     for group in event.groups:
         _check_name(group.kind, f"{place}.groups.kind")
 
@@ -285,7 +310,9 @@ def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:
 
 def _check_name(name: str | None, place: str) -> None:
     if name is not None and len(name) > MAX_NAME_LENGTH:
-        raise MalformedBatch(f"{place} has {len(name)} characters: at most {MAX_NAME_LENGTH} are allowed")
+        raise MalformedBatch(
+            f"{place} has {len(name)} characters: at most {MAX_NAME_LENGTH} are allowed"
+        )
 
 
 def _check_range(value: int | None, low: int, high: int, place: str) -> None:

@@ -1,4 +1,5 @@
-"""What has been handed on to the consumer: every batch once, in order, and whether anything is missing; no sockets."""
+"""What has been handed on to the consumer: every batch once, in order, and whether anything is
+missing; no sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SourceState(Enum):
     LIVE = "live"
     """Everything that was published has been handed on."""
     SUSPECT = "suspect"
-    """Something is missing and cannot be had: until a snapshot, a restart, or a cache that is cleared as a whole."""
+    """Something is missing and cannot be had: until a snapshot, a restart, or a cache that is
+    cleared as a whole."""
     DEAD = "dead"
     """Nobody listens any more."""
 
@@ -39,10 +41,12 @@ class Effect(Enum):
 
 
 class Consumer(Protocol):
-    """Takes what a subscriber hands on. Called on the event loop, never twice at once; must not raise but as documented."""
+    """Takes what a subscriber hands on. Called on the event loop, never twice at once; must not
+    raise but as documented."""
 
     def apply(self, batch: Batch) -> Effect:
-        """Take the next batch; raises `MalformedBatch` if it cannot be read, and then nothing of it was taken."""
+        """Take the next batch; raises `MalformedBatch` if it cannot be read, and then nothing of it
+        was taken."""
         ...
 
     def clear(self, reason: str) -> None:
@@ -91,7 +95,11 @@ class Taken(Enum):
     MALFORMED = "malformed"
 
 
-_REFUSED = {Verdict.DUPLICATE: Taken.DUPLICATE, Verdict.GAP: Taken.GAP, Verdict.RESTART: Taken.RESTART}
+_REFUSED = {
+    Verdict.DUPLICATE: Taken.DUPLICATE,
+    Verdict.GAP: Taken.GAP,
+    Verdict.RESTART: Taken.RESTART,
+}
 
 
 class Delivery:
@@ -115,7 +123,8 @@ class Delivery:
         return _REFUSED[verdict]
 
     def go_on(self, batch: Batch, taken: Taken) -> None:
-        """Go on with *batch*, of which `take` said *taken*: what lies before it is lost, or itself if it cannot be read."""
+        """Go on with *batch*, of which `take` said *taken*: what lies before it is lost, or itself
+        if it cannot be read."""
         if taken is Taken.RESTART or self._is_foreign(publisher_of(batch.payload)):
             self._counters.restarts += 1
             self.clear("restart")
@@ -140,7 +149,7 @@ class Delivery:
         self._counters.malformed += 1
         self._consumer.report(problem)
 
-    # --- a snapshot -------------------------------------------------------------------------------------------------------
+    # --- a snapshot -------------------------------------------------------------------------------
 
     def begin_snapshot(self) -> None:
         """What follows is the whole state."""
@@ -156,7 +165,7 @@ class Delivery:
         """The state was that behind batch *seq*."""
         self.tracker.jump(seq)
 
-    # --- inside -----------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _is_foreign(self, publisher_id: str | None) -> bool:
         known = self.tracker.publisher_id

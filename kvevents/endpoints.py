@@ -1,8 +1,9 @@
 """Addresses of sockets: checked, moved along by data-parallel rank, and opened.
 
-An address that is this machine's own (a wildcard, loopback, one of its interfaces, any `ipc` or `inproc` name) is bound. One
-of another machine is connected to: there a collector binds and the engines come to it, as with vLLM. The operating system
-decides which it is, so a mistyped address of this machine is connected to as well; the log says which of the two was done.
+An address that is this machine's own (a wildcard, loopback, one of its interfaces, any `ipc` or
+`inproc` name) is bound. One of another machine is connected to: there a collector binds and the
+engines come to it, as with vLLM. The operating system decides which it is, so a mistyped address of
+this machine is connected to as well; the log says which of the two was done.
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ class Endpoint:
         """
         scheme, separator, rest = text.partition("://")
         if not separator or scheme not in SCHEMES:
-            raise EndpointError(f"{place}: {text[:200]!r} must begin with {' or '.join(f'{name}://' for name in SCHEMES)}")
+            raise EndpointError(
+                f"{place}: {text[:200]!r} must begin with {' or '.join(f'{name}://' for name in SCHEMES)}"
+            )
         if not rest:
             raise EndpointError(f"{place}: {text[:200]!r} names no address behind {scheme}://")
         return _parse_tcp(place, text, rest) if scheme == "tcp" else cls(scheme, rest)
 
     def for_rank(self, data_parallel_rank: int) -> Endpoint:
-        """Where the rank's own socket is: *rank* ports further, or a name of its own; a port left to the system stays so.
+        """Where the rank's own socket is: *rank* ports further, or a name of its own; a port left
+        to the system stays so.
 
         Raises:
             EndpointError: The port of that rank would lie above 65535.
@@ -61,7 +65,11 @@ class Endpoint:
         if self.port is not None:
             return _next_port(self, self.port + data_parallel_rank)
         # `ipc://*` is a new path for every socket as it is.
-        return self if self.address == "*" else replace(self, address=f"{self.address}_dp{data_parallel_rank}")
+        return (
+            self
+            if self.address == "*"
+            else replace(self, address=f"{self.address}_dp{data_parallel_rank}")
+        )
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.address}" + ("" if self.port is None else f":{self.port}")
@@ -71,17 +79,23 @@ def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
     host, separator, port = rest.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if not separator or not host or (":" in host and not is_bracketed):
-        raise EndpointError(f"{place}: {text[:200]!r} must be tcp://host:port, with an IPv6 host in brackets")
+        raise EndpointError(
+            f"{place}: {text[:200]!r} must be tcp://host:port, with an IPv6 host in brackets"
+        )
     if port == "*":
         return Endpoint("tcp", host, ANY_PORT)
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise EndpointError(f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], 0 for any free one")
+        raise EndpointError(
+            f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], 0 for any free one"
+        )
     return Endpoint("tcp", host, int(port))
 
 
 def _next_port(endpoint: Endpoint, port: int) -> Endpoint:
     if port > 65535:
-        raise EndpointError(f"{endpoint}: the data-parallel rank's port {port} must not lie above 65535")
+        raise EndpointError(
+            f"{endpoint}: the data-parallel rank's port {port} must not lie above 65535"
+        )
     return replace(endpoint, port=port)
 
 
@@ -102,8 +116,9 @@ def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: boo
     """
     if endpoint.address.startswith("["):
         socket.setsockopt(zmq.IPV6, 1)
-    # With a ZAP domain libzmq refuses peers that speak ZMTP 1 or 2 (before 2012), and whatever else does not begin with a
-    # greeting. Without one it takes an HTTP error for such a peer, and aborts the process if the socket closes meanwhile.
+    # With a ZAP domain libzmq refuses peers that speak ZMTP 1 or 2 (before 2012), and whatever else
+    # does not begin with a greeting. Without one it takes an HTTP error for such a peer, and aborts
+    # the process if the socket closes meanwhile.
     socket.setsockopt_string(zmq.ZAP_DOMAIN, "kvevents")
     try:
         socket.bind(str(endpoint))
@@ -117,9 +132,13 @@ def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: boo
 
 def _connect(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> None:
     if not may_connect:
-        raise EndpointError(f"{place}: {endpoint} is no address of this machine, and here only such a one can be bound")
+        raise EndpointError(
+            f"{place}: {endpoint} is no address of this machine, and here only such a one can be bound"
+        )
     if endpoint.port == ANY_PORT:
-        raise EndpointError(f"{place}: {endpoint} is another machine's, and a connection needs a port other than 0")
+        raise EndpointError(
+            f"{place}: {endpoint} is another machine's, and a connection needs a port other than 0"
+        )
     try:
         socket.connect(str(endpoint))
     except zmq.ZMQError as error:

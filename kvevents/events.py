@@ -1,7 +1,8 @@
 """The events an engine publishes about its KV cache.
 
-Field names and meanings are those of vLLM >= 0.24 (`vllm/distributed/kv_events.py`), with `CacheLayout` added. Every field
-takes part in equality and hash: an event of group 0 is never equal to one that names no group.
+Field names and meanings are those of vLLM >= 0.24 (`vllm/distributed/kv_events.py`), with
+`CacheLayout` added. Every field takes part in equality and hash: an event of group 0 is never equal
+to one that names no group.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, NewType, TypeAlias
 import msgspec
 
 BlockHash: TypeAlias = int | bytes
-"""An engine's name for a block and the whole prefix up to its end: a full digest, or its low 64 bits."""
+"""An engine's name for a block and the whole prefix up to its end: a full digest, or its low 64
+bits."""
 
 GroupIdx = NewType("GroupIdx", int)
 
@@ -36,15 +38,17 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", 
         return hash((type(self).__name__, *values))
 
 
-# msgspec gives every frozen struct a hash of its own, which fails on lists: each event names ours again.
+# msgspec gives every frozen struct a hash of its own, which fails on lists: each event names ours
+# again.
 
 
 class BlockStored(_Event, frozen=True):
     """One contiguous run of blocks of one group was stored in one tier.
 
-    `token_ids` covers the run and `parent_block_hash` is the hash right before it. In a dense event `len(token_ids)` is a
-    multiple of `len(block_hashes)` and the quotient is the block size. An event of an offload tier has no tokens; one of a
-    sliding-window or Mamba group may have holes: fewer hashes than blocks, and nothing says which.
+    `token_ids` covers the run and `parent_block_hash` is the hash right before it. In a dense event
+    `len(token_ids)` is a multiple of `len(block_hashes)` and the quotient is the block size. An
+    event of an offload tier has no tokens; one of a sliding-window or Mamba group may have holes:
+    fewer hashes than blocks, and nothing says which.
     """
 
     block_hashes: list[BlockHash]
@@ -54,7 +58,8 @@ class BlockStored(_Event, frozen=True):
     group_idx: int | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
-    """One entry per hash: None, or LoRA name, `(multimodal id, offset)` pairs, salt and embedding digests, untagged."""
+    """One entry per hash: None, or LoRA name, `(multimodal id, offset)` pairs, salt and embedding
+    digests, untagged."""
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     block_size: int | None = None
@@ -62,7 +67,8 @@ class BlockStored(_Event, frozen=True):
     lora_id: int | None = None
     """Read from engines that send it; superseded by `lora_name`."""
     lookahead_token_ids: list[list[int]] | None = None
-    """vLLM >= 0.33 with speculative decoding: the tokens after each block that its hash covers too."""
+    """vLLM >= 0.33 with speculative decoding: the tokens after each block that its hash covers
+    too."""
 
     __hash__ = _Event.__hash__
 
@@ -93,7 +99,8 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CacheLayout(_Event, frozen=True):
-    """How the publisher's cache is laid out: sent first, with every snapshot, and when a replay starts at 0."""
+    """How the publisher's cache is laid out: sent first, with every snapshot, and when a replay
+    starts at 0."""
 
     publisher_id: str
     """New in every process, so that a restart shows."""
@@ -125,7 +132,8 @@ class EventBatch(msgspec.Struct, frozen=True):
 class KVEventAggregator:
     """Keeps the events that all workers of one engine emitted.
 
-    Tensor-parallel workers each report their own transfers; a block is usable when every worker has it.
+    Tensor-parallel workers each report their own transfers; a block is usable when every worker has
+    it.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -147,7 +155,8 @@ class KVEventAggregator:
         return list(self._counts.elements())
 
     def pop_common_events(self) -> list[Event]:
-        """Like `get_common_events`, and forget them: the rest waits for the workers that are behind."""
+        """Like `get_common_events`, and forget them: the rest waits for the workers that are
+        behind."""
         common = self.get_common_events()
         for event in common:
             self._counts[event] -= self._num_workers

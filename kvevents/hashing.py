@@ -1,9 +1,11 @@
 """Block hashes as vLLM computes them: token ids to a chain of digests.
 
-A block's hash is `H((parent digest, tuple of token ids, extra keys or None))`, chained every `hash_block_size` tokens from a
-root, the none hash. `H` serialises with pickle protocol 5 or canonical CBOR (RFC 8949, section 4.2) and digests with SHA-256
-or XXH3-128 (`vllm/utils/hashing.py`, `vllm/v1/core/kv_cache_utils.py`, 0.9 to 0.33). The root is `H(seed)`: since 0.29 the
-seed is `vllm-none-hash` for the SHA-256 family, else `PYTHONHASHSEED`, else random and not to be known from outside.
+A block's hash is `H((parent digest, tuple of token ids, extra keys or None))`, chained every
+`hash_block_size` tokens from a root, the none hash. `H` serialises with pickle protocol 5 or
+canonical CBOR (RFC 8949, section 4.2) and digests with SHA-256 or XXH3-128
+(`vllm/utils/hashing.py`, `vllm/v1/core/kv_cache_utils.py`, 0.9 to 0.33). The root is `H(seed)`:
+since 0.29 the seed is `vllm-none-hash` for the SHA-256 family, else `PYTHONHASHSEED`, else random
+and not to be known from outside.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ def _xxh3_cbor(value: Any) -> bytes:
     return bytes(xxhash.xxh3_128_digest(encode_cbor(value)))
 
 
-_ALGORITHMS: dict[str, Callable[[Any], bytes]] = {"sha256": _sha256_pickle, "sha256_cbor": _sha256_cbor}
+_ALGORITHMS: dict[str, Callable[[Any], bytes]] = {
+    "sha256": _sha256_pickle,
+    "sha256_cbor": _sha256_cbor,
+}
 if xxhash is not None:
     _ALGORITHMS |= {"xxhash": _xxh3_pickle, "xxhash_cbor": _xxh3_cbor}
 
@@ -71,9 +76,13 @@ class HashChain:
         """
         return cls(algorithm, _hash_function(algorithm)(seed))
 
-    def block_hash(self, parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys = None) -> bytes:
+    def block_hash(
+        self, parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys = None
+    ) -> bytes:
         """The digest of one block behind *parent* (None: the first block)."""
-        return _hash_function(self.algorithm)((parent or self.none_hash, tuple(token_ids), extra_keys))
+        return _hash_function(self.algorithm)(
+            (parent or self.none_hash, tuple(token_ids), extra_keys)
+        )
 
     def block_hashes(
         self,
@@ -88,7 +97,8 @@ class HashChain:
             token_ids: The whole prompt.
             hash_block_size: Tokens between two hashes of the chain.
             extra_keys: Per block what else is hashed; missing entries are None.
-            lookahead: Tokens after each block that its hash covers too (vLLM >= 0.33 with speculative decoding).
+            lookahead: Tokens after each block that its hash covers too (vLLM >= 0.33 with
+                speculative decoding).
         """
         hash_function = _hash_function(self.algorithm)
         digest = self.none_hash
@@ -117,7 +127,7 @@ def to_wire_int(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-# --- canonical CBOR, as far as a block hash needs it ----------------------------------------------------------------------
+# --- canonical CBOR, as far as a block hash needs it ----------------------------------------------
 
 
 def encode_cbor(value: Any) -> bytes:

@@ -1,20 +1,23 @@
 """How a cache is laid out in groups, and the hit rule: how much of a prompt such a cache can serve.
 
-The rule is written over one question, "is the block of group g that ends at token e present?". A block's hash stands for the
-whole prefix up to its end, so its end names it. A prefix of length L is *accepted* by
+The rule is written over one question, "is the block of group g that ends at token e present?". A
+block's hash stands for the whole prefix up to its end, so its end names it. A prefix of length L is
+*accepted* by
 
 - full attention (also MLA and sink): every block of `[0, L)` is present;
-- a sliding window w: the last `ceil((w - 1) / block_size)` blocks before L are present, or all if there are fewer;
+- a sliding window w: the last `ceil((w - 1) / block_size)` blocks before L are present, or all if
+  there are fewer;
 - chunked local attention c: the blocks from `floor(L / c) * c` to L are present;
 - Mamba and linear attention: the one block that ends at L is present.
 
-With EAGLE or MTP an attention group must accept one block more than is reused. The hit is the largest L, a multiple of the
-layout's `scheduler_block_size`, that every group accepts. `accepts` is that definition; `longest_hit` finds the same L by
-walking from block to block, and the tests hold the two together (`tests/kvevents/test_layout.py`).
+With EAGLE or MTP an attention group must accept one block more than is reused. The hit is the
+largest L, a multiple of the layout's `scheduler_block_size`, that every group accepts. `accepts` is
+that definition; `longest_hit` finds the same L by walking from block to block, and the tests hold
+the two together (`tests/kvevents/test_layout.py`).
 
-Three things follow vLLM's coordinator rather than the definition, since a hit is what the engine really reuses: how groups
-agree with EAGLE (`_agree`), a short window with EAGLE and mixed block sizes (`_longest_window`), and chunks that are no
-multiple of the block size (`_longest_chunk`).
+Three things follow vLLM's coordinator rather than the definition, since a hit is what the engine
+really reuses: how groups agree with EAGLE (`_agree`), a short window with EAGLE and mixed block
+sizes (`_longest_window`), and chunks that are no multiple of the block size (`_longest_chunk`).
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ class KVCacheGroup:
     attention_chunk_size: int | None = None
 
     def window_blocks(self, extra_blocks: int = 0) -> int:
-        """How many blocks a sliding window needs, with EAGLE's; vLLM asks for one even where the window sees no other token."""
+        """How many blocks a sliding window needs, with EAGLE's; vLLM asks for one even where the
+        window sees no other token."""
         assert self.sliding_window is not None
         return max(1, -(-(self.sliding_window - 1) // self.block_size) + extra_blocks)
 
@@ -90,7 +94,8 @@ class KVCacheLayout:
     scheduler_block_size: int
     eagle: bool = False
     eagle_sees_last_token: bool = True
-    """Whether EAGLE's extra block may hold the prompt's last token, where several groups must agree: vLLM >= 0.32."""
+    """Whether EAGLE's extra block may hold the prompt's last token, where several groups must
+    agree: vLLM >= 0.32."""
 
     @classmethod
     def build(
@@ -132,7 +137,9 @@ def group_from_spec(index: int, spec: GroupSpec) -> KVCacheGroup:
     """A checked group from its wire form; raises `LayoutError`."""
     kind = kind_from_wire(spec.kind)
     if kind is None:
-        raise LayoutError(f"group {index}: kind {spec.kind[:40]!r} is none of {', '.join(_WIRE_KINDS)}")
+        raise LayoutError(
+            f"group {index}: kind {spec.kind[:40]!r} is none of {', '.join(_WIRE_KINDS)}"
+        )
     group = KVCacheGroup(kind, spec.block_size, spec.sliding_window, spec.attention_chunk_size)
     _check_group(index, group)
     return group
@@ -169,11 +176,12 @@ def _check_layout(layout: KVCacheLayout) -> None:
             )
 
 
-# --- the rule, as it is defined -------------------------------------------------------------------------------------------
+# --- the rule, as it is defined -------------------------------------------------------------------
 
 
 def accepts(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
-    """Does *group* accept a prefix of *length* tokens? `present(end)` asks for the group's block that ends there."""
+    """Does *group* accept a prefix of *length* tokens? `present(end)` asks for the group's block
+    that ends there."""
     if length == 0 or group.kind is GroupKind.NOT_CACHED:
         return True
     if group.kind is GroupKind.MAMBA:
@@ -184,13 +192,17 @@ def accepts(group: KVCacheGroup, length: int, present: Callable[[int], bool]) ->
 
 
 def _accepts_inside_block(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
-    # vLLM's `--prefix-match-unit`: a hit may end inside a block, which then has an entry of its own at that point.
+    # vLLM's `--prefix-match-unit`: a hit may end inside a block, which then has an entry of its own
+    # at that point.
     whole = length - length % group.block_size
-    return accepts(group, whole, present) and any(present(end) for end in range(length, whole + group.block_size + 1))
+    return accepts(group, whole, present) and any(
+        present(end) for end in range(length, whole + group.block_size + 1)
+    )
 
 
 def needed_ends(group: KVCacheGroup, length: int) -> range:
-    """Ends of the blocks an attention group needs to accept *length* tokens, a multiple of its block size."""
+    """Ends of the blocks an attention group needs to accept *length* tokens, a multiple of its
+    block size."""
     size = group.block_size
     first = 0
     if group.kind is GroupKind.SLIDING_WINDOW:
@@ -202,7 +214,7 @@ def needed_ends(group: KVCacheGroup, length: int) -> range:
     return range(first + size, length + 1, size)
 
 
-# --- the same, found quickly ----------------------------------------------------------------------------------------------
+# --- the same, found quickly ----------------------------------------------------------------------
 
 
 def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
@@ -211,27 +223,35 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
     Args:
         layout: The cache's groups.
         present: Asked for block ends up to *prompt_tokens*.
-        limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always computed.
-        prompt_tokens: Where the prompt's blocks end; EAGLE's extra block may lie between *limit* and here.
+        limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always
+            computed.
+        prompt_tokens: Where the prompt's blocks end; EAGLE's extra block may lie between *limit*
+            and here.
     """
     together = equal_groups(layout)
-    # vLLM looks a single group up to the limit and then drops a block; groups that must agree may look further.
+    # vLLM looks a single group up to the limit and then drops a block; groups that must agree may
+    # look further.
     several = sum(map(len, together)) > 1
     reach = prompt_tokens if several and layout.eagle_sees_last_token else limit
     hit = limit
     for members in together:
         if layout.groups[members[0]].kind is GroupKind.FULL:
             hit = longest_accepted(layout, members[0], _in_all(members, present), hit, reach)
-    others = [members for members in together if layout.groups[members[0]].kind is not GroupKind.FULL]
+    others = [
+        members for members in together if layout.groups[members[0]].kind is not GroupKind.FULL
+    ]
     return _agree(layout, {members[0]: _in_all(members, present) for members in others}, hit, reach)
 
 
-def longest_extended_hit(layout: KVCacheLayout, on_gpu: Present, below: Present, gpu_hit: int, prompt_tokens: int) -> int:
+def longest_extended_hit(
+    layout: KVCacheLayout, on_gpu: Present, below: Present, gpu_hit: int, prompt_tokens: int
+) -> int:
     """The hit with what lower tiers bring back, in tokens, at least *gpu_hit*.
 
-    Beyond the GPU's hit only blocks count that a lower tier holds; before it a window may lean on the GPU's. With full
-    attention alone the whole prompt may be hit: the engine computes the last token again over the same blocks. Every other
-    kind would then need what lies before its window or state, so there the last token is left out, as in vLLM.
+    Beyond the GPU's hit only blocks count that a lower tier holds; before it a window may lean on
+    the GPU's. With full attention alone the whole prompt may be hit: the engine computes the last
+    token again over the same blocks. Every other kind would then need what lies before its window
+    or state, so there the last token is left out, as in vLLM.
 
     Args:
         layout: The cache's groups.
@@ -251,7 +271,8 @@ def longest_extended_hit(layout: KVCacheLayout, on_gpu: Present, below: Present,
 
 @lru_cache(maxsize=32)
 def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
-    """The groups that cache, those with equal specs together: they are looked up as one, so EAGLE's block is one for all."""
+    """The groups that cache, those with equal specs together: they are looked up as one, so EAGLE's
+    block is one for all."""
     together: dict[KVCacheGroup, list[int]] = {}
     for index, group in enumerate(layout.groups):
         if group.kind is not GroupKind.NOT_CACHED:
@@ -267,10 +288,11 @@ def _in_all(members: Sequence[int], present: Present) -> Present:
 
 
 def _agree(layout: KVCacheLayout, groups: Mapping[int, Present], hit: int, reach: int) -> int:
-    """Let groups cut *hit* in turn until none does. Full attention has no say here: what it accepted it accepts shorter.
+    """Let groups cut *hit* in turn until none does. Full attention has no say here: what it
+    accepted it accepts shorter.
 
-    Like vLLM's coordinator, a group that has given EAGLE's block once is asked without it from then on, until a group that
-    was asked without it cuts the hit again.
+    Like vLLM's coordinator, a group that has given EAGLE's block once is asked without it from then
+    on, until a group that was asked without it cuts the hit again.
     """
     gave_extra: set[int] = set()
     while hit:
@@ -289,9 +311,15 @@ def _agree(layout: KVCacheLayout, groups: Mapping[int, Present], hit: int, reach
 
 
 def longest_accepted(
-    layout: KVCacheLayout, index: int, present: Present, limit: int, reach: int, without_extra: bool = False
+    layout: KVCacheLayout,
+    index: int,
+    present: Present,
+    limit: int,
+    reach: int,
+    without_extra: bool = False,
 ) -> int:
-    """The longest prefix of at most *limit* tokens that group *index* accepts; EAGLE's extra block ends by *reach*."""
+    """The longest prefix of at most *limit* tokens that group *index* accepts; EAGLE's extra block
+    ends by *reach*."""
     group = layout.groups[index]
     if group.kind is GroupKind.NOT_CACHED:
         return limit
@@ -302,7 +330,9 @@ def longest_accepted(
     if length <= 0:
         return 0
     if group.kind is GroupKind.FULL:
-        return _longest_run(layout, index, present, _align(length, layout.scheduler_block_size), extra)
+        return _longest_run(
+            layout, index, present, _align(length, layout.scheduler_block_size), extra
+        )
     if group.kind is GroupKind.SLIDING_WINDOW:
         return _longest_window(layout, index, present, length, extra)
     if not extra:
@@ -315,10 +345,15 @@ def _align(length: int, step: int) -> int:
 
 
 def _eagle_tokens(layout: KVCacheLayout, group: KVCacheGroup) -> int:
-    """What the draft model must see again: a block, or of full attention a hash unit where hits may end inside a block."""
+    """What the draft model must see again: a block, or of full attention a hash unit where hits may
+    end inside a block."""
     if not layout.eagle:
         return 0
-    return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
+    return (
+        min(group.block_size, layout.scheduler_block_size)
+        if group.kind is GroupKind.FULL
+        else group.block_size
+    )
 
 
 def _longest_state(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
@@ -326,10 +361,15 @@ def _longest_state(layout: KVCacheLayout, index: int, present: Present, limit: i
     return next((end for end in range(_align(limit, step), 0, -step) if present(index, end)), 0)
 
 
-def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
+def _longest_run(
+    layout: KVCacheLayout, index: int, present: Present, length: int, extra: int
+) -> int:
     size, step = layout.groups[index].block_size, layout.scheduler_block_size
     bound = length + extra
-    run = next((end - size for end in range(size, bound + 1, size) if not present(index, end)), _align(bound, size))
+    run = next(
+        (end - size for end in range(size, bound + 1, size) if not present(index, end)),
+        _align(bound, size),
+    )
     if step < size:
         inside = range(min(bound, run + size - step), run, -step)
         run = next((end for end in inside if present(index, end)), run)
@@ -337,8 +377,9 @@ def _longest_run(layout: KVCacheLayout, index: int, present: Present, length: in
 
 
 def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
-    # Chunks that are no multiple of the block size: vLLM looks at the chunk of *limit* alone, never at the one before, though
-    # the first block of the chunk reaches back into it. For all others this is what `accepts` says.
+    # Chunks that are no multiple of the block size: vLLM looks at the chunk of *limit* alone, never
+    # at the one before, though the first block of the chunk reaches back into it. For all others
+    # this is what `accepts` says.
     group = layout.groups[index]
     assert group.attention_chunk_size is not None
     size = group.block_size
@@ -348,12 +389,21 @@ def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: i
     return _align(run, layout.scheduler_block_size)
 
 
-def _longest_chunk_with_extra(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
+def _longest_chunk_with_extra(
+    layout: KVCacheLayout, index: int, present: Present, length: int, extra: int
+) -> int:
     group = layout.groups[index]
     step = math.lcm(layout.scheduler_block_size, group.block_size)
     length = _align(length, step)
     while length > 0:
-        missing = next((end for end in reversed(needed_ends(group, length + extra)) if not present(index, end)), None)
+        missing = next(
+            (
+                end
+                for end in reversed(needed_ends(group, length + extra))
+                if not present(index, end)
+            ),
+            None,
+        )
         if missing is None:
             return length
         # Every length from the missing block on would need that block too.
@@ -361,8 +411,11 @@ def _longest_chunk_with_extra(layout: KVCacheLayout, index: int, present: Presen
     return 0
 
 
-def _longest_window(layout: KVCacheLayout, index: int, present: Present, length: int, extra: int) -> int:
-    """From the end on, one look at a block: the first run as long as the window, or one that reaches the start."""
+def _longest_window(
+    layout: KVCacheLayout, index: int, present: Present, length: int, extra: int
+) -> int:
+    """From the end on, one look at a block: the first run as long as the window, or one that
+    reaches the start."""
     group = layout.groups[index]
     size, step = group.block_size, math.lcm(layout.scheduler_block_size, group.block_size)
     needed = group.window_blocks(1 if extra else 0)
@@ -377,6 +430,7 @@ def _longest_window(layout: KVCacheLayout, index: int, present: Present, length:
             length = _align(max(end - size - extra, 0), step)
             run, end = 0, length + extra
     if length and extra and run < needed and size != step:
-        # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it: one step is lost.
+        # vLLM rounds a run that is shorter than its window before EAGLE's drop and again after it:
+        # one step is lost.
         return length - step
     return length

@@ -1,4 +1,5 @@
-"""The live side of one connection: batches in the order they came, also those that came during a recovery."""
+"""The live side of one connection: batches in the order they came, also those that came during a
+recovery."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _READ_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class BacklogLimits:
-    """How much may come in during a recovery; what is over is dropped, and the recovery goes on to fetch it."""
+    """How much may come in during a recovery; what is over is dropped, and the recovery goes on to
+    fetch it."""
 
     batches: int = 10_000
     payload_bytes: int = 64 * 2**20
@@ -26,8 +28,9 @@ class BacklogLimits:
 class LiveStream:
     """Batches of one SUB connection.
 
-    Outside a recovery they stay in the socket until they are taken: a queue that libzmq bounds. During one they are read all
-    the time, since nobody knows how long it takes and the publisher should not have to hold them.
+    Outside a recovery they stay in the socket until they are taken: a queue that libzmq bounds.
+    During one they are read all the time, since nobody knows how long it takes and the publisher
+    should not have to hold them.
     """
 
     def __init__(
@@ -71,7 +74,8 @@ class LiveStream:
         await self._connection.wait(timeout_s)
 
     def next(self) -> Batch | None:
-        """The next batch, None if there is none; raises `MalformedBatch` for a message that is no batch."""
+        """The next batch, None if there is none; raises `MalformedBatch` for a message that is no
+        batch."""
         if self._backlog:
             return self._pop()
         frames = self._connection.receive()
@@ -82,7 +86,7 @@ class LiveStream:
         self._backlog.appendleft(batch)
         self._backlog_bytes += len(batch.payload)
 
-    # --- during a recovery ------------------------------------------------------------------------------------------------
+    # --- during a recovery ------------------------------------------------------------------------
 
     def start_collecting(self) -> None:
         """Read everything that comes, until `stop_collecting`."""
@@ -95,7 +99,8 @@ class LiveStream:
         self._connection.on_readable = None
 
     def drop(self, count: int, last: int) -> None:
-        """Drop the first *count* batches that wait: what of them the publisher ever sent has been handed on, up to *last*."""
+        """Drop the first *count* batches that wait: what of them the publisher ever sent has been
+        handed on, up to *last*."""
         for _ in range(count):
             if self._pop().seq <= last:
                 self._counters.duplicates += 1
@@ -103,7 +108,8 @@ class LiveStream:
                 self._counters.discarded += 1
 
     def drop_stale(self, last: int) -> None:
-        """Drop what waits of numbers up to *last*: all that is handed on already, or was never meant to be."""
+        """Drop what waits of numbers up to *last*: all that is handed on already, or was never
+        meant to be."""
         fresh = [batch for batch in self._backlog if batch.seq > last]
         self._counters.duplicates += len(self._backlog) - len(fresh)
         self._backlog = deque(fresh)

@@ -1,7 +1,8 @@
 """What the frames of a ZMQ message mean, live and in a replay; no sockets.
 
-Live: `[topic, seq, payload]`. A reply of the replay endpoint: `["", topic, seq, payload]`, of vLLM before 0.26 without the
-topic; after the last one comes the end marker, the number -1 with an empty payload. Numbers are 8 bytes, big-endian.
+Live: `[topic, seq, payload]`. A reply of the replay endpoint: `["", topic, seq, payload]`, of vLLM
+before 0.26 without the topic; after the last one comes the end marker, the number -1 with an empty
+payload. Numbers are 8 bytes, big-endian.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply
 
 END_MARKER = b"\xff" * 8
 SNAPSHOT_START = b"snapshot"
-"""Asks for the present state instead of batches. As a number it is so large that vLLM answers the end marker alone."""
+"""Asks for the present state instead of batches. As a number it is so large that vLLM answers the
+end marker alone."""
 MAX_SEQ = 2**63 - 1
 MAX_FRAMES = 4
 
@@ -35,7 +37,9 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
         raise MalformedBatch(f"message of {len(frames)} frames: it must be [topic, seq, payload]")
     if topic is not None and frames[0] != topic:
         # A subscription is a prefix, so other topics do arrive. Theirs are not our numbers.
-        raise MalformedBatch(f"topic of {len(frames[0])} bytes: it is not the subscribed one, {topic!r}")
+        raise MalformedBatch(
+            f"topic of {len(frames[0])} bytes: it is not the subscribed one, {topic!r}"
+        )
     return Batch(_read_seq(frames[1], MalformedBatch), frames[2])
 
 
@@ -43,17 +47,24 @@ def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
     """A reply of the ROUTER socket; None for the end marker.
 
     Raises:
-        MalformedReply: Frames of neither form, another topic, no 8-byte number, or an end marker with a payload.
+        MalformedReply: Frames of neither form, another topic, no 8-byte number, or an end marker
+            with a payload.
     """
     if len(frames) not in (3, 4) or frames[0]:
-        raise MalformedReply(f'reply of {len(frames)} frames: it must be ["", topic, seq, payload] or ["", seq, payload]')
+        raise MalformedReply(
+            f'reply of {len(frames)} frames: it must be ["", topic, seq, payload] or ["", seq, payload]'
+        )
     seq, payload = frames[-2:]
     if seq == END_MARKER:
         if payload:
-            raise MalformedReply(f"end marker with a payload of {len(payload)} bytes: it must be empty")
+            raise MalformedReply(
+                f"end marker with a payload of {len(payload)} bytes: it must be empty"
+            )
         return None
     if len(frames) == 4 and topic is not None and frames[1] != topic:
-        raise MalformedReply(f"reply with a topic of {len(frames[1])} bytes: it is not the subscribed one, {topic!r}")
+        raise MalformedReply(
+            f"reply with a topic of {len(frames[1])} bytes: it is not the subscribed one, {topic!r}"
+        )
     return Batch(_read_seq(seq, MalformedReply), payload)
 
 

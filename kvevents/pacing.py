@@ -11,7 +11,8 @@ from time import monotonic
 class Pacer:
     """Gives all subscribers together one slice of time in each pass of the event loop, in turn.
 
-    So a flood from one publisher delays the others by their turns, and what else runs on the loop by one slice.
+    So a flood from one publisher delays the others by their turns, and what else runs on the loop
+    by one slice.
 
     Args:
         slice_s: Seconds of work in one pass.
@@ -53,7 +54,8 @@ class Pacer:
 
 
 class Backoff:
-    """Delays that double up to a cap, spread by up to a half so that many who fail together do not return together."""
+    """Delays that double up to a cap, spread by up to a half so that many who fail together do not
+    return together."""
 
     def __init__(self, first_s: float, cap_s: float) -> None:
         self._first_s = first_s

@@ -1,8 +1,9 @@
 """An engine's way to tell the world what its KV cache holds.
 
-`publish` costs the engine's thread microseconds and never waits: everything else happens on the publisher's own thread
-(`kvevents/stream.py`). When that thread falls behind, batches are left off the wire, counted, and missing from the sequence, so
-that consumers notice and recover; what the cache holds is kept along all the same (`kvevents/snapshot.py`).
+`publish` costs the engine's thread microseconds and never waits: everything else happens on the
+publisher's own thread (`kvevents/stream.py`). When that thread falls behind, batches are left off
+the wire, counted, and missing from the sequence, so that consumers notice and recover; what the
+cache holds is kept along all the same (`kvevents/snapshot.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="EventPublisher")
 PresentState: TypeAlias = Callable[[], Sequence[Event]]
-"""Everything an engine's cache holds, as `BlockStored` events. Called from `publish`, on the engine's thread: it must include
-the batch that is being published, and nothing later."""
+"""Everything an engine's cache holds, as `BlockStored` events. Called from `publish`, on the
+engine's thread: it must include the batch that is being published, and nothing later."""
 
 _UNTELLABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """What encoding raises for a value that msgpack has no form for."""
@@ -47,7 +48,8 @@ class PublisherStatistics:
     dropped: int = 0
     """Batches that a full queue kept off the wire; each left a gap in the sequence."""
     rejected_events: int = 0
-    """Events left out of their batch because they cannot be encoded, and such that the mirror could not follow."""
+    """Events left out of their batch because they cannot be encoded, and such that the mirror could
+    not follow."""
     queue_depth: int = 0
     last_seq: int = -1
     ring_batches: int = 0
@@ -63,7 +65,8 @@ class PublisherStatistics:
 
 
 class EventPublisher(ABC):
-    """Takes an engine's events, one batch per step. Also a context manager that shuts down at its end."""
+    """Takes an engine's events, one batch per step. Also a context manager that shuts down at its
+    end."""
 
     @abstractmethod
     def publish(self, events: Sequence[Event]) -> bool:
@@ -87,7 +90,12 @@ class EventPublisher(ABC):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         self.shutdown()
 
 
@@ -109,16 +117,18 @@ class NullEventPublisher(EventPublisher):
         return PublisherStatistics()
 
 
-# --- over ZMQ -------------------------------------------------------------------------------------------------------------
+# --- over ZMQ -------------------------------------------------------------------------------------
 
 
 class ZmqEventPublisher(EventPublisher):
     """Publishes over ZMQ, with replay, snapshots and heartbeats.
 
-    With *max_queue_size* batches waiting, further ones are dropped: they use up a sequence number and still reach the mirror
-    from which snapshots are told, so consumers see the gap and a snapshot repairs it. With as many again waiting (a thread
-    that gets no time at all), events pass the mirror unseen too. Snapshots are then refused until *present_state* has told
-    the mirror everything anew, at the first `publish` that finds room; without *present_state* they stay refused.
+    With *max_queue_size* batches waiting, further ones are dropped: they use up a sequence number
+    and still reach the mirror from which snapshots are told, so consumers see the gap and a
+    snapshot repairs it. With as many again waiting (a thread that gets no time at all), events pass
+    the mirror unseen too. Snapshots are then refused until *present_state* has told the mirror
+    everything anew, at the first `publish` that finds room; without *present_state* they stay
+    refused.
     """
 
     def __init__(
@@ -173,7 +183,8 @@ class ZmqEventPublisher(EventPublisher):
         return taking is Taking.SENT
 
     def leave_out(self, batches: int) -> None:
-        """Lose the next *batches*: they are numbered and not sent. For those who test what happens then."""
+        """Lose the next *batches*: they are numbered and not sent. For those who test what happens
+        then."""
         self._stream.leave_out(batches)
 
     def _publish_with_state(self, events: Sequence[Event]) -> bool:
@@ -193,7 +204,9 @@ class ZmqEventPublisher(EventPublisher):
 def announce(layout: KVCacheLayout, chain: HashChain | None = None) -> CacheLayout:
     """A layout as it is told to consumers, under a publisher id that no other process has."""
     groups = [
-        GroupSpec(group.kind.value, group.block_size, group.sliding_window, group.attention_chunk_size)
+        GroupSpec(
+            group.kind.value, group.block_size, group.sliding_window, group.attention_chunk_size
+        )
         for group in layout.groups
     ]
     return CacheLayout(
@@ -241,7 +254,8 @@ class _CacheContent:
         try:
             self._follow(item)
         except TypeError:
-            # A field is not of its declared type, a list for a hash perhaps. What comes before it is applied already.
+            # A field is not of its declared type, a list for a hash perhaps. What comes before it
+            # is applied already.
             self.rejected_events += 1
             self.lose()
 
@@ -253,7 +267,9 @@ class _CacheContent:
 
     def lose(self) -> None:
         if self.mirror.is_complete:
-            logger.error("publisher: events were lost before the mirror saw them; snapshots are refused for now")
+            logger.error(
+                "publisher: events were lost before the mirror saw them; snapshots are refused for now"
+            )
         self.mirror.lose()
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
@@ -276,7 +292,9 @@ class _CacheContent:
         except _UNTELLABLE:
             tellable = [event for event in events if _is_tellable(event)]
         if not self.rejected_events:
-            logger.error("publisher: an event that cannot be encoded was left out; more of them are only counted")
+            logger.error(
+                "publisher: an event that cannot be encoded was left out; more of them are only counted"
+            )
         self.rejected_events += len(events) - len(tellable)
         return encode(EventBatch(ts, tellable, self._rank))
 
@@ -307,15 +325,20 @@ def _statistics(stream: StreamStatistics, content: _CacheContent | None) -> Publ
     )
 
 
-# --- recordings -----------------------------------------------------------------------------------------------------------
+# --- recordings -----------------------------------------------------------------------------------
 
 
 class RecordedStreamPublisher:
-    """Plays recorded payloads as vLLM would: verbatim, without layout, heartbeats or snapshots, with a replay ring."""
+    """Plays recorded payloads as vLLM would: verbatim, without layout, heartbeats or snapshots,
+    with a replay ring."""
 
-    def __init__(self, config: PublisherConfig, data_parallel_rank: int = 0, context: Context | None = None) -> None:
+    def __init__(
+        self, config: PublisherConfig, data_parallel_rank: int = 0, context: Context | None = None
+    ) -> None:
         """Open the sockets and start the thread; raises `EndpointError`."""
-        self._stream: Stream[bytes] = Stream(config, _RecordedContent(), data_parallel_rank, context)
+        self._stream: Stream[bytes] = Stream(
+            config, _RecordedContent(), data_parallel_rank, context
+        )
 
     @property
     def endpoint(self) -> str:
@@ -328,7 +351,8 @@ class RecordedStreamPublisher:
         return self._stream.replay_endpoint
 
     def publish_raw(self, payload: bytes) -> bool:
-        """Take one payload as the next batch; False if a full queue drops it. Raises `PublisherClosed` after `shutdown`."""
+        """Take one payload as the next batch; False if a full queue drops it. Raises
+        `PublisherClosed` after `shutdown`."""
         return self._stream.offer(payload) is Taking.SENT
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
@@ -341,7 +365,12 @@ class RecordedStreamPublisher:
     def __enter__(self) -> RecordedStreamPublisher:
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         self.shutdown()
 
 
@@ -367,12 +396,16 @@ class _RecordedContent:
         return None
 
 
-# --- by configuration -----------------------------------------------------------------------------------------------------
+# --- by configuration -----------------------------------------------------------------------------
 
-PublisherBuilder: TypeAlias = Callable[[PublisherConfig, KVCacheLayout, HashChain | None, int], EventPublisher]
+PublisherBuilder: TypeAlias = Callable[
+    [PublisherConfig, KVCacheLayout, HashChain | None, int], EventPublisher
+]
 
 
-def _build_null(_config: PublisherConfig, _layout: KVCacheLayout, _chain: HashChain | None, _rank: int) -> EventPublisher:
+def _build_null(
+    _config: PublisherConfig, _layout: KVCacheLayout, _chain: HashChain | None, _rank: int
+) -> EventPublisher:
     return NullEventPublisher()
 
 
@@ -405,7 +438,9 @@ def create_publisher(
     if config is None:
         return NullEventPublisher()
     if config.kind not in _builders:
-        raise ValueError(f"kind: publisher {config.kind[:40]!r} is none of {', '.join(sorted(_builders))}")
+        raise ValueError(
+            f"kind: publisher {config.kind[:40]!r} is none of {', '.join(sorted(_builders))}"
+        )
     return _builders[config.kind](config, layout, chain, data_parallel_rank)
 
 

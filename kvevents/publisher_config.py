@@ -10,7 +10,8 @@ from kvevents.endpoints import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """What the replay endpoint grants to whoever asks; what is over a limit waits in the sender's socket."""
+    """What the replay endpoint grants to whoever asks; what is over a limit waits in the sender's
+    socket."""
 
     concurrent: int = 8
     """Replies under way at once."""
@@ -29,7 +30,8 @@ class ReplyLimits:
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    """Where and how one engine publishes. Events carry prompts: an address beyond loopback is chosen, never a default.
+    """Where and how one engine publishes. Events carry prompts: an address beyond loopback is
+    chosen, never a default.
 
     Raises:
         EndpointError: An address is malformed.
@@ -64,7 +66,10 @@ class PublisherConfig:
 
     @property
     def uses_inproc(self) -> bool:
-        return any(address and address.startswith("inproc:") for address in (self.endpoint, self.replay_endpoint))
+        return any(
+            address and address.startswith("inproc:")
+            for address in (self.endpoint, self.replay_endpoint)
+        )
 
 
 def _check_count(name: str, value: int) -> None:

@@ -1,9 +1,10 @@
 """Making a consumer's picture whole again with what the publisher still has.
 
-The replay is asked from the batch applied *last*, one more than is missing: if the ring returns it unchanged, the same process
-is still there and what follows closes the gap. If it comes back different, or the ring has not come that far, the process is
-another one and everything starts from nothing. What the ring no longer has comes from a snapshot; where the publisher makes
-none (vLLM), the picture stays incomplete and goes on behind the hole.
+The replay is asked from the batch applied *last*, one more than is missing: if the ring returns it
+unchanged, the same process is still there and what follows closes the gap. If it comes back
+different, or the ring has not come that far, the process is another one and everything starts from
+nothing. What the ring no longer has comes from a snapshot; where the publisher makes none (vLLM),
+the picture stays incomplete and goes on behind the hole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvevents.replay import ReplayClient
 from kvevents.sequence import fingerprint
 
 MAX_ROUNDS = 16
-"""Replays in a row that may break off, as long as each brings something. A ROUTER drops what a slow reader does not take."""
+"""Replays in a row that may break off, as long as each brings something. A ROUTER drops what a slow
+reader does not take."""
 
 
 class Outcome(Enum):
@@ -31,7 +33,8 @@ class Outcome(Enum):
     USELESS = "useless"
     """The answers do not help: go on with what comes."""
     OVERTAKEN = "overtaken"
-    """The ring no longer has the batch applied last. As long as nothing is known to be missing, that means nothing."""
+    """The ring no longer has the batch applied last. As long as nothing is known to be missing,
+    that means nothing."""
 
 
 class _Step(Enum):
@@ -68,7 +71,8 @@ class Recovery:
         on_loss: Callable[[], None],
     ) -> None:
         self.covered = 0
-        """Of the batches that wait, the first so many came before a question that was answered to its end.
+        """Of the batches that wait, the first so many came before a question that was answered to
+        its end.
 
         The answer covers them: each is in it, or was never sent by the publisher that answered.
         """
@@ -91,7 +95,8 @@ class Recovery:
         """Do what can be done with one round of questions; never raises but `CancelledError`.
 
         Args:
-            is_missing: False if nothing is known to be missing, and live batches will tell if something is.
+            is_missing: False if nothing is known to be missing, and live batches will tell if
+                something is.
         """
         self.covered = 0
         try:
@@ -104,7 +109,7 @@ class Recovery:
             self._delivery.report(problem)
             return Outcome.UNANSWERED
 
-    # --- which questions --------------------------------------------------------------------------------------------------
+    # --- which questions --------------------------------------------------------------------------
 
     async def _repair(self, is_missing: bool) -> Outcome:
         if self._tracker.last is None:
@@ -151,7 +156,8 @@ class Recovery:
         return Outcome.SETTLED if step is _Step.DONE else Outcome.USELESS
 
     async def _renew(self) -> Outcome:
-        """Something is missing from earlier: a snapshot, else all of the ring if it still begins at 0."""
+        """Something is missing from earlier: a snapshot, else all of the ring if it still begins at
+        0."""
         if self._snapshots_help and await self._snapshot():
             return Outcome.SETTLED
         if self._tracker.last is None:
@@ -175,7 +181,7 @@ class Recovery:
         self._ring_is_whole = self._snapshots_help = True
         self._delivery.clear(reason)
 
-    # --- one question -----------------------------------------------------------------------------------------------------
+    # --- one question -----------------------------------------------------------------------------
 
     async def _ask(self, client: ReplayClient, start: int) -> Batch | None:
         """The first batch of a replay."""
@@ -204,12 +210,14 @@ class Recovery:
                 return step
             stuck = stuck + 1 if self._tracker.last == last else 0
             if stuck == 2:
-                # Twice at the same place: what comes next does not pass, a batch above the limit for one.
+                # Twice at the same place: what comes next does not pass, a batch above the limit
+                # for one.
                 return _Step.LOST if not tolerant else _Step.BROKEN_OFF
         return _Step.BROKEN_OFF
 
     async def _replay(self, tolerant: bool) -> _Step:
-        """Replay from the last batch on, once. Raises before the proof of identity, breaks off behind it."""
+        """Replay from the last batch on, once. Raises before the proof of identity, breaks off
+        behind it."""
         assert self._tracker.last is not None
         async with self._connect() as client:
             first = await self._ask(client, self._tracker.last)
@@ -221,7 +229,8 @@ class Recovery:
             return await self._follow_on(client, tolerant)
 
     def _compare(self, first: Batch | None, tolerant: bool) -> _Step | None:
-        """Is the first batch of a replay the one we had last? None: it is, or that is all the same now."""
+        """Is the first batch of a replay the one we had last? None: it is, or that is all the same
+        now."""
         last = self._tracker.last
         known = None if last is None else self._tracker.recall(last)
         if first is not None and first.seq == last:
@@ -244,7 +253,11 @@ class Recovery:
     async def _follow_on(self, client: ReplayClient, tolerant: bool) -> _Step:
         try:
             following = await client.reply()
-            return self._end() if following is None else await self._follow(client, following, tolerant)
+            return (
+                self._end()
+                if following is None
+                else await self._follow(client, following, tolerant)
+            )
         except NoAnswer:
             return _Step.BROKEN_OFF
         except MalformedReply as problem:
@@ -273,10 +286,11 @@ class Recovery:
             return _Step.FOREIGN
         return _Step.LOST if self._tracker.last == last else _Step.BROKEN_OFF
 
-    # --- a snapshot -------------------------------------------------------------------------------------------------------
+    # --- a snapshot -------------------------------------------------------------------------------
 
     async def _snapshot(self) -> bool:
-        """Take the whole state; False if the publisher makes no snapshots, or none that can be read to its end."""
+        """Take the whole state; False if the publisher makes no snapshots, or none that can be read
+        to its end."""
         async with self._connect() as client:
             self._put(client, None)
             first = await client.reply()
@@ -310,7 +324,8 @@ class Recovery:
         self._delivery.clear("broken snapshot")
 
     async def _follow_snapshot(self, client: ReplayClient, seq: int) -> None:
-        """What came since. On the same connection, so what it says of batch *seq* is proof enough of who it is."""
+        """What came since. On the same connection, so what it says of batch *seq* is proof enough
+        of who it is."""
         first = await self._ask(client, seq)
         if first is not None and first.seq == seq:
             self._tracker.learn(fingerprint(first.payload))

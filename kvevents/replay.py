@@ -1,4 +1,5 @@
-"""Asking a publisher's replay endpoint: one connection, several questions, every answer bounded and checked."""
+"""Asking a publisher's replay endpoint: one connection, several questions, every answer bounded and
+checked."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class ReplayLimits:
 class ReplayClient:
     """One connection to a replay endpoint, so that all its answers come from one process.
 
-    Read an answer to its end before you ask the next question; whoever stops earlier closes the client.
+    Read an answer to its end before you ask the next question; whoever stops earlier closes the
+    client.
     """
 
     def __init__(self, connection: Connection, topic: bytes | None, limits: ReplayLimits) -> None:
@@ -47,12 +49,16 @@ class ReplayClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._connection.close()
 
     def ask(self, start: int | None) -> None:
-        """Ask for the batches from *start* on, or with None for a snapshot; raises `NoConnection`."""
+        """Ask for the batches from *start* on, or with None for a snapshot; raises
+        `NoConnection`."""
         self._is_snapshot = start is None
         self._previous = -1 if start is None else start - 1
         self._batches = self._bytes = 0
@@ -87,22 +93,32 @@ class ReplayClient:
             if is_down:
                 raise NoAnswer("the replay endpoint hung up before the end marker")
             if left_s <= 0:
-                raise NoAnswer(f"the replay endpoint was silent for {self._limits.silence_s:g} s before the end marker")
+                raise NoAnswer(
+                    f"the replay endpoint was silent for {self._limits.silence_s:g} s before the end marker"
+                )
             await self._connection.wait(left_s)
 
     def _check_order(self, batch: Batch) -> None:
         if self._is_snapshot:
             if self._previous not in (-1, batch.seq):
-                raise MalformedReply(f"snapshot reply with seq {batch.seq}: all of one snapshot must have {self._previous}")
+                raise MalformedReply(
+                    f"snapshot reply with seq {batch.seq}: all of one snapshot must have {self._previous}"
+                )
         elif batch.seq <= self._previous:
-            raise MalformedReply(f"replay reply with seq {batch.seq}: it must be above {self._previous}")
+            raise MalformedReply(
+                f"replay reply with seq {batch.seq}: it must be above {self._previous}"
+            )
         self._previous = batch.seq
 
     def _check_limits(self, batch: Batch) -> None:
         self._batches += 1
         self._bytes += len(batch.payload)
         limits = self._limits
-        if self._batches > limits.batches or self._bytes > limits.payload_bytes or monotonic() > self._deadline:
+        if (
+            self._batches > limits.batches
+            or self._bytes > limits.payload_bytes
+            or monotonic() > self._deadline
+        ):
             raise NoAnswer(
                 f"an answer of {self._batches} batches and {self._bytes} bytes: it must end within {limits.batches} batches, "
                 f"{limits.payload_bytes} bytes and {limits.total_s:g} s"

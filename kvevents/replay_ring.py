@@ -11,7 +11,8 @@ from kvevents.messages import Batch
 
 
 class ReplayRing:
-    """Bounded in batches and in bytes; the oldest goes first. Numbers ascend, with holes where batches were dropped."""
+    """Bounded in batches and in bytes; the oldest goes first. Numbers ascend, with holes where
+    batches were dropped."""
 
     def __init__(self, max_steps: int, max_bytes: int) -> None:
         self._max_steps = max_steps

@@ -1,9 +1,10 @@
 """The replay endpoint: who asked for what, and how much of it has been sent.
 
-A request is `[b"", start]`: a sequence number as u64 big endian, or `b"snapshot"`. A reply is `[b"", topic, seq, payload]` as
-often as needed, then `[b"", b"", 0xff * 8, b""]`. Requests come from anywhere, so nothing here waits for a client: replies are
-sent a little at a time between other work, a client that does not read loses the rest of its reply, and a client that asks
-again gives up what it asked before.
+A request is `[b"", start]`: a sequence number as u64 big endian, or `b"snapshot"`. A reply is
+`[b"", topic, seq, payload]` as often as needed, then `[b"", b"", 0xff * 8, b""]`. Requests come
+from anywhere, so nothing here waits for a client: replies are sent a little at a time between other
+work, a client that does not read loses the rest of its reply, and a client that asks again gives up
+what it asked before.
 """
 
 from __future__ import annotations
@@ -92,9 +93,12 @@ class _Reply:
 
 
 class ReplyDesk:
-    """Answers on one ROUTER socket. Used by one thread, which calls `serve` in every turn of its loop."""
+    """Answers on one ROUTER socket. Used by one thread, which calls `serve` in every turn of its
+    loop."""
 
-    def __init__(self, router: Socket, topic: bytes, limits: ReplyLimits, answer: Callable[[bytes], Answer]) -> None:
+    def __init__(
+        self, router: Socket, topic: bytes, limits: ReplyLimits, answer: Callable[[bytes], Answer]
+    ) -> None:
         self._router = router
         self._topic = topic
         self._limits = limits
@@ -106,20 +110,24 @@ class ReplyDesk:
         self._malformed = 0
 
     def statistics(self) -> ReplyStatistics:
-        return ReplyStatistics(self._served[False], self._served[True], self._aborted, self._malformed)
+        return ReplyStatistics(
+            self._served[False], self._served[True], self._aborted, self._malformed
+        )
 
     def serve(self, now: float) -> bool:
-        """Read what was asked and send a little of every reply; True if there is more to send at once."""
+        """Read what was asked and send a little of every reply; True if there is more to send at
+        once."""
         while self._may_accept(now) and self._accept(now):
             pass
         for reply in list(self._replies.values()):
             self._continue(reply)
         return any(not reply.is_blocked for reply in self._replies.values())
 
-    # --- asking -----------------------------------------------------------------------------------------------------------
+    # --- asking -----------------------------------------------------------------------------------
 
     def _may_accept(self, now: float) -> bool:
-        """Is there a place for one more request? Until then it waits in the socket, and then in its sender's."""
+        """Is there a place for one more request? Until then it waits in the socket, and then in its
+        sender's."""
         return len(self._replies) < self._limits.concurrent and self._budget.has_one(now)
 
     def _accept(self, now: float) -> bool:
@@ -141,7 +149,8 @@ class ReplyDesk:
             return None
         while self._router.getsockopt(zmq.RCVMORE):
             frame = self._router.recv()
-            # Enough to see that it is no request; a sender may put any number of frames into one message.
+            # Enough to see that it is no request; a sender may put any number of frames into one
+            # message.
             if len(frames) <= 3:
                 frames.append(frame)
         return frames
@@ -150,7 +159,7 @@ class ReplyDesk:
         self._aborted += client in self._replies
         self._replies[client] = _Reply(client, self._topic, self._answer(request), now)
 
-    # --- answering --------------------------------------------------------------------------------------------------------
+    # --- answering --------------------------------------------------------------------------------
 
     def _continue(self, reply: _Reply) -> None:
         """Send until everything is sent, the client's queue is full or the turn is over."""

@@ -1,8 +1,9 @@
 """What a sequence number means: the next batch, a duplicate, a gap or a restart; no sockets.
 
-A number alone does not say who sent it: a restarted engine counts from 0 again and may have passed the old number by the time
-we look. So the payloads of the last few thousand batches are remembered as fingerprints: the same number with another payload
-comes from another process, and a replay that begins with the batch applied last proves that it is still the same one.
+A number alone does not say who sent it: a restarted engine counts from 0 again and may have passed
+the old number by the time we look. So the payloads of the last few thousand batches are remembered
+as fingerprints: the same number with another payload comes from another process, and a replay that
+begins with the batch applied last proves that it is still the same one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Verdict(Enum):
     GAP = "gap"
     """Ahead of the next one."""
     RESTART = "restart"
-    """Behind, and not known as a duplicate: another process, or too old to tell. Verify before anything is thrown away."""
+    """Behind, and not known as a duplicate: another process, or too old to tell. Verify before
+    anything is thrown away."""
 
 
 def fingerprint(payload: bytes) -> bytes:
@@ -39,7 +41,9 @@ class SequenceTracker:
 
     def __init__(self, remembered: int = 4096) -> None:
         if remembered < 1:
-            raise ValueError(f"remembered is {remembered}: the batch applied last must be remembered")
+            raise ValueError(
+                f"remembered is {remembered}: the batch applied last must be remembered"
+            )
         self.last: int | None = None
         """The number applied last; None before the first."""
         self.publisher_id: str | None = None

@@ -1,9 +1,10 @@
 """The present state of one cache, kept beside its events and told again as events. No I/O.
 
-A snapshot announces every block that is there, as often as it has copies: the GPU tier first, in it the groups of full
-attention first, parents before children, contiguous blocks in one event. A consumer that applies it to nothing holds what one
-holds that followed the stream from its start. What it cannot know: tokens of blocks whose own events never showed them
-(announced without), and of evicted ancestors of live blocks (the parent is then a hash the snapshot does not announce).
+A snapshot announces every block that is there, as often as it has copies: the GPU tier first, in it
+the groups of full attention first, parents before children, contiguous blocks in one event. A
+consumer that applies it to nothing holds what one holds that followed the stream from its start.
+What it cannot know: tokens of blocks whose own events never showed them (announced without), and of
+evicted ancestors of live blocks (the parent is then a hash the snapshot does not announce).
 """
 
 from __future__ import annotations
@@ -16,14 +17,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event
+from kvevents.events import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+)
 from kvevents.layout import GroupKind, kind_from_wire
 
 BATCH_WEIGHT = 4096
 """Bound of one event, in tokens plus `BLOCK_WEIGHT` per block; a batch stays below twice of it."""
 BLOCK_WEIGHT = 8
 FORGOTTEN_PLACES = 8192
-"""Evicted blocks of a group whose content is remembered: an offload tier announces a block after the GPU has evicted it."""
+"""Evicted blocks of a group whose content is remembered: an offload tier announces a block after
+the GPU has evicted it."""
 
 
 class _Place(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +49,12 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
     @property
     def run_key(self) -> tuple[int, str | None, bool, bool]:
         """Neighbours that agree in this can share one event."""
-        return len(self.packed_tokens), self.lora_name, self.shows_extra_keys, self.lookahead is None
+        return (
+            len(self.packed_tokens),
+            self.lora_name,
+            self.shows_extra_keys,
+            self.lookahead is None,
+        )
 
 
 _Held: TypeAlias = dict[BlockHash, int]
@@ -62,7 +77,8 @@ class _Tier(NamedTuple):
 
 
 class _Group:
-    """Blocks of one group by tier. Copies are counted, so that an engine may store a block twice."""
+    """Blocks of one group by tier. Copies are counted, so that an engine may store a block
+    twice."""
 
     def __init__(self) -> None:
         self.label = _GroupLabel()
@@ -107,7 +123,9 @@ class _Group:
 
     def _see_label(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind is not None or self.label.kind is None:
-            self.label = _GroupLabel(event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            self.label = _GroupLabel(
+                event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+            )
 
     def _learn_places(self, event: BlockStored) -> None:
         block_size = _dense_block_size(event)
@@ -177,7 +195,8 @@ class Mirror:
         self.blocks = 0
         """Distinct (group, tier, hash)."""
         self.is_complete = True
-        """False from a loss on until the whole state is told anew: such a mirror must not be passed on."""
+        """False from a loss on until the whole state is told anew: such a mirror must not be passed
+        on."""
         self._groups: dict[int, _Group] = {}
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -205,13 +224,17 @@ class Mirror:
         self.is_complete = True
 
     def capture(self) -> Capture:
-        """The state as it is now; later events do not change it. Costs a copy of the dictionaries, not of the blocks."""
+        """The state as it is now; later events do not change it. Costs a copy of the dictionaries,
+        not of the blocks."""
         groups = sorted(self._groups.items(), key=lambda item: self._rank(item[0]))
         tiers = [tier for _, group in groups for tier in group.tiers()]
-        return Capture(self.layout, sorted(tiers, key=lambda tier: (tier.medium != GPU, tier.medium)))
+        return Capture(
+            self.layout, sorted(tiers, key=lambda tier: (tier.medium != GPU, tier.medium))
+        )
 
     def _rank(self, group_idx: int) -> tuple[bool, int]:
-        """Full attention first: it knows the most prefixes, and other groups' blocks may lean on them."""
+        """Full attention first: it knows the most prefixes, and other groups' blocks may lean on
+        them."""
         specs = self.layout.groups
         is_full = group_idx < len(specs) and kind_from_wire(specs[group_idx].kind) is GroupKind.FULL
         return not is_full, group_idx
@@ -249,7 +272,9 @@ def _stored_events(tier: _Tier, told: Sequence[_Tier]) -> Iterator[BlockStored]:
         pending = further_copies
 
 
-def _events_of_one_copy(tier: _Tier, told: Sequence[_Tier], pending: _Held, further_copies: _Held) -> Iterator[BlockStored]:
+def _events_of_one_copy(
+    tier: _Tier, told: Sequence[_Tier], pending: _Held, further_copies: _Held
+) -> Iterator[BlockStored]:
     loose: list[BlockHash] = []
     most_loose = BATCH_WEIGHT // BLOCK_WEIGHT
     while pending:
@@ -266,7 +291,8 @@ def _events_of_one_copy(tier: _Tier, told: Sequence[_Tier], pending: _Held, furt
 
 
 def _anchored(tier: _Tier, told: Sequence[_Tier], run: list[BlockHash]) -> list[list[BlockHash]]:
-    """Cut a run that leans on an evicted block behind its first block that another group or tier has told.
+    """Cut a run that leans on an evicted block behind its first block that another group or tier
+    has told.
 
     Of such a run nothing can be placed, for want of its parent; what comes behind the cut can.
     """
@@ -280,7 +306,8 @@ def _anchored(tier: _Tier, told: Sequence[_Tier], run: list[BlockHash]) -> list[
 
 
 def _take_run(places: _Places, pending: _Held, further_copies: _Held) -> list[BlockHash]:
-    """Take the youngest block and all its ancestors that are still pending; the oldest ancestor comes first."""
+    """Take the youngest block and all its ancestors that are still pending; the oldest ancestor
+    comes first."""
     run: list[BlockHash] = []
     block_hash, copies = pending.popitem()
     while True:
@@ -297,7 +324,9 @@ def _take_run(places: _Places, pending: _Held, further_copies: _Held) -> list[Bl
 
 
 def _dense_events(tier: _Tier, run: list[BlockHash]) -> Iterator[BlockStored]:
-    for (token_bytes, *_), alike in groupby(run, key=lambda block_hash: tier.places[block_hash].run_key):
+    for (token_bytes, *_), alike in groupby(
+        run, key=lambda block_hash: tier.places[block_hash].run_key
+    ):
         hashes = list(alike)
         size = max(1, BATCH_WEIGHT // (token_bytes // 4 + BLOCK_WEIGHT))
         for first in range(0, len(hashes), size):
@@ -317,7 +346,9 @@ def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
         extra_keys=[place.extra_keys for place in places] if places[0].shows_extra_keys else None,
         kv_cache_spec_kind=tier.label.kind,
         kv_cache_spec_sliding_window=tier.label.sliding_window,
-        lookahead_token_ids=None if places[0].lookahead is None else [list(place.lookahead or ()) for place in places],
+        lookahead_token_ids=None
+        if places[0].lookahead is None
+        else [list(place.lookahead or ()) for place in places],
     )
 
 

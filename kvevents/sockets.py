@@ -1,7 +1,8 @@
 """One connection of one ZMQ socket on an asyncio loop.
 
-A `Connection` connects once and never again, so everything it brings comes from one process: libzmq's own reconnecting would
-hide a restart, and it gives up silently on a peer that sent too large a message. Whoever wants to go on makes a new one.
+A `Connection` connects once and never again, so everything it brings comes from one process:
+libzmq's own reconnecting would hide a restart, and it gives up silently on a peer that sent too
+large a message. Whoever wants to go on makes a new one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Connection:
         topic: What a SUB subscribes to.
     """
 
-    def __init__(self, context: Context, kind: int, endpoint: str, limits: SocketLimits, topic: bytes = b"") -> None:
+    def __init__(
+        self, context: Context, kind: int, endpoint: str, limits: SocketLimits, topic: bytes = b""
+    ) -> None:
         self._context = context
         self._kind = kind
         self._endpoint = endpoint
@@ -79,7 +82,9 @@ class Connection:
         for address in await _addresses(self._endpoint, self._limits.connect_timeout_s):
             if await self._connect(address):
                 return
-        raise NoConnection(f"{self._endpoint}: no ZMQ peer answered within {self._limits.connect_timeout_s:g} s")
+        raise NoConnection(
+            f"{self._endpoint}: no ZMQ peer answered within {self._limits.connect_timeout_s:g} s"
+        )
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the peer.
@@ -93,7 +98,8 @@ class Connection:
             raise NoConnection(f"{self._endpoint}: the peer is gone") from None
 
     def receive(self) -> list[bytes] | None:
-        """The next message, or None if there is none; of one with too many frames the surplus is cut down to one."""
+        """The next message, or None if there is none; of one with too many frames the surplus is
+        cut down to one."""
         socket = self._open_socket()
         frames: list[bytes] = []
         try:
@@ -102,7 +108,8 @@ class Connection:
                 if len(frames) <= MAX_FRAMES:
                     frames.append(frame)
         except zmq.Again:
-            # Nothing there; or the peer left in the middle of a message, which libzmq then takes back.
+            # Nothing there; or the peer left in the middle of a message, which libzmq then takes
+            # back.
             return None
         return frames
 
@@ -132,7 +139,7 @@ class Connection:
         self._monitor = self._socket = None
         self.is_down = True
 
-    # --- inside -----------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _open_socket(self) -> Socket:
         if self._socket is None:
@@ -144,7 +151,9 @@ class Connection:
             self._make_sockets(watched=not address.startswith("inproc:"))
         except zmq.ZMQError as error:
             self.close()
-            raise NoConnection(f"{self._endpoint}: no socket to be had ({error.strerror})") from None
+            raise NoConnection(
+                f"{self._endpoint}: no socket to be had ({error.strerror})"
+            ) from None
         try:
             self._open_socket().setsockopt(zmq.IPV6, int("[" in address))
             self._open_socket().connect(address)
@@ -165,7 +174,8 @@ class Connection:
         if watched:
             self._monitor = self._socket.get_monitor_socket(_UP | _DOWN)
             loop.add_reader(self._monitor.fileno(), self._on_monitor)
-            # libzmq signals only after its state was read once: what it did while it was set up is not signalled.
+            # libzmq signals only after its state was read once: what it did while it was set up is
+            # not signalled.
             self._on_monitor()
 
     async def _comes_up(self) -> bool:
@@ -183,7 +193,11 @@ class Connection:
         socket.setsockopt(zmq.MAXMSGSIZE, self._limits.message_bytes)
         socket.setsockopt(zmq.RCVHWM, self._limits.queue_messages)
         # A peer behind a cut cable says nothing; the kernel finds out in half a minute.
-        for option, value in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 15), (zmq.TCP_KEEPALIVE_INTVL, 5)):
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 15),
+            (zmq.TCP_KEEPALIVE_INTVL, 5),
+        ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
         if self._kind == zmq.SUB:
@@ -212,7 +226,8 @@ class Connection:
 
 
 def check_connectable(place: str, text: str) -> Endpoint:
-    """An address that a socket can connect to; raises `EndpointError`, whose message begins with *place*."""
+    """An address that a socket can connect to; raises `EndpointError`, whose message begins with
+    *place*."""
     endpoint = Endpoint.parse(place, text)
     if endpoint.scheme == "tcp" and (endpoint.address == "*" or not endpoint.port):
         raise EndpointError(f"{place}: {text[:200]!r} must name a host and a port to connect to")
@@ -220,13 +235,17 @@ def check_connectable(place: str, text: str) -> Endpoint:
 
 
 async def _addresses(endpoint: str, timeout_s: float) -> list[str]:
-    """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one thread all sockets share."""
+    """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one
+    thread all sockets share."""
     parsed = check_connectable("endpoint", endpoint)
     if parsed.scheme != "tcp":
         return [endpoint]
     host = parsed.address.strip("[]")
     hosts = [host] if _is_numeric(host) else await _resolve(endpoint, host, timeout_s)
-    return [f"tcp://[{each}]:{parsed.port}" if ":" in each else f"tcp://{each}:{parsed.port}" for each in hosts]
+    return [
+        f"tcp://[{each}]:{parsed.port}" if ":" in each else f"tcp://{each}:{parsed.port}"
+        for each in hosts
+    ]
 
 
 def _is_numeric(host: str) -> bool:
@@ -240,9 +259,12 @@ def _is_numeric(host: str) -> bool:
 async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
     loop = asyncio.get_running_loop()
     asking = loop.create_task(loop.getaddrinfo(host, None, type=stdlib_socket.SOCK_STREAM))
-    asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # a failure may meet a cancellation
+    asking.add_done_callback(
+        lambda ended: ended.cancelled() or ended.exception()
+    )  # a failure may meet a cancellation
     try:
-        # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what it waits for.
+        # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what
+        # it waits for.
         await asyncio.wait((asking,), timeout=timeout_s)
         if not asking.done():
             raise NoConnection(f"{endpoint}: the host has no address in {timeout_s:g} s")

@@ -1,13 +1,16 @@
-"""One numbered stream on its own thread: what is offered is sent, remembered, and repeated to those who ask.
+"""One numbered stream on its own thread: what is offered is sent, remembered, and repeated to those
+who ask.
 
-`offer` puts an item on a bounded queue, and that is all: the thread looks there every few milliseconds by itself. Waking it
-would be a system call, which gives Python's global lock away and then waits to get it back: on a busy machine one call in ten
-then takes 250 µs, against 20 µs. The thread owns both sockets: it turns items into payloads (what they say is up to a
-`Content`), numbers and sends them, keeps the last ones for replay, and answers requests in between, a little at a time.
+`offer` puts an item on a bounded queue, and that is all: the thread looks there every few
+milliseconds by itself. Waking it would be a system call, which gives Python's global lock away and
+then waits to get it back: on a busy machine one call in ten then takes 250 µs, against 20 µs. The
+thread owns both sockets: it turns items into payloads (what they say is up to a `Content`), numbers
+and sends them, keeps the last ones for replay, and answers requests in between, a little at a time.
 
-Every item offered uses up one sequence number. While the queue is full, items still reach the `Content`, which may keep a state
-along with the stream, but not the wire: the gap in the numbers tells consumers, and a snapshot stays right. Only when as many
-again wait do items pass unseen, and the `Content` is told that it has lost some.
+Every item offered uses up one sequence number. While the queue is full, items still reach the
+`Content`, which may keep a state along with the stream, but not the wire: the gap in the numbers
+tells consumers, and a snapshot stays right. Only when as many again wait do items pass unseen, and
+the `Content` is told that it has lost some.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class Content(Protocol[ItemIn]):
     """What a stream says. Called by the stream's thread alone."""
 
     def opening(self) -> bytes | None:
-        """The batch that stands first, and before a replay from 0 whose first batches are gone; None: none does."""
+        """The batch that stands first, and before a replay from 0 whose first batches are gone;
+        None: none does."""
 
     def payload(self, item: ItemIn) -> bytes:
         """Take note of an item and write it."""
@@ -72,7 +76,8 @@ class Content(Protocol[ItemIn]):
         """A batch without events; None: silence stays silent."""
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
-        """The whole present state, after the batch *seq*; None: there are no snapshots, or none at the moment."""
+        """The whole present state, after the batch *seq*; None: there are no snapshots, or none at
+        the moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,13 @@ class StreamStatistics:
 class Stream(Generic[Item]):
     """Owns the sockets and the thread; `offer` and `statistics` may be called from any thread."""
 
-    def __init__(self, config: PublisherConfig, content: Content[Item], rank: int, context: Context | None = None) -> None:
+    def __init__(
+        self,
+        config: PublisherConfig,
+        content: Content[Item],
+        rank: int,
+        context: Context | None = None,
+    ) -> None:
         if not 0 <= rank < 65536:
             raise ValueError(f"data_parallel_rank: {rank} must lie in [0, 65536)")
         self._config = config
@@ -126,7 +137,7 @@ class Stream(Generic[Item]):
     def replay_endpoint(self) -> str | None:
         return self._sockets.replay_endpoint.address if self._sockets.replay_endpoint else None
 
-    # --- any thread -------------------------------------------------------------------------------------------------------
+    # --- any thread -------------------------------------------------------------------------------
 
     def offer(self, item: Item) -> Taking:
         """Hand an item to the thread, or drop it; never waits.
@@ -134,7 +145,8 @@ class Stream(Generic[Item]):
         Raises:
             PublisherClosed: The stream is closed.
         """
-        # The lock is held for these lines only, here and in `close`: never while anybody sends or encodes.
+        # The lock is held for these lines only, here and in `close`: never while anybody sends or
+        # encodes.
         with self._lock:
             self.check_open()
             return self._admit(item)
@@ -173,7 +185,11 @@ class Stream(Generic[Item]):
                 self._closing = True
         self._thread.join(timeout_s + 1.0)
         if self._thread.is_alive():
-            logger.warning("publisher %s: still closing %.1f s after it was told to", self.endpoint, timeout_s + 1.0)
+            logger.warning(
+                "publisher %s: still closing %.1f s after it was told to",
+                self.endpoint,
+                timeout_s + 1.0,
+            )
 
     def statistics(self) -> StreamStatistics:
         return StreamStatistics(
@@ -187,7 +203,7 @@ class Stream(Generic[Item]):
             replies=self._desk.statistics() if self._desk else ReplyStatistics(0, 0, 0, 0),
         )
 
-    # --- the stream's thread ----------------------------------------------------------------------------------------------
+    # --- the stream's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -228,7 +244,8 @@ class Stream(Generic[Item]):
                 self._next_seq += 1
 
     def _skip_lost(self) -> None:
-        """Leave out the numbers of lost items. The gap may come before items taken earlier, never after later ones."""
+        """Leave out the numbers of lost items. The gap may come before items taken earlier, never
+        after later ones."""
         lost = self._lost - self._lost_seen
         if lost:
             self._lost_seen += lost
@@ -243,10 +260,13 @@ class Stream(Generic[Item]):
         self._ring.append(batch)
         self._next_seq += 1
         self._sent += 1
-        # PUB never blocks: at the high-water mark it drops for that subscriber, who sees the gap and asks for a replay.
-        self._sockets.pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        # PUB never blocks: at the high-water mark it drops for that subscriber, who sees the gap
+        # and asks for a replay.
+        self._sockets.pub.send_multipart(
+            (self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK
+        )
 
-    # --- replies ----------------------------------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------
 
     def _answer(self, request: bytes) -> Answer:
         last_seq = self._next_seq - 1
@@ -258,8 +278,8 @@ class Stream(Generic[Item]):
     def _replay(self, start: int, last_seq: int) -> Iterator[Batch]:
         """What the ring still has of `[start, last_seq]`; later batches come live.
 
-        A replay from 0 always begins with the opening batch. Where the ring has lost it, it comes under the number before
-        the oldest batch there is, so that what follows it is in sequence.
+        A replay from 0 always begins with the opening batch. Where the ring has lost it, it comes
+        under the number before the oldest batch there is, so that what follows it is in sequence.
         """
         oldest = self._ring.oldest_seq
         opening = self._content.opening() if start == 0 and oldest != 0 else None
@@ -277,12 +297,15 @@ class _Sockets:
     """PUB and ROUTER. Opened by whoever builds the stream, then used by its thread alone."""
 
     def __init__(self, config: PublisherConfig, rank: int, context: Context | None) -> None:
-        # A context of our own lets `close` wait until all is sent; but `inproc` names are known only inside a shared one.
+        # A context of our own lets `close` wait until all is sent; but `inproc` names are known
+        # only inside a shared one.
         is_own = context is None and not config.uses_inproc
         self._context: Context = context or (zmq.Context() if is_own else zmq.Context.instance())
         self._own_context = self._context if is_own else None
         self.pub: Socket = self._context.socket(zmq.PUB)
-        self.router: Socket | None = self._context.socket(zmq.ROUTER) if config.replay_endpoint else None
+        self.router: Socket | None = (
+            self._context.socket(zmq.ROUTER) if config.replay_endpoint else None
+        )
         try:
             self.endpoint = _open_pub(self.pub, config, rank)
             self.replay_endpoint = _open_router(self.router, config, rank) if self.router else None
@@ -291,7 +314,8 @@ class _Sockets:
             raise
 
     def close(self, linger_s: float) -> None:
-        """Close everything; wait at most *linger_s* until subscribers in other processes have got what was sent."""
+        """Close everything; wait at most *linger_s* until subscribers in other processes have got
+        what was sent."""
         self.pub.close(linger=int(linger_s * 1000))
         if self.router is not None:
             self.router.close(linger=0)
@@ -304,7 +328,9 @@ def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
     pub.setsockopt(zmq.TCP_KEEPALIVE, 1)
     endpoint = Endpoint.parse("endpoint", config.endpoint).for_rank(rank)
     opened = open_socket(pub, "endpoint", endpoint, may_connect=True)
-    logger.info("publisher: %s %s", "bound to" if opened.is_bound else "connects to", opened.address)
+    logger.info(
+        "publisher: %s %s", "bound to" if opened.is_bound else "connects to", opened.address
+    )
     return opened
 
 

@@ -1,9 +1,10 @@
 """Follows one publisher: every batch once and in order, or it is known that something is missing.
 
-A stream is *live* until a number is missing; then the replay endpoint is asked (`kvevents.recovery`) while live batches wait.
-It is asked too after every connect, since an engine may have restarted or a tail may be lost, and after a silence, since a
-batch lost at the tail leaves no gap. Each connection is made anew (`kvevents.sockets`), so that all that comes over it comes
-from one process.
+A stream is *live* until a number is missing; then the replay endpoint is asked
+(`kvevents.recovery`) while live batches wait. It is asked too after every connect, since an engine
+may have restarted or a tail may be lost, and after a silence, since a batch lost at the tail leaves
+no gap. Each connection is made anew (`kvevents.sockets`), so that all that comes over it comes from
+one process.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ class SubscriberOptions:
     """Bounds and delays, in seconds.
 
     Attributes:
-        patience_s: How long live batches wait for a replay endpoint that does not answer, before they go on without it.
+        patience_s: How long live batches wait for a replay endpoint that does not answer, before
+            they go on without it.
         first_probe_s: Silence after which the tail is checked; doubles up to *max_probe_s*.
-        spacing_s: Between two recoveries, whatever comes: a publisher that sends nonsense does not keep us busy asking.
-        first_retry_s: Delay before the next connection, or the next question that got no answer; doubles up to *max_retry_s*.
+        spacing_s: Between two recoveries, whatever comes: a publisher that sends nonsense does not
+            keep us busy asking.
+        first_retry_s: Delay before the next connection, or the next question that got no answer;
+            doubles up to *max_retry_s*.
     """
 
     patience_s: float = 10.0
@@ -50,9 +54,18 @@ class SubscriberOptions:
     replay: ReplayLimits = field(default_factory=ReplayLimits)
 
     def __post_init__(self) -> None:
-        for name in ("patience_s", "first_probe_s", "max_probe_s", "spacing_s", "first_retry_s", "max_retry_s"):
+        for name in (
+            "patience_s",
+            "first_probe_s",
+            "max_probe_s",
+            "spacing_s",
+            "first_retry_s",
+            "max_retry_s",
+        ):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be a positive number of seconds")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: it must be a positive number of seconds"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +192,7 @@ class Subscriber:
                 self._context = None
                 owned.term()
 
-    # --- connections ------------------------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
 
     async def _follow_connections(self) -> None:
         retry = Backoff(self._options.first_retry_s, self._options.max_retry_s)
@@ -205,11 +218,15 @@ class Subscriber:
 
     def _live_stream(self) -> LiveStream:
         connection = self._connection(zmq.SUB, self._endpoint)
-        return LiveStream(connection, self._topic, self._options.backlog, self._counters, self._delivery.report)
+        return LiveStream(
+            connection, self._topic, self._options.backlog, self._counters, self._delivery.report
+        )
 
     def _replay_client(self) -> ReplayClient:
         assert self._replay_endpoint is not None
-        return ReplayClient(self._connection(zmq.DEALER, self._replay_endpoint), self._topic, self._options.replay)
+        return ReplayClient(
+            self._connection(zmq.DEALER, self._replay_endpoint), self._topic, self._options.replay
+        )
 
     def _connection(self, kind: int, endpoint: str) -> Connection:
         assert self._context is not None
@@ -227,7 +244,7 @@ class Subscriber:
             self._delivery.is_complete &= self._delivery.tracker.last is None
             self._settle()
 
-    # --- batches ----------------------------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------
 
     async def _follow(self, live: LiveStream) -> None:
         while True:
@@ -259,7 +276,8 @@ class Subscriber:
         await self._breathe()
         self._last_message_at = monotonic()
         if not self._is_proven:
-            # Nobody confirmed that this process is the one we followed: its batches may not fit what we hold.
+            # Nobody confirmed that this process is the one we followed: its batches may not fit
+            # what we hold.
             self._is_proven = True
             self._delivery.is_complete = False
         taken = self._delivery.take(batch)
@@ -279,7 +297,7 @@ class Subscriber:
         live.put_back(batch)
         await self._recover(live, _Occasion.STRAY if taken is Taken.RESTART else _Occasion.GAP)
 
-    # --- recovery ---------------------------------------------------------------------------------------------------------
+    # --- recovery ---------------------------------------------------------------------------------
 
     async def _recover(self, live: LiveStream, occasion: _Occasion) -> None:
         """Ask the replay endpoint while live batches wait."""
@@ -288,7 +306,9 @@ class Subscriber:
         is_missing = occasion in (_Occasion.CONNECT, _Occasion.GAP) or not self._is_well
         live.start_collecting()
         try:
-            await asyncio.sleep(max(0.0, self._recovered_at + self._options.spacing_s - monotonic()))
+            await asyncio.sleep(
+                max(0.0, self._recovered_at + self._options.spacing_s - monotonic())
+            )
             outcome = await self._ask_patiently(live, is_missing)
         finally:
             live.stop_collecting()
@@ -304,7 +324,12 @@ class Subscriber:
         while True:
             outcome = await self._recovery.run(is_missing)
             is_needed = self._state is SourceState.RECOVERING
-            if outcome is not Outcome.UNANSWERED or not is_needed or live.is_down or monotonic() >= gives_up_at:
+            if (
+                outcome is not Outcome.UNANSWERED
+                or not is_needed
+                or live.is_down
+                or monotonic() >= gives_up_at
+            ):
                 return outcome
             await asyncio.sleep(retry.next_delay())
 

@@ -1,11 +1,14 @@
-"""What every lower tier of the KV cache shares: names of blocks, places of blocks, the manager's and the worker's protocol.
+"""What every lower tier of the KV cache shares: names of blocks, places of blocks, the manager's
+and the worker's protocol.
 
-A tier is a *manager* in the scheduler, which knows what the tier holds and decides what it evicts, and a *worker* beside the
-model, which moves bytes. The manager hands out specs (where a block is), the connector pairs them into jobs, and the worker
-runs the jobs. Nothing here does I/O or imports torch.
+A tier is a *manager* in the scheduler, which knows what the tier holds and decides what it evicts,
+and a *worker* beside the model, which moves bytes. The manager hands out specs (where a block is),
+the connector pairs them into jobs, and the worker runs the jobs. Nothing here does I/O or imports
+torch.
 
-An offloaded block covers a whole number of GPU blocks of its group, in the order of the prompt; its name is the hash at its
-end. Blocks of all groups share a tier, whatever their sizes, so neither keys nor events carry a block size.
+An offloaded block covers a whole number of GPU blocks of its group, in the order of the prompt; its
+name is the hash at its end. Blocks of all groups share a tier, whatever their sizes, so neither
+keys nor events carry a block size.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class RequestContext:
     request_id: str
 
 
-# --- where blocks are -----------------------------------------------------------------------------------------------------
+# --- where blocks are -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,12 @@ class GPULoadStoreSpec:
     block_ids: Sequence[int]
     """All groups' blocks, group behind group, each group's in the order of the prompt."""
     group_sizes: Sequence[int]
-    """How many of `block_ids` belong to each group; 0 for a group that takes no part. Sums up to `len(block_ids)`."""
+    """How many of `block_ids` belong to each group; 0 for a group that takes no part. Sums up to
+    `len(block_ids)`."""
     block_indices: Sequence[int]
-    """Per group, where in the prompt its first block lies, counted in GPU blocks. It says how many GPU blocks of the first
-    offloaded block are left alone: `block_indices[g] % blocks_per_offloaded_block`. Any value for a group of size 0."""
+    """Per group, where in the prompt its first block lies, counted in GPU blocks. It says how many
+    GPU blocks of the first offloaded block are left alone: `block_indices[g] %
+    blocks_per_offloaded_block`. Any value for a group of size 0."""
 
     def __post_init__(self) -> None:
         if len(self.group_sizes) != len(self.block_indices):
@@ -73,7 +78,8 @@ class GPULoadStoreSpec:
 
 @dataclass(frozen=True, slots=True)
 class CPULoadStoreSpec:
-    """Blocks of the CPU tier, as the other side of a copy: group behind group, each group's in the order of the prompt."""
+    """Blocks of the CPU tier, as the other side of a copy: group behind group, each group's in the
+    order of the prompt."""
 
     block_ids: Sequence[int]
 
@@ -88,7 +94,7 @@ class FileLoadStoreSpec:
 LowerTierSpec = CPULoadStoreSpec | FileLoadStoreSpec
 
 
-# --- the manager ----------------------------------------------------------------------------------------------------------
+# --- the manager ----------------------------------------------------------------------------------
 
 
 class LookupResult(Enum):
@@ -105,8 +111,8 @@ class PrepareStoreOutput:
     """What a tier agreed to take."""
 
     keys_to_store: Sequence[OffloadKey]
-    """The keys asked for, in their order, without those the tier holds already, leaves out by its policy, or has forgotten
-    while a copy of them is still on its way."""
+    """The keys asked for, in their order, without those the tier holds already, leaves out by its
+    policy, or has forgotten while a copy of them is still on its way."""
     store_spec: LowerTierSpec
     """Where they go, one place per key."""
     evicted_keys: Sequence[OffloadKey]
@@ -115,7 +121,8 @@ class PrepareStoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """A tier stored or removed blocks. Without a block size: blocks of different sizes share an event."""
+    """A tier stored or removed blocks. Without a block size: blocks of different sizes share an
+    event."""
 
     keys: Sequence[OffloadKey]
     medium: str
@@ -124,11 +131,12 @@ class OffloadingEvent:
 
 
 class OffloadingManager(Protocol):
-    """The scheduler's side of a tier: what it holds, what is in flight, what goes next. Called from one thread.
+    """The scheduler's side of a tier: what it holds, what is in flight, what goes next. Called from
+    one thread.
 
-    A block is stored by `prepare_store`, the copy, `complete_store`, and is a hit only after that. A block is read by
-    `prepare_load`, the copy, `complete_load`, and is not evicted in between. Keys come in the order of the prompt, and a tier
-    evicts its tail before its head.
+    A block is stored by `prepare_store`, the copy, `complete_store`, and is a hit only after that.
+    A block is read by `prepare_load`, the copy, `complete_load`, and is not evicted in between.
+    Keys come in the order of the prompt, and a tier evicts its tail before its head.
     """
 
     @property
@@ -141,7 +149,8 @@ class OffloadingManager(Protocol):
         ...
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
-        """These blocks were used, the last key most recently; keys the tier does not hold are no error. Once a request."""
+        """These blocks were used, the last key most recently; keys the tier does not hold are no
+        error. Once a request."""
         ...
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
@@ -152,20 +161,29 @@ class OffloadingManager(Protocol):
         """
         ...
 
-    def complete_load(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
-        """The copy is over: end the protection. Without *success* the blocks are bad and are dropped.
+    def complete_load(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
+        """The copy is over: end the protection. Without *success* the blocks are bad and are
+        dropped.
 
         Raises:
             TierStateError: A key has no load in flight.
         """
         ...
 
-    def prepare_store(self, keys: Sequence[OffloadKey], context: RequestContext) -> PrepareStoreOutput | None:
-        """Make room for blocks and say where they go. None: they do not fit beside what is in flight, and nothing changed."""
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext
+    ) -> PrepareStoreOutput | None:
+        """Make room for blocks and say where they go. None: they do not fit beside what is in
+        flight, and nothing changed."""
         ...
 
-    def complete_store(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
-        """The copy is over: the blocks are hits from now on; without *success* nothing is left of them.
+    def complete_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
+        """The copy is over: the blocks are hits from now on; without *success* nothing is left of
+        them.
 
         Raises:
             TierStateError: A key has no store in flight.
@@ -173,7 +191,8 @@ class OffloadingManager(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget every block; what is in flight is forgotten when its copy is over and is no hit until then."""
+        """Forget every block; what is in flight is forgotten when its copy is over and is no hit
+        until then."""
         ...
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -181,7 +200,7 @@ class OffloadingManager(Protocol):
         ...
 
 
-# --- the worker -----------------------------------------------------------------------------------------------------------
+# --- the worker -----------------------------------------------------------------------------------
 
 
 class Direction(Enum):
@@ -217,13 +236,15 @@ class TransferResult:
 
 
 class OffloadingWorker(Protocol):
-    """Moves a tier's blocks. Jobs run in the order of their submission, beside the model's computation."""
+    """Moves a tier's blocks. Jobs run in the order of their submission, beside the model's
+    computation."""
 
     def submit(self, job: TransferJob) -> None:
         """Queue a job.
 
         Raises:
-            TransferError: Shapes, sizes or ids do not fit, or the worker was shut down. Nothing was queued.
+            TransferError: Shapes, sizes or ids do not fit, or the worker was shut down. Nothing was
+                queued.
         """
         ...
 

@@ -1,9 +1,11 @@
-"""The blocks of one KV cache: who holds them, which of them can be found again, and which goes next.
+"""The blocks of one KV cache: who holds them, which of them can be found again, and which goes
+next.
 
-All groups draw from one pool, since their pages have one size. A block is *held* while requests reference it, *free* while
-none does, and *cached* while it can be found by its hash; a free block stays cached until it is given out again. Blocks
-freed without a hash are given out first, the latest before the others, whose memory is cold; cached ones follow, least
-recently used first, so that eviction takes the tail of a request before its head: its blocks are freed in reverse. A free
+All groups draw from one pool, since their pages have one size. A block is *held* while requests
+reference it, *free* while none does, and *cached* while it can be found by its hash; a free block
+stays cached until it is given out again. Blocks freed without a hash are given out first, the
+latest before the others, whose memory is cold; cached ones follow, least recently used first, so
+that eviction takes the tail of a request before its head: its blocks are freed in reverse. A free
 block that `evict_blocks` strips of its hash keeps its place.
 """
 
@@ -46,15 +48,20 @@ class PoolStatistics:
 class BlockPool:
     """Gives out blocks, takes them back, and finds cached ones."""
 
-    def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], enable_events: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, groups: Sequence[KVCacheGroup], enable_events: bool = True
+    ) -> None:
         """
         Args:
-            num_blocks: Pages of the cache, at least two: the first is the null block and is never given out.
+            num_blocks: Pages of the cache, at least two: the first is the null block and is never
+                given out.
             groups: Kind and block size of each group, for the events.
             enable_events: Whether `take_events` will be called; if not, nothing is recorded.
         """
         if num_blocks < 2:
-            raise BlockRangeError(f"num_blocks {num_blocks} must be at least 2: the null block and one to hold")
+            raise BlockRangeError(
+                f"num_blocks {num_blocks} must be at least 2: the null block and one to hold"
+            )
         self._blocks = [Block(index) for index in range(num_blocks)]
         self.null_block = self._blocks[0]
         self.null_block.is_null = True
@@ -90,7 +97,7 @@ class BlockPool:
         """In the order in which they will be given out."""
         return [block.block_id for block in self._free.blocks()]
 
-    # --- giving out and taking back ---------------------------------------------------------------------------------------
+    # --- giving out and taking back ---------------------------------------------------------------
 
     def get_new_blocks(self, count: int) -> list[Block]:
         """*count* blocks, each referenced once and no longer cached.
@@ -99,7 +106,9 @@ class BlockPool:
             BlockRangeError: There are not as many free blocks. Nothing was given out.
         """
         if not 0 <= count <= len(self._free):
-            raise BlockRangeError(f"get_new_blocks: count {count} must lie in [0, {len(self._free)}], the free blocks")
+            raise BlockRangeError(
+                f"get_new_blocks: count {count} must lie in [0, {len(self._free)}], the free blocks"
+            )
         blocks = self._free.pop(count)
         for block in blocks:
             if block.block_hash is not None:
@@ -119,7 +128,8 @@ class BlockPool:
             block.has_slid_out = False
 
     def free_blocks(self, blocks: Iterable[Block], have_slid_out: bool = False) -> None:
-        """One reference less to each of *blocks*, in the order in which they may go; null blocks are passed over."""
+        """One reference less to each of *blocks*, in the order in which they may go; null blocks
+        are passed over."""
         unnamed: list[Block] = []
         cached: list[Block] = []
         for block in blocks:
@@ -133,7 +143,7 @@ class BlockPool:
         self._free.prepend(unnamed)
         self._free.append(cached)
 
-    # --- finding again ----------------------------------------------------------------------------------------------------
+    # --- finding again ----------------------------------------------------------------------------
 
     def cache_full_blocks(
         self,
@@ -144,7 +154,8 @@ class BlockPool:
         stop: int,
         keep: Sequence[bool] | None = None,
     ) -> None:
-        """Make blocks of a request findable; those that are null or have a hash already are passed over.
+        """Make blocks of a request findable; those that are null or have a hash already are passed
+        over.
 
         Args:
             request: Whose tokens the blocks hold.
@@ -159,7 +170,9 @@ class BlockPool:
                 self._log.start_run(group_idx, first, request)
             self._cache_run(request, group_idx, first, run)
 
-    def _cache_run(self, request: CacheRequest, group_idx: GroupIdx, first: int, run: Sequence[Block]) -> None:
+    def _cache_run(
+        self, request: CacheRequest, group_idx: GroupIdx, first: int, run: Sequence[Block]
+    ) -> None:
         size, cached, log = self._groups[group_idx].block_size, self._cached[group_idx], self._log
         for index, block in enumerate(run, first):
             block_hash = request.hash_at((index + 1) * size)
@@ -170,7 +183,8 @@ class BlockPool:
         self._stored[group_idx] += len(run)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable, such as those a failed load left wrong; who holds them keeps them.
+        """Make blocks unfindable, such as those a failed load left wrong; who holds them keeps
+        them.
 
         Raises:
             BlockRangeError: An id is none of the pool's. Nothing was evicted.
@@ -178,7 +192,9 @@ class BlockPool:
         ids = list(block_ids)
         for block_id in ids:
             if not 0 < block_id < len(self._blocks):
-                raise BlockRangeError(f"evict_blocks: block id {block_id} must lie in [1, {len(self._blocks) - 1}]")
+                raise BlockRangeError(
+                    f"evict_blocks: block id {block_id} must lie in [1, {len(self._blocks) - 1}]"
+                )
         for block_id in ids:
             if self._blocks[block_id].block_hash is not None:
                 self._evict(self._blocks[block_id])
@@ -206,7 +222,7 @@ class BlockPool:
         self._evicted[group_idx] += 1
         self._evicted_after_sliding[group_idx] += block.has_slid_out
 
-    # --- telling ----------------------------------------------------------------------------------------------------------
+    # --- telling ----------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
         """What changed since the last call; empty without events."""
@@ -214,7 +230,9 @@ class BlockPool:
 
     def statistics(self) -> PoolStatistics:
         """Blocks now, and per group what happened since the start."""
-        counts = zip(self._cached, self._stored, self._evicted, self._evicted_after_sliding, strict=True)
+        counts = zip(
+            self._cached, self._stored, self._evicted, self._evicted_after_sliding, strict=True
+        )
         return PoolStatistics(
             num_blocks=len(self._blocks) - 1,
             free=len(self._free),
@@ -222,7 +240,9 @@ class BlockPool:
         )
 
 
-def _runs(blocks: Sequence[Block], start: int, stop: int, keep: Sequence[bool] | None) -> Iterator[tuple[int, Sequence[Block]]]:
+def _runs(
+    blocks: Sequence[Block], start: int, stop: int, keep: Sequence[bool] | None
+) -> Iterator[tuple[int, Sequence[Block]]]:
     """Contiguous blocks that are to be cached, each run with the index of its first block."""
     first = start
     for index in range(start, stop + 1):

@@ -1,14 +1,18 @@
-"""The engine's face of its KV cache: what a request can reuse, blocks for its next tokens, and every change as an event.
+"""The engine's face of its KV cache: what a request can reuse, blocks for its next tokens, and
+every change as an event.
 
 A scheduler's step for each request, in this order:
 
 1. `get_computed_blocks` for a request that holds none: its hit;
-2. `allocate_slots` for the tokens it computes next; None means that it does not fit now: preempt another, or wait;
-3. the model runs, `request.append` takes its tokens, and the scheduler moves `request.num_computed_tokens` on;
+2. `allocate_slots` for the tokens it computes next; None means that it does not fit now: preempt
+   another, or wait;
+3. the model runs, `request.append` takes its tokens, and the scheduler moves
+   `request.num_computed_tokens` on;
 4. `free` when it is finished, aborted or preempted.
 
-`start_step` comes first in every step, `take_events` last. Full blocks are cached by `allocate_slots` already, before the
-model has written them: whoever hits them in the same step is computed behind the writer.
+`start_step` comes first in every step, `take_events` last. Full blocks are cached by
+`allocate_slots` already, before the model has written them: whoever hits them in the same step is
+computed behind the writer.
 """
 
 from __future__ import annotations
@@ -64,10 +68,12 @@ class CacheManager:
         """
         Args:
             config: The cache.
-            scheduler_block_size: What the scheduler aligns to; given to the coordinator and every group as it is.
+            scheduler_block_size: What the scheduler aligns to; given to the coordinator and every
+                group as it is.
 
         Raises:
-            CacheConfigError: The scheduler's size is not the one the configuration was checked with.
+            CacheConfigError: The scheduler's size is not the one the configuration was checked
+                with.
         """
         if scheduler_block_size != config.scheduler_block_size:
             raise CacheConfigError(
@@ -97,20 +103,26 @@ class CacheManager:
         return self.coordinator.managers[0].holds(request_id)
 
     def block_tables(self, request_id: str) -> tuple[Sequence[Block], ...]:
-        """Per group the request's blocks, the null block where it needs none; empty if it holds none."""
+        """Per group the request's blocks, the null block where it needs none; empty if it holds
+        none."""
         return tuple(manager.block_table(request_id) for manager in self.coordinator.managers)
 
-    # --- a request's way --------------------------------------------------------------------------------------------------
+    # --- a request's way --------------------------------------------------------------------------
 
-    def get_computed_blocks(self, request: CacheRequest, limit: int | None = None) -> ComputedBlocks:
+    def get_computed_blocks(
+        self, request: CacheRequest, limit: int | None = None
+    ) -> ComputedBlocks:
         """The longest prefix the request can reuse; changes nothing.
 
         Args:
             request: One that holds no blocks.
-            limit: Longest hit wanted, in tokens; the last token is computed in any case, so at most `num_tokens - 1`.
+            limit: Longest hit wanted, in tokens; the last token is computed in any case, so at most
+                `num_tokens - 1`.
         """
         most = request.num_tokens - 1
-        return self.coordinator.find_longest_hit(request, most if limit is None else min(limit, most))
+        return self.coordinator.find_longest_hit(
+            request, most if limit is None else min(limit, most)
+        )
 
     def allocate_slots(
         self,
@@ -125,9 +137,11 @@ class CacheManager:
         full_sequence_must_fit: bool = False,
         reserved_blocks: int = 0,
     ) -> AllocatedBlocks | None:
-        """Give the request blocks for its next tokens; None if they do not fit now, and then nothing has changed.
+        """Give the request blocks for its next tokens; None if they do not fit now, and then
+        nothing has changed.
 
-        Nor do they fit while the state that the hit needs is being written by another request of this step.
+        Nor do they fit while the state that the hit needs is being written by another request of
+        this step.
 
         Args:
             request: Its `num_computed_tokens` says how far it is.
@@ -136,7 +150,8 @@ class CacheManager:
             num_lookahead_tokens: Drafts that are to be written behind the new tokens.
             num_external_tokens: Tokens behind the hit that a lower tier will bring.
             num_encoder_tokens: Tokens of the encoder's output, for cross attention.
-            delay_caching: Cache nothing yet, since a load may fail; the next call without it does, or `cache_blocks`.
+            delay_caching: Cache nothing yet, since a load may fail; the next call without it does,
+                or `cache_blocks`.
             full_sequence_must_fit: Admit only if the whole prompt fits, not just these tokens.
             reserved_blocks: Free blocks to leave to others.
 
@@ -154,7 +169,14 @@ class CacheManager:
             reserved_blocks=reserved_blocks,
         )
         self._check_call(request, num_new_tokens, hit, num_external_tokens, is_admitted)
-        need = self._need(request, num_new_tokens, hit, num_lookahead_tokens, num_external_tokens, num_encoder_tokens)
+        need = self._need(
+            request,
+            num_new_tokens,
+            hit,
+            num_lookahead_tokens,
+            num_external_tokens,
+            num_encoder_tokens,
+        )
         if not self._fits(request, need, full_sequence_must_fit, reserved_blocks):
             self._refused += 1
             return None
@@ -167,9 +189,12 @@ class CacheManager:
         return AllocatedBlocks(new_blocks)
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Make the full blocks of the request's first *num_tokens* findable; drafts behind its last token are left out."""
+        """Make the full blocks of the request's first *num_tokens* findable; drafts behind its last
+        token are left out."""
         if not self.holds(request.request_id):
-            raise RequestStateError(f"request {request.request_id!r} holds no blocks to cache: call allocate_slots first")
+            raise RequestStateError(
+                f"request {request.request_id!r} holds no blocks to cache: call allocate_slots first"
+            )
         self.coordinator.cache_blocks(request, min(num_tokens, request.num_tokens))
 
     def free_skipped_blocks(self, request: CacheRequest) -> None:
@@ -177,17 +202,19 @@ class CacheManager:
         self.coordinator.free_skipped_blocks(request.request_id, request.num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a finished, aborted or preempted request; no error if it holds none."""
+        """Give back all blocks of a finished, aborted or preempted request; no error if it holds
+        none."""
         self.coordinator.free(request_id)
 
-    # --- the cache as a whole ---------------------------------------------------------------------------------------------
+    # --- the cache as a whole ---------------------------------------------------------------------
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make blocks unfindable whose content turned out wrong; raises `BlockRangeError`."""
         self.pool.evict_blocks(block_ids)
 
     def reset(self) -> bool:
-        """Make every block unfindable, as after new weights; False, and nothing changed, while a request holds one."""
+        """Make every block unfindable, as after new weights; False, and nothing changed, while a
+        request holds one."""
         is_reset = self.pool.reset_prefix_cache()
         self._resets += is_reset
         return is_reset
@@ -209,25 +236,36 @@ class CacheManager:
             resets=self._resets,
         )
 
-    # --- steps of allocate_slots ------------------------------------------------------------------------------------------
+    # --- steps of allocate_slots ------------------------------------------------------------------
 
     def _check_call(
-        self, request: CacheRequest, num_new_tokens: int, hit: ComputedBlocks, num_external_tokens: int, is_admitted: bool
+        self,
+        request: CacheRequest,
+        num_new_tokens: int,
+        hit: ComputedBlocks,
+        num_external_tokens: int,
+        is_admitted: bool,
     ) -> None:
         place = f"request {request.request_id!r}"
         if is_admitted and (hit.num_tokens or num_external_tokens):
-            raise RequestStateError(f"{place} holds blocks already: a hit is for a request that holds none")
+            raise RequestStateError(
+                f"{place} holds blocks already: a hit is for a request that holds none"
+            )
         if not is_admitted and request.num_computed_tokens:
             raise RequestStateError(
                 f"{place} holds no blocks, so its num_computed_tokens {request.num_computed_tokens} must be 0"
             )
         if not is_admitted and not self.coordinator.still_holds(request, hit):
-            raise RequestStateError(f"{place}: its hit is out of date, blocks of it were evicted: look it up again")
+            raise RequestStateError(
+                f"{place}: its hit is out of date, blocks of it were evicted: look it up again"
+            )
         if not num_new_tokens and not hit.num_tokens and not num_external_tokens:
             raise RequestStateError(f"{place}: no tokens to allocate for")
         total = request.num_computed_tokens + hit.num_tokens + num_external_tokens + num_new_tokens
         if total > self.config.max_model_len:
-            raise RequestStateError(f"{place}: {total} tokens exceed max_model_len {self.config.max_model_len}")
+            raise RequestStateError(
+                f"{place}: {total} tokens exceed max_model_len {self.config.max_model_len}"
+            )
 
     def _need(
         self,
@@ -248,20 +286,38 @@ class CacheManager:
             computed_blocks=hit.blocks,
         )
 
-    def _fits(self, request: CacheRequest, need: RequestNeed, full_sequence_must_fit: bool, reserved_blocks: int) -> bool:
+    def _fits(
+        self,
+        request: CacheRequest,
+        need: RequestNeed,
+        full_sequence_must_fit: bool,
+        reserved_blocks: int,
+    ) -> bool:
         request_id, coordinator = request.request_id, self.coordinator
         if not coordinator.can_read(need):
             return False
         free = self.pool.num_free_blocks
         if full_sequence_must_fit:
             whole = request.num_tokens
-            entire = RequestNeed(whole, whole, need.num_computed_tokens, need.num_encoder_tokens, need.computed_blocks)
+            entire = RequestNeed(
+                whole,
+                whole,
+                need.num_computed_tokens,
+                need.num_encoder_tokens,
+                need.computed_blocks,
+            )
             if coordinator.num_blocks_to_allocate(request_id, entire, is_admission=True) > free:
                 return False
         free += coordinator.num_blocks_to_free(request_id, need.num_computed_tokens)
         return coordinator.num_blocks_to_allocate(request_id, need) <= free - reserved_blocks
 
-    def _admit(self, request: CacheRequest, hit: ComputedBlocks, need: RequestNeed, num_external_tokens: int) -> None:
+    def _admit(
+        self,
+        request: CacheRequest,
+        hit: ComputedBlocks,
+        need: RequestNeed,
+        num_external_tokens: int,
+    ) -> None:
         request.shared_prefix_boundary = hit.shared_prefix_boundary
         self.coordinator.adopt_computed_blocks(request.request_id, need, num_external_tokens)
         self._requests += 1
@@ -273,4 +329,6 @@ class CacheManager:
 def _check_not_negative(request: CacheRequest, **numbers: int) -> None:
     for name, number in numbers.items():
         if number < 0:
-            raise RequestStateError(f"request {request.request_id!r}: {name} {number} must not be negative")
+            raise RequestStateError(
+                f"request {request.request_id!r}: {name} {number} must not be negative"
+            )

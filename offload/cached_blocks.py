@@ -8,9 +8,11 @@ from offload.free_queue import Block
 
 
 class CachedBlocks:
-    """Hash -> block, with duplicates: requests that computed the same prefix at the same time each keep their own copy.
+    """Hash -> block, with duplicates: requests that computed the same prefix at the same time each
+    keep their own copy.
 
-    A block table never changes under its request, so equal blocks are not merged; the oldest copy serves the hits.
+    A block table never changes under its request, so equal blocks are not merged; the oldest copy
+    serves the hits.
     """
 
     def __init__(self) -> None:

@@ -26,8 +26,8 @@ class CacheConfig:
     enable_caching: bool
     enable_events: bool
     retention_interval: int | None
-    """Which blocks of sliding-window and Mamba groups are kept: None all that can serve a hit; 0 only those at the ends of
-    prompts; n > 0 also those at every n-th token."""
+    """Which blocks of sliding-window and Mamba groups are kept: None all that can serve a hit; 0
+    only those at the ends of prompts; n > 0 also those at every n-th token."""
 
     @property
     def scheduler_block_size(self) -> int:
@@ -64,7 +64,9 @@ class CacheConfig:
         _check_retention(retention_interval, layout)
         _check_chunks(layout)
         if max_in_flight_tokens is not None:
-            _check_at_least("max_in_flight_tokens", max_in_flight_tokens, 1, "a step computes a token")
+            _check_at_least(
+                "max_in_flight_tokens", max_in_flight_tokens, 1, "a step computes a token"
+            )
         return cls(
             layout=layout,
             num_blocks=num_blocks,
@@ -76,17 +78,28 @@ class CacheConfig:
         )
 
 
-def _check_scheduler_block_size(groups: Sequence[KVCacheGroup], scheduler_block_size: int, hash_block_size: int) -> None:
+def _check_scheduler_block_size(
+    groups: Sequence[KVCacheGroup], scheduler_block_size: int, hash_block_size: int
+) -> None:
     _check_at_least("scheduler_block_size", scheduler_block_size, 1, "hits end at its multiples")
     _check_at_least("hash_block_size", hash_block_size, 1, "hashes end at its multiples")
-    sizes = [(f"group {index} ({group.kind.value}): block_size", group) for index, group in enumerate(groups)]
+    sizes = [
+        (f"group {index} ({group.kind.value}): block_size", group)
+        for index, group in enumerate(groups)
+    ]
     for place, size in [("hash_block_size", hash_block_size), *_caching_sizes(sizes)]:
         if size < 1 or scheduler_block_size % size:
-            raise CacheConfigError(f"scheduler_block_size {scheduler_block_size} must be a multiple of {place} {size}")
+            raise CacheConfigError(
+                f"scheduler_block_size {scheduler_block_size} must be a multiple of {place} {size}"
+            )
 
 
 def _caching_sizes(groups: Sequence[tuple[str, KVCacheGroup]]) -> list[tuple[str, int]]:
-    return [(place, group.block_size) for place, group in groups if group.kind is not GroupKind.NOT_CACHED]
+    return [
+        (place, group.block_size)
+        for place, group in groups
+        if group.kind is not GroupKind.NOT_CACHED
+    ]
 
 
 def _check_at_least(name: str, value: int, least: int, why: str) -> None:
@@ -113,11 +126,15 @@ def _check_chunks(layout: KVCacheLayout) -> None:
             continue
         place = f"group {index} ({group.kind.value})"
         if group.attention_chunk_size % layout.scheduler_block_size:
-            # A hit could end before the chunk whose blocks were looked at, and need blocks that nobody looked for.
+            # A hit could end before the chunk whose blocks were looked at, and need blocks that
+            # nobody looked for.
             raise CacheConfigError(
                 f"{place}: attention_chunk_size {group.attention_chunk_size} must be a multiple of "
                 f"scheduler_block_size {layout.scheduler_block_size}"
             )
         if layout.eagle:
-            # Where EAGLE's block ends a chunk, the chunk behind it needs nothing, and the hit before it would go unproven.
-            raise CacheConfigError(f"{place}: eagle must be off: vLLM does not support it with chunked local attention either")
+            # Where EAGLE's block ends a chunk, the chunk behind it needs nothing, and the hit
+            # before it would go unproven.
+            raise CacheConfigError(
+                f"{place}: eagle must be off: vLLM does not support it with chunked local attention either"
+            )

@@ -1,17 +1,22 @@
-"""The scheduler's side of offloading: loads for new requests, stores of what they compute, and the events of both.
+"""The scheduler's side of offloading: loads for new requests, stores of what they compute, and the
+events of both.
 
 A scheduler goes on from `CacheManager.get_computed_blocks` like this:
 
-1. `find_external_hit` says what lower tiers add to the GPU's hit; None means that another request is loading it right now:
+1. `find_external_hit` says what lower tiers add to the GPU's hit; None means that another request
+   is loading it right now:
    ask again in the next step;
-2. `CacheManager.allocate_slots(request, 0, computed, num_external_tokens=..., delay_caching=True)` gives it blocks;
-3. `start_load` queues the copies, and the request waits while `is_loading`; it need not, where nothing has to be copied;
-4. at the end of every step `store` queues copies of what the step has written, `take_jobs` hands all to the tiers' workers,
-   and `complete` takes what they finished: requests whose loads are over go on behind their hit, those whose load failed are
-   freed and start again;
+2. `CacheManager.allocate_slots(request, 0, computed, num_external_tokens=..., delay_caching=True)`
+   gives it blocks;
+3. `start_load` queues the copies, and the request waits while `is_loading`; it need not, where
+   nothing has to be copied;
+4. at the end of every step `store` queues copies of what the step has written, `take_jobs` hands
+   all to the tiers' workers, and `complete` takes what they finished: requests whose loads are over
+   go on behind their hit, those whose load failed are freed and start again;
 5. `forget` when a request gives up its blocks, for whatever reason.
 
-Blocks that a copy reads or writes stay referenced until it is over, so that nobody is given them meanwhile.
+Blocks that a copy reads or writes stay referenced until it is over, so that nobody is given them
+meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +27,14 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from kvevents.events import Event
-from offload.base import Direction, GPULoadStoreSpec, OffloadKey, RequestContext, TransferJob, TransferResult
+from offload.base import (
+    Direction,
+    GPULoadStoreSpec,
+    OffloadKey,
+    RequestContext,
+    TransferJob,
+    TransferResult,
+)
 from offload.cache_manager import CacheManager
 from offload.coordinator import ComputedBlocks
 from offload.errors import CacheConfigError, TierStateError
@@ -83,20 +95,26 @@ class _Loading:
 
 
 class OffloadingConnector:
-    """Between one `CacheManager` and its lower tiers, the fastest first. Not thread-safe: it belongs to the scheduler."""
+    """Between one `CacheManager` and its lower tiers, the fastest first. Not thread-safe: it
+    belongs to the scheduler."""
 
-    def __init__(self, cache: CacheManager, tiers: Sequence[Tier], store_scope: StoreScope = StoreScope.ALL) -> None:
+    def __init__(
+        self, cache: CacheManager, tiers: Sequence[Tier], store_scope: StoreScope = StoreScope.ALL
+    ) -> None:
         """
         Args:
             cache: The GPU's cache.
-            tiers: Where blocks are stored, in all of them; a load takes each block from the first that has it.
+            tiers: Where blocks are stored, in all of them; a load takes each block from the first
+                that has it.
             store_scope: Which blocks are worth storing.
 
         Raises:
             CacheConfigError: Two tiers have one medium.
         """
         if len({tier.manager.medium for tier in tiers}) != len(tiers):
-            raise CacheConfigError("tiers: each needs a medium of its own, since events tell them apart by it")
+            raise CacheConfigError(
+                "tiers: each needs a medium of its own, since events tell them apart by it"
+            )
         self._pool = cache.pool
         self._cache = cache
         self._tiers = tuple(tiers)
@@ -115,15 +133,19 @@ class OffloadingConnector:
         """Is no job on its way?"""
         return not self._flights
 
-    # --- loading ----------------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
-    def find_external_hit(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit | None:
-        """What lower tiers add to the GPU's hit; None if part of it is on its way to the GPU for another request."""
+    def find_external_hit(
+        self, request: CacheRequest, computed: ComputedBlocks
+    ) -> ExternalHit | None:
+        """What lower tiers add to the GPU's hit; None if part of it is on its way to the GPU for
+        another request."""
         hit = self._loads.find(request, computed)
         if any(self._keys_loading[piece.key] for piece in hit.pieces):
             return None
         if not self._stores.knows(request.request_id):
-            # Once a request, however often it is asked for: a tier may take two uses for two requests.
+            # Once a request, however often it is asked for: a tier may take two uses for two
+            # requests.
             self._loads.touch(request, hit.num_tokens)
         self._stores.start(request.request_id, computed.num_tokens)
         return hit
@@ -132,7 +154,8 @@ class OffloadingConnector:
         """Queue the copies of a hit into the blocks the request was given for it.
 
         Raises:
-            TierStateError: The request waits for a load already, or a block was lost since the hit was found.
+            TierStateError: The request waits for a load already, or a block was lost since the hit
+                was found.
         """
         if request.request_id in self._loading:
             raise TierStateError(f"request {request.request_id!r} waits for a load already")
@@ -141,7 +164,12 @@ class OffloadingConnector:
             for copy in split_into_copies(hit.pieces, tier_index):
                 context, keys = RequestContext(request.request_id), [piece.key for piece in copy]
                 gpu, blocks = gpu_side(copy, tables)
-                job = TransferJob(next(self._job_ids), Direction.LOAD, gpu, tier.manager.prepare_load(keys, context))
+                job = TransferJob(
+                    next(self._job_ids),
+                    Direction.LOAD,
+                    gpu,
+                    tier.manager.prepare_load(keys, context),
+                )
                 self._launch(tier_index, _Flight(job, tier, keys, blocks, context))
                 self._keys_loading.update(keys)
                 self._loading.setdefault(request.request_id, _Loading()).jobs.add(job.job_id)
@@ -151,26 +179,32 @@ class OffloadingConnector:
         return request_id in self._loading
 
     def forget(self, request_id: str) -> None:
-        """The request gives up its blocks. Copies on their way go on, and nobody is told of their end."""
+        """The request gives up its blocks. Copies on their way go on, and nobody is told of their
+        end."""
         self._loading.pop(request_id, None)
         self._stores.forget(request_id)
 
-    # --- storing ----------------------------------------------------------------------------------------------------------
+    # --- storing ----------------------------------------------------------------------------------
 
     def store(self, request: CacheRequest) -> None:
-        """Queue copies of the request's blocks that are full, can serve a hit, and were not offered before.
+        """Queue copies of the request's blocks that are full, can serve a hit, and were not offered
+        before.
 
-        Call it when the step's computation is queued and `request.num_computed_tokens` moved on: those tokens are written, or
-        will be before the copy starts.
+        Call it when the step's computation is queued and `request.num_computed_tokens` moved on:
+        those tokens are written, or will be before the copy starts.
         """
         for tier_index, tier in enumerate(self._tiers):
             candidates = self._stores.candidates(request, tier_index)
-            if candidates and not self._store_in(tier_index, tier, candidates, RequestContext(request.request_id)):
+            if candidates and not self._store_in(
+                tier_index, tier, candidates, RequestContext(request.request_id)
+            ):
                 self._refused_stores += 1
                 continue
             self._stores.mark_offered(request, tier_index)
 
-    def _store_in(self, tier_index: int, tier: Tier, candidates: Sequence[Candidate], context: RequestContext) -> bool:
+    def _store_in(
+        self, tier_index: int, tier: Tier, candidates: Sequence[Candidate], context: RequestContext
+    ) -> bool:
         by_key = {candidate.key: candidate for candidate in candidates}
         agreed = tier.manager.prepare_store(list(by_key), context)
         if agreed is None:
@@ -182,7 +216,9 @@ class OffloadingConnector:
             for candidate in taken:
                 tier.names.note(candidate.key, candidate.block_hashes)
             blocks = [block for candidate in taken for block in candidate.blocks]
-            job = TransferJob(next(self._job_ids), Direction.STORE, self._stored_side(taken), agreed.store_spec)
+            job = TransferJob(
+                next(self._job_ids), Direction.STORE, self._stored_side(taken), agreed.store_spec
+            )
             self._launch(tier_index, _Flight(job, tier, agreed.keys_to_store, blocks, context))
         return True
 
@@ -191,10 +227,11 @@ class OffloadingConnector:
         for candidate in taken:
             sizes[candidate.group_idx] += len(candidate.blocks)
         ids = [block.block_id for candidate in taken for block in candidate.blocks]
-        # Only whole offloaded blocks are stored, so each group's first lies at a start, wherever that is.
+        # Only whole offloaded blocks are stored, so each group's first lies at a start, wherever
+        # that is.
         return GPULoadStoreSpec(ids, sizes, [0] * len(sizes))
 
-    # --- jobs -------------------------------------------------------------------------------------------------------------
+    # --- jobs -------------------------------------------------------------------------------------
 
     def take_jobs(self) -> list[list[TransferJob]]:
         """Per tier, jobs for its worker, in the order in which they must run."""
@@ -253,7 +290,7 @@ class OffloadingConnector:
             time_s=total.time_s + result.time_s,
         )
 
-    # --- the tiers as a whole ---------------------------------------------------------------------------------------------
+    # --- the tiers as a whole ---------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget what the tiers hold, as after new weights."""
@@ -261,7 +298,8 @@ class OffloadingConnector:
             tier.manager.reset()
 
     def take_events(self) -> list[Event]:
-        """What the tiers stored and removed since the last call; goes out with the cache's own events."""
+        """What the tiers stored and removed since the last call; goes out with the cache's own
+        events."""
         return [event for tier in self._tiers for event in tier.take_events()]
 
     def statistics(self) -> ConnectorStatistics:

@@ -1,7 +1,8 @@
 """The groups of one cache together: one hit for all of them, and blocks for a request in each.
 
-Three forms: without caching nothing is found; one group is asked alone; several must agree on one length, by the rule in
-`kvevents/layout.py`. Nothing here decides whether a request fits: the cache manager does.
+Three forms: without caching nothing is found; one group is asked alone; several must agree on one
+length, by the rule in `kvevents/layout.py`. Nothing here decides whether a request fits: the cache
+manager does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvevents.events import GroupIdx
-from kvevents.layout import GroupKind, KVCacheLayout, Present, equal_groups, longest_accepted, longest_hit
+from kvevents.layout import (
+    GroupKind,
+    KVCacheLayout,
+    Present,
+    equal_groups,
+    longest_accepted,
+    longest_hit,
+)
 from offload.block_pool import BlockPool
 from offload.cached_blocks import CachedBlocks
 from offload.config import CacheConfig
@@ -43,8 +51,9 @@ class ComputedBlocks:
     evictions: int = 0
     """The pool's count of evictions when the hit was found."""
     shared_prefix_boundary: int = 0
-    """Where full attention holds more of the prompt than a group of states, or one that is kept sparsely; else 0. Worth keeping
-    there from now on; a scheduler ends a chunk there if it has states to keep."""
+    """Where full attention holds more of the prompt than a group of states, or one that is kept
+    sparsely; else 0. Worth keeping there from now on; a scheduler ends a chunk there if it has
+    states to keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,8 @@ class RequestNeed:
 
 
 class Coordinator:
-    """Without prefix caching: blocks are given and taken, none is found again. The other forms build on it."""
+    """Without prefix caching: blocks are given and taken, none is found again. The other forms
+    build on it."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
         """
@@ -87,7 +97,7 @@ class Coordinator:
         )
         self.no_blocks = ComputedBlocks(0, tuple(() for _ in self.managers))
 
-    # --- finding ----------------------------------------------------------------------------------------------------------
+    # --- finding ----------------------------------------------------------------------------------
 
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
         """The longest prefix of at most *limit* tokens that every group can serve."""
@@ -95,7 +105,8 @@ class Coordinator:
         return self.no_blocks
 
     def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
-        """The longest prefix of at most *limit* tokens that each group alone can serve, for people."""
+        """The longest prefix of at most *limit* tokens that each group alone can serve, for
+        people."""
         del request, limit
         return tuple(0 for _ in self.managers)
 
@@ -109,25 +120,36 @@ class Coordinator:
             for index, block in enumerate(blocks)
         )
 
-    # --- blocks for a request ---------------------------------------------------------------------------------------------
+    # --- blocks for a request ---------------------------------------------------------------------
 
-    def num_blocks_to_allocate(self, request_id: str, need: RequestNeed, is_admission: bool = False) -> int:
+    def num_blocks_to_allocate(
+        self, request_id: str, need: RequestNeed, is_admission: bool = False
+    ) -> int:
         """Free blocks the request will take in all groups."""
         return sum(
-            manager.num_blocks_to_allocate(request_id, _of_group(need, manager), is_admission) for manager in self.managers
+            manager.num_blocks_to_allocate(request_id, _of_group(need, manager), is_admission)
+            for manager in self.managers
         )
 
     def num_blocks_to_free(self, request_id: str, num_computed_tokens: int) -> int:
         """Blocks that `free_skipped_blocks` would make free."""
-        skipped = (manager.skipped_blocks(request_id, num_computed_tokens) for manager in self.managers)
+        skipped = (
+            manager.skipped_blocks(request_id, num_computed_tokens) for manager in self.managers
+        )
         return sum(block.ref_count == 1 for blocks in skipped for block in blocks)
 
     def can_read(self, need: RequestNeed) -> bool:
         """Are a hit's blocks ready for this step in every group?"""
-        return all(manager.can_read(blocks) for manager, blocks in zip(self.managers, need.computed_blocks, strict=True))
+        return all(
+            manager.can_read(blocks)
+            for manager, blocks in zip(self.managers, need.computed_blocks, strict=True)
+        )
 
-    def adopt_computed_blocks(self, request_id: str, need: RequestNeed, num_external_tokens: int) -> None:
-        """Start the request's tables with a hit's blocks, and blocks for what a lower tier will bring.
+    def adopt_computed_blocks(
+        self, request_id: str, need: RequestNeed, num_external_tokens: int
+    ) -> None:
+        """Start the request's tables with a hit's blocks, and blocks for what a lower tier will
+        bring.
 
         All groups' hits are taken first: a new block for one group must not be another's hit.
         """
@@ -139,7 +161,10 @@ class Coordinator:
 
     def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> tuple[list[Block], ...]:
         """Blocks for the slots that have none, per group."""
-        return tuple(manager.allocate_new_blocks(request_id, _of_group(need, manager)) for manager in self.managers)
+        return tuple(
+            manager.allocate_new_blocks(request_id, _of_group(need, manager))
+            for manager in self.managers
+        )
 
     def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Give back what the request no longer needs, while it runs."""
@@ -156,7 +181,7 @@ class Coordinator:
         for manager in self.managers:
             manager.start_step()
 
-    # --- caching ----------------------------------------------------------------------------------------------------------
+    # --- caching ----------------------------------------------------------------------------------
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Make the full blocks of the first *num_tokens* findable."""
@@ -174,7 +199,9 @@ class SingleGroupCoordinator(Coordinator):
     def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
         present, reach = self._present(request), self._reach(request)
         indexes = range(len(self.managers))
-        return tuple(longest_accepted(self.layout, index, present, limit, reach) for index in indexes)
+        return tuple(
+            longest_accepted(self.layout, index, present, limit, reach) for index in indexes
+        )
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         for manager in self.managers:
@@ -189,12 +216,19 @@ class SingleGroupCoordinator(Coordinator):
         """Where a later request can resume under sparse retention."""
         if self.retention_interval is None:
             return ()
-        ends = resume_positions(request.num_prompt_tokens, self.scheduler_block_size, self.layout.eagle)
+        ends = resume_positions(
+            request.num_prompt_tokens, self.scheduler_block_size, self.layout.eagle
+        )
         junction = request.shared_prefix_boundary
         if not junction:
             return ends
-        # Who parts from the prefix right at the junction lacks EAGLE's block behind it, and resumes a block before.
-        return (*ends, junction, junction - manager.block_size) if self.layout.eagle else (*ends, junction)
+        # Who parts from the prefix right at the junction lacks EAGLE's block behind it, and resumes
+        # a block before.
+        return (
+            (*ends, junction, junction - manager.block_size)
+            if self.layout.eagle
+            else (*ends, junction)
+        )
 
     def _reach(self, request: CacheRequest) -> int:
         # Blocks behind the last hash have no name yet.
@@ -202,16 +236,22 @@ class SingleGroupCoordinator(Coordinator):
 
     def _present(self, request: CacheRequest) -> Present:
         hashes, step = request.block_hashes, self.layout.hash_block_size
-        cached: list[CachedBlocks] = [self.pool.cached(manager.group_idx) for manager in self.managers]
+        cached: list[CachedBlocks] = [
+            self.pool.cached(manager.group_idx) for manager in self.managers
+        ]
         return lambda group, end: hashes[end // step - 1] in cached[group]
 
-    def _computed_blocks(self, request: CacheRequest, num_tokens: int, boundary: int) -> ComputedBlocks:
+    def _computed_blocks(
+        self, request: CacheRequest, num_tokens: int, boundary: int
+    ) -> ComputedBlocks:
         if not num_tokens:
             return ComputedBlocks(0, self.no_blocks.blocks, self.pool.evictions, boundary)
         tables = tuple(self._hit_table(request, manager, num_tokens) for manager in self.managers)
         return ComputedBlocks(num_tokens, tables, self.pool.evictions, boundary)
 
-    def _hit_table(self, request: CacheRequest, manager: GroupManager, num_tokens: int) -> list[Block]:
+    def _hit_table(
+        self, request: CacheRequest, manager: GroupManager, num_tokens: int
+    ) -> list[Block]:
         if manager.group.kind is GroupKind.NOT_CACHED:
             return []
         needed, cached = manager.needed_blocks(num_tokens), self.pool.cached(manager.group_idx)
@@ -224,7 +264,8 @@ class SingleGroupCoordinator(Coordinator):
 
 
 class HybridCoordinator(SingleGroupCoordinator):
-    """Several groups: the hit is what all accept, so only blocks up to such a length are worth keeping."""
+    """Several groups: the hit is what all accept, so only blocks up to such a length are worth
+    keeping."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
         super().__init__(config, pool, scheduler_block_size)
@@ -233,10 +274,13 @@ class HybridCoordinator(SingleGroupCoordinator):
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
         present, reach = self._present(request), self._reach(request)
         num_tokens = longest_hit(self.layout, present, limit, reach)
-        return self._computed_blocks(request, num_tokens, self._junction(request, limit, num_tokens))
+        return self._computed_blocks(
+            request, num_tokens, self._junction(request, limit, num_tokens)
+        )
 
     def _junction(self, request: CacheRequest, limit: int, num_tokens: int) -> int:
-        """Where the group that is asked first would have let the hit end, if a sparsely kept one cut it shorter."""
+        """Where the group that is asked first would have let the hit end, if a sparsely kept one
+        cut it shorter."""
         if self.retention_interval is None and not self._has_states:
             return 0
         first, present = _asked_first(self.layout), self._present(request)
@@ -251,10 +295,14 @@ class HybridCoordinator(SingleGroupCoordinator):
         step = self.scheduler_block_size
         aligned = num_tokens // step * step
         # EAGLE's block lies behind the boundary.
-        return min(num_tokens, aligned + manager.block_size) if aligned and manager.eagle else aligned
+        return (
+            min(num_tokens, aligned + manager.block_size) if aligned and manager.eagle else aligned
+        )
 
 
-def create_coordinator(config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> Coordinator:
+def create_coordinator(
+    config: CacheConfig, pool: BlockPool, scheduler_block_size: int
+) -> Coordinator:
     """The form that fits the configuration."""
     if not config.enable_caching:
         return Coordinator(config, pool, scheduler_block_size)
@@ -263,11 +311,13 @@ def create_coordinator(config: CacheConfig, pool: BlockPool, scheduler_block_siz
     return HybridCoordinator(config, pool, scheduler_block_size)
 
 
-def resume_positions(num_prompt_tokens: int, scheduler_block_size: int, eagle: bool) -> tuple[int, ...]:
+def resume_positions(
+    num_prompt_tokens: int, scheduler_block_size: int, eagle: bool
+) -> tuple[int, ...]:
     """Token positions at which a later request can resume behind a prompt.
 
-    The same prompt again is hit up to its last token but one; a longer one up to the last whole block. The two differ where
-    a prompt ends with a block. EAGLE gives a block back in both cases.
+    The same prompt again is hit up to its last token but one; a longer one up to the last whole
+    block. The two differ where a prompt ends with a block. EAGLE gives a block back in both cases.
     """
     if not eagle:
         return (num_prompt_tokens - 1,)
@@ -278,10 +328,17 @@ def resume_positions(num_prompt_tokens: int, scheduler_block_size: int, eagle: b
 
 def _asked_first(layout: KVCacheLayout) -> int:
     firsts = [members[0] for members in equal_groups(layout)]
-    return next((index for index in firsts if layout.groups[index].kind is GroupKind.FULL), firsts[0])
+    return next(
+        (index for index in firsts if layout.groups[index].kind is GroupKind.FULL), firsts[0]
+    )
 
 
 def _of_group(need: RequestNeed, manager: GroupManager) -> Need:
     if manager.group.kind is GroupKind.NOT_CACHED:
         return Need(need.num_encoder_tokens, need.num_encoder_tokens, 0)
-    return Need(need.num_tokens, need.num_slots, need.num_computed_tokens, need.computed_blocks[manager.group_idx])
+    return Need(
+        need.num_tokens,
+        need.num_slots,
+        need.num_computed_tokens,
+        need.computed_blocks[manager.group_idx],
+    )

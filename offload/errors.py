@@ -24,7 +24,8 @@ class CacheConfigError(OffloadError):
 
 
 class RequestStateError(OffloadError):
-    """A call does not fit what the request did before, such as allocating for one that was never admitted."""
+    """A call does not fit what the request did before, such as allocating for one that was never
+    admitted."""
 
 
 class BlockRangeError(OffloadError):

@@ -1,8 +1,9 @@
 """What one engine step did to the cache, told presence-exactly.
 
-A (group, hash) is *stored* when it goes from no copy to one and *removed* when the last copy goes, counted from one
-`take_events` to the next: what came and went in between is not told, so removals and stores of a step can be told in any
-order. Removals of a group travel in one event; a store is one contiguous run of blocks.
+A (group, hash) is *stored* when it goes from no copy to one and *removed* when the last copy goes,
+counted from one `take_events` to the next: what came and went in between is not told, so removals
+and stores of a step can be told in any order. Removals of a group travel in one event; a store is
+one contiguous run of blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
+from kvevents.events import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    GroupIdx,
+)
 from kvevents.layout import KVCacheGroup
 from offload.request import CacheRequest
 
@@ -41,7 +50,8 @@ class EventLog:
         self._runs.append(_Run(group_idx, first_block, request))
 
     def add_stored(self, block_hash: bytes, has_appeared: bool) -> None:
-        """The next block of the run was cached; *has_appeared* if it is the first copy of its hash."""
+        """The next block of the run was cached; *has_appeared* if it is the first copy of its
+        hash."""
         run = self._runs[-1]
         run.hashes.append(block_hash)
         removed = self._removed[run.group_idx]
@@ -94,7 +104,11 @@ class EventLog:
         group, request = self._groups[run.group_idx], run.request
         size = group.block_size
         first, last = (run.first_block + start) * size, (run.first_block + stop) * size
-        extra = [request.extra_keys_between(at, at + size) for at in range(first, last, size)] if request.has_extra_keys else []
+        extra = (
+            [request.extra_keys_between(at, at + size) for at in range(first, last, size)]
+            if request.has_extra_keys
+            else []
+        )
         return BlockStored(
             block_hashes=list[BlockHash](run.hashes[start:stop]),
             parent_block_hash=request.hash_at(first) if first else None,

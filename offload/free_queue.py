@@ -10,16 +10,27 @@ from kvevents.events import GroupIdx
 class Block:
     """One page of the KV cache. Blocks are made once, with the pool, and never copied."""
 
-    __slots__ = ("block_hash", "block_id", "group_idx", "has_slid_out", "is_null", "next_free", "previous_free", "ref_count")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "group_idx",
+        "has_slid_out",
+        "is_null",
+        "next_free",
+        "previous_free",
+        "ref_count",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        """Set while the block is cached: what a later request finds it by, together with `group_idx`."""
+        """Set while the block is cached: what a later request finds it by, together with
+        `group_idx`."""
         self.group_idx = GroupIdx(0)
         self.is_null = False
-        """Stands in a block table for a block that is not needed; never in the queue, never written."""
+        """Stands in a block table for a block that is not needed; never in the queue, never
+        written."""
         self.has_slid_out = False
         """Freed because its request's window or state moved on, and not used since."""
         self.previous_free: Block | None = None

@@ -35,7 +35,8 @@ class ExternalHit:
     """What lower tiers add to a request's hit on the GPU."""
 
     num_tokens: int
-    """The whole hit. It may be the whole prompt: then the scheduler computes the last token again, over the same block."""
+    """The whole hit. It may be the whole prompt: then the scheduler computes the last token again,
+    over the same block."""
     num_external_tokens: int
     """Of these, tokens behind the GPU's hit."""
     pieces: Sequence[Piece] = ()
@@ -66,12 +67,15 @@ class _Search:
 
 
 class LoadPlanner:
-    """Looks requests up in the tiers; changes nothing there but the order in which blocks were used."""
+    """Looks requests up in the tiers; changes nothing there but the order in which blocks were
+    used."""
 
     def __init__(self, cache: CacheManager, tiers: Sequence[Tier]) -> None:
         self._cache = cache
         self._layout = cache.config.layout
-        self._managers = [m for m in cache.coordinator.managers if m.group.kind is not GroupKind.NOT_CACHED]
+        self._managers = [
+            m for m in cache.coordinator.managers if m.group.kind is not GroupKind.NOT_CACHED
+        ]
         self._tiers = tiers
 
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
@@ -85,7 +89,11 @@ class LoadPlanner:
         """A prefix is in use: it stays in the tiers, its head longest."""
         context = RequestContext(request.request_id)
         for tier in self._tiers:
-            keys = [key for manager in self._managers for key in _keys(request, manager, tier, num_tokens)]
+            keys = [
+                key
+                for manager in self._managers
+                for key in _keys(request, manager, tier, num_tokens)
+            ]
             tier.manager.touch(reversed(keys), context)
 
     def _longest(self, request: CacheRequest, gpu_hit: int, search: _Search) -> int:
@@ -99,16 +107,21 @@ class LoadPlanner:
 
         return longest_extended_hit(self._layout, on_gpu, below, gpu_hit, request.num_tokens)
 
-    def _pieces(self, request: CacheRequest, start: int, stop: int, search: _Search) -> Iterator[Piece]:
+    def _pieces(
+        self, request: CacheRequest, start: int, stop: int, search: _Search
+    ) -> Iterator[Piece]:
         for manager in self._managers if stop > start else ():
             needed = manager.needed_blocks(stop)
             first = max(needed.start, start // manager.block_size)
-            yield from reversed(list(self._backwards(request, manager, first, needed.stop - 1, search)))
+            yield from reversed(
+                list(self._backwards(request, manager, first, needed.stop - 1, search))
+            )
 
     def _backwards(
         self, request: CacheRequest, manager: GroupManager, first: int, last: int, search: _Search
     ) -> Iterator[Piece]:
-        """From the last block on: what bears a block's name holds those before it in the same offloaded block too."""
+        """From the last block on: what bears a block's name holds those before it in the same
+        offloaded block too."""
         while last >= first:
             found = search.find(manager.group_idx, request.hash_at((last + 1) * manager.block_size))
             assert found is not None  # the hit rule has just found it
@@ -119,21 +132,26 @@ class LoadPlanner:
             last = start - 1
 
 
-def _keys(request: CacheRequest, manager: GroupManager, tier: Tier, num_tokens: int) -> Iterator[OffloadKey]:
+def _keys(
+    request: CacheRequest, manager: GroupManager, tier: Tier, num_tokens: int
+) -> Iterator[OffloadKey]:
     for index in manager.needed_blocks(num_tokens):
-        key = tier.names.bearer(manager.group_idx, request.hash_at((index + 1) * manager.block_size))
+        key = tier.names.bearer(
+            manager.group_idx, request.hash_at((index + 1) * manager.block_size)
+        )
         if key is not None:
             yield key
 
 
-# --- from pieces to copies ------------------------------------------------------------------------------------------------
+# --- from pieces to copies ------------------------------------------------------------------------
 
 
 def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Piece]]:
-    """The pieces from one tier, so that in each copy every group's GPU blocks follow each other without a gap.
+    """The pieces from one tier, so that in each copy every group's GPU blocks follow each other
+    without a gap.
 
-    A copy says of each group only where its first block lies; behind a gap that would be wrong for offloaded blocks of
-    several GPU blocks.
+    A copy says of each group only where its first block lies; behind a gap that would be wrong for
+    offloaded blocks of several GPU blocks.
     """
     runs: dict[GroupIdx, list[list[Piece]]] = {}
     for piece in pieces:
@@ -148,7 +166,9 @@ def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Pie
     return [[piece for run in copy for piece in run] for copy in together]
 
 
-def gpu_side(copy: Sequence[Piece], tables: Sequence[Sequence[Block]]) -> tuple[GPULoadStoreSpec, list[Block]]:
+def gpu_side(
+    copy: Sequence[Piece], tables: Sequence[Sequence[Block]]
+) -> tuple[GPULoadStoreSpec, list[Block]]:
     """The GPU blocks that a copy fills, and where they lie in the request's block tables."""
     sizes, indices = [0] * len(tables), [0] * len(tables)
     blocks: list[Block] = []

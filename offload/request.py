@@ -1,4 +1,5 @@
-"""What the cache knows of one request: its tokens, the hashes of its blocks, and how far it is computed."""
+"""What the cache knows of one request: its tokens, the hashes of its blocks, and how far it is
+computed."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class RequestHasher:
 class CacheRequest:
     """One request, as the scheduler hands it to the cache manager.
 
-    Tokens are only ever appended. `block_hashes[i]` stands for the first `(i + 1) * hash_block_size` tokens, and is there as
-    soon as they all are.
+    Tokens are only ever appended. `block_hashes[i]` stands for the first `(i + 1) *
+    hash_block_size` tokens, and is there as soon as they all are.
     """
 
     def __init__(
@@ -40,16 +41,19 @@ class CacheRequest:
             hasher: How its blocks are named.
             lora_name: The adapter, which parts its blocks from those of others.
             cache_salt: Parts its blocks from those of requests with another salt.
-            extra_keys: What else decides a block's content, per hash block of the prompt: `(multimodal id, offset in the
-                block)` pairs, and digests of embeddings or of an encoder's input as bytes.
+            extra_keys: What else decides a block's content, per hash block of the prompt:
+                `(multimodal id, offset in the block)` pairs, and digests of embeddings or of an
+                encoder's input as bytes.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
-        """Tokens whose KV is in the cache; set by the scheduler after each step, and to 0 on preemption."""
+        """Tokens whose KV is in the cache; set by the scheduler after each step, and to 0 on
+        preemption."""
         self.shared_prefix_boundary = 0
-        """Where another request's prefix parts from this one's, found at admission; kept under sparse retention."""
+        """Where another request's prefix parts from this one's, found at admission; kept under
+        sparse retention."""
         self.lora_name = lora_name
         self.block_hashes: list[bytes] = []
         self._cache_salt = cache_salt
@@ -72,7 +76,8 @@ class CacheRequest:
         return self.block_hashes[end // self._hasher.hash_block_size - 1]
 
     def extra_keys_between(self, start: int, end: int) -> ExtraKeys:
-        """What besides tokens decides the block of `[start, end)`, both multiples of the hash block size, as events tell it.
+        """What besides tokens decides the block of `[start, end)`, both multiples of the hash block
+        size, as events tell it.
 
         Adapter, multimodal pairs with their offset in this block, salt, digests.
         """
@@ -92,9 +97,16 @@ class CacheRequest:
             self.block_hashes.append(parent)
 
     def _hashed_keys(self, start: int, end: int) -> ExtraKeys:
-        # Each under the name of its source, as in vLLM >= 0.31: a salt must not be taken for an adapter of that name.
+        # Each under the name of its source, as in vLLM >= 0.31: a salt must not be taken for an
+        # adapter of that name.
         keys = self._keys_between(start, end)
-        return tuple((source, *item) if isinstance(item, tuple) else (source, item) for source, item in keys) or None
+        return (
+            tuple(
+                (source, *item) if isinstance(item, tuple) else (source, item)
+                for source, item in keys
+            )
+            or None
+        )
 
     def _keys_between(self, start: int, end: int) -> list[tuple[str, object]]:
         """What decides the block besides tokens, each with the name of its source."""
@@ -104,7 +116,9 @@ class CacheRequest:
             index = position // size
             here = (self._extra_keys[index] if index < len(self._extra_keys) else None) or ()
             items += [_moved(item, position - start) for item in here]
-        keys: list[tuple[str, object]] = [] if self.lora_name is None else [("lora", self.lora_name)]
+        keys: list[tuple[str, object]] = (
+            [] if self.lora_name is None else [("lora", self.lora_name)]
+        )
         # What runs on over several hash blocks is named in each; told from here it is one.
         keys += [("mm", item) for item in dict.fromkeys(items) if isinstance(item, tuple)]
         if start == 0 and self._cache_salt:

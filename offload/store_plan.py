@@ -50,7 +50,10 @@ class StorePlanner:
     def start(self, request_id: str, num_computed_tokens: int) -> None:
         """The request starts from a hit on the GPU: those blocks are not new."""
         self._offered[request_id] = [
-            [_whole(num_computed_tokens // m.block_size, tier.sizes[m.group_idx]) for m in self._managers]
+            [
+                _whole(num_computed_tokens // m.block_size, tier.sizes[m.group_idx])
+                for m in self._managers
+            ]
             for tier in self._tiers
         ]
 
@@ -73,18 +76,29 @@ class StorePlanner:
         """The tier took what it wanted of `candidates`."""
         offered = self._offered[request.request_id][tier_index]
         for manager in self._managers:
-            offered[manager.group_idx] = max(offered[manager.group_idx], self._stop(request, manager, tier_index))
+            offered[manager.group_idx] = max(
+                offered[manager.group_idx], self._stop(request, manager, tier_index)
+            )
 
-    def _of_group(self, request: CacheRequest, manager: GroupManager, start: int, tier_index: int) -> Iterator[Candidate]:
+    def _of_group(
+        self, request: CacheRequest, manager: GroupManager, start: int, tier_index: int
+    ) -> Iterator[Candidate]:
         in_block = self._tiers[tier_index].sizes[manager.group_idx]
         table = manager.block_table(request.request_id)
         for first in range(start, self._stop(request, manager, tier_index), in_block):
             blocks = table[first : first + in_block]
             # A block without a hash serves no hit, one that slid out is not there to be copied.
-            if any(block.is_null for block in blocks) or all(block.block_hash is None for block in blocks):
+            if any(block.is_null for block in blocks) or all(
+                block.block_hash is None for block in blocks
+            ):
                 continue
-            hashes = [request.hash_at((index + 1) * manager.block_size) for index in range(first, first + in_block)]
-            yield Candidate(pack_offload_key(hashes[-1], manager.group_idx), manager.group_idx, blocks, hashes)
+            hashes = [
+                request.hash_at((index + 1) * manager.block_size)
+                for index in range(first, first + in_block)
+            ]
+            yield Candidate(
+                pack_offload_key(hashes[-1], manager.group_idx), manager.group_idx, blocks, hashes
+            )
 
     def _stop(self, request: CacheRequest, manager: GroupManager, tier_index: int) -> int:
         """Index behind the last block that is computed, cached if it is worth it, and in scope."""

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.layout import GroupKind, KVCacheGroup
-from offload.base import LookupResult, OffloadingEvent, OffloadingManager, OffloadKey, RequestContext, unpack_offload_key
+from offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    RequestContext,
+    unpack_offload_key,
+)
 from offload.errors import CacheConfigError
 from offload.tier_names import TierNames
 
@@ -15,13 +22,17 @@ class Tier:
     """A tier of one cache. Not thread-safe: it belongs to the scheduler."""
 
     def __init__(
-        self, manager: OffloadingManager, groups: Sequence[KVCacheGroup], blocks_per_offloaded_block: Sequence[int] | int = 1
+        self,
+        manager: OffloadingManager,
+        groups: Sequence[KVCacheGroup],
+        blocks_per_offloaded_block: Sequence[int] | int = 1,
     ) -> None:
         """
         Args:
             manager: What the tier holds.
             groups: The cache's groups.
-            blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; as the tier's worker has it.
+            blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; as
+                the tier's worker has it.
 
         Raises:
             CacheConfigError: The sizes do not fit the groups.
@@ -34,17 +45,24 @@ class Tier:
         self.names = TierNames(self.sizes)
         self._learned: list[tuple[GroupIdx, list[BlockHash]]] = []
 
-    def find(self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext) -> OffloadKey | None:
-        """The offloaded block that brings back the GPU block of that hash; None if there is none to load."""
+    def find(
+        self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext
+    ) -> OffloadKey | None:
+        """The offloaded block that brings back the GPU block of that hash; None if there is none to
+        load."""
         key = self.names.bearer(group_idx, block_hash)
         if key is None or self.manager.lookup(key, context) is not LookupResult.HIT:
             return None
         return key
 
     def take_events(self) -> list[Event]:
-        """What the tier stored and removed since the last call, per group, without tokens: the GPU's events carry them."""
+        """What the tier stored and removed since the last call, per group, without tokens: the
+        GPU's events carry them."""
         # First: what was learned of a block may be gone by now, never the other way round.
-        events: list[Event] = [self._stored(group_idx, hashes, self.manager.medium) for group_idx, hashes in self._learned]
+        events: list[Event] = [
+            self._stored(group_idx, hashes, self.manager.medium)
+            for group_idx, hashes in self._learned
+        ]
         self._learned = []
         for change in self.manager.take_events():
             events += self._events(change)

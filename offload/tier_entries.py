@@ -1,4 +1,5 @@
-"""What the managers of lower tiers share: an entry's life, lookups and their counts, refusals of wrong calls, events."""
+"""What the managers of lower tiers share: an entry's life, lookups and their counts, refusals of
+wrong calls, events."""
 
 from __future__ import annotations
 
@@ -71,8 +72,11 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         self.lookups.hits += 1
         return LookupResult.HIT
 
-    def require(self, keys: Sequence[OffloadKey], fits: Callable[[Entry], bool], call: str, complaint: str) -> list[Entry]:
-        """The entries of *keys*, if they all fit. Errors name a key by its place: it stands for what a user wrote.
+    def require(
+        self, keys: Sequence[OffloadKey], fits: Callable[[Entry], bool], call: str, complaint: str
+    ) -> list[Entry]:
+        """The entries of *keys*, if they all fit. Errors name a key by its place: it stands for
+        what a user wrote.
 
         Raises:
             TierStateError: One is not there, or does not fit.
@@ -81,7 +85,9 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         for position, key in enumerate(keys):
             entry = self.get(key)
             if entry is None or not fits(entry):
-                raise TierStateError(f"{self._tier} tier: {call}: key {position + 1} of {len(keys)} {complaint}")
+                raise TierStateError(
+                    f"{self._tier} tier: {call}: key {position + 1} of {len(keys)} {complaint}"
+                )
             entries.append(entry)
         return entries
 

@@ -1,8 +1,9 @@
 """Under which hashes the blocks of a tier can be asked for.
 
-A tier whose offloaded blocks cover one GPU block each names them alike. Where they cover several, each of those has a hash of
-its own: the router, and a prompt that parts inside an offloaded block, ask for these. Offloaded blocks that share their first
-GPU blocks share those names too, so a name is there as long as any block is that bears it.
+A tier whose offloaded blocks cover one GPU block each names them alike. Where they cover several,
+each of those has a hash of its own: the router, and a prompt that parts inside an offloaded block,
+ask for these. Offloaded blocks that share their first GPU blocks share those names too, so a name
+is there as long as any block is that bears it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class TierNames:
         return self._bear(key, group_idx, self._inner.setdefault(key, (own,)))
 
     def learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """What a block is called that was stored by an earlier process; returns the names that it is the first to bear.
+        """What a block is called that was stored by an earlier process; returns the names that it
+        is the first to bear.
 
-        Until then it is known by its own hash alone, and nobody can ask for the GPU blocks before its last.
+        Until then it is known by its own hash alone, and nobody can ask for the GPU blocks before
+        its last.
         """
         known = self._inner.get(key, ())
         own, group_idx = unpack_offload_key(key)
@@ -53,7 +56,9 @@ class TierNames:
         self._inner[key] = block_hashes
         return self._bear(key, group_idx, block_hashes)
 
-    def _bear(self, key: OffloadKey, group_idx: GroupIdx, block_hashes: Sequence[bytes]) -> list[bytes]:
+    def _bear(
+        self, key: OffloadKey, group_idx: GroupIdx, block_hashes: Sequence[bytes]
+    ) -> list[bytes]:
         new: list[bytes] = []
         for block_hash in block_hashes:
             bearers = self._bearers.setdefault((group_idx, block_hash), {})

@@ -1,4 +1,5 @@
-"""One proxied request on the books: load, health, metrics, and the prediction held against the truth."""
+"""One proxied request on the books: load, health, metrics, and the prediction held against the
+truth."""
 
 from __future__ import annotations
 
@@ -36,8 +37,15 @@ class Bookkeeper:
 class Account:
     """Implements the proxy's `Observer` for one request."""
 
-    def __init__(self, books: Bookkeeper, decision: Decision, dispatched: Dispatched | None, routed: RoutedRequest) -> None:
-        """*dispatched* is None for requests without a prompt; *routed* is this request's line in the journal."""
+    def __init__(
+        self,
+        books: Bookkeeper,
+        decision: Decision,
+        dispatched: Dispatched | None,
+        routed: RoutedRequest,
+    ) -> None:
+        """*dispatched* is None for requests without a prompt; *routed* is this request's line in
+        the journal."""
         self._books = books
         self._decision = decision
         self._dispatched = dispatched
@@ -51,7 +59,9 @@ class Account:
         replica_id = attempt.replica_id
         uncached = self._decision.uncached_tokens(replica_id)
         if self._in_flight is None:
-            self._in_flight = self._books.load.started(replica_id, uncached, self._decision.prompt_tokens)
+            self._in_flight = self._books.load.started(
+                replica_id, uncached, self._decision.prompt_tokens
+            )
         else:
             self._in_flight.retried(replica_id, uncached)
         self._books.planner.remember(self._decision, replica_id)
@@ -62,7 +72,8 @@ class Account:
         if failure in RETRIED and self._knows(attempt.replica_id):
             self._books.metrics.retries.labels(attempt.replica_id, failure.value).inc()
             self._books.planner.forget(attempt.replica_id)
-        # A 500 may be the request's own doing; were it held against the replica, one client could empty the fleet.
+        # A 500 may be the request's own doing; were it held against the replica, one client could
+        # empty the fleet.
         if failure is not Failure.SERVER_ERROR:
             self._books.replicas.report_failure(attempt.replica_id, failure.value)
 
@@ -73,7 +84,9 @@ class Account:
         self._books.journal.changed(self._routed)
         self._books.replicas.report_served(attempt.replica_id)
         if self._knows(attempt.replica_id):
-            self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(seconds)
+            self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(
+                seconds
+            )
 
     def on_chunk(self, data: bytes) -> None:
         self._usage.feed(data)
@@ -87,7 +100,9 @@ class Account:
             self._in_flight.ended()
         metrics, model = self._books.metrics, self._decision.model
         replica = self._label(outcome)
-        metrics.requests.labels(model, replica, self._decision.policy, str(outcome.status or "none")).inc()
+        metrics.requests.labels(
+            model, replica, self._decision.policy, str(outcome.status or "none")
+        ).inc()
         metrics.ends.labels(outcome.end.value).inc()
         metrics.total.labels(model).observe(outcome.seconds)
         if outcome.end is End.COMPLETED and outcome.status == 200 and self._knows(replica):
@@ -97,9 +112,17 @@ class Account:
     def _note_attempt(self, replica_id: str) -> None:
         """What the journal says of the replica that is tried now."""
         routed, hit = self._routed, self._decision.hit_of(replica_id)
-        ranked = next(found for found in self._decision.ranking.ranked if found.candidate.replica_id == replica_id)
+        ranked = next(
+            found
+            for found in self._decision.ranking.ranked
+            if found.candidate.replica_id == replica_id
+        )
         routed.attempts += 1
-        routed.replica, routed.dp_rank, routed.why = replica_id, ranked.candidate.dp_rank, ranked.why
+        routed.replica, routed.dp_rank, routed.why = (
+            replica_id,
+            ranked.candidate.dp_rank,
+            ranked.why,
+        )
         routed.gpu_tokens, routed.total_tokens, routed.suspect = hit.gpu, hit.total, hit.suspect
         self._books.journal.changed(routed)
 
@@ -110,7 +133,8 @@ class Account:
         self._books.journal.settled(routed)
 
     def _label(self, outcome: Outcome) -> str:
-        """Who answered. The series of a replica that was removed meanwhile are gone, and must not come back."""
+        """Who answered. The series of a replica that was removed meanwhile are gone, and must not
+        come back."""
         if outcome.attempt is None:
             return "none"
         return outcome.attempt.replica_id if self._knows(outcome.attempt.replica_id) else "removed"
@@ -129,10 +153,13 @@ class Account:
         actual = self._cached_tokens(replica)
         if actual is not None:
             self._routed.actual_tokens = actual
-            self._books.metrics.compare(self._decision.model, replica, self._decision.hit_of(replica).total, actual)
+            self._books.metrics.compare(
+                self._decision.model, replica, self._decision.hit_of(replica).total, actual
+            )
 
     def _cached_tokens(self, replica: str) -> int | None:
-        """What the engine says was cached. vLLM leaves a zero out, so from a replica that ever told, silence means none."""
+        """What the engine says was cached. vLLM leaves a zero out, so from a replica that ever
+        told, silence means none."""
         usage = self._usage.usage()
         if usage.cached_tokens is not None:
             self._books.tells_cached_tokens.add(replica)
@@ -141,7 +168,9 @@ class Account:
         return usage.cached_tokens
 
 
-def describe(path: str, request_id: bytes, decision: Decision, dispatched: Dispatched | None) -> RoutedRequest:
+def describe(
+    path: str, request_id: bytes, decision: Decision, dispatched: Dispatched | None
+) -> RoutedRequest:
     """A request as the journal knows it before it is sent."""
     prompts = () if dispatched is None else dispatched.tokenized
     return RoutedRequest(

@@ -1,4 +1,5 @@
-"""What the router says of itself as plain data: a decision, the replicas, the models. For JSON and for msgpack."""
+"""What the router says of itself as plain data: a decision, the replicas, the models. For JSON and
+for msgpack."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from router.scoring import Ranked
 
 
 def route_answer(dispatched: Dispatched) -> dict[str, Any]:
-    """A decision with its reasons: who would serve the request, and how much of it is cached where."""
+    """A decision with its reasons: who would serve the request, and how much of it is cached
+    where."""
     decision = dispatched.decision
     ranking = [_ranked(dispatched, ranked) for ranked in decision.ranking.ranked]
     excluded = decision.ranking.excluded
@@ -30,7 +32,9 @@ def route_answer(dispatched: Dispatched) -> dict[str, Any]:
         "prompt_tokens": decision.prompt_tokens,
         "prompts": [_prompt(prompt) for prompt in dispatched.tokenized],
         "ranking": ranking,
-        "excluded": [{"replica": found.candidate.replica_id, "reason": found.reason} for found in excluded],
+        "excluded": [
+            {"replica": found.candidate.replica_id, "reason": found.reason} for found in excluded
+        ],
         "routing_seconds": round(decision.seconds, 6),
     }
 
@@ -53,7 +57,11 @@ def request_answer(request: RoutedRequest) -> dict[str, Any]:
         "reason": request.reason,
         "attempts": request.attempts,
         "last_failure": request.last_failure,
-        "predicted": {"gpu": request.gpu_tokens, "total": request.total_tokens, "suspect": request.suspect},
+        "predicted": {
+            "gpu": request.gpu_tokens,
+            "total": request.total_tokens,
+            "suspect": request.suspect,
+        },
         "actual": request.actual_tokens,
         "verdict": request.verdict,
         "failed": request.has_failed,
@@ -101,7 +109,8 @@ def replica_answer(
     statistics: Mapping[SourceId, SourceStatistics],
     feeds: Mapping[SourceId, SourceFeedStatistics],
 ) -> dict[str, Any]:
-    """One replica: its state, its load, and each of its event streams with what is known and what is assumed."""
+    """One replica: its state, its load, and each of its event streams with what is known and what
+    is assumed."""
     answer: dict[str, Any] = msgspec.to_builtins(view)
     answer["sources"] = [
         {
@@ -127,7 +136,8 @@ def _cache(statistics: SourceStatistics | None) -> dict[str, Any] | None:
     layout = statistics.layout
     return {
         "blocks": [
-            {"group": group, "tier": tier, "blocks": count} for (group, tier), count in sorted(statistics.blocks.items())
+            {"group": group, "tier": tier, "blocks": count}
+            for (group, tier), count in sorted(statistics.blocks.items())
         ],
         "unplaced_blocks": statistics.unplaced,
         "waiting_runs": statistics.waiting_runs,
@@ -149,7 +159,14 @@ def models_answer(names: Mapping[str, str | None], served: Iterable[str]) -> dic
     return {
         "object": "list",
         "data": [
-            {"id": name, "object": "model", "created": created, "owned_by": "kvroute", "root": parent or name, "parent": parent}
+            {
+                "id": name,
+                "object": "model",
+                "created": created,
+                "owned_by": "kvroute",
+                "root": parent or name,
+                "parent": parent,
+            }
             for name, parent in sorted(names.items())
             if name in alive
         ],

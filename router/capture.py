@@ -21,7 +21,8 @@ class CaptureOptions:
 
     Attributes:
         endpoint: The publisher's PUB address.
-        replay_endpoint: Its ROUTER address; with it the recording starts with all the engine still remembers.
+        replay_endpoint: Its ROUTER address; with it the recording starts with all the engine still
+            remembers.
         topic: What to subscribe to; None takes every topic.
         max_batches: Stop after so many; None: no such limit.
         seconds: Stop after so long; None: no such limit.
@@ -37,7 +38,9 @@ class CaptureOptions:
 class _Recorder:
     """Implements `Consumer`: every batch goes to the file, as it came."""
 
-    def __init__(self, writer: RecordingWriter, options: CaptureOptions, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, writer: RecordingWriter, options: CaptureOptions, progress: Callable[[str], None]
+    ) -> None:
         self.batches = 0
         self.done = asyncio.Event()
         self._writer = writer
@@ -54,7 +57,8 @@ class _Recorder:
         return Effect.KEPT
 
     def clear(self, reason: str) -> None:
-        # A recording is one process's stream from its beginning; what follows a restart is another one.
+        # A recording is one process's stream from its beginning; what follows a restart is another
+        # one.
         if self.batches:
             self._progress(f"the publisher started anew ({reason}): the recording ends here")
             self.done.set()
@@ -67,19 +71,26 @@ class _Recorder:
 
 
 async def capture(options: CaptureOptions, output: Path, progress: Callable[[str], None]) -> int:
-    """Record until a limit of *options* is reached or the task is cancelled; the number of batches in the file.
+    """Record until a limit of *options* is reached or the task is cancelled; the number of batches
+    in the file.
 
     Raises:
         EndpointError: An address is none a socket can connect to.
         RecordingError: The file cannot be written.
     """
-    with RecordingWriter(output, Header(name=output.name.split(".")[0], source="captured by kvroute")) as writer:
+    with RecordingWriter(
+        output, Header(name=output.name.split(".")[0], source="captured by kvroute")
+    ) as writer:
         recorder = _Recorder(writer, options, progress)
-        subscriber = Subscriber(options.endpoint, recorder, replay_endpoint=options.replay_endpoint, topic=options.topic)
+        subscriber = Subscriber(
+            options.endpoint, recorder, replay_endpoint=options.replay_endpoint, topic=options.topic
+        )
         following = asyncio.create_task(subscriber.run(), name="capture")
         limit = asyncio.create_task(recorder.done.wait(), name="capture limit")
         try:
-            await asyncio.wait((following, limit), timeout=options.seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (following, limit), timeout=options.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             limit.cancel()
             following.cancel()

@@ -31,10 +31,11 @@ _Result = TypeVar("_Result")
 
 INLINE_BODY_BYTES = 262_144
 INLINE_TOKENS = 65_536
-"""Larger bodies are parsed, and longer prompts hashed, in a thread: a few milliseconds are what other streams may wait."""
+"""Larger bodies are parsed, and longer prompts hashed, in a thread: a few milliseconds are what
+other streams may wait."""
 LARGE_AT_ONCE = 2
-"""Of these, at the same time: parsed JSON takes ten times the room of its text and more, and Python runs one thread at a time
-anyhow."""
+"""Of these, at the same time: parsed JSON takes ten times the room of its text and more, and Python
+runs one thread at a time anyhow."""
 
 
 class ReplicaDirectory(Protocol):
@@ -87,7 +88,11 @@ class Dispatcher:
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def dispatch(
-        self, endpoint: Endpoint, body: bytes, session: str | None = None, encoding: Literal["json", "msgpack"] = "json"
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        session: str | None = None,
+        encoding: Literal["json", "msgpack"] = "json",
     ) -> Dispatched:
         """Decide where a request goes; the decision's ranking may be empty.
 
@@ -104,8 +109,12 @@ class Dispatcher:
         self._metrics.tokenization.labels(found.model.name).observe(tokenized_at - started)
         count = sum(len(prompt.token_ids) for prompt in tokenized)
         looked_up = tokenized if spec.reads_cache else ()
-        prompts = await self._run(lambda: prepare(found.model.index, looked_up), count <= INLINE_TOKENS)
-        request = RouteRequest(model=found.model.name, prompt_tokens=count, session=session or spec.session)
+        prompts = await self._run(
+            lambda: prepare(found.model.index, looked_up), count <= INLINE_TOKENS
+        )
+        request = RouteRequest(
+            model=found.model.name, prompt_tokens=count, session=session or spec.session
+        )
         decision = self._decide(request, found, prompts, time.perf_counter() - tokenized_at)
         return Dispatched(spec, found.model, tokenized, prompts, decision)
 
@@ -118,9 +127,13 @@ class Dispatcher:
             NoReplica: The same, but some replica has not said yet what it serves.
         """
         try:
-            named = await self._run(lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES)
+            named = await self._run(
+                lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES
+            )
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise BadRequest("$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string") from None
+            raise BadRequest(
+                "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
+            ) from None
         found = self._resolve(named.model)
         return self._decide(RouteRequest(model=found.model.name, prompt_tokens=0), found, (), 0.0)
 
@@ -129,7 +142,9 @@ class Dispatcher:
         if not spec.has_engine_arguments:
             return body
         try:
-            return await self._run(lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES)
+            return await self._run(
+                lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES
+            )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
 
@@ -138,8 +153,12 @@ class Dispatcher:
         if not decision.ranking.ranked:
             raise NoReplica(decision.model, decision.ranking.why_nobody)
 
-    def _decide(self, request: RouteRequest, found: ModelName, prompts: Sequence[Prompt], seconds: float) -> Decision:
-        decision = self._planner.decide(request, found.model.index, prompts, self._serving(found), seconds)
+    def _decide(
+        self, request: RouteRequest, found: ModelName, prompts: Sequence[Prompt], seconds: float
+    ) -> Decision:
+        decision = self._planner.decide(
+            request, found.model.index, prompts, self._serving(found), seconds
+        )
         self._metrics.routing.labels(found.model.name).observe(decision.seconds)
         return decision
 
@@ -147,23 +166,34 @@ class Dispatcher:
         try:
             return self._models.resolve(name)
         except UnknownModel:
-            # A router that has just started must not tell clients for good that there is no such model.
+            # A router that has just started must not tell clients for good that there is no such
+            # model.
             if unheard := self._replicas.unheard:
-                raise NoReplica(name or "(none named)", f"{unheard} replicas have not said yet what they serve") from None
+                raise NoReplica(
+                    name or "(none named)", f"{unheard} replicas have not said yet what they serve"
+                ) from None
             raise
 
     def _serving(self, found: ModelName) -> Sequence[Replica]:
-        """Replicas that have the adapter; or, where none says so, all that serve the base model under any of its names."""
+        """Replicas that have the adapter; or, where none says so, all that serve the base model
+        under any of its names."""
         adapted = self._replicas.serving(found.lora_name) if found.lora_name else ()
         if adapted:
             return adapted
-        by_id = {replica.id: replica for name in found.model.names for replica in self._replicas.serving(name)}
+        by_id = {
+            replica.id: replica
+            for name in found.model.names
+            for replica in self._replicas.serving(name)
+        }
         return tuple(by_id.values())
 
-    async def _parse(self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]) -> PromptSpec:
+    async def _parse(
+        self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]
+    ) -> PromptSpec:
         try:
             return await self._run(
-                lambda: parse_request(endpoint, body, encoding=encoding, limits=self._limits), len(body) <= INLINE_BODY_BYTES
+                lambda: parse_request(endpoint, body, encoding=encoding, limits=self._limits),
+                len(body) <= INLINE_BODY_BYTES,
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None

@@ -17,8 +17,8 @@
         ├── NoReplica           503  nobody can serve it now, with the seconds after which to try again
         └── ShuttingDown        503  the router finishes what it has and takes nothing new
 
-`tokenize`, `upstream` and the index have trees of their own. Messages name place, value and rule; no prompt, token or key is
-ever in one.
+`tokenize`, `upstream` and the index have trees of their own. Messages name place, value and rule;
+no prompt, token or key is ever in one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class ConfigError(RouterError):
 
 
 class PolicyError(RouterError):
-    """A routing policy that does not exist, cannot be made, or answered with something that is no ranking."""
+    """A routing policy that does not exist, cannot be made, or answered with something that is no
+    ranking."""
 
 
 class ReplicaAnswerInvalid(RouterError):
@@ -65,7 +66,8 @@ class ReplicaAnswerInvalid(RouterError):
 
 
 class RequestError(RouterError):
-    """The base of errors that a client or an operator is told; subclasses say status, type and code."""
+    """The base of errors that a client or an operator is told; subclasses say status, type and
+    code."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -87,7 +89,8 @@ class BadRequest(RequestError):
 
     Args:
         place: Path of the value in the body, or the header's name.
-        found: What is there: the value itself where it is no secret and no prompt, else its type and size.
+        found: What is there: the value itself where it is no secret and no prompt, else its type
+            and size.
         rule: What would have been right.
     """
 
@@ -110,7 +113,9 @@ class Unauthorized(RequestError):
     code = "invalid_api_key"
 
     def __init__(self) -> None:
-        super().__init__("authorization: the API key is missing or wrong; send it as 'Authorization: Bearer <key>'")
+        super().__init__(
+            "authorization: the API key is missing or wrong; send it as 'Authorization: Bearer <key>'"
+        )
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         return ((b"www-authenticate", b"Bearer"),)
@@ -124,7 +129,9 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
     def __init__(self, model: str) -> None:
-        super().__init__(f"model: no replica serves {_shown(model)}; GET /v1/models lists the models there are")
+        super().__init__(
+            f"model: no replica serves {_shown(model)}; GET /v1/models lists the models there are"
+        )
 
 
 class UnknownReplica(RequestError):
@@ -135,11 +142,14 @@ class UnknownReplica(RequestError):
     code = "replica_not_found"
 
     def __init__(self, replica_id: str) -> None:
-        super().__init__(f"replica: there is none with the id {_shown(replica_id)}; GET /replicas lists them")
+        super().__init__(
+            f"replica: there is none with the id {_shown(replica_id)}; GET /replicas lists them"
+        )
 
 
 class UnknownPath(RequestError):
-    """No endpoint of that path; the path is not repeated, since nobody knows what a client puts there."""
+    """No endpoint of that path; the path is not repeated, since nobody knows what a client puts
+    there."""
 
     status = 404
     type = "invalid_request_error"
@@ -172,7 +182,9 @@ class ReplicaExists(RequestError):
     code = "replica_exists"
 
     def __init__(self, place: str, value: str, replica_id: str) -> None:
-        super().__init__(f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; remove that one first")
+        super().__init__(
+            f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; remove that one first"
+        )
 
 
 class BodyTooLarge(RequestError):
@@ -201,16 +213,21 @@ class Overloaded(_NotNow):
     code = "overloaded"
 
     def __init__(self, limit: int, retry_after_s: int = 1) -> None:
-        super().__init__(f"the router has its limit of {limit} requests under way; try again", retry_after_s)
+        super().__init__(
+            f"the router has its limit of {limit} requests under way; try again", retry_after_s
+        )
 
 
 class NoReplica(_NotNow):
-    """Replicas serve the model, but none can take a request now. *why* counts the reasons, without a client's data."""
+    """Replicas serve the model, but none can take a request now. *why* counts the reasons, without
+    a client's data."""
 
     code = "no_replica"
 
     def __init__(self, model: str, why: str, retry_after_s: int = 1) -> None:
-        super().__init__(f"no replica can serve {_shown(model)} now: {why}; try again", retry_after_s)
+        super().__init__(
+            f"no replica can serve {_shown(model)} now: {why}; try again", retry_after_s
+        )
 
 
 class ShuttingDown(_NotNow):

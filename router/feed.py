@@ -67,7 +67,9 @@ class Feed:
         options: For all subscribers.
     """
 
-    def __init__(self, index_of: Callable[[str], PrefixIndex], options: SubscriberOptions | None = None) -> None:
+    def __init__(
+        self, index_of: Callable[[str], PrefixIndex], options: SubscriberOptions | None = None
+    ) -> None:
         self._index_of = index_of
         self._options = options or SubscriberOptions()
         self._pacer = Pacer()
@@ -100,7 +102,9 @@ class Feed:
             ValueError: The source is followed already.
         """
         if source in self._sources:
-            raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: it is followed already")
+            raise ValueError(
+                f"source {source.replica!r} rank {source.dp_rank}: it is followed already"
+            )
         index = self._index_of(model)
         feed = _SourceFeed(source, model, index, self._complain)
         subscriber = self._subscriber(endpoint, replay_endpoint, topic, feed)
@@ -142,7 +146,9 @@ class Feed:
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
         return {source: feed.statistics() for source, feed in self._sources.items()}
 
-    def _subscriber(self, endpoint: str, replay_endpoint: str | None, topic: str | None, consumer: _SourceFeed) -> Subscriber:
+    def _subscriber(
+        self, endpoint: str, replay_endpoint: str | None, topic: str | None, consumer: _SourceFeed
+    ) -> Subscriber:
         return Subscriber(
             endpoint,
             consumer,
@@ -169,7 +175,11 @@ class _SourceFeed:
     """What one subscriber hands its batches to."""
 
     def __init__(
-        self, source: SourceId, model: str, index: PrefixIndex, complain: Callable[[SourceId, KVEventsError], None]
+        self,
+        source: SourceId,
+        model: str,
+        index: PrefixIndex,
+        complain: Callable[[SourceId, KVEventsError], None],
     ) -> None:
         self.index = index
         self.state = SourceState.CONNECTING
@@ -185,7 +195,9 @@ class _SourceFeed:
 
     def start(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber
-        self._task = asyncio.get_running_loop().create_task(subscriber.run(), name=f"feed {self._source}")
+        self._task = asyncio.get_running_loop().create_task(
+            subscriber.run(), name=f"feed {self._source}"
+        )
         self._task.add_done_callback(self._on_end)
 
     def cancel(self) -> None:
@@ -212,7 +224,7 @@ class _SourceFeed:
             cleared=applied.cleared,
         )
 
-    # --- what the subscriber calls ----------------------------------------------------------------------------------------
+    # --- what the subscriber calls ----------------------------------------------------------------
 
     def apply(self, batch: Batch) -> Effect:
         result = self.index.apply(self._source, batch.payload)
@@ -222,11 +234,19 @@ class _SourceFeed:
         given_up_before, self._given_up = self._given_up, blocks.waiting()[2]
         if result.overflow or (self._given_up > given_up_before and blocks.is_incomplete):
             return Effect.INCOMPLETE
-        # A clear empties the GPU alone: what a lower tier stored or removed meanwhile stays unknown.
-        return Effect.KNOWN_AGAIN if result.cleared and not self._has_had_lower_tiers else Effect.KEPT
+        # A clear empties the GPU alone: what a lower tier stored or removed meanwhile stays
+        # unknown.
+        return (
+            Effect.KNOWN_AGAIN if result.cleared and not self._has_had_lower_tiers else Effect.KEPT
+        )
 
     def clear(self, reason: str) -> None:
-        _log.info("replica %s rank %d: start from nothing (%s)", self._source.replica, self._source.dp_rank, reason)
+        _log.info(
+            "replica %s rank %d: start from nothing (%s)",
+            self._source.replica,
+            self._source.dp_rank,
+            reason,
+        )
         self._applied.cleared += 1
         self._given_up = 0
         self.index.clear(self._source)
@@ -234,7 +254,9 @@ class _SourceFeed:
     def change(self, state: SourceState) -> None:
         is_news = state is SourceState.SUSPECT and not self._is_known_suspect
         level = logging.WARNING if is_news else logging.INFO
-        _log.log(level, "replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value)
+        _log.log(
+            level, "replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value
+        )
         self.state = state
         if state in (SourceState.SUSPECT, SourceState.LIVE):
             self._is_known_suspect = state is SourceState.SUSPECT
@@ -243,16 +265,27 @@ class _SourceFeed:
         self._complain(self._source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """A subscriber ends only when it is told to; anything else is our own mistake, and must show."""
+        """A subscriber ends only when it is told to; anything else is our own mistake, and must
+        show."""
         self.state = SourceState.DEAD
         error = None if task.cancelled() else task.exception()
         if error is not None:
             # Of our own errors alone it is known that they quote no prompt.
-            what = str(error) if isinstance(error, KVEventsError) else f"{type(error).__name__} at {_places(error)}"
-            _log.error("replica %s rank %d: no longer followed: %s", self._source.replica, self._source.dp_rank, what)
+            what = (
+                str(error)
+                if isinstance(error, KVEventsError)
+                else f"{type(error).__name__} at {_places(error)}"
+            )
+            _log.error(
+                "replica %s rank %d: no longer followed: %s",
+                self._source.replica,
+                self._source.dp_rank,
+                what,
+            )
 
 
 def _places(error: BaseException) -> str:
-    """Where an error was raised, outermost first. Without its message, which may quote what it choked on."""
+    """Where an error was raised, outermost first. Without its message, which may quote what it
+    choked on."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(f"{PurePath(frame.filename).name}:{frame.lineno}" for frame in frames)

@@ -13,7 +13,15 @@ from async_timeout import timeout
 from router.account import Account, Bookkeeper, describe
 from router.config import Secret, ServerConfig
 from router.dispatch import Dispatched, Dispatcher
-from router.errors import BadRequest, BodyTooLarge, NoReplica, Overloaded, RequestError, ShuttingDown, Unauthorized
+from router.errors import (
+    BadRequest,
+    BodyTooLarge,
+    NoReplica,
+    Overloaded,
+    RequestError,
+    ShuttingDown,
+    Unauthorized,
+)
 from router.journal import RoutedRequest
 from router.proxy import Attempt, Dialect, Proxy, ProxyRequest, client_abort, error_body
 from router.routing import Decision
@@ -27,7 +35,13 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 PROMPT_PATHS: dict[str, Endpoint] = {
     endpoint.value: endpoint
-    for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES, Endpoint.EMBEDDINGS)
+    for endpoint in (
+        Endpoint.CHAT,
+        Endpoint.COMPLETIONS,
+        Endpoint.RESPONSES,
+        Endpoint.MESSAGES,
+        Endpoint.EMBEDDINGS,
+    )
 }
 OTHER_PATHS = ("/tokenize", "/detokenize")
 PROXIED_PATHS = frozenset((*PROMPT_PATHS, *OTHER_PATHS))
@@ -38,14 +52,20 @@ KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 class ClientGone(Exception):
-    """The client closed its connection before its request was whole; nobody is there to be answered."""
+    """The client closed its connection before its request was whole; nobody is there to be
+    answered."""
 
 
 class Gateway:
     """Serves the proxied paths."""
 
     def __init__(
-        self, server: ServerConfig, session_header: str, dispatcher: Dispatcher, proxy: Proxy, books: Bookkeeper
+        self,
+        server: ServerConfig,
+        session_header: str,
+        dispatcher: Dispatcher,
+        proxy: Proxy,
+        books: Bookkeeper,
     ) -> None:
         self._server = server
         self._session_header = session_header.encode()
@@ -71,15 +91,21 @@ class Gateway:
         self._under_way += 1
         try:
             self._admit(headers)
-            body = await read_body(headers, receive, self._server.max_body_bytes, self._server.timeouts.client_body_s)
+            body = await read_body(
+                headers, receive, self._server.max_body_bytes, self._server.timeouts.client_body_s
+            )
             decision, dispatched = await self._decide(scope["path"], headers, body)
             routed = describe(scope["path"], request_id, decision, dispatched)
             self._require_replica(decision, routed)
             # Before anything else is waited for: a replica may be removed at any time.
             attempts = self._attempts(decision, request_id)
-            request = self._request(scope, await self._without_report_mode(body, dispatched), answer_headers, dialect)
+            request = self._request(
+                scope, await self._without_report_mode(body, dispatched), answer_headers, dialect
+            )
             request = request._replace(timeouts=self._timeouts_for(dispatched))
-            await self._proxy.stream(attempts, request, receive, send, Account(self._books, decision, dispatched, routed))
+            await self._proxy.stream(
+                attempts, request, receive, send, Account(self._books, decision, dispatched, routed)
+            )
         except RequestError as error:
             self._books.metrics.bad_requests.labels(error.code).inc()
             if error.status >= 500:
@@ -101,12 +127,16 @@ class Gateway:
             raise Overloaded(self._server.max_concurrent_requests)
         check_key(headers, self._server.client_api_key)
 
-    async def _decide(self, path: str, headers: dict[bytes, bytes], body: bytes) -> tuple[Decision, Dispatched | None]:
+    async def _decide(
+        self, path: str, headers: dict[bytes, bytes], body: bytes
+    ) -> tuple[Decision, Dispatched | None]:
         endpoint = PROMPT_PATHS.get(path)
         if endpoint is None:
             return await self._dispatcher.by_load(body), None
         session = headers.get(self._session_header)
-        dispatched = await self._dispatcher.dispatch(endpoint, body, session.decode("latin-1") if session else None)
+        dispatched = await self._dispatcher.dispatch(
+            endpoint, body, session.decode("latin-1") if session else None
+        )
         return dispatched.decision, dispatched
 
     def _require_replica(self, decision: Decision, routed: RoutedRequest) -> None:
@@ -116,7 +146,9 @@ class Gateway:
             self._books.journal.turned_away(routed, error.status, error.code)
             raise
 
-    def _request(self, scope: Scope, body: bytes, headers: tuple[Header, ...], dialect: Dialect) -> ProxyRequest:
+    def _request(
+        self, scope: Scope, body: bytes, headers: tuple[Header, ...], dialect: Dialect
+    ) -> ProxyRequest:
         target: bytes = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
@@ -131,7 +163,8 @@ class Gateway:
         )
 
     def _timeouts_for(self, dispatched: Dispatched | None) -> Timeouts | None:
-        """None for the proxy's own; of an answer that is not streamed the first byte comes with the last."""
+        """None for the proxy's own; of an answer that is not streamed the first byte comes with the
+        last."""
         return self._patient if dispatched is not None and not dispatched.spec.stream else None
 
     async def _without_report_mode(self, body: bytes, dispatched: Dispatched | None) -> bytes:
@@ -144,18 +177,25 @@ class Gateway:
 
     def _attempts(self, decision: Decision, request_id: bytes) -> Sequence[Attempt]:
         return [
-            self._attempt(decision, ranked.candidate.replica_id, ranked.candidate.dp_rank, request_id)
+            self._attempt(
+                decision, ranked.candidate.replica_id, ranked.candidate.dp_rank, request_id
+            )
             for ranked in decision.ranking.ranked
         ]
 
-    def _attempt(self, decision: Decision, replica_id: str, dp_rank: int | None, request_id: bytes) -> Attempt:
+    def _attempt(
+        self, decision: Decision, replica_id: str, dp_rank: int | None, request_id: bytes
+    ) -> Attempt:
         replica = self._books.replicas.get(replica_id)
         hit = decision.hit_of(replica_id)
         return Attempt(
             replica_id=replica_id,
             origin=replica.origin,
             request_headers=self._request_headers(replica.headers, dp_rank, request_id),
-            response_headers=((b"x-kv-replica", replica_id.encode()), (b"x-kv-hit-tokens", b"%d" % hit.total)),
+            response_headers=(
+                (b"x-kv-replica", replica_id.encode()),
+                (b"x-kv-hit-tokens", b"%d" % hit.total),
+            ),
         )
 
     def _request_headers(
@@ -170,7 +210,8 @@ class Gateway:
 
 
 async def _cut(scope: Scope) -> None:
-    """End a request that outlived the time for shutting down; its client must see that something is missing."""
+    """End a request that outlived the time for shutting down; its client must see that something is
+    missing."""
     abort = client_abort(scope)
     if abort is not None:
         abort()
@@ -179,7 +220,8 @@ async def _cut(scope: Scope) -> None:
 
 
 def check_key(headers: dict[bytes, bytes], expected: Secret | None) -> None:
-    """Raises `Unauthorized` unless the request carries the key, as a bearer token or in Anthropic's `x-api-key`."""
+    """Raises `Unauthorized` unless the request carries the key, as a bearer token or in Anthropic's
+    `x-api-key`."""
     if expected is None:
         return
     given = headers.get(b"authorization", b"")
@@ -188,7 +230,9 @@ def check_key(headers: dict[bytes, bytes], expected: Secret | None) -> None:
         raise Unauthorized
 
 
-async def read_body(headers: dict[bytes, bytes], receive: Receive, limit_bytes: int, timeout_s: float) -> bytes:
+async def read_body(
+    headers: dict[bytes, bytes], receive: Receive, limit_bytes: int, timeout_s: float
+) -> bytes:
     """The whole body of a request.
 
     Raises:
@@ -227,10 +271,17 @@ async def _read_rest(message: Message, receive: Receive, limit_bytes: int) -> by
         message = await receive()
 
 
-async def send_error(send: Send, error: RequestError, headers: Sequence[Header], dialect: Dialect = Dialect.OPENAI) -> None:
+async def send_error(
+    send: Send, error: RequestError, headers: Sequence[Header], dialect: Dialect = Dialect.OPENAI
+) -> None:
     """Answer with an error, in the form the client's SDK understands."""
     body = error_body(dialect, str(error), error.type, error.code)
-    start = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers, *error.headers()]
+    start = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *headers,
+        *error.headers(),
+    ]
     await send({"type": "http.response.start", "status": error.status, "headers": start})
     await send({"type": "http.response.body", "body": body})
 

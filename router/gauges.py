@@ -1,6 +1,8 @@
-"""What an engine's own metrics say about its load: the few gauges that matter, read from Prometheus text.
+"""What an engine's own metrics say about its load: the few gauges that matter, read from Prometheus
+text.
 
-Names by engine: vLLM's `vllm:*` (older versions say `gpu_cache_usage_perc` for `kv_cache_usage_perc`), SGLang's `sglang:*`.
+Names by engine: vLLM's `vllm:*` (older versions say `gpu_cache_usage_perc` for
+`kv_cache_usage_perc`), SGLang's `sglang:*`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ class EngineGauges(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     kv_cache_usage: float | None
-    """Share of KV blocks that running requests hold, of the fullest rank; None if it does not say."""
+    """Share of KV blocks that running requests hold, of the fullest rank; None if it does not
+    say."""
 
 
 def parse_gauges(text: bytes) -> EngineGauges | None:
-    """Read the gauges; None if *text* has no count of running requests. Never raises, whatever *text* is."""
+    """Read the gauges; None if *text* has no count of running requests. Never raises, whatever
+    *text* is."""
     values: dict[bytes, list[float]] = {}
     for name, value in _samples(text):
         values.setdefault(name, []).append(value)
@@ -41,7 +45,9 @@ def parse_gauges(text: bytes) -> EngineGauges | None:
         return None
     usage = _first(values, _USAGE)
     waiting = _first(values, _WAITING)
-    return EngineGauges(int(sum(running)), int(sum(waiting)), min(max(usage), 1.0) if usage else None)
+    return EngineGauges(
+        int(sum(running)), int(sum(waiting)), min(max(usage), 1.0) if usage else None
+    )
 
 
 def _samples(text: bytes) -> Iterator[tuple[bytes, float]]:

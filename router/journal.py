@@ -1,6 +1,7 @@
 """The requests routed last, each with what was predicted and what became of it.
 
-Bounded, and without anything of a prompt but its length: who reads the journal may see where requests went, not what they said.
+Bounded, and without anything of a prompt but its length: who reads the journal may see where
+requests went, not what they said.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     stream: bool
     prompt_tokens: int
     unknown: str | None
-    """Why the prompt is not known in full: one of the reasons of `kvroute_untokenized_prompts_total`."""
+    """Why the prompt is not known in full: one of the reasons of
+    `kvroute_untokenized_prompts_total`."""
 
     number: int = 0
     change: int = 0
@@ -97,7 +99,10 @@ class Journal:
     """
 
     def __init__(
-        self, max_requests: int = MAX_REQUESTS, clock: Callable[[], float] = time.time, minute: Minute | None = None
+        self,
+        max_requests: int = MAX_REQUESTS,
+        clock: Callable[[], float] = time.time,
+        minute: Minute | None = None,
     ) -> None:
         self.minute = minute or Minute()
         self.started_at = clock()
@@ -150,7 +155,9 @@ class Journal:
 
     def since(self, change: int, limit: int = MAX_REQUESTS) -> list[RoutedRequest]:
         """What changed after *change*, the latest first, at most *limit* of it."""
-        return list(islice(takewhile(lambda request: request.change > change, self._latest()), limit))
+        return list(
+            islice(takewhile(lambda request: request.change > change, self._latest()), limit)
+        )
 
     def statistics(self) -> JournalStatistics:
         return JournalStatistics(len(self._held), self._requests, self._changes)

@@ -1,7 +1,9 @@
-"""What this router has in flight at each replica: prompt tokens until the first answer token, then decoding requests.
+"""What this router has in flight at each replica: prompt tokens until the first answer token, then
+decoding requests.
 
-Each request is accounted for by one `InFlight`, whose steps may come in any order, repeat, or not come at all; after `ended`
-everything it had added is gone. So the sums return to exactly zero whatever way a request takes.
+Each request is accounted for by one `InFlight`, whose steps may come in any order, repeat, or not
+come at all; after `ended` everything it had added is gone. So the sums return to exactly zero
+whatever way a request takes.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ class LoadStatistics:
 
 
 class LoadTracker:
-    """The sums by replica. Memory is bounded by what is in flight: a replica without requests has no entry."""
+    """The sums by replica. Memory is bounded by what is in flight: a replica without requests has
+    no entry."""
 
     def __init__(self) -> None:
         self._loads: dict[str, _Sums] = {}
         self._in_flight = self._started = self._retried = 0
 
     def started(self, replica_id: str, uncached_tokens: int, prompt_tokens: int) -> InFlight:
-        """A request is about to be sent; call `InFlight.ended` when it is over, or use the result in a `with` statement.
+        """A request is about to be sent; call `InFlight.ended` when it is over, or use the result
+        in a `with` statement.
 
         Args:
             replica_id: Where it goes.
@@ -106,11 +110,21 @@ class _Phase(Enum):
 
 
 class InFlight:
-    """One request's share of the sums. Every step may be repeated; after `ended` each does nothing."""
+    """One request's share of the sums. Every step may be repeated; after `ended` each does
+    nothing."""
 
-    __slots__ = ("_context_tokens", "_phase", "_prompt_tokens", "_tracker", "_uncached_tokens", "replica_id")
+    __slots__ = (
+        "_context_tokens",
+        "_phase",
+        "_prompt_tokens",
+        "_tracker",
+        "_uncached_tokens",
+        "replica_id",
+    )
 
-    def __init__(self, tracker: LoadTracker, replica_id: str, uncached_tokens: int, prompt_tokens: int) -> None:
+    def __init__(
+        self, tracker: LoadTracker, replica_id: str, uncached_tokens: int, prompt_tokens: int
+    ) -> None:
         self.replica_id = replica_id
         self._tracker = tracker
         self._prompt_tokens = prompt_tokens
@@ -151,7 +165,12 @@ class InFlight:
     def __enter__(self) -> InFlight:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.ended()
 
     def _enter_prefill(self, uncached_tokens: int) -> None:
@@ -176,4 +195,9 @@ class _Sums:
     context_tokens: int = 0
 
     def snapshot(self) -> ReplicaLoad:
-        return ReplicaLoad(self.prefilling_requests, self.prefill_tokens, self.decoding_requests, self.context_tokens)
+        return ReplicaLoad(
+            self.prefilling_requests,
+            self.prefill_tokens,
+            self.decoding_requests,
+            self.context_tokens,
+        )

@@ -1,8 +1,9 @@
 """Every metric of the router, on a registry passed in. All names begin with `kvroute_`.
 
-Counters and histograms are written as things happen. Gauges are read at a scrape, from the statistics of the parts: the event
-loop takes a snapshot of plain numbers, and a thread turns it into text, so that no stream waits for a scrape. Labels are models
-and replicas of the configuration or the registry, and words of this file; nothing a client sends becomes a label.
+Counters and histograms are written as things happen. Gauges are read at a scrape, from the
+statistics of the parts: the event loop takes a snapshot of plain numbers, and a thread turns it
+into text, so that no stream waits for a scrape. Labels are models and replicas of the configuration
+or the registry, and words of this file; nothing a client sends becomes a label.
 """
 
 from __future__ import annotations
@@ -20,8 +21,41 @@ _Key = TypeVar("_Key", bound=tuple[str, ...])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_ROUTING_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+    600,
+)
+_ROUTING_SECONDS = (
+    0.00005,
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1,
+)
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 
 
@@ -71,7 +105,9 @@ class RouterMetrics:
             ("model", "replica", "policy", "status"),
             registry=registry,
         )
-        self.ends = Counter("kvroute_request_ends", "Requests by the way they ended.", ("end",), registry=registry)
+        self.ends = Counter(
+            "kvroute_request_ends", "Requests by the way they ended.", ("end",), registry=registry
+        )
         self.first_byte = Histogram(
             "kvroute_time_to_first_byte_seconds",
             "From the request's arrival to the first byte of its answer.",
@@ -80,7 +116,11 @@ class RouterMetrics:
             registry=registry,
         )
         self.total = Histogram(
-            "kvroute_request_seconds", "From the request's arrival to its end.", ("model",), buckets=_SECONDS, registry=registry
+            "kvroute_request_seconds",
+            "From the request's arrival to its end.",
+            ("model",),
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.routing = Histogram(
             "kvroute_routing_seconds",
@@ -97,7 +137,10 @@ class RouterMetrics:
             registry=registry,
         )
         self.retries = Counter(
-            "kvroute_retries", "Attempts that failed and went to the next replica.", ("replica", "reason"), registry=registry
+            "kvroute_retries",
+            "Attempts that failed and went to the next replica.",
+            ("replica", "reason"),
+            registry=registry,
         )
         self.predicted = Counter(
             "kvroute_predicted_cached_tokens",
@@ -125,7 +168,10 @@ class RouterMetrics:
             registry=registry,
         )
         self.bad_requests = Counter(
-            "kvroute_rejected_requests", "Requests the router itself refused, by error code.", ("code",), registry=registry
+            "kvroute_rejected_requests",
+            "Requests the router itself refused, by error code.",
+            ("code",),
+            registry=registry,
         )
         self.report_modes = Counter(
             "kvroute_stripped_report_modes",
@@ -143,7 +189,9 @@ class RouterMetrics:
 
     def forget(self, label: str, value: str) -> None:
         """Drop every series with this label: of a replica, or a model, that is gone for good."""
-        for metric in (metric for metric in vars(self).values() if isinstance(metric, (Counter, Histogram))):
+        for metric in (
+            metric for metric in vars(self).values() if isinstance(metric, (Counter, Histogram))
+        ):
             if label not in metric._labelnames:
                 continue
             place = metric._labelnames.index(label)
@@ -159,11 +207,21 @@ class RouterMetrics:
         return generate_latest(self._registry)
 
 
-def gauge(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]) -> Family:
+def gauge(
+    name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]
+) -> Family:
     """A gauge from values by label."""
     return Family(name, help_text, labels, [Sample(key, value) for key, value in values.items()])
 
 
-def counter(name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]) -> Family:
+def counter(
+    name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]
+) -> Family:
     """A counter that another part keeps, from values by label."""
-    return Family(name, help_text, labels, [Sample(key, value) for key, value in values.items()], is_counter=True)
+    return Family(
+        name,
+        help_text,
+        labels,
+        [Sample(key, value) for key, value in values.items()],
+        is_counter=True,
+    )

@@ -24,7 +24,8 @@ FetchForModel: TypeAlias = Callable[[str, str, bytes], Awaitable[tuple[int, byte
 """`(model, path, body) -> (status, body)`: asks some replica that serves the model."""
 
 MAX_NAMES = 16_384
-"""Bound on names of models and adapters: a replica's answer must not grow the router without end."""
+"""Bound on names of models and adapters: a replica's answer must not grow the router without
+end."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ class _Meaning(NamedTuple):
 
 
 class ModelSet:
-    """Models by name. Configured ones stay; others appear when a replica says that it serves them."""
+    """Models by name. Configured ones stay; others appear when a replica says that it serves
+    them."""
 
     def __init__(
         self,
@@ -66,7 +68,8 @@ class ModelSet:
         fetch: FetchForModel,
         make_index: Callable[[], PrefixIndex] = PrefixIndex,
     ) -> None:
-        """Load the tokenizers of all configured models; each model gets an index of its own from *make_index*.
+        """Load the tokenizers of all configured models; each model gets an index of its own from
+        *make_index*.
 
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
@@ -75,7 +78,11 @@ class ModelSet:
         self._make_index = make_index
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
-        problems = [problem for index, config in enumerate(configured) if (problem := self._add_configured(index, config))]
+        problems = [
+            problem
+            for index, config in enumerate(configured)
+            if (problem := self._add_configured(index, config))
+        ]
         if problems:
             raise ConfigError(problems)
         self._configured = frozenset(self._names)
@@ -105,25 +112,31 @@ class ModelSet:
         return ModelName(self._models[found.base], found.adapter)
 
     def discover(self, name: str, parent: str | None = None) -> Model | None:
-        """A replica serves *name*, as an adapter of *parent* if that is given; None if there are too many already."""
+        """A replica serves *name*, as an adapter of *parent* if that is given; None if there are
+        too many already."""
         if name in self._names:
             return self._models[self._names[name].base]
         if len(self._names) >= MAX_NAMES:
             return None
         base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
-            self._models[base] = Model(base, Tokenization(remote=self._remote(base)), index=self._make_index())
+            self._models[base] = Model(
+                base, Tokenization(remote=self._remote(base)), index=self._make_index()
+            )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
         return self._models[base]
 
     def forget_all_but(self, served: Container[str]) -> list[str]:
-        """Let go of what no configuration names and no replica serves any more: adapters come and go.
+        """Let go of what no configuration names and no replica serves any more: adapters come and
+        go.
 
         Returns:
             The base models that are gone, with their indexes.
         """
-        unserved = [name for name in self._names if name not in self._configured and name not in served]
+        unserved = [
+            name for name in self._names if name not in self._configured and name not in served
+        ]
         for name in unserved:
             if self._names[name].adapter is not None:
                 del self._names[name]
@@ -145,11 +158,15 @@ class ModelSet:
 
     def _add_configured(self, index: int, config: ModelConfig) -> Problem | None:
         try:
-            tokenization = Tokenization(local=_local_tokenizer(config), remote=self._remote(config.name))
+            tokenization = Tokenization(
+                local=_local_tokenizer(config), remote=self._remote(config.name)
+            )
         except ModelFilesError as error:
             return Problem(f"models[{index}]", str(error))
         hints = config.layout.to_hints()
-        self._models[config.name] = Model(config.name, tokenization, config.aliases, hints, self._make_index())
+        self._models[config.name] = Model(
+            config.name, tokenization, config.aliases, hints, self._make_index()
+        )
         for name in (config.name, *config.aliases):
             self._names[name] = _Meaning(config.name)
         for adapter in config.lora_adapters:
@@ -166,7 +183,9 @@ class ModelSet:
 def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
     if config.tokenized_at_replica:
         return None
-    return LocalTokenizer(read_model_files(Path(config.tokenizer)), chat=_chat_settings(config.chat_template))
+    return LocalTokenizer(
+        read_model_files(Path(config.tokenizer)), chat=_chat_settings(config.chat_template)
+    )
 
 
 def _chat_settings(template: str | None) -> ChatSettings | None:

@@ -1,6 +1,8 @@
-"""The router at a glance, as plain data: the last minute, and of each replica what a person looks for first.
+"""The router at a glance, as plain data: the last minute, and of each replica what a person looks
+for first.
 
-`/replicas` says all of it; asked once a second by every open page, that would be a megabyte for some hundred replicas.
+`/replicas` says all of it; asked once a second by every open page, that would be a megabyte for
+some hundred replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def overview_answer(service: RouterService) -> dict[str, Any]:
         "under_way": service.under_way,
         "minute": _minute(service.journal.minute),
         "models": sorted({model for view in views for model in view.models})[:MAX_MODELS],
-        "replicas": [_replica(view, statistics, feeds, disagreements.get(view.id, 0)) for view in views],
+        "replicas": [
+            _replica(view, statistics, feeds, disagreements.get(view.id, 0)) for view in views
+        ],
     }
 
 
@@ -57,7 +61,11 @@ def _replica(
 ) -> dict[str, Any]:
     """One replica; blocks are summed over its ranks."""
     sources = [_source(view.id, source, statistics, feeds) for source in view.sources]
-    found = [known for source in view.sources if (known := statistics.get(SourceId(view.id, source.dp_rank))) is not None]
+    found = [
+        known
+        for source in view.sources
+        if (known := statistics.get(SourceId(view.id, source.dp_rank))) is not None
+    ]
     return {
         "id": view.id,
         "url": view.url,
@@ -67,7 +75,9 @@ def _replica(
         "serves": len(view.models),
         "requests": view.load.requests,
         "prefill_tokens": view.load.prefill_tokens,
-        "gauges": None if view.gauges is None else [view.gauges.running, view.gauges.waiting, view.gauges.kv_cache_usage],
+        "gauges": None
+        if view.gauges is None
+        else [view.gauges.running, view.gauges.waiting, view.gauges.kv_cache_usage],
         "sources_configured": view.sources_configured,
         "sources": msgspec.to_builtins(sources),
         "groups": _groups(found),
@@ -82,7 +92,10 @@ def _source(
     statistics: Mapping[SourceId, SourceStatistics],
     feeds: Mapping[SourceId, SourceFeedStatistics],
 ) -> SourceGlance:
-    feed, known = feeds.get(SourceId(replica_id, source.dp_rank)), statistics.get(SourceId(replica_id, source.dp_rank))
+    feed, known = (
+        feeds.get(SourceId(replica_id, source.dp_rank)),
+        statistics.get(SourceId(replica_id, source.dp_rank)),
+    )
     return glance(source.dp_rank, feed, known)
 
 
@@ -91,7 +104,10 @@ def _groups(found: Iterable[SourceStatistics]) -> list[dict[str, Any]]:
     layout = next((known.layout for known in found if known.layout is not None), None)
     if layout is None:
         return []
-    return [{"kind": group.kind.value, "reach": group.sliding_window or group.attention_chunk_size} for group in layout.groups]
+    return [
+        {"kind": group.kind.value, "reach": group.sliding_window or group.attention_chunk_size}
+        for group in layout.groups
+    ]
 
 
 def _blocks(found: Iterable[SourceStatistics]) -> list[tuple[int, str, int]]:

@@ -1,7 +1,7 @@
 """The live page: the files of `static/`, and the headers that bind a browser to them.
 
-The page comes from this process alone, so it works where no other server can be reached. It needs no key, since it holds
-nothing; what it shows it asks of endpoints that do.
+The page comes from this process alone, so it works where no other server can be reached. It needs
+no key, since it holds nothing; what it shows it asks of endpoints that do.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from fastapi import FastAPI, Response
 from router.errors import UnknownPath
 
 HEADERS = {
-    # Names of models and replicas come from elsewhere. They are put into the page as text; and were one ever taken for HTML,
-    # the browser would neither run nor load anything of it, and refuse to parse it in the first place (trusted types).
+    # Names of models and replicas come from elsewhere. They are put into the page as text; and were
+    # one ever taken for HTML, the browser would neither run nor load anything of it, and refuse to
+    # parse it in the first place (trusted types).
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -61,7 +62,11 @@ def add_page(app: FastAPI) -> None:
 
 def _load() -> dict[str, _File]:
     """All files of the page by name."""
-    found = [file for file in files("router").joinpath("static").iterdir() if _suffix(file.name) in _TYPES]
+    found = [
+        file
+        for file in files("router").joinpath("static").iterdir()
+        if _suffix(file.name) in _TYPES
+    ]
     return {file.name: _File(_TYPES[_suffix(file.name)], file.read_bytes()) for file in found}
 
 

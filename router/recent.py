@@ -1,12 +1,14 @@
 """Which prefixes were just sent where: a guess that holds until the engines' events tell.
 
-Between the moment a prompt is sent and the first event about its blocks lies its whole prefill. Without a memory of its own,
-the router would spread a burst of equal prompts over all replicas, and each would compute the same prefix.
+Between the moment a prompt is sent and the first event about its blocks lies its whole prefill.
+Without a memory of its own, the router would spread a burst of equal prompts over all replicas, and
+each would compute the same prefix.
 
-A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So what is live of a replica is
-closed under taking prefixes, and how far a prompt goes is found by bisection: 13 look-ups for 8,192 keys.
-Two generations make forgetting free: entries are written to the young one, and after the time to live the old one is thrown
-away whole. Each entry carries its own expiry, so the answer is exact although memory is given back in lumps.
+A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So
+what is live of a replica is closed under taking prefixes, and how far a prompt goes is found by
+bisection: 13 look-ups for 8,192 keys. Two generations make forgetting free: entries are written to
+the young one, and after the time to live the old one is thrown away whole. Each entry carries its
+own expiry, so the answer is exact although memory is given back in lumps.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class RecentStatistics:
 
 
 class RecentPrefixes:
-    """Remembers prefix keys by replica. No clock of its own: *now* is seconds on any clock that never goes back.
+    """Remembers prefix keys by replica. No clock of its own: *now* is seconds on any clock that
+    never goes back.
 
     Args:
         ttl_s: How long an entry counts. A few seconds: prefill and the event's way here.
@@ -42,7 +45,9 @@ class RecentPrefixes:
 
     def __init__(self, ttl_s: float = 5.0, max_entries: int = 262_144) -> None:
         if not ttl_s > 0 or max_entries < 1:
-            raise ValueError(f"recent: ttl_s {ttl_s} must be above 0 and max_entries {max_entries} at least 1")
+            raise ValueError(
+                f"recent: ttl_s {ttl_s} must be above 0 and max_entries {max_entries} at least 1"
+            )
         self._ttl_s = ttl_s
         self._max_entries = max_entries
         self._young: _Generation = {}
@@ -58,18 +63,23 @@ class RecentPrefixes:
             self._young.setdefault(replica, {}).update(zip(fitting, repeat(now + self._ttl_s)))
 
     def match(self, keys: Sequence[int], step: int, now: float) -> dict[str, int]:
-        """How many leading tokens of a prompt were recently sent to each replica; replicas with none are left out.
+        """How many leading tokens of a prompt were recently sent to each replica; replicas with
+        none are left out.
 
         Args:
-            keys: The prompt's keys at every multiple of *step* tokens, of the key space that `remember` was given. Use one
-                step for all prompts of a model: a prompt is found only where its own first key was remembered.
+            keys: The prompt's keys at every multiple of *step* tokens, of the key space that
+                `remember` was given. Use one step for all prompts of a model: a prompt is found
+                only where its own first key was remembered.
             step: Tokens from one key to the next.
             now: Seconds, on the clock of `remember`.
         """
         self._rotate(now)
         if not keys:
             return {}
-        found = {replica: self._live_keys(replica, keys, now) for replica in self._young.keys() | self._old.keys()}
+        found = {
+            replica: self._live_keys(replica, keys, now)
+            for replica in self._young.keys() | self._old.keys()
+        }
         return {replica: count * step for replica, count in found.items() if count}
 
     def forget(self, replica: str) -> None:
@@ -115,7 +125,8 @@ class RecentPrefixes:
         self._rotate_at = now + self._ttl_s
 
     def _fit(self, keys: Sequence[int]) -> Sequence[int]:
-        """As many leading *keys* as there is room for, after the old generation was given up for them."""
+        """As many leading *keys* as there is room for, after the old generation was given up for
+        them."""
         room = self._max_entries - _size(self._young) - _size(self._old)
         if len(keys) <= room:
             return keys

@@ -1,8 +1,11 @@
-"""Recorded event streams: JSON lines, plain or gzip, one header and then frames and queries in the order they happened.
+"""Recorded event streams: JSON lines, plain or gzip, one header and then frames and queries in the
+order they happened.
 
-- The header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle`, and whatever else the recorder noted.
+- The header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle`, and whatever else the
+  recorder noted.
 - `{"frame": base64}`: the third frame of a message, as the publisher sent it.
-- `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: now the engine would reuse n tokens of this prompt.
+- `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: now the engine would reuse n
+  tokens of this prompt.
 """
 
 from __future__ import annotations
@@ -59,19 +62,23 @@ class Header(msgspec.Struct):
         )
 
     def _is_recent_vllm(self) -> bool:
-        """False for vLLM before 0.32, whose EAGLE look-ups end a token earlier; no event tells the version."""
+        """False for vLLM before 0.32, whose EAGLE look-ups end a token earlier; no event tells the
+        version."""
         version = re.match(r"vllm (\d+)\.(\d+)", self.source or "")
         return version is None or tuple(map(int, version.groups())) >= (0, 32)
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
         try:
-            return tuple(group_from_spec(index, _known(spec)) for index, spec in enumerate(self.groups))
+            return tuple(
+                group_from_spec(index, _known(spec)) for index, spec in enumerate(self.groups)
+            )
         except LayoutError as error:
             raise RecordingError(f"line 1, header: {error}") from None
 
 
 def _known(spec: GroupSpec) -> GroupSpec:
-    """vLLM names a group `unknown` that is scratch space of a request: nothing of it is ever shared."""
+    """vLLM names a group `unknown` that is scratch space of a request: nothing of it is ever
+    shared."""
     return msgspec.structs.replace(spec, kind="not_cached") if spec.kind == "unknown" else spec
 
 
@@ -122,7 +129,9 @@ class RecordingReader:
             self.header: Header = _header_decoder.decode(self._file.readline(MAX_LINE_BYTES))
         except (*_UNREADABLE, *_DAMAGED) as error:
             self._file.close()
-            raise RecordingError(f"{path.name}, line 1: no header of a recording ({error})") from None
+            raise RecordingError(
+                f"{path.name}, line 1: no header of a recording ({error})"
+            ) from None
 
     def __enter__(self) -> RecordingReader:
         return self
@@ -139,7 +148,9 @@ class RecordingReader:
         try:
             return self._file.readline(MAX_LINE_BYTES)
         except _DAMAGED as error:
-            raise RecordingError(f"line {self.line + 1}: the file is cut off or damaged ({error})") from None
+            raise RecordingError(
+                f"line {self.line + 1}: the file is cut off or damaged ({error})"
+            ) from None
 
     def _record(self, raw: bytes) -> Record:
         try:
@@ -149,7 +160,9 @@ class RecordingReader:
         except _UNREADABLE as error:
             raise RecordingError(f"line {self.line}: {error}") from None
         if line.query is None or line.hit is None:
-            raise RecordingError(f"line {self.line}: a line has either `frame`, or `query` and `hit`")
+            raise RecordingError(
+                f"line {self.line}: a line has either `frame`, or `query` and `hit`"
+            )
         return Query(line.query, line.hit, line.salt, line.lora, line.extra_keys)
 
 

@@ -1,4 +1,5 @@
-"""Feeds a recording to the index and holds every prediction against what the engine really reused."""
+"""Feeds a recording to the index and holds every prediction against what the engine really
+reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The decision: a tokenised request and everything known of the replicas in, a ranking with hits and reasons out."""
+"""The decision: a tokenised request and everything known of the replicas in, a ranking with hits
+and reasons out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from router.scoring import Candidate, Policy, Ranking, RouteRequest, rank
 from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
-"""Tokens between two keys of the short memory of what was sent where; one step for all, as it asks for."""
+"""Tokens between two keys of the short memory of what was sent where; one step for all, as it asks
+for."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
 
@@ -50,8 +52,9 @@ class Decision:
     seconds: float
 
     def uncached_tokens(self, replica_id: str) -> int:
-        """Prompt tokens that the replica will have to compute. What it is computing for another request, it need not again:
-        counted twice, a burst of equal prompts would look like a queue and scatter."""
+        """Prompt tokens that the replica will have to compute. What it is computing for another
+        request, it need not again: counted twice, a burst of equal prompts would look like a queue
+        and scatter."""
         reused = max(self.hits[replica_id].total, self.recent_tokens.get(replica_id, 0))
         return max(self.prompt_tokens - reused, 0)
 
@@ -111,7 +114,16 @@ class RoutePlanner:
             candidates.append(self._candidate(replica, hit, recent.get(replica.id, 0)))
         ranking = rank(self._policy, request, candidates)
         seconds = seconds_before + time.perf_counter() - started
-        return Decision(request.model, self._policy_name, request.prompt_tokens, ranking, hits, recent, keys, seconds)
+        return Decision(
+            request.model,
+            self._policy_name,
+            request.prompt_tokens,
+            ranking,
+            hits,
+            recent,
+            keys,
+            seconds,
+        )
 
     def remember(self, decision: Decision, replica_id: str) -> None:
         """The request is on its way to this replica: its prefixes will be there soon."""
@@ -172,7 +184,8 @@ def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Prompt]:
     """Prompts ready for matching; those whose ids are not known are left out.
 
-    Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a thread.
+    Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a
+    thread.
     """
     prompts = [
         index.prompt(found.token_ids, found.lora_name, found.cache_salt, found.extra_keys)

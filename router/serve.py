@@ -1,4 +1,5 @@
-"""Runs the application under uvicorn until a signal: refuses what is new, finishes what runs, and ends with 0."""
+"""Runs the application under uvicorn until a signal: refuses what is new, finishes what runs, and
+ends with 0."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _SWITCH_INTERVAL_S = 0.0005
-"""A thread that renders metrics or tokenises keeps the event loop, and with it every stream, waiting for so long each time it
-wants to go on. With Python's own 5 ms, the slowest 5 % of the tokens come 12 ms late; with this, 1 ms."""
+"""A thread that renders metrics or tokenises keeps the event loop, and with it every stream,
+waiting for so long each time it wants to go on. With Python's own 5 ms, the slowest 5 % of the
+tokens come 12 ms late; with this, 1 ms."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with an eye on its clients, and without its way with signals: it would raise them again when it is done."""
+    """uvicorn with an eye on its clients, and without its way with signals: it would raise them
+    again when it is done."""
 
     signals = 0
 
@@ -108,7 +111,8 @@ def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = PrefixInde
 
 
 def _stop(server: _Server, service: RouterService) -> None:
-    """The first signal lets requests finish, the second one cuts them, the third one leaves everything as it is."""
+    """The first signal lets requests finish, the second one cuts them, the third one leaves
+    everything as it is."""
     server.signals += 1
     server.should_exit = service.gateway.is_shutting_down = True
     server.force_exit = server.signals > 2
@@ -119,10 +123,14 @@ def _stop(server: _Server, service: RouterService) -> None:
 
 def _uvicorn_config(service: RouterService, config: RouterConfig) -> uvicorn.Config:
     timeouts = config.server.timeouts
-    limits = ClientLimits(config.server.max_header_bytes, timeouts.client_body_s, timeouts.client_stall_s)
+    limits = ClientLimits(
+        config.server.max_header_bytes, timeouts.client_body_s, timeouts.client_stall_s
+    )
     return uvicorn.Config(
         RouterApp(service),
-        http=guarded_protocol(limits, lambda refusal: service.metrics.bad_requests.labels(refusal).inc()),
+        http=guarded_protocol(
+            limits, lambda refusal: service.metrics.bad_requests.labels(refusal).inc()
+        ),
         interface="asgi3",
         ws="none",
         proxy_headers=False,
@@ -144,7 +152,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError([Problem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]) from error
+        raise ConfigError(
+            [Problem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]
+        ) from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener
@@ -155,7 +165,8 @@ def _in_url(host: str) -> str:
 
 
 def _exempt_from_collection() -> None:
-    """Let the garbage collector pass over what is there now and will stay: modules, tokenizers, configuration.
+    """Let the garbage collector pass over what is there now and will stay: modules, tokenizers,
+    configuration.
 
     It stops every stream while it looks through them, for 50 ms and more each time.
     """
@@ -171,7 +182,8 @@ def _set_up_logging(config: RouterConfig) -> None:
 
 
 def _allow_open_files() -> None:
-    """Take all the sockets the system grants: a stream needs two, and shells often start with 1024 files."""
+    """Take all the sockets the system grants: a stream needs two, and shells often start with 1024
+    files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

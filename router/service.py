@@ -30,7 +30,14 @@ from router.metrics import RouterMetrics
 from router.models import Model, ModelSet
 from router.proxy import Proxy, ProxySettings
 from router.recent import RecentPrefixes
-from router.replicas import EventSource, Replica, ReplicaRegistry, ReplicaState, ServedModels, UpstreamFetch
+from router.replicas import (
+    EventSource,
+    Replica,
+    ReplicaRegistry,
+    ReplicaState,
+    ServedModels,
+    UpstreamFetch,
+)
 from router.routing import RoutePlanner
 from router.scoring import PolicySettings, make_policy
 from router.tokenizer_check import TokenizerCheck
@@ -43,7 +50,8 @@ _JSON = ((b"content-type", b"application/json"),)
 
 
 class RouterService:
-    """One router. Make it anywhere; everything runs between `start` and `stop`, on one event loop."""
+    """One router. Make it anywhere; everything runs between `start` and `stop`, on one event
+    loop."""
 
     def __init__(
         self,
@@ -61,24 +69,35 @@ class RouterService:
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.load = LoadTracker()
         self.recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
-        self.upstream = UpstreamClient(PoolLimits(max_connections=config.server.max_upstream_connections))
+        self.upstream = UpstreamClient(
+            PoolLimits(max_connections=config.server.max_upstream_connections)
+        )
         self.models = ModelSet(config.models, self._ask_for_tokens, make_index)
         self.feed = Feed(lambda name: self.models.index_of(name), _subscriber_options(config))
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
-        self.registry = ReplicaRegistry(UpstreamFetch(self.upstream), config.health, self.load, listener=self)
+        self.registry = ReplicaRegistry(
+            UpstreamFetch(self.upstream), config.health, self.load, listener=self
+        )
         self.tokenizer_check = TokenizerCheck(self._ask)
         policy = make_policy(config.policy.name, _policy_settings(config))
         self.planner = RoutePlanner(
-            policy, config.policy.name, self.load, self.recent, self.feed.is_suspect, config.health.gauges_stale_after_s
+            policy,
+            config.policy.name,
+            self.load,
+            self.recent,
+            self.feed.is_suspect,
+            config.health.gauges_stale_after_s,
         )
         self.dispatcher = Dispatcher(self.models, self.registry, self.planner, self.metrics)
         self.proxy = Proxy(self.upstream, _proxy_settings(config))
         self.journal = Journal()
         self.books = Bookkeeper(self.load, self.metrics, self.planner, self.registry, self.journal)
-        self.gateway = Gateway(config.server, config.policy.session_header, self.dispatcher, self.proxy, self.books)
+        self.gateway = Gateway(
+            config.server, config.policy.session_header, self.dispatcher, self.proxy, self.books
+        )
 
-    # --- life -------------------------------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Take up the configured replicas."""
@@ -106,13 +125,15 @@ class RouterService:
         finally:
             await self.stop()
 
-    # --- what the API asks ------------------------------------------------------------------------------------------------
+    # --- what the API asks ------------------------------------------------------------------------
 
     def why_not_ready(self) -> str | None:
         """None if some replica can take requests now."""
         if self.gateway.is_shutting_down:
             return "the router is shutting down"
-        healthy = [replica for replica in self.registry.replicas() if replica.state is ReplicaState.HEALTHY]
+        healthy = [
+            replica for replica in self.registry.replicas() if replica.state is ReplicaState.HEALTHY
+        ]
         if not healthy:
             return f"none of {len(self.registry.replicas())} replicas is healthy"
         if not any(replica.served.models for replica in healthy):
@@ -122,7 +143,9 @@ class RouterService:
     def served_names(self) -> list[str]:
         """Names of models and adapters that some healthy replica serves."""
         healthy = [replica for replica in self.registry.replicas() if replica.is_healthy]
-        return [name for name in self.models.names() if any(replica.serves(name) for replica in healthy)]
+        return [
+            name for name in self.models.names() if any(replica.serves(name) for replica in healthy)
+        ]
 
     @property
     def under_way(self) -> int:
@@ -131,22 +154,28 @@ class RouterService:
 
     def index_statistics(self) -> dict[SourceId, SourceStatistics]:
         """Every source's blocks, over all models."""
-        return {source: found for model in self.models for source, found in model.index.statistics().items()}
+        return {
+            source: found
+            for model in self.models
+            for source, found in model.index.statistics().items()
+        }
 
     async def render_metrics(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return await self.metrics.render(families(self))
 
-    # --- what the registry tells (`ReplicaListener`) ----------------------------------------------------------------------
+    # --- what the registry tells (`ReplicaListener`) ----------------------------------------------
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:  # noqa: ARG002
-        """A replica that failed may have lost what was sent to it; one that came may be another than before."""
+        """A replica that failed may have lost what was sent to it; one that came may be another
+        than before."""
         if replica.state is ReplicaState.UNHEALTHY:
             self.recent.forget(replica.id)
         self._compare_tokenizers(replica)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        """Make what it serves known, and follow its streams into the index of what it serves now."""
+        """Make what it serves known, and follow its streams into the index of what it serves
+        now."""
         for name in replica.served.models:
             self.models.discover(name)
         for adapter, parent in replica.served.adapters:
@@ -174,10 +203,15 @@ class RouterService:
         for model in self.models.forget_all_but(self.registry.models()):
             self.metrics.forget("model", model)
 
-    def _follow(self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]) -> None:
-        """Queue the changes: to leave a stream takes a moment, and it must be left before it is followed again."""
+    def _follow(
+        self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]
+    ) -> None:
+        """Queue the changes: to leave a stream takes a moment, and it must be left before it is
+        followed again."""
         for gone in set(before) - set(now):
-            self._feed_changes.put_nowait(functools.partial(self.feed.remove, SourceId(replica.id, gone.dp_rank)))
+            self._feed_changes.put_nowait(
+                functools.partial(self.feed.remove, SourceId(replica.id, gone.dp_rank))
+            )
         model = self._model_of(replica)
         if model is None:
             return
@@ -197,7 +231,9 @@ class RouterService:
             return  # it was removed again before its turn came
         source_id = SourceId(replica.id, source.dp_rank)
         topic = source.topic or None  # nobody names the empty topic: it means whatever comes
-        self.feed.add(source_id, source.endpoint, source.replay_endpoint, topic, model.name, model.hints)
+        self.feed.add(
+            source_id, source.endpoint, source.replay_endpoint, topic, model.name, model.hints
+        )
 
     async def _keep_feed(self) -> None:
         while True:
@@ -207,11 +243,16 @@ class RouterService:
             except KVEventsError as error:
                 logger.error("event streams: %s", error)
 
-    # --- asking replicas --------------------------------------------------------------------------------------------------
+    # --- asking replicas --------------------------------------------------------------------------
 
     async def _ask_for_tokens(self, model: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to the least loaded healthy replica that serves *model*. Raises ConnectionError if none answers."""
-        replica = min(self._healthy(model), key=lambda found: self.load.load_of(found.id).requests, default=None)
+        """POST to the least loaded healthy replica that serves *model*. Raises ConnectionError if
+        none answers."""
+        replica = min(
+            self._healthy(model),
+            key=lambda found: self.load.load_of(found.id).requests,
+            default=None,
+        )
         if replica is None:
             raise ConnectionError(NoReplica(model, "none is healthy"))
         return await self._ask(replica, path, body)
@@ -219,10 +260,18 @@ class RouterService:
     async def _ask(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
         """POST to one replica. Raises ConnectionError if it does not answer."""
         timeouts = self.config.server.timeouts
-        limits = Timeouts(timeouts.connect_s, self.config.health.timeout_s + 5.0, timeouts.connect_s)
+        limits = Timeouts(
+            timeouts.connect_s, self.config.health.timeout_s + 5.0, timeouts.connect_s
+        )
         try:
             status, _, answer = await self.upstream.fetch(
-                replica.origin, b"POST", path.encode(), body, limits, _TOKENIZE_ANSWER_BYTES, (*_JSON, *replica.headers)
+                replica.origin,
+                b"POST",
+                path.encode(),
+                body,
+                limits,
+                _TOKENIZE_ANSWER_BYTES,
+                (*_JSON, *replica.headers),
             )
         except UpstreamError as error:
             raise ConnectionError(error) from error
@@ -231,7 +280,12 @@ class RouterService:
     def _healthy(self, model: str) -> Iterator[Replica]:
         found = self.models.get(model)
         names = found.names if found else (model,)
-        return (replica for name in names for replica in self.registry.serving(name) if replica.is_healthy)
+        return (
+            replica
+            for name in names
+            for replica in self.registry.serving(name)
+            if replica.is_healthy
+        )
 
 
 def _policy_settings(config: RouterConfig) -> PolicySettings:
@@ -241,7 +295,8 @@ def _policy_settings(config: RouterConfig) -> PolicySettings:
 def _proxy_settings(config: RouterConfig) -> ProxySettings:
     timeouts = config.server.timeouts
     return ProxySettings(
-        Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s), client_stall_s=timeouts.client_stall_s
+        Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s),
+        client_stall_s=timeouts.client_stall_s,
     )
 
 
@@ -250,6 +305,10 @@ def _subscriber_options(config: RouterConfig) -> SubscriberOptions:
     return SubscriberOptions(
         max_probe_s=events.silent_after_s,
         socket=SocketLimits(message_bytes=events.max_frame_bytes),
-        backlog=BacklogLimits(batches=events.max_queued_batches, payload_bytes=4 * events.max_frame_bytes),
-        replay=ReplayLimits(payload_bytes=events.max_replay_bytes, silence_s=events.replay_timeout_s),
+        backlog=BacklogLimits(
+            batches=events.max_queued_batches, payload_bytes=4 * events.max_frame_bytes
+        ),
+        replay=ReplayLimits(
+            payload_bytes=events.max_replay_bytes, silence_s=events.replay_timeout_s
+        ),
     )

@@ -1,6 +1,7 @@
 """Asks every replica, each time it becomes healthy, whether it tokenises as the router does.
 
-A router whose tokenizer differs from the engine's predicts hits that never come, and nothing else would say why.
+A router whose tokenizer differs from the engine's predicts hits that never come, and nothing else
+would say why.
 """
 
 from __future__ import annotations
@@ -20,27 +21,33 @@ class TokenizerCheck:
     """Runs the checks and keeps their results. Belongs to one event loop.
 
     Args:
-        ask: `(replica, path, body) -> (status, body)`; raises OSError or TimeoutError where it does not answer.
+        ask: `(replica, path, body) -> (status, body)`; raises OSError or TimeoutError where it does
+            not answer.
     """
 
     def __init__(self, ask: Callable[[Replica, str, bytes], Awaitable[tuple[int, bytes]]]) -> None:
         self._ask = ask
         self._running: set[asyncio.Task[None]] = set()
         self.disagreements: dict[tuple[str, str], int] = {}
-        """(model, replica) -> probes that came out differently; absent where nobody could be asked."""
+        """(model, replica) -> probes that came out differently; absent where nobody could be
+        asked."""
 
     def start(self, replica: Replica, model: Model) -> None:
         """Check a replica in the background, if the router tokenises this model itself."""
         local = model.tokenization.local
         if local is None:
             return
-        task = asyncio.get_running_loop().create_task(self._check(replica, model.name, local), name=f"tokenizer {replica.id}")
+        task = asyncio.get_running_loop().create_task(
+            self._check(replica, model.name, local), name=f"tokenizer {replica.id}"
+        )
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
     def forget(self, replica_id: str) -> None:
         """The replica is gone."""
-        self.disagreements = {key: count for key, count in self.disagreements.items() if key[1] != replica_id}
+        self.disagreements = {
+            key: count for key, count in self.disagreements.items() if key[1] != replica_id
+        }
 
     async def close(self) -> None:
         """Leave no check running."""
@@ -57,9 +64,18 @@ class TokenizerCheck:
         try:
             found = await find_disagreements(local, RemoteTokenizer(fetch), served)
         except (ReplicaAnswerError, OSError, asyncio.TimeoutError) as error:
-            logger.info("replica %s: its tokenizer could not be compared (%s)", replica.id, type(error).__name__)
+            logger.info(
+                "replica %s: its tokenizer could not be compared (%s)",
+                replica.id,
+                type(error).__name__,
+            )
             return
         self.disagreements[model, replica.id] = len(found)
         if found:
             names = ", ".join(each.probe for each in found)
-            logger.warning("replica %s tokenises %s differently: hits will be mispredicted (%s)", replica.id, model, names)
+            logger.warning(
+                "replica %s tokenises %s differently: hits will be mispredicted (%s)",
+                replica.id,
+                model,
+                names,
+            )

@@ -44,7 +44,9 @@ class SourceGlance(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it holds blocks that the index does not know."""
 
 
-def glance(dp_rank: int, feed: SourceFeedStatistics | None, known: SourceStatistics | None) -> SourceGlance:
+def glance(
+    dp_rank: int, feed: SourceFeedStatistics | None, known: SourceStatistics | None
+) -> SourceGlance:
     """A stream in brief; None: it is not followed, nothing is known of its cache."""
     # By an engine's hash function, where it is known, blocks are found whose place is not.
     unplaced = known.unplaced if known is not None and known.hash_algorithm is None else 0
@@ -64,7 +66,9 @@ _OF_FEEDS = {
 }
 
 
-def problems_of(view: ReplicaView, sources: Sequence[SourceGlance], tokenizer_disagreements: int) -> list[Problem]:
+def problems_of(
+    view: ReplicaView, sources: Sequence[SourceGlance], tokenizer_disagreements: int
+) -> list[Problem]:
     """What is wrong with a replica, the worst first; empty if it is well.
 
     Args:
@@ -97,16 +101,23 @@ def _of_feeds(view: ReplicaView, sources: Sequence[SourceGlance]) -> Iterator[Pr
         if ranks:
             yield Problem(problem.level, problem.text + _of_ranks(ranks, sources))
     if view.health == "healthy" and not sources and not view.sources_configured:
-        yield Problem(Level.WARN, "; ".join(["no event stream: it is routed by load", *view.notes[:MAX_NOTES]]))
+        yield Problem(
+            Level.WARN,
+            "; ".join(["no event stream: it is routed by load", *view.notes[:MAX_NOTES]]),
+        )
 
 
 def _of_cache(sources: Sequence[SourceGlance]) -> Iterator[Problem]:
     incomplete = [source.dp_rank for source in sources if source.incomplete]
     unplaced = sum(source.unplaced for source in sources)
     if incomplete:
-        yield Problem(Level.WARN, f"some of its blocks are not known{_of_ranks(incomplete, sources)}")
+        yield Problem(
+            Level.WARN, f"some of its blocks are not known{_of_ranks(incomplete, sources)}"
+        )
     if unplaced:
-        yield Problem(Level.WARN, f"{unplaced:,} block{'' if unplaced == 1 else 's'} that no prompt can find")
+        yield Problem(
+            Level.WARN, f"{unplaced:,} block{'' if unplaced == 1 else 's'} that no prompt can find"
+        )
 
 
 def _of_ranks(ranks: Sequence[int], sources: Sequence[SourceGlance]) -> str:

@@ -1,8 +1,9 @@
 """What an answer says about its own tokens, read from the bytes as they pass.
 
-Three forms are known: OpenAI's completions (``usage.prompt_tokens_details.cached_tokens``), its responses
-(``usage.input_tokens_details.cached_tokens``) and Anthropic's messages (``usage.cache_read_input_tokens``, its input tokens
-counted without the cached ones). A stream says it in its last event, in every event, or (Anthropic) half in the first.
+Three forms are known: OpenAI's completions (``usage.prompt_tokens_details.cached_tokens``), its
+responses (``usage.input_tokens_details.cached_tokens``) and Anthropic's messages
+(``usage.cache_read_input_tokens``, its input tokens counted without the cached ones). A stream says
+it in its last event, in every event, or (Anthropic) half in the first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-# Of a JSON body, and of a single event, no more than this (twice for a moment) is kept: the tail, where the usage stands.
+# Of a JSON body, and of a single event, no more than this (twice for a moment) is kept: the tail,
+# where the usage stands.
 MAX_KEPT_BYTES = 64 * 1024
 
 _KEY = b'"usage"'
@@ -55,7 +57,8 @@ class Usage(NamedTuple):
 
 
 class UsageReader:
-    """Fed with every piece of a body, answers for its usage. Parses nothing but the events that hold one, and those late."""
+    """Fed with every piece of a body, answers for its usage. Parses nothing but the events that
+    hold one, and those late."""
 
     __slots__ = ("_first", "_is_json", "_last", "_rest", "data_events")
 
@@ -87,7 +90,9 @@ class UsageReader:
         # A stream may end without a line end; its last event counts all the same.
         last = _read(_payload(bytes(self._rest))) if _KEY in self._rest else _read(self._last)
         first = _read(self._first)
-        return Usage(*(new if new is not None else old for new, old in zip(last, first, strict=True)))
+        return Usage(
+            *(new if new is not None else old for new, old in zip(last, first, strict=True))
+        )
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -171,7 +176,10 @@ def _normalise(usage: _Usage) -> Usage:
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
     if prompt is not None and details is None:
-        # Anthropic counts what was read from and written to the cache beside the input tokens, not among them.
+        # Anthropic counts what was read from and written to the cache beside the input tokens, not
+        # among them.
         prompt += (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
-    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    completion = (
+        usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    )
     return Usage(prompt, completion, cached)

@@ -1,4 +1,5 @@
-"""What README, ARCHITECTURE.md and docs/ say is so: commands, options, metrics, files and examples, held against the code."""
+"""What README, ARCHITECTURE.md and docs/ say is so: commands, options, metrics, files and examples,
+held against the code."""
 
 from __future__ import annotations
 
@@ -52,7 +53,13 @@ WITH_COMMANDS = (
     "docs/operations.md",
     "docs/configuration.md",
 )
-KEYS = {"KVROUTE_CLIENT_KEY": "a", "KVROUTE_OPERATOR_KEY": "b", "GEMMA_KEY": "c", "CLIENT_KEY": "d", "OPERATOR_KEY": "e"}
+KEYS = {
+    "KVROUTE_CLIENT_KEY": "a",
+    "KVROUTE_OPERATOR_KEY": "b",
+    "GEMMA_KEY": "c",
+    "CLIENT_KEY": "d",
+    "OPERATOR_KEY": "e",
+}
 """Environment variables that documents use in place of keys."""
 
 
@@ -65,7 +72,7 @@ def fences(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", read(name), re.MULTILINE | re.DOTALL)
 
 
-# --- commands -------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def shell_commands(name: str) -> Iterator[list[str]]:
@@ -94,7 +101,10 @@ def shell_words(line: str) -> list[str]:
 def test_a_command_over_several_lines_is_read_as_one() -> None:
     """The other tests here see only what this finds."""
     block = "a --x \\\n  '{\"k\":\n 1}' # why\nb\n"
-    assert [shell_words(line) for line in complete_lines(block)] == [["a", "--x", '{"k":\n 1}'], ["b"]]
+    assert [shell_words(line) for line in complete_lines(block)] == [
+        ["a", "--x", '{"k":\n 1}'],
+        ["b"],
+    ]
 
 
 @pytest.mark.parametrize("name", WITH_COMMANDS)
@@ -120,12 +130,18 @@ def test_every_make_target_and_file_of_a_command_exists(name: str) -> None:
 @pytest.mark.parametrize("name", ["README.md", "docs/deployment.md", "docs/engines.md"])
 def test_event_configurations_on_engines_command_lines_are_json(name: str) -> None:
     """An engine would refuse it, or worse, publish nothing."""
-    found = [words[words.index("--kv-events-config") + 1] for words in shell_commands(name) if "--kv-events-config" in words]
+    found = [
+        words[words.index("--kv-events-config") + 1]
+        for words in shell_commands(name)
+        if "--kv-events-config" in words
+    ]
     assert found
     for text in found:
         config = json.loads(text)
         assert config["publisher"] == "zmq"
-        assert config["endpoint"].startswith("tcp://*:"), "vLLM and SGLang connect to any other address"
+        assert config["endpoint"].startswith("tcp://*:"), (
+            "vLLM and SGLang connect to any other address"
+        )
 
 
 def test_the_imports_of_the_readme_work() -> None:
@@ -142,7 +158,10 @@ async def test_the_curl_commands_for_replicas_work() -> None:
     assert len(commands) == 4
     service = RouterService(RouterConfig())
     transport = httpx.ASGITransport(RouterApp(service))
-    async with service.lifespan(None), httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with (
+        service.lifespan(None),
+        httpx.AsyncClient(transport=transport, base_url="http://router") as client,
+    ):
         for _, *arguments in commands:
             method, path, body = request_of(arguments)
             answer = await client.request(method, path, content=body)
@@ -159,7 +178,7 @@ def request_of(arguments: list[str]) -> tuple[str, str, bytes]:
     return method, path, body
 
 
-# --- configuration --------------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
 
 def section_in(kind: Any) -> type[msgspec.Struct] | None:
@@ -173,7 +192,9 @@ def is_list(kind: Any) -> bool:
     return get_origin(kind) is tuple or any(map(is_list, get_args(kind)))
 
 
-def sections(kind: type[msgspec.Struct] = RouterConfig, path: str = "") -> Iterator[tuple[str, type[msgspec.Struct]]]:
+def sections(
+    kind: type[msgspec.Struct] = RouterConfig, path: str = ""
+) -> Iterator[tuple[str, type[msgspec.Struct]]]:
     """Every section of the configuration by its path: `server.timeouts`, `models[].layout` ..."""
     for field in msgspec.structs.fields(kind):
         inner = section_in(field.type)
@@ -184,8 +205,13 @@ def sections(kind: type[msgspec.Struct] = RouterConfig, path: str = "") -> Itera
 
 
 def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
-    """Options with their defaults as YAML says them; those that are mappings of their own have a table of their own."""
-    fields = [field for field in msgspec.structs.fields(section) if not section_in(field.type) or is_list(field.type)]
+    """Options with their defaults as YAML says them; those that are mappings of their own have a
+    table of their own."""
+    fields = [
+        field
+        for field in msgspec.structs.fields(section)
+        if not section_in(field.type) or is_list(field.type)
+    ]
     return {field.name: plain_default(field) for field in fields}
 
 
@@ -206,8 +232,12 @@ def documented_defaults(path: str) -> dict[str, Any]:
     return {name: yaml.safe_load(default.strip("`")) for name, default in rows}
 
 
-@pytest.mark.parametrize(("path", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_option_is_documented_with_its_default(path: str, section: type[msgspec.Struct]) -> None:
+@pytest.mark.parametrize(
+    ("path", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_option_is_documented_with_its_default(
+    path: str, section: type[msgspec.Struct]
+) -> None:
     """An option nobody can find does not exist, and a wrong default is worse than none."""
     assert documented_defaults(path) == defaults(section)
 
@@ -215,7 +245,9 @@ def test_every_option_is_documented_with_its_default(path: str, section: type[ms
 def test_the_configuration_document_knows_no_other_sections() -> None:
     """What was removed must not stay in the document."""
     headings = re.findall(r"^##+ `(.*?)`", read("docs/configuration.md"), re.MULTILINE)
-    assert headings == [path for path, _ in sorted(sections(), key=lambda found: headings.index(found[0]))]
+    assert headings == [
+        path for path, _ in sorted(sections(), key=lambda found: headings.index(found[0]))
+    ]
 
 
 def test_the_example_configuration_is_sound_and_shows_every_option() -> None:
@@ -231,7 +263,11 @@ def mappings_at(data: Any, path: str) -> list[dict[str, Any]]:
     """All mappings that stand at a section's path."""
     found = [data]
     for name in path.split("."):
-        values = [mapping[name.removesuffix("[]")] for mapping in found if name.removesuffix("[]") in mapping]
+        values = [
+            mapping[name.removesuffix("[]")]
+            for mapping in found
+            if name.removesuffix("[]") in mapping
+        ]
         found = [item for value in values for item in value] if name.endswith("[]") else values
     return found
 
@@ -245,7 +281,7 @@ def test_configurations_in_the_text_are_sound(name: str) -> None:
         RouterConfig.from_yaml(block, KEYS)
 
 
-# --- metrics --------------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 async def rendered_metrics() -> set[str]:
@@ -253,12 +289,20 @@ async def rendered_metrics() -> set[str]:
     service = RouterService(RouterConfig())
     async with service.lifespan(None):
         text = (await service.render_metrics()).decode()
-    families = [family for family in text_string_to_metric_families(text) if not family.name.endswith("_created")]
+    families = [
+        family
+        for family in text_string_to_metric_families(text)
+        if not family.name.endswith("_created")
+    ]
     return {family.name + "_total" * (family.type == "counter") for family in families}
 
 
 def documented_metrics() -> list[str]:
-    return re.findall(r"^\| `(kvroute_\w+)` \|", read("docs/operations.md").partition("## All metrics")[2], re.MULTILINE)
+    return re.findall(
+        r"^\| `(kvroute_\w+)` \|",
+        read("docs/operations.md").partition("## All metrics")[2],
+        re.MULTILINE,
+    )
 
 
 async def test_every_metric_is_documented_once_and_every_documented_one_exists() -> None:
@@ -274,7 +318,7 @@ def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
     assert named <= set(documented_metrics())
 
 
-# --- words ----------------------------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
 ENGINES_WORDS = {"include_usage", "enable_kv_cache_events"}
 """Options of engines and clients, which this code never reads."""
@@ -287,7 +331,10 @@ def source_code() -> str:
 @pytest.mark.parametrize("name", ["docs/configuration.md", "docs/engines.md", "docs/operations.md"])
 def test_options_states_and_codes_in_the_text_exist(name: str) -> None:
     """A name that was changed in the code must not live on in a remedy."""
-    words = set(re.findall(r"`(?:\w+(?:\[\])?\.)*((?!kvroute_)[a-z]+(?:_[a-z]+)+)`", read(name))) - ENGINES_WORDS
+    words = (
+        set(re.findall(r"`(?:\w+(?:\[\])?\.)*((?!kvroute_)[a-z]+(?:_[a-z]+)+)`", read(name)))
+        - ENGINES_WORDS
+    )
     assert words
     code = source_code()
     assert {word for word in words if not re.search(rf"\b{word}\b", code)} == set()
@@ -297,7 +344,9 @@ def test_every_reason_for_an_unknown_prompt_is_documented() -> None:
     """They are values of a label, and each asks for another remedy."""
     reasons = set(re.findall(r"(?:UntokenizableError|OpaquePrompt)\(\s*\"(\w+)\"", source_code()))
     assert reasons
-    assert {reason for reason in reasons if f"`{reason}`" not in read("docs/operations.md")} == set()
+    assert {
+        reason for reason in reasons if f"`{reason}`" not in read("docs/operations.md")
+    } == set()
 
 
 @pytest.mark.parametrize(
@@ -315,7 +364,7 @@ def test_quoted_log_lines_are_what_the_code_says(words: str) -> None:
     assert words in source_code()
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def listed_files() -> list[str]:
@@ -358,10 +407,20 @@ def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
 def imported_files(path: Path) -> Iterator[str]:
     """What a module imports of this distribution: files, or packages with a slash."""
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("kvevents", "offload", "router"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "kvevents",
+            "offload",
+            "router",
+        ):
             base = (node.module or "").replace(".", "/")
-            submodules = [f"{base}/{alias.name}.py" for alias in node.names if (ROOT / f"{base}/{alias.name}.py").is_file()]
-            yield from submodules or [f"{base}.py" if (ROOT / f"{base}.py").is_file() else f"{base}/"]
+            submodules = [
+                f"{base}/{alias.name}.py"
+                for alias in node.names
+                if (ROOT / f"{base}/{alias.name}.py").is_file()
+            ]
+            yield from submodules or [
+                f"{base}.py" if (ROOT / f"{base}.py").is_file() else f"{base}/"
+            ]
 
 
 def last_place(places: dict[str, int], imported: str) -> int:
@@ -383,7 +442,9 @@ def test_kvevents_needs_what_the_readme_says() -> None:
     allowed = sys.stdlib_module_names | {"kvevents", "msgspec", "zmq", "xxhash"}
     for path in (ROOT / "kvevents").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names = [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         assert {name.split(".")[0] for name in names} <= allowed, path.name
 
@@ -399,7 +460,7 @@ def test_links_between_documents_lead_somewhere(name: str) -> None:
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
-# --- the example engine ---------------------------------------------------------------------------------------------------
+# --- the example engine ---------------------------------------------------------------------------
 
 
 def test_the_engine_in_the_text_is_the_one_in_the_examples() -> None:
@@ -408,10 +469,17 @@ def test_the_engine_in_the_text_is_the_one_in_the_examples() -> None:
 
 
 async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path) -> None:
-    """It shows how to publish, so a router that follows it must be right to the token, also after evictions."""
+    """It shows how to publish, so a router that follows it must be right to the token, also after
+    evictions."""
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     engine = await asyncio.create_subprocess_exec(
-        sys.executable, "examples/engine.py", events, replay, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        sys.executable,
+        "examples/engine.py",
+        events,
+        replay,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     index, source = PrefixIndex(), SourceId("example")
     feed = Feed(lambda _model: index, QUICK)
@@ -428,8 +496,11 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
             assert await engine.wait() == 0
 
 
-async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(tmp_path: Path) -> None:
-    """It shows a window, memory and disk together; started again, it goes on with what is on disk."""
+async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
+    tmp_path: Path,
+) -> None:
+    """It shows a window, memory and disk together; started again, it goes on with what is on
+    disk."""
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     for is_first in (True, False):
         engine = await asyncio.create_subprocess_exec(
@@ -443,10 +514,17 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(t
         feed = Feed(lambda _model, index=index: index, QUICK)
         feed.add(source, events, replay, "kv-events", "model")
         try:
-            await until(lambda index=index, is_first=is_first: knows_the_start(index, is_first), "what the engine said first")
-            hits = [await compared_in_tiers(engine, index, source, prompt) for prompt in prompts(60)]
+            await until(
+                lambda index=index, is_first=is_first: knows_the_start(index, is_first),
+                "what the engine said first",
+            )
+            hits = [
+                await compared_in_tiers(engine, index, source, prompt) for prompt in prompts(60)
+            ]
             assert sum(hit.total > hit.gpu for hit in hits) > 5
-            assert is_first or hits[0].total + hits[1].total > 0, "of the first families nothing is left on disk"
+            assert is_first or hits[0].total + hits[1].total > 0, (
+                "of the first families nothing is left on disk"
+            )
         finally:
             await feed.close()
             assert engine.stdin is not None
@@ -457,10 +535,15 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(t
 
 def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
     """The layout, and of a second process the blocks on disk."""
-    return any(source.layout is not None and (is_first or bool(source.held)) for source in index.sources.values())
+    return any(
+        source.layout is not None and (is_first or bool(source.held))
+        for source in index.sources.values()
+    )
 
 
-async def compared_in_tiers(engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]) -> Hit:
+async def compared_in_tiers(
+    engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
+) -> Hit:
     """As `compared`, with what the tiers bring back."""
     assert engine.stdin is not None
     assert engine.stdout is not None
@@ -469,21 +552,30 @@ async def compared_in_tiers(engine: asyncio.subprocess.Process, index: PrefixInd
     async with timeout(30):
         hit = Hit(**json.loads(await engine.stdout.readline()))
     assert predicted == hit
-    await until(lambda: index.match(prompt)[source].gpu == (len(prompt) - 1) // 16 * 16, "the events of this prompt")
+    await until(
+        lambda: index.match(prompt)[source].gpu == (len(prompt) - 1) // 16 * 16,
+        "the events of this prompt",
+    )
     return hit
 
 
 def prompts(count: int) -> Iterator[list[int]]:
-    """Prompts of four families; within one they begin alike, and all together need more blocks than there are."""
+    """Prompts of four families; within one they begin alike, and all together need more blocks than
+    there are."""
     random = Random(1)
     for _ in range(count):
         family = random.randrange(4)
         shared = random.randrange(16, 300)
-        yield [family * 1000 + place for place in range(shared)] + [random.randrange(5000, 9000) for _ in range(100)]
+        yield [family * 1000 + place for place in range(shared)] + [
+            random.randrange(5000, 9000) for _ in range(100)
+        ]
 
 
-async def compared(engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]) -> int:
-    """The engine's hit, equal to the index's prediction; returns when the index has what the engine then published."""
+async def compared(
+    engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
+) -> int:
+    """The engine's hit, equal to the index's prediction; returns when the index has what the engine
+    then published."""
     assert engine.stdin is not None
     assert engine.stdout is not None
     predicted = index.match(prompt)[source].total
@@ -491,5 +583,8 @@ async def compared(engine: asyncio.subprocess.Process, index: PrefixIndex, sourc
     async with timeout(10):
         hit = int(await engine.stdout.readline())
     assert predicted == hit
-    await until(lambda: index.match(prompt)[source].total == (len(prompt) - 1) // 16 * 16, "the events of this prompt")
+    await until(
+        lambda: index.match(prompt)[source].total == (len(prompt) - 1) // 16 * 16,
+        "the events of this prompt",
+    )
     return hit

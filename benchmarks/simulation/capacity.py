@@ -7,7 +7,8 @@ from offload.engine.time_model import TimeModel
 
 
 def cold_requests_per_s(size: WorkloadSize, replicas: int, time_model: TimeModel) -> float:
-    """Requests of the workload's mean lengths that *replicas* serve without reuse, a step's overhead left aside."""
+    """Requests of the workload's mean lengths that *replicas* serve without reuse, a step's
+    overhead left aside."""
     prefill_s = size.prompt_tokens / time_model.prefill_tokens_per_s
     decode_s = size.answer_tokens / time_model.decode_tokens_per_s
     return size.requests * replicas / (prefill_s + decode_s) / time_model.slowdown

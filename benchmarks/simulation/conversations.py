@@ -1,4 +1,5 @@
-"""Made-up conversations: shared system prompts, documents that several ask about, turns that append to what was said."""
+"""Made-up conversations: shared system prompts, documents that several ask about, turns that append
+to what was said."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class ConversationOptions:
     message_tokens: tuple[int, int] = (30, 500)
     answer_tokens: tuple[int, int] = (16, 64)
     think_share: float = 0.12
-    """From an answer's end to the next message: the mean of an exponential distribution, as a share of the time in which all
-    conversations begin. So another request rate is the same workload, faster or slower, and as many are under way at a time."""
+    """From an answer's end to the next message: the mean of an exponential distribution, as a share
+    of the time in which all conversations begin. So another request rate is the same workload,
+    faster or slower, and as many are under way at a time."""
     seed: int = 0
 
 
@@ -43,7 +45,8 @@ class _Conversation:
 
 @dataclass(slots=True)
 class Conversations:
-    """Conversations that begin at random times (Poisson); each message waits for the answer to the one before."""
+    """Conversations that begin at random times (Poisson); each message waits for the answer to the
+    one before."""
 
     options: ConversationOptions
     requests_per_s: float
@@ -63,7 +66,10 @@ class Conversations:
 
     def arrivals(self) -> list[Arrival]:
         """See `Workload`."""
-        return [self._turn(place, 0, planned.start_s) for place, planned in enumerate(self._conversations)]
+        return [
+            self._turn(place, 0, planned.start_s)
+            for place, planned in enumerate(self._conversations)
+        ]
 
     def prompt(self, arrival: Arrival) -> list[int]:
         """See `Workload`."""
@@ -82,7 +88,9 @@ class Conversations:
 
     def _turn(self, place: int, turn: int, at_s: float) -> Arrival:
         answer_tokens = self._conversations[place].answers[turn]
-        return Arrival(f"conversation-{place}/{turn}", at_s, f"conversation-{place}", answer_tokens, place)
+        return Arrival(
+            f"conversation-{place}/{turn}", at_s, f"conversation-{place}", answer_tokens, place
+        )
 
 
 def _turn_of(arrival: Arrival) -> int:
@@ -100,7 +108,9 @@ def _plan(options: ConversationOptions) -> list[_Conversation]:
     ]
 
 
-def _conversation(random: Random, options: ConversationOptions, system: list[int], document: list[int]) -> _Conversation:
+def _conversation(
+    random: Random, options: ConversationOptions, system: list[int], document: list[int]
+) -> _Conversation:
     turns = random.randint(*options.turns)
     about_document = random.random() < options.document_share
     return _Conversation(
@@ -122,7 +132,8 @@ def _tokens(random: Random, bounds: tuple[int, int]) -> list[int]:
 
 def _size(conversations: Sequence[_Conversation]) -> WorkloadSize:
     starts = {tuple(planned.said) for planned in conversations}
-    # A document behind two system prompts is two prefixes, and a system prompt in front of it is one with it bare.
+    # A document behind two system prompts is two prefixes, and a system prompt in front of it is
+    # one with it bare.
     heads = {start: len(start) for start in starts}
     prompts, answers, appended, longest = 0, 0, 0, 0
     for planned in conversations:

@@ -1,4 +1,5 @@
-"""Which caches are compared: layer patterns with the windows and block sizes of models people serve."""
+"""Which caches are compared: layer patterns with the windows and block sizes of models people
+serve."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _LAYOUTS = {
     "llama4": ReplicaConfig(preset="llama4", block_size=32),
     "mamba-hybrid": ReplicaConfig(preset="mamba-hybrid", block_size=256),
 }
-"""Llama and Qwen; Gemma 3: five groups with a window of 1024; gpt-oss: one of 128; Qwen3-Next: three groups of states, one a
-block, hence the large blocks."""
+"""Llama and Qwen; Gemma 3: five groups with a window of 1024; gpt-oss: one of 128; Qwen3-Next:
+three groups of states, one a block, hence the large blocks."""
 
 LONGEST_TOKENS = 131_072
 STEP_TOKENS = 2048
@@ -48,23 +49,31 @@ TRANSFER_TOKENS_PER_S = 200_000.0
 
 
 def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
-    """The same replica with a tier in memory that holds *gpu_shares* times as many blocks as the GPU."""
+    """The same replica with a tier in memory that holds *gpu_shares* times as many blocks as the
+    GPU."""
     model = config.model()
     token_bytes = model.block_bytes * len(model.layer_groups()) / model.block_size
-    time_model = replace(config.time_model, transfer_bytes_per_s=token_bytes * TRANSFER_TOKENS_PER_S)
+    time_model = replace(
+        config.time_model, transfer_bytes_per_s=token_bytes * TRANSFER_TOKENS_PER_S
+    )
     return replace(config, cpu_blocks=int(config.num_blocks * gpu_shares), time_model=time_model)
 
 
-def replica_config(layout: str, size: WorkloadSize, replicas: int, cache_share: float) -> ReplicaConfig:
-    """One of *replicas* replicas whose caches hold *cache_share* of all distinct prompt tokens together.
+def replica_config(
+    layout: str, size: WorkloadSize, replicas: int, cache_share: float
+) -> ReplicaConfig:
+    """One of *replicas* replicas whose caches hold *cache_share* of all distinct prompt tokens
+    together.
 
-    At 1 there is room for every token once, in every group. No cache is smaller than one and a half times what the longest
-    request needs.
+    At 1 there is room for every token once, in every group. No cache is smaller than one and a half
+    times what the longest request needs.
     """
     config = _LAYOUTS[layout]
     model = replace(config, max_model_len=LONGEST_TOKENS).model()
     groups = len(model.layer_groups())
-    tokens = max(size.distinct_tokens * cache_share / replicas, 1.5 * size.longest_tokens + STEP_TOKENS)
+    tokens = max(
+        size.distinct_tokens * cache_share / replicas, 1.5 * size.longest_tokens + STEP_TOKENS
+    )
     return replace(
         config,
         simulate=True,

@@ -43,16 +43,21 @@ class Outcome:
     """When the last request came, or the last conversation began: then the load falls."""
 
     def figures(self, warm_up: float = 0.0) -> dict[str, float | int]:
-        """All figures, of the requests that came between *warm_up*, a share of the time, and the end of the arrivals."""
+        """All figures, of the requests that came between *warm_up*, a share of the time, and the
+        end of the arrivals."""
         start_s = warm_up * self.arrivals_end_s
-        counted = [record for record in self.records if start_s <= record.arrived_s <= self.arrivals_end_s]
+        counted = [
+            record for record in self.records if start_s <= record.arrived_s <= self.arrivals_end_s
+        ]
         ttfts = [record.ttft_s for record in counted]
         return {
             "requests": len(counted),
             **_reuse(counted),
             "ttft_mean_ms": round(statistics.fmean(ttfts) * 1000, 2),
             **_percentiles("ttft", ttfts, (50, 90, 99)),
-            **_percentiles("inter_token", [gap for record in counted for gap in record.gaps_s], (50, 99)),
+            **_percentiles(
+                "inter_token", [gap for record in counted for gap in record.gaps_s], (50, 99)
+            ),
             **_throughput(counted),
             "load_imbalance": round(variation(list(self.busy_s.values())), 4),
             "preemptions": self.preemptions,
@@ -76,7 +81,10 @@ def _reuse(counted: Sequence[RequestRecord]) -> dict[str, float | int]:
 def _throughput(counted: Sequence[RequestRecord]) -> dict[str, float]:
     span_s = max(record.last_s for record in counted) - min(record.arrived_s for record in counted)
     answers = sum(len(record.answer) for record in counted)
-    return {"requests_per_s": round(len(counted) / span_s, 3), "answer_tokens_per_s": round(answers / span_s, 1)}
+    return {
+        "requests_per_s": round(len(counted) / span_s, 3),
+        "answer_tokens_per_s": round(answers / span_s, 1),
+    }
 
 
 def variation(values: Sequence[float]) -> float:
@@ -86,10 +94,14 @@ def variation(values: Sequence[float]) -> float:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Of values in ascending order, the smallest that *percent* of them do not exceed; 0 without any."""
+    """Of values in ascending order, the smallest that *percent* of them do not exceed; 0 without
+    any."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
 def _percentiles(name: str, values: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
     ordered = sorted(values)
-    return {f"{name}_p{percent}_ms": round(percentile(ordered, percent) * 1000, 2) for percent in percents}
+    return {
+        f"{name}_p{percent}_ms": round(percentile(ordered, percent) * 1000, 2)
+        for percent in percents
+    }

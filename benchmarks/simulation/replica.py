@@ -1,4 +1,5 @@
-"""One simulated engine on the common timeline: its steps take their time, its events arrive a little later."""
+"""One simulated engine on the common timeline: its steps take their time, its events arrive a
+little later."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ class StuckReplica(RuntimeError):
 class DelayedPublisher(EventPublisher):
     """Hands batches on, some time after the end of their step."""
 
-    def __init__(self, timeline: Timeline, clock: VirtualClock, delay_s: float, take: Callable[[EventBatch], None]) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        clock: VirtualClock,
+        delay_s: float,
+        take: Callable[[EventBatch], None],
+    ) -> None:
         self._timeline = timeline
         self._clock = clock
         self._delay_s = delay_s
@@ -66,7 +73,9 @@ class SimulatedReplica:
         self._timeline = timeline
         self._take_outputs = take_outputs
         self._clock = VirtualClock()
-        publisher = DelayedPublisher(timeline, self._clock, event_delay_s, lambda batch: take_batch(replica_id, batch))
+        publisher = DelayedPublisher(
+            timeline, self._clock, event_delay_s, lambda batch: take_batch(replica_id, batch)
+        )
         self.engine = build_engine(config, self._clock, publisher)
         publisher.publish([announce(self.engine.cache.config.layout, HashChain.from_seed())])
         self._is_stepping = False
@@ -80,7 +89,8 @@ class SimulatedReplica:
             self._step()
 
     def _step(self) -> None:
-        # The engine does a whole step at once; what it said is heard when the step's time has passed.
+        # The engine does a whole step at once; what it said is heard when the step's time has
+        # passed.
         start_s = self._timeline.now_s
         self._clock.sleep(max(0.0, start_s - self._clock.now_s()))
         outputs = self.engine.step()
@@ -98,4 +108,6 @@ class SimulatedReplica:
     def _check_progress(self, took_time: bool) -> None:
         self._idle_steps = 0 if took_time else self._idle_steps + 1
         if self._idle_steps > MOST_IDLE_STEPS:
-            raise StuckReplica(f"{self.replica_id}: {self.engine.statistics()} and {MOST_IDLE_STEPS} steps did nothing")
+            raise StuckReplica(
+                f"{self.replica_id}: {self.engine.statistics()} and {MOST_IDLE_STEPS} steps did nothing"
+            )

@@ -1,4 +1,5 @@
-"""The router's own decision code, wired for a simulation: index, load, recent prefixes, gauges, policy, ranking."""
+"""The router's own decision code, wired for a simulation: index, load, recent prefixes, gauges,
+policy, ranking."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ GROUP_BLIND = "group_blind"
 """The default policy over an index that ignores groups."""
 BLIND_AND_FORGETFUL = "group_blind_no_recent"
 """The same in a router that does not remember what it has just sent where."""
-POLICIES = ("prefix", GROUP_BLIND, BLIND_AND_FORGETFUL, "session", "least_loaded", "round_robin", "random")
+POLICIES = (
+    "prefix",
+    GROUP_BLIND,
+    BLIND_AND_FORGETFUL,
+    "session",
+    "least_loaded",
+    "round_robin",
+    "random",
+)
 
 _AT_ONCE_S = 1e-9
 
@@ -31,7 +40,12 @@ class SimulatedRouter:
     """Decides as the router does. The clock is passed in."""
 
     def __init__(
-        self, policy: str, replica_ids: Sequence[str], clock: Callable[[], float], weights: Weights | None = None, seed: int = 0
+        self,
+        policy: str,
+        replica_ids: Sequence[str],
+        clock: Callable[[], float],
+        weights: Weights | None = None,
+        seed: int = 0,
     ) -> None:
         self._clock = clock
         is_blind = policy in (GROUP_BLIND, BLIND_AND_FORGETFUL)
@@ -41,7 +55,9 @@ class SimulatedRouter:
         name = "prefix" if is_blind else policy
         chosen = make_policy(name, PolicySettings(weights or Weights(), random=Random(seed)))
         recent = RecentPrefixes(_AT_ONCE_S) if policy == BLIND_AND_FORGETFUL else RecentPrefixes()
-        self._planner = RoutePlanner(chosen, name, self.load, recent, lambda _source: False, clock=clock)
+        self._planner = RoutePlanner(
+            chosen, name, self.load, recent, lambda _source: False, clock=clock
+        )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
         """A replica's events."""
@@ -50,14 +66,21 @@ class SimulatedRouter:
     def take_gauges(self, replica_id: str, running: int, waiting: int) -> None:
         """A replica's own metrics, as if they had been scraped now."""
         replica = next(replica for replica in self._replicas if replica.id == replica_id)
-        replica.take_gauges(EngineGauges(running, waiting, None), self.load.load_of(replica_id).requests, self._clock())
+        replica.take_gauges(
+            EngineGauges(running, waiting, None),
+            self.load.load_of(replica_id).requests,
+            self._clock(),
+        )
 
     def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, InFlight]:
-        """Where a request goes, the tokens it is predicted to reuse there, and its account, which counts from now on."""
+        """Where a request goes, the tokens it is predicted to reuse there, and its account, which
+        counts from now on."""
         decision = self._decide(session, token_ids)
         chosen = decision.ranking.ranked[0].candidate.replica_id
         self._planner.remember(decision, chosen)
-        account = self.load.started(chosen, decision.uncached_tokens(chosen), decision.prompt_tokens)
+        account = self.load.started(
+            chosen, decision.uncached_tokens(chosen), decision.prompt_tokens
+        )
         return chosen, decision.hit_of(chosen).total, account
 
     def _decide(self, session: str, token_ids: Sequence[int]) -> Decision:

@@ -45,7 +45,9 @@ class Simulation:
         self._workload = workload
         self._scrape_interval_s = setting.scrape_interval_s
         names = [f"replica-{index:03}" for index in range(setting.replicas)]
-        self.router = SimulatedRouter(setting.policy, names, self.timeline.now, setting.weights, setting.seed)
+        self.router = SimulatedRouter(
+            setting.policy, names, self.timeline.now, setting.weights, setting.seed
+        )
         self.replicas = {name: self._replica(name, setting) for name in names}
         self._open: dict[str, _Served] = {}
         self._records: list[RequestRecord] = []
@@ -61,13 +63,22 @@ class Simulation:
         return Outcome(
             records=self._records,
             busy_s={name: replica.busy_s for name, replica in self.replicas.items()},
-            preemptions=sum(replica.engine.scheduler.preemptions for replica in self.replicas.values()),
+            preemptions=sum(
+                replica.engine.scheduler.preemptions for replica in self.replicas.values()
+            ),
             arrivals_end_s=max(arrival.at_s for arrival in arrivals),
         )
 
     def _replica(self, name: str, setting: Setting) -> SimulatedReplica:
         take_batch = self.router.take_batch
-        return SimulatedReplica(name, setting.replica, self.timeline, setting.event_delay_s, take_batch, self._take_outputs)
+        return SimulatedReplica(
+            name,
+            setting.replica,
+            self.timeline,
+            setting.event_delay_s,
+            take_batch,
+            self._take_outputs,
+        )
 
     def _expect(self, arrival: Arrival) -> None:
         self._to_come += 1
@@ -76,7 +87,9 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         tokens = self._workload.prompt(arrival)
         chosen, predicted, account = self.router.route(arrival.session, tokens)
-        record = RequestRecord(arrival.request_id, chosen, self.timeline.now_s, len(tokens), predicted)
+        record = RequestRecord(
+            arrival.request_id, chosen, self.timeline.now_s, len(tokens), predicted
+        )
         self._records.append(record)
         self._open[arrival.request_id] = _Served(arrival, record, account)
         sampling = SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True)
@@ -104,7 +117,9 @@ class Simulation:
         served.record.is_finished = True
         del self._open[served.arrival.request_id]
         self._to_come -= 1
-        following = self._workload.answered(served.arrival, served.record.answer, self.timeline.now_s)
+        following = self._workload.answered(
+            served.arrival, served.record.answer, self.timeline.now_s
+        )
         if following is not None:
             self._expect(following)
 

@@ -12,7 +12,8 @@ class TimelineError(RuntimeError):
 
 
 class Timeline:
-    """Actions by time; what is planned for one moment happens in the order in which it was planned."""
+    """Actions by time; what is planned for one moment happens in the order in which it was
+    planned."""
 
     def __init__(self) -> None:
         self._planned: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,7 +1,8 @@
 """A recorded service's requests: their times, lengths and shared prefixes, with made-up tokens.
 
-The format is Mooncake's: one JSON object a line with `timestamp` (ms), `input_length`, `output_length`, and `hash_ids`, one id
-per 512 tokens of the prompt. Equal leading ids are a shared prefix.
+The format is Mooncake's: one JSON object a line with `timestamp` (ms), `input_length`,
+`output_length`, and `hash_ids`, one id per 512 tokens of the prompt. Equal leading ids are a shared
+prefix.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ class TraceOptions:
     longest_prompt: int
     """Longer ones are left out, tokens."""
     answer_share: float
-    """Answers are cut to this share of their length: simulated decoding costs real time for every token."""
+    """Answers are cut to this share of their length: simulated decoding costs real time for every
+    token."""
 
 
 class RecordedTrace:
     """Requests at recorded times, scaled to a rate."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], options: TraceOptions, requests_per_s: float) -> None:
+    def __init__(
+        self, rows: Sequence[dict[str, Any]], options: TraceOptions, requests_per_s: float
+    ) -> None:
         self._rows = rows
         first, last = rows[0]["timestamp"], rows[-1]["timestamp"]
         self._scale = (len(rows) - 1) / requests_per_s / max(last - first, 1)
@@ -68,9 +72,14 @@ class RecordedTrace:
 
 
 def read_trace(path: Path, options: TraceOptions) -> list[dict[str, Any]]:
-    """The first requests of a recording, plain or .gz, that are short enough, in the order of their times."""
+    """The first requests of a recording, plain or .gz, that are short enough, in the order of their
+    times."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        rows = [row for row in map(json.loads, lines) if 2 <= row["input_length"] <= options.longest_prompt]
+        rows = [
+            row
+            for row in map(json.loads, lines)
+            if 2 <= row["input_length"] <= options.longest_prompt
+        ]
     return sorted(rows, key=lambda row: int(row["timestamp"]))[: options.requests]
 
 
@@ -82,7 +91,9 @@ def trace_size(rows: Sequence[dict[str, Any]], options: TraceOptions) -> Workloa
         prompt_tokens=sum(row["input_length"] for row in rows),
         answer_tokens=sum(answers),
         distinct_tokens=ID_TOKENS * len({hash_id for row in rows for hash_id in row["hash_ids"]}),
-        longest_tokens=max(row["input_length"] + answer for row, answer in zip(rows, answers, strict=True)),
+        longest_tokens=max(
+            row["input_length"] + answer for row, answer in zip(rows, answers, strict=True)
+        ),
     )
 
 
@@ -93,7 +104,8 @@ def tokens_of(hash_id: int) -> tuple[int, ...]:
 
 
 def _session(row: dict[str, Any]) -> str:
-    # The recording names no sessions. All its prompts begin with one block; the second tells conversations apart.
+    # The recording names no sessions. All its prompts begin with one block; the second tells
+    # conversations apart.
     ids = row["hash_ids"]
     return str(ids[min(1, len(ids) - 1)])
 

@@ -1,10 +1,13 @@
-"""What the CPU tier holds, what of it is in flight, and what goes when room is needed. Block ids only; no memory is touched.
+"""What the CPU tier holds, what of it is in flight, and what goes when room is needed. Block ids
+only; no memory is touched.
 
-A key has at most one block. Its life: `prepare_store` makes it pending, `complete_store` makes it a hit, loads protect it, and
-eviction, a failed copy or a reset ends it. A block that must go while a copy of it is in flight is *doomed*: no hit from that
-moment on, in the events too, but its id is not handed out before the copy is over, and its key is not stored again before.
+A key has at most one block. Its life: `prepare_store` makes it pending, `complete_store` makes it a
+hit, loads protect it, and eviction, a failed copy or a reset ends it. A block that must go while a
+copy of it is in flight is *doomed*: no hit from that moment on, in the events too, but its id is
+not handed out before the copy is over, and its key is not stored again before.
 """
-# ruff: noqa: ARG002 - the protocol names the request for tiers that tell requests apart; this one treats all alike
+# ruff: noqa: ARG002 - the protocol names the request for tiers that tell requests apart; this one
+# treats all alike
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import CPU
-from offload.base import CPULoadStoreSpec, LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput, RequestContext
+from offload.base import (
+    CPULoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    RequestContext,
+)
 from offload.cpu.policies import create_policy
 from offload.errors import CacheConfigError, TierStateError
 from offload.tier_entries import TierEntries, TierEntry
@@ -68,15 +78,17 @@ class _Totals:
 
 
 class CPUOffloadingManager:
-    """The CPU tier as the scheduler sees it: an `OffloadingManager` whose places are block ids in `[0, num_blocks)`.
+    """The CPU tier as the scheduler sees it: an `OffloadingManager` whose places are block ids in
+    `[0, num_blocks)`.
 
-    The order of the keys in a call is that of the prompt: what a call stores or has loaded is evicted from its last key to its
-    first, since a block is of no use without those before it.
+    The order of the keys in a call is that of the prompt: what a call stores or has loaded is
+    evicted from its last key to its first, since a block is of no use without those before it.
 
     Args:
         num_blocks: How many blocks the tier has room for.
         cache_policy: `lru`, `arc` or the name of a plug-in.
-        enable_events: Without it `take_events` is always empty; with it somebody has to call it, for events wait unbounded.
+        enable_events: Without it `take_events` is always empty; with it somebody has to call it,
+            for events wait unbounded.
 
     Raises:
         CacheConfigError: No block, or no such policy.
@@ -84,7 +96,9 @@ class CPUOffloadingManager:
 
     medium = CPU
 
-    def __init__(self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = True
+    ) -> None:
         if num_blocks < 1:
             raise CacheConfigError(f"CPU tier: num_blocks {num_blocks} must be at least 1")
         self.num_blocks = num_blocks
@@ -97,7 +111,7 @@ class CPUOffloadingManager:
         self._doomed_blocks = 0
         self._totals = _Totals()
 
-    # --- looking ----------------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         """A doomed block is a miss, not pending: waiting for it is of no use."""
@@ -110,11 +124,13 @@ class CPUOffloadingManager:
             if block is not None and not block.doomed:
                 self._policy.touch(key)
 
-    # --- loading ----------------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> CPULoadStoreSpec:
         """A key named several times is protected as many times."""
-        blocks = self._blocks.require(keys, lambda block: block.loadable, "prepare_load", "is no hit")
+        blocks = self._blocks.require(
+            keys, lambda block: block.loadable, "prepare_load", "is no hit"
+        )
         for key, block in zip(keys, blocks, strict=True):
             if not block.loads:
                 self._policy.hold(key)
@@ -123,8 +139,11 @@ class CPUOffloadingManager:
         self._totals.loads += len(blocks)
         return CPULoadStoreSpec([block.block_id for block in blocks])
 
-    def complete_load(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
-        """A block that could not be read is no hit from now on, and gone when no other load of it is in flight."""
+    def complete_load(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
+        """A block that could not be read is no hit from now on, and gone when no other load of it
+        is in flight."""
         loads = Counter(keys)
         self._blocks.require_loads(loads)
         if not success:
@@ -154,10 +173,13 @@ class CPUOffloadingManager:
             self._policy.release(key)
             self._idle_blocks += 1
 
-    # --- storing ----------------------------------------------------------------------------------------------------------
+    # --- storing ----------------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Sequence[OffloadKey], context: RequestContext) -> PrepareStoreOutput | None:
-        """Keys named several times count once. Neither a key of this call nor a block in flight is evicted for it."""
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext
+    ) -> PrepareStoreOutput | None:
+        """Keys named several times count once. Neither a key of this call nor a block in flight is
+        evicted for it."""
         asked = dict.fromkeys(keys)
         new = [key for key in asked if key not in self._blocks]
         spared = [key for key in asked if self._is_idle(key)]
@@ -170,7 +192,9 @@ class CPUOffloadingManager:
         for key in reversed(spared):
             self._policy.release(key)
         self._blocks.note(evicted, removed=True)
-        return PrepareStoreOutput(new, CPULoadStoreSpec([self._blocks[key].block_id for key in new]), evicted)
+        return PrepareStoreOutput(
+            new, CPULoadStoreSpec([self._blocks[key].block_id for key in new]), evicted
+        )
 
     def _is_idle(self, key: OffloadKey) -> bool:
         block = self._blocks.get(key)
@@ -189,7 +213,8 @@ class CPUOffloadingManager:
 
     def _evict(self, victim: OffloadKey | None) -> OffloadKey:
         if victim is None or not self._is_idle(victim):
-            # A plug-in's mistake. Its block may be under copy: handing it out would serve wrong bytes, so stop here.
+            # A plug-in's mistake. Its block may be under copy: handing it out would serve wrong
+            # bytes, so stop here.
             raise TierStateError(
                 f"CPU tier: {type(self._policy).__name__}.admit must return a stored key that is not in flight"
             )
@@ -198,13 +223,19 @@ class CPUOffloadingManager:
         self._totals.evicted += 1
         return victim
 
-    def complete_store(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
         """Keys named several times count once. What a reset overtook is gone either way."""
         asked = list(dict.fromkeys(keys))
-        blocks = self._blocks.require(asked, lambda block: block.storing, "complete_store", "has no store in flight")
+        blocks = self._blocks.require(
+            asked, lambda block: block.storing, "complete_store", "has no store in flight"
+        )
         if not success:
             self._totals.failed_stores += len(asked)
-        stored = [key for key, block in zip(asked, blocks, strict=True) if success and not block.doomed]
+        stored = [
+            key for key, block in zip(asked, blocks, strict=True) if success and not block.doomed
+        ]
         for key, block in zip(reversed(asked), reversed(blocks), strict=True):
             self._end_store(key, block, success)
         self._totals.stored += len(stored)
@@ -227,7 +258,7 @@ class CPUOffloadingManager:
     def _free(self, key: OffloadKey) -> None:
         self._free_block_ids.append(self._blocks.pop(key).block_id)
 
-    # --- all at once ------------------------------------------------------------------------------------------------------
+    # --- all at once ------------------------------------------------------------------------------
 
     def reset(self) -> None:
         removed = [key for key, block in self._blocks.items() if block.loadable]
@@ -242,7 +273,8 @@ class CPUOffloadingManager:
         self._blocks.note(removed, removed=True)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Replayed in order they give the keys that `lookup` calls hits; a key's events alternate."""
+        """Replayed in order they give the keys that `lookup` calls hits; a key's events
+        alternate."""
         return self._blocks.take_events()
 
     def statistics(self) -> CPUTierStatistics:
@@ -252,7 +284,11 @@ class CPUOffloadingManager:
             num_blocks=self.num_blocks,
             free_blocks=free,
             idle_blocks=self._idle_blocks,
-            loading_blocks=self.num_blocks - free - self._idle_blocks - self._pending_blocks - self._doomed_blocks,
+            loading_blocks=self.num_blocks
+            - free
+            - self._idle_blocks
+            - self._pending_blocks
+            - self._doomed_blocks,
             pending_blocks=self._pending_blocks,
             doomed_blocks=self._doomed_blocks,
             lookup_hits=self._blocks.lookups.hits,

@@ -1,8 +1,9 @@
 """Copies between GPU blocks and the CPU tier's slots.
 
-The tier's memory is one tensor `(num_cpu_blocks, slot_bytes)`. A slot holds one offloaded block of any group: its GPU blocks
-one behind the other from the slot's start, each of them the group's page, that is its refs one behind the other. `slot_bytes`
-is the largest group's; what a smaller one leaves at the end is unused.
+The tier's memory is one tensor `(num_cpu_blocks, slot_bytes)`. A slot holds one offloaded block of
+any group: its GPU blocks one behind the other from the slot's start, each of them the group's page,
+that is its refs one behind the other. `slot_bytes` is the largest group's; what a smaller one
+leaves at the end is unused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from offload.transfer.runner import TransferOptions, Transfers
 class CPUTransferWorker:
     """Moves the CPU tier's blocks; see `offload.base.OffloadingWorker`.
 
-    A job reads or writes its GPU blocks until it has ended: until then they must not be freed, nor overwritten by work queued
-    after the submission.
+    A job reads or writes its GPU blocks until it has ended: until then they must not be freed, nor
+    overwritten by work queued after the submission.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class CPUTransferWorker:
         Args:
             cache: The engine's side.
             num_cpu_blocks: How many slots to allocate, pinned if the cache is on a GPU.
-            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1 each if left out.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1
+                each if left out.
             options: How to copy.
 
         Raises:
@@ -58,7 +60,9 @@ class CPUTransferWorker:
     def submit(self, job: TransferJob) -> None:
         """See `OffloadingWorker.submit`."""
         if not isinstance(job.lower, CPULoadStoreSpec):
-            raise TransferError(f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a CPULoadStoreSpec")
+            raise TransferError(
+                f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a CPULoadStoreSpec"
+            )
         stores = job.direction is Direction.STORE
         slot_ids = check_ids("CPU spec", job.lower.block_ids, len(self.slots), unique=stores)
         plan = self._transfers.plan(job, len(slot_ids))
@@ -85,7 +89,9 @@ class CPUTransferWorker:
 class _SlotSide:
     """The slots of one job."""
 
-    def __init__(self, slots: Tensor, slot_ids: Ids, geometry: TransferGeometry, copier: RowCopier) -> None:
+    def __init__(
+        self, slots: Tensor, slot_ids: Ids, geometry: TransferGeometry, copier: RowCopier
+    ) -> None:
         self._slots = slots
         self._slot_ids = slot_ids
         self._geometry = geometry
@@ -94,7 +100,9 @@ class _SlotSide:
     def place(self, chunk: Chunk) -> Tensor | None:
         """The slots themselves, if they follow each other and the group fills them."""
         ids = self._slot_ids[chunk.lower]
-        if self._geometry.offloaded_bytes[chunk.group] != self._slots.size(1) or np.any(np.diff(ids) != 1):
+        if self._geometry.offloaded_bytes[chunk.group] != self._slots.size(1) or np.any(
+            np.diff(ids) != 1
+        ):
             return None
         return self._slots[int(ids[0]) : int(ids[0]) + len(ids)]
 
@@ -102,10 +110,14 @@ class _SlotSide:
         """See `LowerSide`."""
         block_bytes = buffer.size(1)
         slots = rows_of(self._slots.numpy(), 0, block_bytes)
-        self._copier.scatter(rows_of(buffer.numpy(), 0, block_bytes), self._slot_ids[chunk.lower], slots)
+        self._copier.scatter(
+            rows_of(buffer.numpy(), 0, block_bytes), self._slot_ids[chunk.lower], slots
+        )
 
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
         """See `LowerSide`."""
         block_bytes = buffer.size(1)
         slots = rows_of(self._slots.numpy(), 0, block_bytes)
-        self._copier.gather(slots, self._slot_ids[chunk.lower], rows_of(buffer.numpy(), 0, block_bytes))
+        self._copier.gather(
+            slots, self._slot_ids[chunk.lower], rows_of(buffer.numpy(), 0, block_bytes)
+        )

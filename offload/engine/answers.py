@@ -54,7 +54,8 @@ class Usage:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Cached tokens are told also where there are none, so that whoever predicts them can compare."""
+        """Cached tokens are told also where there are none, so that whoever predicts them can
+        compare."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -94,10 +95,19 @@ class CompletionForm:
     """Of /v1/completions."""
 
     def __init__(self, answer_id: str, model: str, created: int) -> None:
-        self._head = {"id": answer_id, "object": "text_completion", "created": created, "model": model}
+        self._head = {
+            "id": answer_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage.to_dict()}
+        return {
+            **self._head,
+            "choices": [self._choice(choice) for choice in choices],
+            "usage": usage.to_dict(),
+        }
 
     def opening(self, index: int) -> None:  # noqa: ARG002 (the interface's)
         return None
@@ -122,19 +132,33 @@ class ChatForm:
     """Of /v1/chat/completions."""
 
     def __init__(self, answer_id: str, model: str, created: int) -> None:
-        self._head = {"id": answer_id, "object": "chat.completion", "created": created, "model": model}
+        self._head = {
+            "id": answer_id,
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+        }
         self._stream_head = {**self._head, "object": "chat.completion.chunk"}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-        entries = [self._entry(choice, "message", {"role": "assistant", "content": choice.text}) for choice in choices]
+        entries = [
+            self._entry(choice, "message", {"role": "assistant", "content": choice.text})
+            for choice in choices
+        ]
         return {**self._head, "choices": entries, "usage": usage.to_dict()}
 
     def opening(self, index: int) -> dict[str, Any]:
         choice = Choice(index, "")
-        return {**self._stream_head, "choices": [self._entry(choice, "delta", {"role": "assistant", "content": ""})]}
+        return {
+            **self._stream_head,
+            "choices": [self._entry(choice, "delta", {"role": "assistant", "content": ""})],
+        }
 
     def piece(self, choice: Choice) -> dict[str, Any]:
-        return {**self._stream_head, "choices": [self._entry(choice, "delta", {"content": choice.text})]}
+        return {
+            **self._stream_head,
+            "choices": [self._entry(choice, "delta", {"content": choice.text})],
+        }
 
     def closing(self, usage: Usage) -> dict[str, Any]:
         return {**self._stream_head, "choices": [], "usage": usage.to_dict()}
@@ -183,6 +207,13 @@ def event_sources_answer(sources: Sequence[EventSource]) -> dict[str, Any]:
     }
 
 
-def tokenize_answer(token_ids: Sequence[int], texts: Sequence[str] | None, max_model_len: int) -> dict[str, Any]:
+def tokenize_answer(
+    token_ids: Sequence[int], texts: Sequence[str] | None, max_model_len: int
+) -> dict[str, Any]:
     """Of /tokenize."""
-    return {"count": len(token_ids), "max_model_len": max_model_len, "tokens": list(token_ids), "token_strs": texts}
+    return {
+        "count": len(token_ids),
+        "max_model_len": max_model_len,
+        "tokens": list(token_ids),
+        "token_strs": texts,
+    }

@@ -20,7 +20,8 @@ class SequenceChunk:
     start: int
     """Position of the first."""
     block_tables: Sequence[Sequence[Block]]
-    """Per group the sequence's blocks, the null block where none is needed; the cache's own, right until the step ends."""
+    """Per group the sequence's blocks, the null block where none is needed; the cache's own, right
+    until the step ends."""
     is_last: bool
     """Whether the sequence's tokens end here, so that the next one is to be chosen."""
     sampling: SamplingParams
@@ -37,5 +38,6 @@ class ModelRunner(Protocol):
     """Computes batches: with a model, or as long as one would take."""
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[int | None]:
-        """Write the chunks' keys and values; per chunk the next token, None where it is not the sequence's last."""
+        """Write the chunks' keys and values; per chunk the next token, None where it is not the
+        sequence's last."""
         ...

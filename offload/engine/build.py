@@ -39,7 +39,8 @@ EOS_TOKEN_ID = 257
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One replica of the small engine. Sizes that are left out are the preset's, or follow from it."""
+    """One replica of the small engine. Sizes that are left out are the preset's, or follow from
+    it."""
 
     preset: str = "gemma"
     simulate: bool = False
@@ -76,7 +77,11 @@ class EngineConfig:
 
     def model(self) -> ModelConfig:
         """The preset with what this configuration changes of it."""
-        changes = {"block_size": self.block_size, "max_model_len": self.max_model_len, "vocab_size": self.vocab_size}
+        changes = {
+            "block_size": self.block_size,
+            "max_model_len": self.max_model_len,
+            "vocab_size": self.vocab_size,
+        }
         changed = {name: value for name, value in changes.items() if value is not None}
         return preset(self.preset, seed=self.seed, **changed)
 
@@ -88,10 +93,14 @@ class _Hands(Protocol):
 
     def cpu_worker(self, num_blocks: int) -> OffloadingWorker: ...
 
-    def disk(self, directory: Path, payload_bytes: Sequence[int], identity: str) -> tuple[BlockFiles, OffloadingWorker]: ...
+    def disk(
+        self, directory: Path, payload_bytes: Sequence[int], identity: str
+    ) -> tuple[BlockFiles, OffloadingWorker]: ...
 
 
-def build_engine(config: EngineConfig, clock: Clock | None = None, publisher: EventPublisher | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, clock: Clock | None = None, publisher: EventPublisher | None = None
+) -> Engine:
     """An engine, its publisher bound and its pages allocated.
 
     Args:
@@ -105,15 +114,21 @@ def build_engine(config: EngineConfig, clock: Clock | None = None, publisher: Ev
     model = _fitting(config.model(), config)
     cache = CacheManager(_cache_config(config, model), model.block_size)
     clock = clock or RealClock()
-    hands = _SimulatedHands(config, model, clock) if config.simulate else _torch_hands(config, model)
+    hands = (
+        _SimulatedHands(config, model, clock) if config.simulate else _torch_hands(config, model)
+    )
     tiers, workers, stores = _tiers(config, model, cache.config.layout, hands)
     connector = OffloadingConnector(cache, tiers) if tiers else None
     chain = HashChain.from_seed()
-    limits = SchedulerConfig(config.max_num_batched_tokens, config.max_num_seqs, model.max_model_len)
+    limits = SchedulerConfig(
+        config.max_num_batched_tokens, config.max_num_seqs, model.max_model_len
+    )
     return Engine(
         model=model,
         cache=cache,
-        scheduler=Scheduler(limits, cache, RequestHasher(chain, model.block_size), config.eos_token_id, connector),
+        scheduler=Scheduler(
+            limits, cache, RequestHasher(chain, model.block_size), config.eos_token_id, connector
+        ),
         runner=hands.runner,
         publisher=publisher or _publisher(config, cache.config.layout, chain),
         connector=connector,
@@ -124,10 +139,13 @@ def build_engine(config: EngineConfig, clock: Clock | None = None, publisher: Ev
 
 
 def _fitting(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with no longer sequences than the cache has blocks for, so that none is admitted that never fits."""
+    """The model with no longer sequences than the cache has blocks for, so that none is admitted
+    that never fits."""
     size = model.block_size
     lengths = range(size, model.max_model_len + size, size)
-    fitting = bisect_right(lengths, config.num_blocks - 1, key=lambda length: _blocks_at_once(model, config, length))
+    fitting = bisect_right(
+        lengths, config.num_blocks - 1, key=lambda length: _blocks_at_once(model, config, length)
+    )
     if not fitting:
         raise CacheConfigError(
             f"num_blocks {config.num_blocks} must hold a sequence of one block in each of {len(model.layer_groups())} groups"
@@ -137,9 +155,15 @@ def _fitting(model: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 def _blocks_at_once(model: ModelConfig, config: EngineConfig, length: int) -> int:
     """Most blocks that a sequence of *length* tokens holds at a time."""
-    cache = CacheManager(_cache_config(replace(config, num_blocks=2), replace(model, max_model_len=length)), model.block_size)
+    cache = CacheManager(
+        _cache_config(replace(config, num_blocks=2), replace(model, max_model_len=length)),
+        model.block_size,
+    )
     managers = cache.coordinator.managers
-    return sum(min(blocks_for(length, manager.block_size), manager.max_held_blocks()) for manager in managers)
+    return sum(
+        min(blocks_for(length, manager.block_size), manager.max_held_blocks())
+        for manager in managers
+    )
 
 
 def _cache_config(config: EngineConfig, model: ModelConfig) -> CacheConfig:
@@ -173,7 +197,9 @@ def _tiers(
     workers: list[OffloadingWorker] = []
     stores: list[BlockFiles] = []
     if config.cpu_blocks:
-        tiers.append(Tier(CPUOffloadingManager(config.cpu_blocks, config.cpu_cache_policy), layout.groups))
+        tiers.append(
+            Tier(CPUOffloadingManager(config.cpu_blocks, config.cpu_cache_policy), layout.groups)
+        )
         workers.append(hands.cpu_worker(config.cpu_blocks))
     if config.disk_directory:
         store, worker = hands.disk(config.disk_directory, _payload_bytes(model), _identity(model))
@@ -184,7 +210,8 @@ def _tiers(
 
 
 def _identity(model: ModelConfig) -> str:
-    """Of the weights, and with them of every block: all that the model is made of but the length of what it is asked."""
+    """Of the weights, and with them of every block: all that the model is made of but the length of
+    what it is asked."""
     made_of = repr(replace(model, max_model_len=0))
     return f"{model.name} {sha256(made_of.encode()).hexdigest()}"
 
@@ -196,18 +223,26 @@ def _payload_bytes(model: ModelConfig) -> list[int]:
 
 class _SimulatedHands:
     def __init__(self, config: EngineConfig, model: ModelConfig, clock: Clock) -> None:
-        self.runner: ModelRunner = SimulatedRunner(config.time_model, clock, min(256, model.vocab_size))
+        self.runner: ModelRunner = SimulatedRunner(
+            config.time_model, clock, min(256, model.vocab_size)
+        )
         self._config = config
         self._model = model
         self._clock = clock
 
     def cpu_worker(self, num_blocks: int) -> OffloadingWorker:
         del num_blocks
-        return SimulatedTransferWorker(self._config.time_model, self._clock, self._model.block_bytes)
+        return SimulatedTransferWorker(
+            self._config.time_model, self._clock, self._model.block_bytes
+        )
 
-    def disk(self, directory: Path, payload_bytes: Sequence[int], identity: str) -> tuple[BlockFiles, OffloadingWorker]:
+    def disk(
+        self, directory: Path, payload_bytes: Sequence[int], identity: str
+    ) -> tuple[BlockFiles, OffloadingWorker]:
         del directory, identity
-        worker = SimulatedTransferWorker(self._config.time_model, self._clock, self._model.block_bytes)
+        worker = SimulatedTransferWorker(
+            self._config.time_model, self._clock, self._model.block_bytes
+        )
         return SimulatedBlockFiles(payload_bytes), worker
 
 
@@ -218,4 +253,6 @@ def _torch_hands(config: EngineConfig, model: ModelConfig) -> _Hands:
         raise CacheConfigError(
             f"the engine's model needs torch: pip install '.[offload]', or use --simulate ({error.name})"
         ) from None
-    return cast(_Hands, hands.TorchHands(model, config.num_blocks, config.device, config.cpu_threads))
+    return cast(
+        _Hands, hands.TorchHands(model, config.num_blocks, config.device, config.cpu_threads)
+    )

@@ -1,4 +1,5 @@
-"""A model's chat template, rendered in a sandbox as transformers renders it: trimmed blocks, loop controls, its helpers."""
+"""A model's chat template, rendered in a sandbox as transformers renders it: trimmed blocks, loop
+controls, its helpers."""
 
 from __future__ import annotations
 
@@ -17,8 +18,18 @@ from offload.engine.errors import ConversationError, TokenizerError
 
 MAX_PROMPT_CHARS = 16_777_216
 
-# What a template may raise over a client's data. The messages quote the conversation, so they go no further.
-_FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+# What a template may raise over a client's data. The messages quote the conversation, so they go no
+# further.
+_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _RESERVED = frozenset(("messages", "add_generation_prompt", "tools"))
 _MARK = "b7c1-open-end"
 
@@ -30,7 +41,9 @@ class _GenerationBlock(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class ChatTemplate:
@@ -50,7 +63,9 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern))
+        environment.globals.update(
+            raise_exception=_refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern)
+        )
         try:
             self._template = environment.from_string(source)
         except (TemplateSyntaxError, RecursionError) as error:
@@ -67,7 +82,11 @@ class ChatTemplate:
         messages = [self._normalised(message, index) for index, message in enumerate(chat.messages)]
         context = {
             **self._special_tokens,
-            **{name: value for name, value in chat.template_arguments.items() if name not in _RESERVED},
+            **{
+                name: value
+                for name, value in chat.template_arguments.items()
+                if name not in _RESERVED
+            },
             "tools": chat.tools,
             "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
         }
@@ -82,10 +101,14 @@ class ChatTemplate:
             for piece in self._template.generate({**context, "messages": messages}):
                 left -= len(piece)
                 if left < 0:
-                    raise ConversationError(f"messages: their text is longer than {MAX_PROMPT_CHARS} characters")
+                    raise ConversationError(
+                        f"messages: their text is longer than {MAX_PROMPT_CHARS} characters"
+                    )
                 pieces.append(piece)
         except _FAULTS:
-            raise ConversationError("messages: the model's chat template refuses this conversation") from None
+            raise ConversationError(
+                "messages: the model's chat template refuses this conversation"
+            ) from None
         return "".join(pieces)
 
     def _render_open(self, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
@@ -98,11 +121,14 @@ class ChatTemplate:
         text = self._render([*messages[:-1], {**last, "content": marked}], context)
         end = text.rfind(_MARK)
         if end < 0:
-            raise ConversationError("messages: the model's chat template cannot leave the last message open")
+            raise ConversationError(
+                "messages: the model's chat template cannot leave the last message open"
+            )
         return text[:end]
 
     def _normalised(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The message with its content in the form that the template expects, and calls with their arguments as objects."""
+        """The message with its content in the form that the template expects, and calls with their
+        arguments as objects."""
         place = f"messages[{index}]"
         text: str | list[dict[str, str]] = message_text(message, place)
         if self._takes_parts:
@@ -113,7 +139,8 @@ class ChatTemplate:
         return normalised
 
     def _knows_parts(self) -> bool:
-        """Does it write the parts of a content, rather than the content as it is? It is asked to write some."""
+        """Does it write the parts of a content, rather than the content as it is? It is asked to
+        write some."""
         parts = [{"role": "user", "content": [{"type": "text", "text": _MARK}]}]
         try:
             text = self._render(parts, {**self._special_tokens, "add_generation_prompt": False})
@@ -143,7 +170,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,4 +1,5 @@
-"""A client's side of a request: its body, bounded in size and time, and whether it is still there."""
+"""A client's side of a request: its body, bounded in size and time, and whether it is still
+there."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
         async with timeout(timeout_s):
             return await _read(request, limit_bytes)
     except asyncio.TimeoutError:
-        raise ApiError(f"body: not there within {timeout_s:g} s", 408, "RequestTimeoutError") from None
+        raise ApiError(
+            f"body: not there within {timeout_s:g} s", 408, "RequestTimeoutError"
+        ) from None
     except ClientDisconnect:
         raise ClientGone from None
 

@@ -57,10 +57,14 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Build the engine and serve it; the exit code says how it went."""
     try:
-        tokenizer: Tokenizer = FileTokenizer.load(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
+        tokenizer: Tokenizer = (
+            FileTokenizer.load(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
+        )
         config = _engine_config(arguments, tokenizer)
         engine = build_engine(config)
-        return run_server(engine, tokenizer, _api_config(arguments, config, engine), _server_config(arguments))
+        return run_server(
+            engine, tokenizer, _api_config(arguments, config, engine), _server_config(arguments)
+        )
     except (OffloadError, KVEventsError) as error:
         print(f"kvroute engine: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -71,7 +75,9 @@ def _whole(low: int, high: int = 2**40) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not (text.isdecimal() and low <= int(text) <= high):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a whole number from {low} to {high}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} must be a whole number from {low} to {high}"
+            )
         return int(text)
 
     return parse
@@ -86,28 +92,58 @@ def _number(low: float, high: float = 1e18) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} must be a number from {low:g} to {high:g}"
+            )
         return value
 
     return parse
 
 
-# --- options --------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def _add_model(group: Any) -> None:
-    group.add_argument("--preset", default=_DEFAULTS.preset, metavar="NAME", help=f"one of {', '.join(preset_names())}")
-    group.add_argument("--simulate", action="store_true", help="no tensors: the time a model would take, and its cache")
+    group.add_argument(
+        "--preset",
+        default=_DEFAULTS.preset,
+        metavar="NAME",
+        help=f"one of {', '.join(preset_names())}",
+    )
+    group.add_argument(
+        "--simulate",
+        action="store_true",
+        help="no tensors: the time a model would take, and its cache",
+    )
     group.add_argument("--device", help="cpu, cuda, ...; a GPU where there is one if left out")
     group.add_argument("--seed", type=_whole(0), default=_DEFAULTS.seed, help="of the weights")
-    group.add_argument("--served-model-name", metavar="NAME", help="what clients call it; the preset's name if left out")
-    group.add_argument("--lora", action="append", default=[], metavar="NAME", help="a LoRA adapter, in name only; repeatable")
     group.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its directory; else bytes are tokens"
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call it; the preset's name if left out",
     )
-    group.add_argument("--max-model-len", type=_whole(1), metavar="TOKENS", help="prompt and answer together")
     group.add_argument(
-        "--max-num-seqs", type=_whole(1), default=_DEFAULTS.max_num_seqs, metavar="N", help="requests in one step"
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a LoRA adapter, in name only; repeatable",
+    )
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="a tokenizer.json or its directory; else bytes are tokens",
+    )
+    group.add_argument(
+        "--max-model-len", type=_whole(1), metavar="TOKENS", help="prompt and answer together"
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=_whole(1),
+        default=_DEFAULTS.max_num_seqs,
+        metavar="N",
+        help="requests in one step",
     )
     group.add_argument(
         "--max-num-batched-tokens",
@@ -120,43 +156,103 @@ def _add_model(group: Any) -> None:
 
 def _add_cache(group: Any) -> None:
     group.add_argument(
-        "--num-blocks", type=_whole(2), default=_DEFAULTS.num_blocks, metavar="N", help="for all groups together"
+        "--num-blocks",
+        type=_whole(2),
+        default=_DEFAULTS.num_blocks,
+        metavar="N",
+        help="for all groups together",
     )
-    group.add_argument("--block-size", type=_whole(1), metavar="TOKENS", help="the preset's if left out")
+    group.add_argument(
+        "--block-size", type=_whole(1), metavar="TOKENS", help="the preset's if left out"
+    )
     group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
-    group.add_argument("--retention-interval", type=_whole(0), metavar="TOKENS", help="see docs/offloading.md, Retention")
-    group.add_argument("--cpu-blocks", type=_whole(0), default=_DEFAULTS.cpu_blocks, metavar="N", help="a tier in memory")
-    group.add_argument("--cpu-cache-policy", default=_DEFAULTS.cpu_cache_policy, metavar="NAME", help="of that tier")
+    group.add_argument(
+        "--retention-interval",
+        type=_whole(0),
+        metavar="TOKENS",
+        help="see docs/offloading.md, Retention",
+    )
+    group.add_argument(
+        "--cpu-blocks",
+        type=_whole(0),
+        default=_DEFAULTS.cpu_blocks,
+        metavar="N",
+        help="a tier in memory",
+    )
+    group.add_argument(
+        "--cpu-cache-policy",
+        default=_DEFAULTS.cpu_cache_policy,
+        metavar="NAME",
+        help="of that tier",
+    )
     group.add_argument("--disk-directory", type=Path, metavar="PATH", help="a tier on disk")
-    group.add_argument("--disk-bytes", type=_whole(1), default=_DEFAULTS.disk_bytes, metavar="N", help="of that tier")
+    group.add_argument(
+        "--disk-bytes",
+        type=_whole(1),
+        default=_DEFAULTS.disk_bytes,
+        metavar="N",
+        help="of that tier",
+    )
 
 
 def _add_events(group: Any) -> None:
-    group.add_argument("--kv-events-endpoint", metavar="ADDRESS", help="such as tcp://127.0.0.1:5557; none if left out")
-    group.add_argument("--kv-events-replay-endpoint", metavar="ADDRESS", help="for those who lost some")
+    group.add_argument(
+        "--kv-events-endpoint",
+        metavar="ADDRESS",
+        help="such as tcp://127.0.0.1:5557; none if left out",
+    )
+    group.add_argument(
+        "--kv-events-replay-endpoint", metavar="ADDRESS", help="for those who lost some"
+    )
     group.add_argument("--kv-events-topic", default=_DEFAULTS.kv_events_topic, metavar="TOPIC")
-    group.add_argument("--data-parallel-rank", type=_whole(0, 65_535), default=0, metavar="RANK", help="moves both ports along")
+    group.add_argument(
+        "--data-parallel-rank",
+        type=_whole(0, 65_535),
+        default=0,
+        metavar="RANK",
+        help="moves both ports along",
+    )
 
 
 def _add_server(group: Any) -> None:
     group.add_argument("--host", default=_SERVER.host)
-    group.add_argument("--port", type=_whole(0, 65_535), default=_SERVER.port, help="0 lets the system choose")
     group.add_argument(
-        "--grace-s", type=_number(0, 86_400), default=_SERVER.grace_s, metavar="S", help="for what runs at SIGTERM"
+        "--port", type=_whole(0, 65_535), default=_SERVER.port, help="0 lets the system choose"
     )
-    group.add_argument("--log-level", default=_SERVER.log_level, choices=("debug", "info", "warning", "error"))
-    group.add_argument("--enable-faults", action="store_true", help="POST /faults: hang, slow, crash, restart, drop_events")
+    group.add_argument(
+        "--grace-s",
+        type=_number(0, 86_400),
+        default=_SERVER.grace_s,
+        metavar="S",
+        help="for what runs at SIGTERM",
+    )
+    group.add_argument(
+        "--log-level", default=_SERVER.log_level, choices=("debug", "info", "warning", "error")
+    )
+    group.add_argument(
+        "--enable-faults",
+        action="store_true",
+        help="POST /faults: hang, slow, crash, restart, drop_events",
+    )
 
 
 def _add_simulation(group: Any) -> None:
-    rates = "--prefill-tokens-per-s", "--decode-tokens-per-s", "--step-overhead-s", "--transfer-bytes-per-s", "--slowdown"
+    rates = (
+        "--prefill-tokens-per-s",
+        "--decode-tokens-per-s",
+        "--step-overhead-s",
+        "--transfer-bytes-per-s",
+        "--slowdown",
+    )
     for option in rates:
         default = getattr(_TIMES, option.removeprefix("--").replace("-", "_"))
         low = 0 if option == "--step-overhead-s" else 1e-9
-        group.add_argument(option, type=_number(low), default=default, metavar="X", help=f"default {default:g}")
+        group.add_argument(
+            option, type=_number(low), default=default, metavar="X", help=f"default {default:g}"
+        )
 
 
-# --- what they come to ----------------------------------------------------------------------------------------------------
+# --- what they come to ----------------------------------------------------------------------------
 
 
 def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> EngineConfig:
@@ -208,7 +304,9 @@ def _api_config(arguments: argparse.Namespace, config: EngineConfig, engine: Eng
     )
 
 
-def _served_model(arguments: argparse.Namespace, config: EngineConfig, engine: Engine) -> ServedModel:
+def _served_model(
+    arguments: argparse.Namespace, config: EngineConfig, engine: Engine
+) -> ServedModel:
     return ServedModel(
         name=config.model_name or config.preset,
         vocab_size=engine.model.vocab_size,
@@ -225,7 +323,14 @@ def _event_sources(config: EngineConfig, engine: Engine) -> tuple[EventSource, .
     publisher = engine.publisher
     if not isinstance(publisher, ZmqEventPublisher):
         return ()
-    return (EventSource(config.data_parallel_rank, publisher.endpoint, publisher.replay_endpoint, config.kv_events_topic),)
+    return (
+        EventSource(
+            config.data_parallel_rank,
+            publisher.endpoint,
+            publisher.replay_endpoint,
+            config.kv_events_topic,
+        ),
+    )
 
 
 def _server_config(arguments: argparse.Namespace) -> ServerConfig:

@@ -1,4 +1,5 @@
-"""One request's answer while it grows: steps of the engine become text, choice by choice, until each has ended."""
+"""One request's answer while it grows: steps of the engine become text, choice by choice, until
+each has ended."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ class Completion:
     """The answer to one request of a client: a choice for each of its prompts."""
 
     def __init__(self, choices: Sequence[tuple[EngineRequest, TextStream]]) -> None:
-        self._growing = {request.request_id: _Growing(index, request, text) for index, (request, text) in enumerate(choices)}
+        self._growing = {
+            request.request_id: _Growing(index, request, text)
+            for index, (request, text) in enumerate(choices)
+        }
 
     @property
     def usage(self) -> Usage:
@@ -62,7 +66,8 @@ class Completion:
         return await service.generate(*(growing.request for growing in self._growing.values()))
 
     async def pieces(self, generation: Generation) -> AsyncGenerator[Choice, None]:
-        """Every choice's pieces as they come; raises `EngineDeadError`. Whoever stops in between aborts what is left."""
+        """Every choice's pieces as they come; raises `EngineDeadError`. Whoever stops in between
+        aborts what is left."""
         async with generation:
             async for output in generation:
                 growing = self._growing[output.request_id]
@@ -78,6 +83,11 @@ class Completion:
             async for piece in all_pieces:
                 pieces[piece.index].append(piece)
         return [
-            Choice(index, "".join(piece.text for piece in of_one), of_one[-1].finish_reason, of_one[-1].stop_reason)
+            Choice(
+                index,
+                "".join(piece.text for piece in of_one),
+                of_one[-1].finish_reason,
+                of_one[-1].stop_reason,
+            )
             for index, of_one in enumerate(pieces)
         ]

@@ -1,4 +1,5 @@
-"""The engine: a scheduler, a model or the time it would take, tiers, and a publisher, put together in steps."""
+"""The engine: a scheduler, a model or the time it would take, tiers, and a publisher, put together
+in steps."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Engine:
         clock: Clock | None = None,
         stores: Sequence[BlockFiles] = (),
     ) -> None:
-        """Put together by `offload.engine.build`; *workers* are the connector's tiers', in their order, *stores* the disk's."""
+        """Put together by `offload.engine.build`; *workers* are the connector's tiers', in their
+        order, *stores* the disk's."""
         self.model = model
         self.cache = cache
         self.scheduler = scheduler
@@ -50,7 +52,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Is there something to compute, or a copy on its way?"""
-        return bool(self.scheduler.num_running or self.scheduler.num_waiting or (self.connector and not self.connector.is_idle))
+        return bool(
+            self.scheduler.num_running
+            or self.scheduler.num_waiting
+            or (self.connector and not self.connector.is_idle)
+        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; raises `EngineRequestError` if it can never be served."""
@@ -73,7 +79,8 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, in all tiers; False, and nothing changed, while requests or copies hold some."""
+        """Forget every cached block, in all tiers; False, and nothing changed, while requests or
+        copies hold some."""
         if self.connector and not self.connector.is_idle:
             return False
         is_reset = self.cache.reset()
@@ -102,9 +109,17 @@ class Engine:
 
     def _group_statistics(self) -> tuple[GroupStatistics, ...]:
         kinds = [group.kind.value for group in self.cache.config.layout.groups]
-        found = zip(kinds, self.cache.pool.statistics().groups, self.scheduler.group_hit_tokens, strict=True)
+        found = zip(
+            kinds, self.cache.pool.statistics().groups, self.scheduler.group_hit_tokens, strict=True
+        )
         return tuple(
-            GroupStatistics(kind, group.cached, group.evicted_after_sliding, group.evicted - group.evicted_after_sliding, hits)
+            GroupStatistics(
+                kind,
+                group.cached,
+                group.evicted_after_sliding,
+                group.evicted - group.evicted_after_sliding,
+                hits,
+            )
             for kind, group, hits in found
         )
 

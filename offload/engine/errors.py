@@ -82,7 +82,10 @@ class UnknownModel(ApiError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"model: {name[:100]!r} is not served here; GET /v1/models lists what is", 404, "NotFoundError", "model"
+            f"model: {name[:100]!r} is not served here; GET /v1/models lists what is",
+            404,
+            "NotFoundError",
+            "model",
         )
 
 
@@ -104,7 +107,9 @@ class BodyTooLarge(ApiError):
     """A body over the bound."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"body: longer than the limit of {limit_bytes} bytes", 413, "RequestTooLargeError")
+        super().__init__(
+            f"body: longer than the limit of {limit_bytes} bytes", 413, "RequestTooLargeError"
+        )
 
 
 def error_answer(message: str, kind: str, status: int, place: str | None = None) -> dict[str, Any]:

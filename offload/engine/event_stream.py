@@ -23,9 +23,15 @@ DONE = b"data: [DONE]\n\n"
 async def events(
     completion: Completion, generation: Generation, form: AnswerForm, body: GenerateBody
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An engine that dies in between is told as an event, since the status is gone already."""
-    # They come with the first token, as vLLM's do: who measures the time to it looks at the first event.
-    openings = [opening for index in range(completion.num_choices) if (opening := form.opening(index)) is not None]
+    """The events of a stream. An engine that dies in between is told as an event, since the status
+    is gone already."""
+    # They come with the first token, as vLLM's do: who measures the time to it looks at the first
+    # event.
+    openings = [
+        opening
+        for index in range(completion.num_choices)
+        if (opening := form.opening(index)) is not None
+    ]
     try:
         async with contextlib.aclosing(completion.pieces(generation)) as pieces:
             async for piece in pieces:
@@ -39,7 +45,9 @@ async def events(
     yield DONE
 
 
-def _with_usage(event: dict[str, Any], completion: Completion, body: GenerateBody) -> dict[str, Any]:
+def _with_usage(
+    event: dict[str, Any], completion: Completion, body: GenerateBody
+) -> dict[str, Any]:
     """Where a client wants the usage, every event has the field, and most of them nothing in it."""
     if not body.wants_usage:
         return event
@@ -69,7 +77,9 @@ class EventStream(Response):
             self._generation.close()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async with contextlib.aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -1,4 +1,5 @@
-"""Faults on demand, so that what stands before an engine can be tested against one that hangs, crawls or dies."""
+"""Faults on demand, so that what stands before an engine can be tested against one that hangs,
+crawls or dies."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class FaultStatistics:
 
 
 class Faults:
-    """Keeps an engine's thread from its work. `hang`, `slow` and `release` may be called from any thread."""
+    """Keeps an engine's thread from its work. `hang`, `slow` and `release` may be called from any
+    thread."""
 
     def __init__(self) -> None:
         self._released = threading.Event()
@@ -45,7 +47,7 @@ class Faults:
     def statistics(self) -> FaultStatistics:
         return FaultStatistics(max(0.0, self._hangs_until - time.monotonic()), self._slow_factor)
 
-    # --- the engine's thread ----------------------------------------------------------------------------------------------
+    # --- the engine's thread ----------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Stay here while the engine hangs."""
@@ -64,5 +66,6 @@ def crash(exit_process: Callable[[int], NoReturn] = os._exit) -> NoReturn:
 
 
 def restart(port: int, execute: Callable[[str, list[str]], NoReturn] = os.execv) -> NoReturn:
-    """`crash`, and the same command again at once, on the same *port*: what a supervisor does. Sockets close with the exec."""
+    """`crash`, and the same command again at once, on the same *port*: what a supervisor does.
+    Sockets close with the exec."""
     execute(sys.executable, [sys.executable, *sys.orig_argv[1:], "--port", str(port)])

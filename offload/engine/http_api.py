@@ -73,12 +73,21 @@ class ApiConfig:
     body_timeout_s: float = 60.0
     enable_faults: bool = False
     drop_events: Callable[[int], None] | None = None
-    """Makes the publisher leave out so many batches; called on the engine's thread. None: it cannot."""
+    """Makes the publisher leave out so many batches; called on the engine's thread. None: it
+    cannot."""
 
 
-def create_app(service: EngineService, tokenizer: Tokenizer, config: ApiConfig, registry: CollectorRegistry) -> FastAPI:
+def create_app(
+    service: EngineService, tokenizer: Tokenizer, config: ApiConfig, registry: CollectorRegistry
+) -> FastAPI:
     """The application of one engine, whose life is the caller's to manage."""
-    app = FastAPI(title="kvroute engine", version=config.version, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="kvroute engine",
+        version=config.version,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
     api = _Api(service, tokenizer, config, registry)
     for path, method, handler in api.routes():
         app.add_api_route(path, handler, methods=[method], response_model=None)
@@ -87,7 +96,13 @@ def create_app(service: EngineService, tokenizer: Tokenizer, config: ApiConfig, 
 
 
 class _Api:
-    def __init__(self, service: EngineService, tokenizer: Tokenizer, config: ApiConfig, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        service: EngineService,
+        tokenizer: Tokenizer,
+        config: ApiConfig,
+        registry: CollectorRegistry,
+    ) -> None:
         self._service = service
         self._tokenizer = tokenizer
         self._config = config
@@ -115,18 +130,25 @@ class _Api:
             routes.append(("/faults", "POST", self.fault))
         return routes
 
-    # --- completions ------------------------------------------------------------------------------------------------------
+    # --- completions ------------------------------------------------------------------------------
 
     async def complete(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
         self._check(body)
         asked = body.prompts()
-        places = ["prompt"] if len(asked) == 1 else [f"prompt[{index}]" for index in range(len(asked))]
-        prompts = [await self._prompt_ids(prompt, body, place) for prompt, place in zip(asked, places, strict=True)]
+        places = (
+            ["prompt"] if len(asked) == 1 else [f"prompt[{index}]" for index in range(len(asked))]
+        )
+        prompts = [
+            await self._prompt_ids(prompt, body, place)
+            for prompt, place in zip(asked, places, strict=True)
+        ]
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         form = CompletionForm(_answer_id("cmpl", request), self._name(body), int(time.time()))
         engine_requests = [
-            self._engine_request(ids, body, self._bounded(max_tokens, ids, is_wish=body.max_tokens is not None))
+            self._engine_request(
+                ids, body, self._bounded(max_tokens, ids, is_wish=body.max_tokens is not None)
+            )
             for ids in prompts
         ]
         return await self._answer(request, body, form, engine_requests)
@@ -135,13 +157,25 @@ class _Api:
         body = await self._body(request, ChatBody)
         self._check(body)
         ids = await self._chat_ids(conversation(body))
-        wish = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        max_tokens = self._bounded(self._model.max_model_len if wish is None else wish, ids, is_wish=wish is not None)
+        wish = (
+            body.max_completion_tokens
+            if body.max_completion_tokens is not None
+            else body.max_tokens
+        )
+        max_tokens = self._bounded(
+            self._model.max_model_len if wish is None else wish, ids, is_wish=wish is not None
+        )
         form = ChatForm(_answer_id("chatcmpl", request), self._name(body), int(time.time()))
-        return await self._answer(request, body, form, [self._engine_request(ids, body, max_tokens)])
+        return await self._answer(
+            request, body, form, [self._engine_request(ids, body, max_tokens)]
+        )
 
     async def _answer(
-        self, request: Request, body: GenerateBody, form: AnswerForm, engine_requests: Sequence[EngineRequest]
+        self,
+        request: Request,
+        body: GenerateBody,
+        form: AnswerForm,
+        engine_requests: Sequence[EngineRequest],
     ) -> Response:
         completion = Completion([(each, self._text_stream(body)) for each in engine_requests])
         generation = await unless_gone(completion.start(self._service), request.receive)
@@ -154,7 +188,9 @@ class _Api:
     def _text_stream(self, body: GenerateBody) -> TextStream:
         return TextStream(self._tokenizer.detokenizer(body.skip_special_tokens), body.stops)
 
-    def _engine_request(self, ids: Sequence[int], body: GenerateBody, max_tokens: int) -> EngineRequest:
+    def _engine_request(
+        self, ids: Sequence[int], body: GenerateBody, max_tokens: int
+    ) -> EngineRequest:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -163,13 +199,19 @@ class _Api:
             stop_token_ids=tuple(body.stop_token_ids or ()),
         )
         lora_name = body.model if body.model in self._model.adapters else None
-        return EngineRequest(f"request-{next(self._serials)}", ids, sampling, lora_name, body.cache_salt)
+        return EngineRequest(
+            f"request-{next(self._serials)}", ids, sampling, lora_name, body.cache_salt
+        )
 
     def _check(self, body: GenerateBody) -> None:
         self._check_model(body.model)
         refuse_unsupported(body)
         if body.stream_options is not None and not body.stream:
-            raise BadRequest("stream_options", "given", "belongs to a stream: set stream to true, or leave it out")
+            raise BadRequest(
+                "stream_options",
+                "given",
+                "belongs to a stream: set stream to true, or leave it out",
+            )
 
     def _bounded(self, max_tokens: int, ids: Sequence[int], is_wish: bool) -> int:
         """Tokens that still fit behind the prompt; what a client asked for must."""
@@ -178,14 +220,20 @@ class _Api:
         if room < 1:
             raise BadRequest("prompt", f"{len(ids)} tokens", rule)
         if is_wish and max_tokens > room:
-            raise BadRequest("max_tokens", f"{max_tokens} behind a prompt of {len(ids)} tokens", rule)
+            raise BadRequest(
+                "max_tokens", f"{max_tokens} behind a prompt of {len(ids)} tokens", rule
+            )
         return min(max_tokens, room)
 
-    # --- prompts ----------------------------------------------------------------------------------------------------------
+    # --- prompts ----------------------------------------------------------------------------------
 
-    async def _prompt_ids(self, prompt: str | list[int], body: CompletionBody, place: str) -> list[int]:
+    async def _prompt_ids(
+        self, prompt: str | list[int], body: CompletionBody, place: str
+    ) -> list[int]:
         if isinstance(prompt, str):
-            ids = await _maybe_in_thread(len(prompt), lambda: self._tokenizer.encode(prompt, body.add_special_tokens))
+            ids = await _maybe_in_thread(
+                len(prompt), lambda: self._tokenizer.encode(prompt, body.add_special_tokens)
+            )
         else:
             ids = prompt
             check_token_ids(ids, self._model.vocab_size, place)
@@ -212,9 +260,11 @@ class _Api:
         body = await self._body(request, DetokenizeBody)
         self._check_model(body.model)
         check_token_ids(body.tokens, self._model.vocab_size, "tokens")
-        return json_response({"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return json_response(
+            {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        )
 
-    # --- what routers and operators ask -----------------------------------------------------------------------------------
+    # --- what routers and operators ask -----------------------------------------------------------
 
     async def models(self, _request: Request) -> Response:
         return json_response(models_answer(self._model))
@@ -251,10 +301,14 @@ class _Api:
     async def _drop_events(self, batches: int) -> None:
         drop = self._config.drop_events
         if drop is None:
-            raise ApiError("kind: drop_events; this engine's publisher cannot leave batches out", 501, "NotImplementedError")
+            raise ApiError(
+                "kind: drop_events; this engine's publisher cannot leave batches out",
+                501,
+                "NotImplementedError",
+            )
         await self._service.run(lambda: drop(batches))
 
-    # --- bodies -----------------------------------------------------------------------------------------------------------
+    # --- bodies -----------------------------------------------------------------------------------
 
     async def _body(self, request: Request, kind: type[Result]) -> Result:
         return decode(await self._raw_body(request), kind)
@@ -270,7 +324,7 @@ class _Api:
         return body.model or self._model.name
 
 
-# --- answers --------------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def _answer_id(prefix: str, request: Request) -> str:

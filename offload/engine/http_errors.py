@@ -42,7 +42,9 @@ def add_error_answers(app: FastAPI) -> None:
 
 async def _answer_api(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return json_response(error_answer(str(error), error.kind, error.status, error.place), error.status)
+    return json_response(
+        error_answer(str(error), error.kind, error.status, error.place), error.status
+    )
 
 
 async def _answer_refused(_request: Request, error: Exception) -> Response:
@@ -61,7 +63,9 @@ async def _answer_dead(_request: Request, error: Exception) -> Response:
 
 async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return await _answer_api(request, MethodNotAllowed() if error.status_code == 405 else UnknownPath())
+    return await _answer_api(
+        request, MethodNotAllowed() if error.status_code == 405 else UnknownPath()
+    )
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> Response:
@@ -70,4 +74,6 @@ async def _answer_nobody(_request: Request, _error: Exception) -> Response:
 
 async def _answer_fault(_request: Request, _error: Exception) -> Response:
     """A mistake of this server's own, which is logged by uvicorn and not told."""
-    return json_response(error_answer("the server has made a mistake", "InternalServerError", 500), 500)
+    return json_response(
+        error_answer("the server has made a mistake", "InternalServerError", 500), 500
+    )

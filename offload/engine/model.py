@@ -1,7 +1,8 @@
 """The model: a decoder-only transformer that reads and writes paged keys, values and states.
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama; layers of other kinds differ in what they look at.
-A state layer is linear attention with a fixed decay per head (retention: Sun et al., 2023): its past is one matrix per head.
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama; layers of other kinds
+differ in what they look at. A state layer is linear attention with a fixed decay per head
+(retention: Sun et al., 2023): its past is one matrix per head.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Transformer(nn.Module):
             for index, group in enumerate(config.layer_groups())
             for place, layer in enumerate(group.layers)
         }
-        self.layers = nn.ModuleList(Layer(config, kind, pages, *places[index]) for index, kind in enumerate(config.layers))
+        self.layers = nn.ModuleList(
+            Layer(config, kind, pages, *places[index]) for index, kind in enumerate(config.layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._seed_weights()
@@ -45,8 +48,13 @@ class Transformer(nn.Module):
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Logits behind the last token of each chunk, `(chunks, vocab)` float32."""
         device = self.embedding.weight.device
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.token_ids], device=device)
-        positions = torch.tensor([position for chunk in chunks for position in range(chunk.start, chunk.stop)], device=device)
+        tokens = torch.tensor(
+            [token for chunk in chunks for token in chunk.token_ids], device=device
+        )
+        positions = torch.tensor(
+            [position for chunk in chunks for position in range(chunk.start, chunk.stop)],
+            device=device,
+        )
         rotation = rotary(positions, self.config)
         hidden = self.embedding(tokens)
         for layer in self.layers:
@@ -59,7 +67,9 @@ class Transformer(nn.Module):
 class Layer(nn.Module):
     """Attention or a state, then SwiGLU, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, pages: KVPages, group_idx: int, place: int) -> None:
+    def __init__(
+        self, config: ModelConfig, kind: LayerKind, pages: KVPages, group_idx: int, place: int
+    ) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         if kind is LayerKind.STATE:
@@ -71,7 +81,9 @@ class Layer(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]
+    ) -> Tensor:
         """`(tokens, hidden)` to the same."""
         hidden = hidden + self.mixer(self.mixer_norm(hidden), rotation, chunks)
         inner = self.mlp_norm(hidden)
@@ -90,10 +102,14 @@ class Attention(nn.Module):
         self._group_idx = group_idx
         self.query = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=False)
         self.key = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.value = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.value = nn.Linear(
+            config.hidden_size, config.num_kv_heads * config.head_dim, bias=False
+        )
         self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]
+    ) -> Tensor:
         """`(tokens, hidden)` to the same; writes the tokens' keys and values first."""
         head_dim = self._config.head_dim
         queries = rotate(self.query(hidden).unflatten(-1, (-1, head_dim)), rotation)
@@ -124,7 +140,11 @@ class Attention(nn.Module):
         past = seen.transpose(0, 1).flatten(1, 2)[:, : chunk.stop - first_block * size]
         mask = self._mask(chunk, first_block * size, queries.device)
         attended = functional.scaled_dot_product_attention(
-            queries.transpose(0, 1), past[0].transpose(0, 1), past[1].transpose(0, 1), attn_mask=mask, enable_gqa=True
+            queries.transpose(0, 1),
+            past[0].transpose(0, 1),
+            past[1].transpose(0, 1),
+            attn_mask=mask,
+            enable_gqa=True,
         )
         return attended.transpose(0, 1)
 
@@ -151,7 +171,9 @@ class Attention(nn.Module):
             mask &= asking - asked < self._config.sliding_window
         elif self._kind is LayerKind.CHUNKED_LOCAL:
             size = self._config.attention_chunk_size
-            mask &= torch.div(asking, size, rounding_mode="floor") == torch.div(asked, size, rounding_mode="floor")
+            mask &= torch.div(asking, size, rounding_mode="floor") == torch.div(
+                asked, size, rounding_mode="floor"
+            )
         return mask
 
 
@@ -169,11 +191,19 @@ class StateMixer(nn.Module):
         self.value = nn.Linear(config.hidden_size, width, bias=False)
         self.output_norm = nn.RMSNorm(config.head_dim, eps=config.norm_epsilon)
         self.out = nn.Linear(width, config.hidden_size, bias=False)
-        self._log_decay = torch.log(1 - 2.0 ** -(3 + torch.arange(config.num_kv_heads, dtype=torch.float32)))
+        self._log_decay = torch.log(
+            1 - 2.0 ** -(3 + torch.arange(config.num_kv_heads, dtype=torch.float32))
+        )
 
-    def forward(self, hidden: Tensor, _rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]) -> Tensor:
-        """`(tokens, hidden)` to the same; reads the state before each chunk and writes the one behind it."""
-        parts = [layer(hidden).unflatten(-1, (-1, self._config.head_dim)) for layer in (self.query, self.key, self.value)]
+    def forward(
+        self, hidden: Tensor, _rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]
+    ) -> Tensor:
+        """`(tokens, hidden)` to the same; reads the state before each chunk and writes the one
+        behind it."""
+        parts = [
+            layer(hidden).unflatten(-1, (-1, self._config.head_dim))
+            for layer in (self.query, self.key, self.value)
+        ]
         queries, keys, values = (part.transpose(0, 1) for part in parts)
         found, first = [], 0
         for chunk in chunks:
@@ -192,9 +222,17 @@ class StateMixer(nn.Module):
         steps = torch.arange(count, device=queries.device)
         log_decay = self._log_decay.to(queries.device)[:, None, None]
         distance = steps[:, None] - steps[None, :]
-        weights = torch.where(distance >= 0, torch.exp(log_decay * distance.clamp(min=0)), torch.zeros(()).to(queries.device))
+        weights = torch.where(
+            distance >= 0,
+            torch.exp(log_decay * distance.clamp(min=0)),
+            torch.zeros(()).to(queries.device),
+        )
         within = (queries @ keys.transpose(1, 2) * weights) @ values
-        state = self._pages[table[(chunk.start - 1) // size].block_id] if chunk.start else torch.zeros_like(self._pages[0])
+        state = (
+            self._pages[table[(chunk.start - 1) // size].block_id]
+            if chunk.start
+            else torch.zeros_like(self._pages[0])
+        )
         before = torch.exp(log_decay * (steps + 1)[None, :, None])
         mixed: Tensor = within + before * (queries @ state)
         behind = torch.exp(log_decay * (count - 1 - steps)[None, :, None])
@@ -207,7 +245,9 @@ class StateMixer(nn.Module):
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines of rotary positions (Su et al., 2021), each `(tokens, 1, head_dim / 2)`."""
     half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    frequencies = config.rope_theta ** (
+        -torch.arange(half, device=positions.device, dtype=torch.float32) / half
+    )
     angles = positions[:, None].to(torch.float32) * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
 

@@ -1,4 +1,5 @@
-"""What a model is made of, and how its layers share the KV cache in groups. All sizes that count tokens say so."""
+"""What a model is made of, and how its layers share the KV cache in groups. All sizes that count
+tokens say so."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ class ModelConfig:
         return self.page_bytes * self.layers_per_group
 
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers in groups of `layers_per_group`, kinds in the order in which they first appear, full attention first.
+        """The layers in groups of `layers_per_group`, kinds in the order in which they first
+        appear, full attention first.
 
         Raises:
             CacheConfigError: A kind's layers do not fill whole groups.
@@ -105,7 +107,10 @@ class ModelConfig:
                 raise CacheConfigError(
                     f"model {self.name}: {len(layers)} {kind.value} layers must be a multiple of {size}, the rarest kind's"
                 )
-            groups += [LayerGroup(kind, tuple(layers[at : at + size])) for at in range(0, len(layers), size)]
+            groups += [
+                LayerGroup(kind, tuple(layers[at : at + size]))
+                for at in range(0, len(layers), size)
+            ]
         return tuple(groups)
 
     def cache_groups(self) -> list[KVCacheGroup]:
@@ -114,8 +119,12 @@ class ModelConfig:
             KVCacheGroup(
                 _GROUP_KINDS[group.kind],
                 self.block_size,
-                sliding_window=self.sliding_window if group.kind is LayerKind.SLIDING_WINDOW else None,
-                attention_chunk_size=self.attention_chunk_size if group.kind is LayerKind.CHUNKED_LOCAL else None,
+                sliding_window=self.sliding_window
+                if group.kind is LayerKind.SLIDING_WINDOW
+                else None,
+                attention_chunk_size=self.attention_chunk_size
+                if group.kind is LayerKind.CHUNKED_LOCAL
+                else None,
             )
             for group in self.layer_groups()
         ]

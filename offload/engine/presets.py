@@ -1,4 +1,5 @@
-"""Models by name: the layer patterns of models people serve, in sizes from one that a laptop runs up."""
+"""Models by name: the layer patterns of models people serve, in sizes from one that a laptop runs
+up."""
 
 from __future__ import annotations
 
@@ -31,9 +32,15 @@ class _Size:
 
 
 _SIZES = {
-    "tiny": _Size(repeats=1, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16),
-    "small": _Size(repeats=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16),
-    "base": _Size(repeats=4, hidden_size=768, num_heads=12, num_kv_heads=4, head_dim=64, block_size=32),
+    "tiny": _Size(
+        repeats=1, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, block_size=16
+    ),
+    "small": _Size(
+        repeats=2, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16
+    ),
+    "base": _Size(
+        repeats=4, hidden_size=768, num_heads=12, num_kv_heads=4, head_dim=64, block_size=32
+    ),
 }
 
 
@@ -52,7 +59,9 @@ def preset(name: str, **changes: object) -> ModelConfig:
     if name in _PATTERNS:
         pattern, size_name = name, "tiny"
     if pattern not in _PATTERNS or size_name not in _SIZES:
-        raise CacheConfigError(f"preset {name[:40]!r} is none of {', '.join(_PATTERNS)}, alone or with -{', -'.join(_SIZES)}")
+        raise CacheConfigError(
+            f"preset {name[:40]!r} is none of {', '.join(_PATTERNS)}, alone or with -{', -'.join(_SIZES)}"
+        )
     size = _SIZES[size_name]
     config = ModelConfig(
         name=name,

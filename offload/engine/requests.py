@@ -51,7 +51,8 @@ class StepOutput:
     new_token_ids: Sequence[int]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of the prompt, tokens that were not computed: on the GPU, or brought by a lower tier. As of the first admission."""
+    """Of the prompt, tokens that were not computed: on the GPU, or brought by a lower tier. As of
+    the first admission."""
     finish_reason: FinishReason | None = None
 
 
@@ -68,7 +69,8 @@ class GroupStatistics:
     evicted_by_pressure: int
     """The others that lost it."""
     hit_tokens: int = 0
-    """Prompt tokens of admitted requests that this group alone could have served; the hit is what all of them can."""
+    """Prompt tokens of admitted requests that this group alone could have served; the hit is what
+    all of them can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Which tokens of which sequences a step computes: continuous batching, chunked prefill, preemption by recomputation.
+"""Which tokens of which sequences a step computes: continuous batching, chunked prefill, preemption
+by recomputation.
 
-Running sequences come first, in the order of their admission, each with as much of its prompt as the step's token budget
-leaves; then waiting ones are admitted. When blocks run out the sequence that was admitted last gives up its blocks and starts
-again. A sequence whose prefix lies in a lower tier waits for it beside the others.
+Running sequences come first, in the order of their admission, each with as much of its prompt as
+the step's token budget leaves; then waiting ones are admitted. When blocks run out the sequence
+that was admitted last gives up its blocks and starts again. A sequence whose prefix lies in a lower
+tier waits for it beside the others.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Sequences of one engine. Without I/O: `schedule` says what to compute, `update` takes what came of it."""
+    """Sequences of one engine. Without I/O: `schedule` says what to compute, `update` takes what
+    came of it."""
 
     def __init__(
         self,
@@ -77,7 +80,9 @@ class Scheduler:
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         # A state must end with a block to be worth keeping, so chunks end there.
-        self._has_states = any(group.kind is GroupKind.MAMBA for group in cache.config.layout.groups)
+        self._has_states = any(
+            group.kind is GroupKind.MAMBA for group in cache.config.layout.groups
+        )
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -93,7 +98,7 @@ class Scheduler:
         """Also those that wait for a load."""
         return len(self._sequences) - len(self._running)
 
-    # --- requests come and go ---------------------------------------------------------------------------------------------
+    # --- requests come and go ---------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -105,14 +110,22 @@ class Scheduler:
         if request.request_id in self._sequences:
             raise EngineRequestError(f"request_id {request.request_id!r}: in use")
         if not 1 <= prompt < self._config.max_model_len:
-            raise EngineRequestError(f"prompt: {prompt} tokens must be 1 to {self._config.max_model_len - 1}")
+            raise EngineRequestError(
+                f"prompt: {prompt} tokens must be 1 to {self._config.max_model_len - 1}"
+            )
         longest = min(prompt + request.sampling.max_tokens, self._config.max_model_len)
         blocks = self._most_blocks(longest)
         if blocks > self._cache.config.num_blocks - 1:
             raise EngineRequestError(
                 f"prompt and max_tokens: {longest} tokens need {blocks} cache blocks of {self._cache.config.num_blocks - 1}"
             )
-        cached = CacheRequest(request.request_id, request.prompt_token_ids, self._hasher, request.lora_name, request.cache_salt)
+        cached = CacheRequest(
+            request.request_id,
+            request.prompt_token_ids,
+            self._hasher,
+            request.lora_name,
+            request.cache_salt,
+        )
         sequence = _Sequence(request, cached, longest)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -126,7 +139,10 @@ class Scheduler:
 
     def _most_blocks(self, num_tokens: int) -> int:
         managers = self._cache.coordinator.managers
-        return sum(min(blocks_for(num_tokens, manager.block_size), manager.max_held_blocks()) for manager in managers)
+        return sum(
+            min(blocks_for(num_tokens, manager.block_size), manager.max_held_blocks())
+            for manager in managers
+        )
 
     def _remove(self, sequence: _Sequence) -> None:
         self._give_up_blocks(sequence)
@@ -143,7 +159,7 @@ class Scheduler:
         sequence.cache.num_computed_tokens = 0
         sequence.state = _State.WAITING
 
-    # --- a step -----------------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> list[SequenceChunk]:
         """What the next step computes; empty if nothing fits or there is nothing to do."""
@@ -154,13 +170,21 @@ class Scheduler:
         for sequence in list(self._running):
             if sequence.state is _State.RUNNING and budget > 0:
                 count = self._next_count(sequence, sequence.cache.num_computed_tokens, budget)
-                while sequence.state is _State.RUNNING and self._cache.allocate_slots(sequence.cache, count) is None:
+                while (
+                    sequence.state is _State.RUNNING
+                    and self._cache.allocate_slots(sequence.cache, count) is None
+                ):
                     preempted = True
                     self._preempt(self._running[-1], counts)
                 if sequence.state is _State.RUNNING:
                     counts[sequence.request.request_id] = count
                     budget -= count
-        while not preempted and budget > 0 and self._waiting and self._num_held < self._config.max_num_seqs:
+        while (
+            not preempted
+            and budget > 0
+            and self._waiting
+            and self._num_held < self._config.max_num_seqs
+        ):
             admitted = self._admit(self._waiting[0], budget)
             if admitted is None:
                 break
@@ -169,10 +193,14 @@ class Scheduler:
                 counts[sequence.request.request_id] = admitted
                 budget -= admitted
         return [
-            self._chunk(sequence, counts[id_]) for sequence in self._running if (id_ := sequence.request.request_id) in counts
+            self._chunk(sequence, counts[id_])
+            for sequence in self._running
+            if (id_ := sequence.request.request_id) in counts
         ]
 
-    def update(self, chunks: Sequence[SequenceChunk], tokens: Sequence[int | None]) -> list[StepOutput]:
+    def update(
+        self, chunks: Sequence[SequenceChunk], tokens: Sequence[int | None]
+    ) -> list[StepOutput]:
         """Take a step's tokens; says what it brought each request that said something."""
         outputs: list[StepOutput] = []
         for chunk, token in zip(chunks, tokens, strict=True):
@@ -209,18 +237,28 @@ class Scheduler:
         self.preemptions += 1
 
     def _admit(self, sequence: _Sequence, budget: int) -> int | None:
-        """Tokens a waiting sequence computes now, 0 if it loads first; None if it cannot come in."""
+        """Tokens a waiting sequence computes now, 0 if it loads first; None if it cannot come
+        in."""
         cached = sequence.cache
         is_first = sequence.num_cached_tokens is None
         computed = self._cache.get_computed_blocks(cached)
         if is_first and computed.num_tokens != sequence.looked_up[0]:
-            # Before it has blocks of its own, which would count as found; and not in every step that it waits.
+            # Before it has blocks of its own, which would count as found; and not in every step
+            # that it waits.
             by_group = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1)
             sequence.looked_up = (computed.num_tokens, by_group)
-        hit = self._connector.find_external_hit(cached, computed) if self._connector else ExternalHit(computed.num_tokens, 0)
+        hit = (
+            self._connector.find_external_hit(cached, computed)
+            if self._connector
+            else ExternalHit(computed.num_tokens, 0)
+        )
         if hit is None:
             return None
-        count = 0 if hit.num_external_tokens else self._next_count(sequence, computed.num_tokens, budget, computed)
+        count = (
+            0
+            if hit.num_external_tokens
+            else self._next_count(sequence, computed.num_tokens, budget, computed)
+        )
         blocks = self._cache.allocate_slots(
             cached,
             count,
@@ -234,7 +272,9 @@ class Scheduler:
         if is_first:
             sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
             _, by_group = sequence.looked_up
-            self.group_hit_tokens = [sum(both) for both in zip(self.group_hit_tokens, by_group, strict=True)]
+            self.group_hit_tokens = [
+                sum(both) for both in zip(self.group_hit_tokens, by_group, strict=True)
+            ]
         if hit.num_external_tokens:
             self._start_load(sequence, hit)
         else:
@@ -251,15 +291,21 @@ class Scheduler:
         if not self._connector.is_loading(sequence.request.request_id):
             self.loads_ended([sequence.request.request_id], [])
 
-    def _next_count(self, sequence: _Sequence, start: int, budget: int, computed: ComputedBlocks | None = None) -> int:
-        """How many tokens behind *start* the step computes: at most *budget*, with states to where one is worth keeping."""
+    def _next_count(
+        self, sequence: _Sequence, start: int, budget: int, computed: ComputedBlocks | None = None
+    ) -> int:
+        """How many tokens behind *start* the step computes: at most *budget*, with states to where
+        one is worth keeping."""
         total = sequence.cache.num_tokens
         end = min(total, start + budget)
         if not self._has_states or end - start == 1:
             return end - start
         size = self._cache.config.scheduler_block_size
-        junction = computed.shared_prefix_boundary if computed else sequence.cache.shared_prefix_boundary
-        # The same prompt again resumes at the last block before its last token; one that parts from it, at the junction.
+        junction = (
+            computed.shared_prefix_boundary if computed else sequence.cache.shared_prefix_boundary
+        )
+        # The same prompt again resumes at the last block before its last token; one that parts from
+        # it, at the junction.
         stops = [(total - 1) // size * size, junction, end if end == total else end // size * size]
         return min((stop for stop in stops if start < stop <= end), default=end) - start
 
@@ -293,6 +339,8 @@ class Scheduler:
 
     def _finish_reason(self, sequence: _Sequence, token: int) -> FinishReason | None:
         sampling = sequence.request.sampling
-        if token in sampling.stop_token_ids or (token == self._eos_token_id and not sampling.ignore_eos):
+        if token in sampling.stop_token_ids or (
+            token == self._eos_token_id and not sampling.ignore_eos
+        ):
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.cache.num_tokens >= sequence.max_tokens else None

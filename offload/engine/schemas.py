@@ -1,4 +1,5 @@
-"""Bodies of requests: JSON in, checked values out. What this engine cannot do is refused, what it need not know is ignored."""
+"""Bodies of requests: JSON in, checked values out. What this engine cannot do is refused, what it
+need not know is ignored."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKENS)] | None = (
+        None
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -83,7 +86,11 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wants_running_usage(self) -> bool:
         """Does every event of its stream have the usage so far?"""
-        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return (
+            self.wants_usage
+            and self.stream_options is not None
+            and self.stream_options.continuous_usage_stats
+        )
 
 
 class CompletionBody(GenerateBody, frozen=True, kw_only=True):
@@ -109,7 +116,9 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
         if len(self.prompt) > MAX_PROMPTS:
-            raise BadRequest("prompt", f"{len(self.prompt)} prompts", f"must be at most {MAX_PROMPTS}")
+            raise BadRequest(
+                "prompt", f"{len(self.prompt)} prompts", f"must be at most {MAX_PROMPTS}"
+            )
         return [_one_of_many(item, index) for index, item in enumerate(self.prompt)]
 
 
@@ -160,27 +169,37 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: _Name | None = None
 
 
-class HangFault(msgspec.Struct, frozen=True, tag_field="kind", tag="hang", forbid_unknown_fields=True):
+class HangFault(
+    msgspec.Struct, frozen=True, tag_field="kind", tag="hang", forbid_unknown_fields=True
+):
     """No step begins for so long."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 
-class SlowFault(msgspec.Struct, frozen=True, tag_field="kind", tag="slow", forbid_unknown_fields=True):
+class SlowFault(
+    msgspec.Struct, frozen=True, tag_field="kind", tag="slow", forbid_unknown_fields=True
+):
     """Each step takes so many times as long; 1 ends it."""
 
     factor: Annotated[float, msgspec.Meta(ge=1, le=MAX_FACTOR)]
 
 
-class CrashFault(msgspec.Struct, frozen=True, tag_field="kind", tag="crash", forbid_unknown_fields=True):
+class CrashFault(
+    msgspec.Struct, frozen=True, tag_field="kind", tag="crash", forbid_unknown_fields=True
+):
     """The process ends at once."""
 
 
-class RestartFault(msgspec.Struct, frozen=True, tag_field="kind", tag="restart", forbid_unknown_fields=True):
+class RestartFault(
+    msgspec.Struct, frozen=True, tag_field="kind", tag="restart", forbid_unknown_fields=True
+):
     """The process ends at once and begins again, with an empty cache."""
 
 
-class DropEventsFault(msgspec.Struct, frozen=True, tag_field="kind", tag="drop_events", forbid_unknown_fields=True):
+class DropEventsFault(
+    msgspec.Struct, frozen=True, tag_field="kind", tag="drop_events", forbid_unknown_fields=True
+):
     """So many batches of events get a number and are not sent."""
 
     batches: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -215,7 +234,8 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     """Read a body.
 
     Raises:
-        BadRequest: It is not JSON, or breaks a rule of *kind*. The error names types and places, never content.
+        BadRequest: It is not JSON, or breaks a rule of *kind*. The error names types and places,
+            never content.
     """
     result: Body = _decode(body, kind)
     return result
@@ -227,9 +247,13 @@ def _decode(body: bytes, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         found, _, path = str(error).partition(" - at ")
         place = path.strip("`").removeprefix("$").removeprefix(".") or "body"
-        raise BadRequest(place[:_MAX_SHOWN_CHARS], found[:_MAX_SHOWN_CHARS], "see the OpenAI API") from None
+        raise BadRequest(
+            place[:_MAX_SHOWN_CHARS], found[:_MAX_SHOWN_CHARS], "see the OpenAI API"
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadRequest("body", f"{len(body)} bytes that are not JSON", "must be a JSON object in UTF-8") from None
+        raise BadRequest(
+            "body", f"{len(body)} bytes that are not JSON", "must be a JSON object in UTF-8"
+        ) from None
 
 
 def decode_tokenize(body: bytes) -> TokenizeTextBody | TokenizeChatBody:
@@ -239,7 +263,9 @@ def decode_tokenize(body: bytes) -> TokenizeTextBody | TokenizeChatBody:
         BadRequest: It is neither form.
     """
     fields = decode(body, dict[str, msgspec.Raw])
-    return decode(body, TokenizeChatBody) if "messages" in fields else decode(body, TokenizeTextBody)
+    return (
+        decode(body, TokenizeChatBody) if "messages" in fields else decode(body, TokenizeTextBody)
+    )
 
 
 def decode_fault(body: bytes) -> Fault:
@@ -265,7 +291,9 @@ def conversation(body: ChatBody | TokenizeChatBody) -> Chat:
         raise BadRequest("continue_final_message", "true", rule)
     for index, message in enumerate(body.messages):
         if not isinstance(message.get("role"), str):
-            raise BadRequest(f"messages[{index}].role", "not a string", "every message must have a role")
+            raise BadRequest(
+                f"messages[{index}].role", "not a string", "every message must have a role"
+            )
     documents = {} if body.documents is None else {"documents": body.documents}
     return Chat(
         messages=body.messages,
@@ -286,21 +314,33 @@ def refuse_unsupported(body: GenerateBody) -> None:
     for name, only in _ONLY_VALUES.items():
         value = getattr(body, name, None)
         if value is not None and value != only:
-            raise BadRequest(name, _shown(value), f"this engine does not support it; leave it out, or {_shown(only)}")
+            raise BadRequest(
+                name,
+                _shown(value),
+                f"this engine does not support it; leave it out, or {_shown(only)}",
+            )
     for name in _NEVER:
         if getattr(body, name, None) is not None:
             raise BadRequest(name, "given", "this engine does not support it; leave it out")
     if body.top_k not in _NEUTRAL_TOP_K:
-        raise BadRequest("top_k", str(body.top_k), "this engine samples from all tokens; leave it out")
+        raise BadRequest(
+            "top_k", str(body.top_k), "this engine samples from all tokens; leave it out"
+        )
     _refuse_log_probabilities(body)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "auto", "none"):
-        raise BadRequest("tool_choice", "a tool to be called", "this engine calls none; must be auto, none or left out")
+        raise BadRequest(
+            "tool_choice",
+            "a tool to be called",
+            "this engine calls none; must be auto, none or left out",
+        )
 
 
 def _refuse_log_probabilities(body: GenerateBody) -> None:
     wanted = getattr(body, "logprobs", None)
     if wanted is not None and wanted is not False:
-        raise BadRequest("logprobs", "given", "this engine does not tell probabilities; leave it out")
+        raise BadRequest(
+            "logprobs", "given", "this engine does not tell probabilities; leave it out"
+        )
 
 
 def _shown(value: object) -> str:
@@ -329,8 +369,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, place: str) -> No
         BadRequest: There is one.
     """
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        index = next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size)
-        raise BadRequest(f"{place}[{index}]", "a token id out of range", f"must be at least 0 and below {vocab_size}")
+        index = next(
+            index for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size
+        )
+        raise BadRequest(
+            f"{place}[{index}]",
+            "a token id out of range",
+            f"must be at least 0 and below {vocab_size}",
+        )
 
 
 def as_mapping(fault: Fault) -> Mapping[str, Any]:

@@ -1,4 +1,5 @@
-"""Runs one engine under uvicorn until a signal: refuses what is new, finishes what runs, and ends with 0."""
+"""Runs one engine under uvicorn until a signal: refuses what is new, finishes what runs, and ends
+with 0."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ MAX_HEAD_BYTES = 64 * 1024
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
 _SWITCH_INTERVAL_S = 0.0005
-"""The event loop and the engine's thread share Python's global lock; with 5 ms, its default, every token waits longer."""
+"""The event loop and the engine's thread share Python's global lock; with 5 ms, its default, every
+token waits longer."""
 _CUT_S = 5
 """What requests that were cut may take to end."""
 _EXIT_FAILED = 1
@@ -58,7 +60,9 @@ def run(engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: Serv
     Raises:
         EngineServerError: The address cannot be listened on. The engine is closed.
     """
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         listener = _listen(config)
@@ -74,7 +78,11 @@ def run(engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: Serv
 
 
 def _on_uvloop(
-    engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: ServerConfig, listener: socket.socket
+    engine: ServedEngine,
+    tokenizer: Tokenizer,
+    api: ApiConfig,
+    config: ServerConfig,
+    listener: socket.socket,
 ) -> bool:
     work = _serve(engine, tokenizer, api, config, listener)
     if sys.version_info >= (3, 11):
@@ -85,7 +93,11 @@ def _on_uvloop(
 
 
 async def _serve(
-    engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: ServerConfig, listener: socket.socket
+    engine: ServedEngine,
+    tokenizer: Tokenizer,
+    api: ApiConfig,
+    config: ServerConfig,
+    listener: socket.socket,
 ) -> bool:
     registry = CollectorRegistry()
     label = str(api.event_sources[0].data_parallel_rank if api.event_sources else 0)
@@ -100,13 +112,21 @@ async def _serve(
 
 
 async def _until_told(
-    server: _Server, service: EngineService, api: ApiConfig, config: ServerConfig, listener: socket.socket
+    server: _Server,
+    service: EngineService,
+    api: ApiConfig,
+    config: ServerConfig,
+    listener: socket.socket,
 ) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, server, service, config.grace_s)
     host, port = listener.getsockname()[:2]
-    print(f"kvroute engine {api.model.name} listens on http://{_in_url(host)}:{port}", file=sys.stderr, flush=True)
+    print(
+        f"kvroute engine {api.model.name} listens on http://{_in_url(host)}:{port}",
+        file=sys.stderr,
+        flush=True,
+    )
     await server.serve(sockets=[listener])
 
 
@@ -118,7 +138,8 @@ class _Server(uvicorn.Server):
         yield
 
     def cut_connections(self) -> None:
-        """End every request at once; uvicorn's own way is to cancel them, and to log each as an error."""
+        """End every request at once; uvicorn's own way is to cancel them, and to log each as an
+        error."""
         for connection in cast(set[HttpToolsProtocol], self.server_state.connections):
             connection.transport.abort()
 
@@ -181,7 +202,9 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise EngineServerError(f"--host {config.host} --port {config.port}: cannot be listened on: {error}") from error
+        raise EngineServerError(
+            f"--host {config.host} --port {config.port}: cannot be listened on: {error}"
+        ) from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
     return listener

@@ -1,7 +1,7 @@
 """An engine on a thread of its own, for an event loop: requests in, their outputs as they come.
 
-The engine is touched by its thread alone. What the loop wants of it is queued as a command, done between two steps; what a step
-brings goes back to the loop in one call.
+The engine is touched by its thread alone. What the loop wants of it is queued as a command, done
+between two steps; what a step brings goes back to the loop in one call.
 """
 
 from __future__ import annotations
@@ -90,13 +90,16 @@ class _Progress:
 
 
 class Generation:
-    """Outputs of requests that came together, as they come, until all have ended. A context manager: what has not, is aborted.
+    """Outputs of requests that came together, as they come, until all have ended. A context
+    manager: what has not, is aborted.
 
     Raises:
         EngineDeadError: While iterating; the engine failed.
     """
 
-    def __init__(self, request_ids: Sequence[str], leave: Callable[[str, FinishReason], None]) -> None:
+    def __init__(
+        self, request_ids: Sequence[str], leave: Callable[[str, FinishReason], None]
+    ) -> None:
         self._open = set(request_ids)
         self._outputs: asyncio.Queue[StepOutput | None] = asyncio.Queue()
         self._leave = leave
@@ -129,7 +132,9 @@ class Generation:
     async def __aenter__(self) -> Generation:
         return self
 
-    async def __aexit__(self, _type: type[BaseException] | None, _v: BaseException | None, _t: TracebackType | None) -> None:
+    async def __aexit__(
+        self, _type: type[BaseException] | None, _v: BaseException | None, _t: TracebackType | None
+    ) -> None:
         self.close()
 
     def put(self, output: StepOutput | None) -> None:
@@ -138,7 +143,8 @@ class Generation:
 
 
 class EngineService:
-    """Runs one engine. Make it inside a running event loop, which all methods belong to; `close` it at the end."""
+    """Runs one engine. Make it inside a running event loop, which all methods belong to; `close` it
+    at the end."""
 
     def __init__(
         self,
@@ -175,7 +181,7 @@ class EngineService:
         self._thread = self._executor.submit(self._run)
         self._thread.add_done_callback(self._on_thread_end)
 
-    # --- requests ---------------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, *requests: EngineRequest) -> Generation:
         """Add requests, all or none; returns once the engine has taken them.
@@ -220,7 +226,7 @@ class EngineService:
         """
         return await self._ask(action)
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def is_dead(self) -> bool:
@@ -241,7 +247,7 @@ class EngineService:
         """As of the last step or command; never waits for the engine."""
         return self._engine_statistics
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def start_draining(self) -> None:
         """Take nothing new; what runs goes on."""
@@ -271,7 +277,7 @@ class EngineService:
         self._end_all()
         return self._ended.done()
 
-    # --- the engine's thread ----------------------------------------------------------------------------------------------
+    # --- the engine's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -314,14 +320,18 @@ class EngineService:
             log.critical("the engine failed with %s at\n%s", type(error).__name__, where)
         self._tell(partial(self._on_engine_end, error is not None))
 
-    # --- the event loop ---------------------------------------------------------------------------------------------------
+    # --- the event loop ---------------------------------------------------------------------------
 
     def _check_open(self, requests: Sequence[EngineRequest]) -> None:
         if self._is_dead:
             raise EngineDeadError
         if self._is_draining or len(self._generations) + len(requests) > self._max_under_way:
             self._refused += 1
-            why = "is shutting down" if self._is_draining else f"has its limit of {self._max_under_way} requests under way"
+            why = (
+                "is shutting down"
+                if self._is_draining
+                else f"has its limit of {self._max_under_way} requests under way"
+            )
             raise EngineBusyError(f"the engine {why}; try again")
         ids = [request.request_id for request in requests]
         if len(set(ids)) < len(ids) or any(request_id in self._generations for request_id in ids):
@@ -394,7 +404,8 @@ class EngineService:
 
 
 def _answer(answer: Future[Result], action: Callable[[], Result]) -> None:
-    """Do as asked, if that is still wanted. A refusal is the asker's; anything else is the engine's failure, and goes on."""
+    """Do as asked, if that is still wanted. A refusal is the asker's; anything else is the engine's
+    failure, and goes on."""
     if not answer.set_running_or_notify_cancel():
         return
     try:

@@ -1,6 +1,8 @@
-"""The engine's hands without tensors: a runner and transfer workers that take the time and touch no bytes.
+"""The engine's hands without tensors: a runner and transfer workers that take the time and touch no
+bytes.
 
-Scheduler, cache, tiers and events are the real ones, so what such an engine says of its cache is what a real one would say.
+Scheduler, cache, tiers and events are the real ones, so what such an engine says of its cache is
+what a real one would say.
 """
 
 from __future__ import annotations
@@ -31,17 +33,24 @@ class SimulatedRunner:
         return [self._token(chunk) if chunk.is_last else None for chunk in chunks]
 
     def _token(self, chunk: SequenceChunk) -> int:
-        """Of the last token and its position: the same however the sequence was cut, cached or preempted.
+        """Of the last token and its position: the same however the sequence was cut, cached or
+        preempted.
 
-        Printable bytes where the vocabulary has them, so that an answer sent back is the same tokens again.
+        Printable bytes where the vocabulary has them, so that an answer sent back is the same
+        tokens again.
         """
         seed = chunk.sampling.seed or 0
         drawn = (chunk.token_ids[-1] * 2_654_435_761 + chunk.stop * 40_503 + seed * 97) % 2**32
-        return _FIRST_PRINTABLE + drawn % _PRINTABLE if self._vocab_size >= 256 else drawn % self._vocab_size
+        return (
+            _FIRST_PRINTABLE + drawn % _PRINTABLE
+            if self._vocab_size >= 256
+            else drawn % self._vocab_size
+        )
 
 
 class SimulatedTransferWorker:
-    """Ends jobs in their order, each after as long as its bytes would take; see `OffloadingWorker`."""
+    """Ends jobs in their order, each after as long as its bytes would take; see
+    `OffloadingWorker`."""
 
     def __init__(self, time_model: TimeModel, clock: Clock, block_bytes: int) -> None:
         self._time_model = time_model
@@ -80,7 +89,8 @@ class SimulatedTransferWorker:
 
 
 class SimulatedBlockFiles:
-    """A directory by the names of its files alone: nothing is written, and a new process finds nothing. See `BlockFiles`."""
+    """A directory by the names of its files alone: nothing is written, and a new process finds
+    nothing. See `BlockFiles`."""
 
     def __init__(self, payload_bytes: Sequence[int]) -> None:
         self._payload_bytes = tuple(payload_bytes)

@@ -8,7 +8,8 @@ from offload.engine.tokenizer import Detokenizer
 
 
 class TextStream:
-    """Token ids in, text out. A text that may turn out to be a stop string's beginning is held back."""
+    """Token ids in, text out. A text that may turn out to be a stop string's beginning is held
+    back."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
         """
@@ -49,7 +50,9 @@ class TextStream:
         """Characters at the end that a stop string may begin with."""
         longest = max(map(len, self._stop), default=1) - 1
         lengths = range(min(longest, len(text)), 0, -1)
-        return next((length for length in lengths if self._begins_stop(text[len(text) - length :])), 0)
+        return next(
+            (length for length in lengths if self._begins_stop(text[len(text) - length :])), 0
+        )
 
     def _begins_stop(self, end: str) -> bool:
         return any(stop.startswith(end) for stop in self._stop)

@@ -61,15 +61,24 @@ class TimeModel:
     """Everything takes this times as long."""
 
     def __post_init__(self) -> None:
-        for name in ("prefill_tokens_per_s", "decode_tokens_per_s", "transfer_bytes_per_s", "slowdown"):
+        for name in (
+            "prefill_tokens_per_s",
+            "decode_tokens_per_s",
+            "transfer_bytes_per_s",
+            "slowdown",
+        ):
             if getattr(self, name) <= 0:
                 raise CacheConfigError(f"time model: {name} {getattr(self, name)} must be above 0")
         if self.step_overhead_s < 0:
-            raise CacheConfigError(f"time model: step_overhead_s {self.step_overhead_s} must not be negative")
+            raise CacheConfigError(
+                f"time model: step_overhead_s {self.step_overhead_s} must not be negative"
+            )
 
     def step_s(self, chunks: Sequence[SequenceChunk]) -> float:
         """How long a step takes."""
-        decoded = sum(1 for chunk in chunks if len(chunk.token_ids) == 1 and chunk.num_output_tokens)
+        decoded = sum(
+            1 for chunk in chunks if len(chunk.token_ids) == 1 and chunk.num_output_tokens
+        )
         prefilled = sum(len(chunk.token_ids) for chunk in chunks) - decoded
         work_s = prefilled / self.prefill_tokens_per_s + decoded / self.decode_tokens_per_s
         return (self.step_overhead_s + work_s) * self.slowdown

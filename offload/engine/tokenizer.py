@@ -1,4 +1,5 @@
-"""Text <-> token ids: what a tokenizer must do, and one of this package's own whose tokens are bytes."""
+"""Text <-> token ids: what a tokenizer must do, and one of this package's own whose tokens are
+bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from offload.engine.errors import ConversationError
 NUM_BYTES = 256
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
-_ROLES = {"system": 258, "developer": 258, "user": 259, "assistant": 260, "tool": 261, "function": 261}
+_ROLES = {
+    "system": 258,
+    "developer": 258,
+    "user": 259,
+    "assistant": 260,
+    "tool": 261,
+    "function": 261,
+}
 _END_OF_TURN = 262
 
 _SPECIAL_TEXTS = {
@@ -69,7 +77,8 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; behind them stand a few special tokens, which no text can forge."""
+    """Ids 0 to 255 are the bytes of UTF-8; behind them stand a few special tokens, which no text
+    can forge."""
 
     vocab_size = _END_OF_TURN + 1
     eos_token_id = EOS_TOKEN_ID
@@ -79,12 +88,17 @@ class ByteTokenizer:
         return [*([BOS_TOKEN_ID] if add_special_tokens else []), *text.encode()]
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """Each message as its role, its text and an end of turn. Tools stand in front, as a system message in JSON."""
+        """Each message as its role, its text and an end of turn. Tools stand in front, as a system
+        message in JSON."""
         ids = [BOS_TOKEN_ID] * (1 + chat.add_special_tokens)
         if chat.tools:
             ids += [_ROLES["system"], *_json_bytes(chat.tools), _END_OF_TURN]
         for index, message in enumerate(chat.messages):
-            ids += [_role_token(message, index), *_message_bytes(message, f"messages[{index}]"), _END_OF_TURN]
+            ids += [
+                _role_token(message, index),
+                *_message_bytes(message, f"messages[{index}]"),
+                _END_OF_TURN,
+            ]
         if chat.continue_final_message:
             return ids[:-1]
         return [*ids, _ROLES["assistant"]] if chat.add_generation_prompt else ids
@@ -114,7 +128,9 @@ class _ByteDetokenizer:
 
 def _bytes_of(token_ids: Iterable[int], skip_special_tokens: bool) -> bytes:
     pieces = (
-        bytes((token_id,)) if 0 <= token_id < NUM_BYTES else _special_bytes(token_id, skip_special_tokens)
+        bytes((token_id,))
+        if 0 <= token_id < NUM_BYTES
+        else _special_bytes(token_id, skip_special_tokens)
         for token_id in token_ids
     )
     return b"".join(pieces)
@@ -127,7 +143,9 @@ def _special_bytes(token_id: int, skip_special_tokens: bool) -> bytes:
 def _role_token(message: Mapping[str, Any], index: int) -> int:
     token_id = _ROLES.get(str(message.get("role")))
     if token_id is None:
-        raise ConversationError(f"messages[{index}].role: unknown; must be one of {', '.join(_ROLES)}")
+        raise ConversationError(
+            f"messages[{index}].role: unknown; must be one of {', '.join(_ROLES)}"
+        )
     return token_id
 
 

@@ -17,13 +17,17 @@ from offload.engine.tokenizer import Detokenizer
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_IDS = 256
-"""Ids that may wait for the rest of a character: no character has so many, but nonsense may look as if."""
+"""Ids that may wait for the rest of a character: no character has so many, but nonsense may look as
+if."""
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library; the text of a chat comes from the model's own template."""
+    """A tokenizer of the `tokenizers` library; the text of a chat comes from the model's own
+    template."""
 
-    def __init__(self, backend: Backend, eos_token_id: int | None, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, backend: Backend, eos_token_id: int | None, template: ChatTemplate | None
+    ) -> None:
         self._backend = backend
         self._template = template
         self.eos_token_id = eos_token_id
@@ -39,9 +43,17 @@ class FileTokenizer:
         file = path / "tokenizer.json" if path.is_dir() else path
         backend = _backend(file)
         config = _config(file.parent / "tokenizer_config.json")
-        special = {name: text for name in config if name.endswith("_token") and (text := _token_text(config[name]))}
+        special = {
+            name: text
+            for name in config
+            if name.endswith("_token") and (text := _token_text(config[name]))
+        }
         eos = special.get("eos_token")
-        return cls(backend, None if eos is None else backend.token_to_id(eos), _template(file.parent, config, special))
+        return cls(
+            backend,
+            None if eos is None else backend.token_to_id(eos),
+            _template(file.parent, config, special),
+        )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -49,7 +61,9 @@ class FileTokenizer:
 
     def encode_chat(self, chat: Chat) -> list[int]:
         if self._template is None:
-            raise ConversationError("messages: this model has no chat template; use /v1/completions")
+            raise ConversationError(
+                "messages: this model has no chat template; use /v1/completions"
+            )
         return self.encode(self._template.render(chat), chat.add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -64,9 +78,11 @@ class FileTokenizer:
 
 
 class _Window:
-    """Decodes a few ids behind those that are written already, since many decoders look at what stands before.
+    """Decodes a few ids behind those that are written already, since many decoders look at what
+    stands before.
 
-    What is written is what the window says beyond its known part, once it does not end within a character.
+    What is written is what the window says beyond its known part, once it does not end within a
+    character.
     """
 
     def __init__(self, tokenizer: FileTokenizer, skip_special_tokens: bool) -> None:
@@ -105,13 +121,17 @@ def _backend(file: Path) -> Backend:
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(f"{file}: no tokenizer that can be used: {str(error)[:300]}") from error
+        raise TokenizerError(
+            f"{file}: no tokenizer that can be used: {str(error)[:300]}"
+        ) from error
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
-def _template(directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+def _template(
+    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
     file = directory / "chat_template.jinja"
     source = _read(file)
     if source is not None:

@@ -17,14 +17,16 @@ from offload.errors import CacheConfigError
 class TorchRunner:
     """A model and its pages on one device."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, device: str | None = None, cpu_threads: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, device: str | None = None, cpu_threads: int = 1
+    ) -> None:
         """
         Args:
             config: The model.
             num_blocks: Pages of the cache.
             device: Where it runs; a GPU where there is one if left out.
-            cpu_threads: Of this process's torch, where it runs on the CPU. Threads that wait for each other's cores are
-                slower than one, and replicas share a machine.
+            cpu_threads: Of this process's torch, where it runs on the CPU. Threads that wait for
+                each other's cores are slower than one, and replicas share a machine.
         """
         if cpu_threads < 1:
             raise CacheConfigError(f"cpu_threads {cpu_threads} must be at least 1")
@@ -39,7 +41,8 @@ class TorchRunner:
         """See `ModelRunner`."""
         self.last_logits = self.model(chunks)
         return [
-            choose(logits, chunk) if chunk.is_last else None for logits, chunk in zip(self.last_logits, chunks, strict=True)
+            choose(logits, chunk) if chunk.is_last else None
+            for logits, chunk in zip(self.last_logits, chunks, strict=True)
         ]
 
 
@@ -48,6 +51,8 @@ def choose(logits: Tensor, chunk: SequenceChunk) -> int:
     if chunk.sampling.temperature <= 0:
         return int(logits.argmax())
     # One number per position, whatever else runs: an answer does not depend on its neighbours.
-    generator = torch.Generator(logits.device).manual_seed(hash((chunk.sampling.seed or 0, chunk.stop)) % 2**63)
+    generator = torch.Generator(logits.device).manual_seed(
+        hash((chunk.sampling.seed or 0, chunk.stop)) % 2**63
+    )
     shares = torch.softmax(logits / chunk.sampling.temperature, -1)
     return int(torch.multinomial(shares, 1, generator=generator))

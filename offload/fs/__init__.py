@@ -1,1 +1,2 @@
-"""The disk tier: what it holds and evicts (`manager`), its files (`store`, `block_file`), the copies to and from the GPU."""
+"""The disk tier: what it holds and evicts (`manager`), its files (`store`, `block_file`), the
+copies to and from the GPU."""

@@ -3,8 +3,8 @@
     magic  version  key length  payload length  checksum  key  payload
       8       2         2             8            16     ...   ...        big endian
 
-The checksum is XXH3-128 over key and payload. It finds what disks, crashes and truncation do to a file; it is no defence
-against somebody who may write to the directory.
+The checksum is XXH3-128 over key and payload. It finds what disks, crashes and truncation do to a
+file; it is no defence against somebody who may write to the directory.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
         BlockFileError: Header and payload are not what `encode_header` wrote for this key.
     """
     if header != encode_header(key, payload):
-        raise BlockFileError("block file: header or payload are not those that were written; the file is damaged")
+        raise BlockFileError(
+            "block file: header or payload are not those that were written; the file is damaged"
+        )
 
 
 def relative_path(key: OffloadKey) -> str:
     """Where a block's file lies under the root: in one of 16 times 16 directories.
 
-    ext4 took twice as long or more for a new file with 4,096 of them, and does well with thousands of files in each.
+    ext4 took twice as long or more for a new file with 4,096 of them, and does well with thousands
+    of files in each.
     """
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}{SUFFIX}"
@@ -61,7 +64,9 @@ def key_of(path: str) -> OffloadKey | None:
         key = OffloadKey(bytes.fromhex(stem))
     except ValueError:
         return None
-    return key if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES and relative_path(key) == path else None
+    return (
+        key if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES and relative_path(key) == path else None
+    )
 
 
 def _checksum(key: OffloadKey, payload: memoryview) -> bytes:

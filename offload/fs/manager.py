@@ -1,13 +1,16 @@
 """What the disk tier holds, what of it is in flight, and what goes when room is needed.
 
-A key has at most one file. Its life: `prepare_store` makes it pending, `complete_store` makes it a hit, loads protect it, and
-eviction, a failed copy or a reset ends it. A block that must go while a copy of it is in flight is *doomed*: no hit from that
-moment on, in the events too, but its file is deleted, its bytes are free, and its key may be stored again only when the copy is
-over. So no deletion ever meets a queued copy of the same key.
+A key has at most one file. Its life: `prepare_store` makes it pending, `complete_store` makes it a
+hit, loads protect it, and eviction, a failed copy or a reset ends it. A block that must go while a
+copy of it is in flight is *doomed*: no hit from that moment on, in the events too, but its file is
+deleted, its bytes are free, and its key may be stored again only when the copy is over. So no
+deletion ever meets a queued copy of the same key.
 
-Deletions happen here, when they are decided. A file that cannot be deleted keeps its bytes; it is tried again later.
+Deletions happen here, when they are decided. A file that cannot be deleted keeps its bytes; it is
+tried again later.
 """
-# ruff: noqa: ARG002 - the protocol names the request for tiers that tell requests apart; this one treats all alike
+# ruff: noqa: ARG002 - the protocol names the request for tiers that tell requests apart; this one
+# treats all alike
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import STORAGE
-from offload.base import FileLoadStoreSpec, LookupResult, OffloadingEvent, OffloadKey, PrepareStoreOutput, RequestContext
+from offload.base import (
+    FileLoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    RequestContext,
+)
 from offload.errors import CacheConfigError
 from offload.fs.store import BlockFiles
 from offload.tier_entries import TierEntries, TierEntry
@@ -73,12 +83,13 @@ class _Totals:
 
 
 class FileOffloadingManager:
-    """The disk tier as the scheduler sees it: an `OffloadingManager` over the files of a `BlockStore`, the least recently used
-    of which go first.
+    """The disk tier as the scheduler sees it: an `OffloadingManager` over the files of a
+    `BlockStore`, the least recently used of which go first.
 
-    The order of the keys in a call is that of the prompt: what a call stores or has loaded is evicted from its last key to its
-    first, since a block is of no use without those before it. What an earlier process left in the directory is a hit at once,
-    the longest unused of it evicted first, and the first `take_events` tells of it.
+    The order of the keys in a call is that of the prompt: what a call stores or has loaded is
+    evicted from its last key to its first, since a block is of no use without those before it. What
+    an earlier process left in the directory is a hit at once, the longest unused of it evicted
+    first, and the first `take_events` tells of it.
     """
 
     medium = STORAGE
@@ -87,22 +98,28 @@ class FileOffloadingManager:
         """
         Args:
             store: The directory. It belongs to this manager until `store.close()`.
-            max_bytes: What all block files together may take; see `BlockStore` for what is not counted.
-            enable_events: Without it `take_events` is always empty; with it somebody has to call it.
+            max_bytes: What all block files together may take; see `BlockStore` for what is not
+                counted.
+            enable_events: Without it `take_events` is always empty; with it somebody has to call
+                it.
 
         Raises:
             CacheConfigError: Not even one block fits, or another manager has the directory.
             OSError: The directory cannot be read, or holds too much and cannot be written.
         """
         if max_bytes < max(store.payload_bytes):
-            raise CacheConfigError(f"disk tier: max_bytes {max_bytes} must hold a block, {max(store.payload_bytes)} bytes")
+            raise CacheConfigError(
+                f"disk tier: max_bytes {max_bytes} must hold a block, {max(store.payload_bytes)} bytes"
+            )
         self.max_bytes = max_bytes
         self.enable_events = enable_events
         self._store = store
         self._files = TierEntries[_File]("disk", self.medium, enable_events)
         self._idle: OrderedDict[OffloadKey, None] = OrderedDict()  # the longest unused first
         self._idle_bytes = self._used_bytes = 0
-        self._stuck: dict[OffloadKey, None] = {}  # doomed, nothing in flight, and the file could not be deleted
+        self._stuck: dict[
+            OffloadKey, None
+        ] = {}  # doomed, nothing in flight, and the file could not be deleted
         self._totals = _Totals()
         self._restore()
 
@@ -123,7 +140,7 @@ class FileOffloadingManager:
         for first in range(0, len(kept), _KEYS_PER_EVENT):
             self._files.note(kept[first : first + _KEYS_PER_EVENT], removed=False)
 
-    # --- looking ----------------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         """A doomed block is a miss, not pending: waiting for it is of no use."""
@@ -135,9 +152,11 @@ class FileOffloadingManager:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
-    # --- loading ----------------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
-    def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> FileLoadStoreSpec:
+    def prepare_load(
+        self, keys: Sequence[OffloadKey], context: RequestContext
+    ) -> FileLoadStoreSpec:
         """A key named several times is protected as many times."""
         files = self._files.require(keys, lambda file: file.loadable, "prepare_load", "is no hit")
         for key, file in zip(keys, files, strict=True):
@@ -145,8 +164,11 @@ class FileOffloadingManager:
             file.loads += 1
         return FileLoadStoreSpec(tuple(keys))
 
-    def complete_load(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
-        """A block that could not be read is no hit from now on, and gone when no other load of it is in flight."""
+    def complete_load(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
+        """A block that could not be read is no hit from now on, and gone when no other load of it
+        is in flight."""
         loads = Counter(keys)
         self._files.require_loads(loads)
         if not success:
@@ -156,11 +178,14 @@ class FileOffloadingManager:
             self._files[key].loads -= loads[key]
             self._settle(key)
 
-    # --- storing ----------------------------------------------------------------------------------------------------------
+    # --- storing ----------------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Sequence[OffloadKey], context: RequestContext) -> PrepareStoreOutput | None:
-        """Keys named several times count once. Neither a key of this call nor a block in flight is evicted for it. Where the
-        system refuses to delete a file the answer is None too, and what was deleted until then is gone, as the events say.
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext
+    ) -> PrepareStoreOutput | None:
+        """Keys named several times count once. Neither a key of this call nor a block in flight is
+        evicted for it. Where the system refuses to delete a file the answer is None too, and what
+        was deleted until then is gone, as the events say.
 
         Raises:
             TransferError: A key cannot be one of this directory. Nothing changed.
@@ -168,7 +193,9 @@ class FileOffloadingManager:
         self._remove_stuck()
         asked = dict.fromkeys(keys)
         new = {key: self._store.file_bytes(key) for key in asked if key not in self._files}
-        evicted = self._make_room(sum(new.values()), spared=[key for key in asked if key in self._idle])
+        evicted = self._make_room(
+            sum(new.values()), spared=[key for key in asked if key in self._idle]
+        )
         if evicted is None:
             self._totals.refused_stores += 1
             return None
@@ -176,11 +203,17 @@ class FileOffloadingManager:
             self._admit(key, file_bytes)
         return PrepareStoreOutput(tuple(new), FileLoadStoreSpec(tuple(new)), evicted)
 
-    def complete_store(self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
         """Keys named several times count once. What a reset overtook is gone either way."""
         asked = list(dict.fromkeys(keys))
-        files = self._files.require(asked, lambda file: file.storing, "complete_store", "has no store in flight")
-        stored = [key for key, file in zip(asked, files, strict=True) if success and not file.doomed]
+        files = self._files.require(
+            asked, lambda file: file.storing, "complete_store", "has no store in flight"
+        )
+        stored = [
+            key for key, file in zip(asked, files, strict=True) if success and not file.doomed
+        ]
         for key, file in zip(reversed(asked), reversed(files), strict=True):
             file.storing = False
             file.doomed = file.doomed or not success
@@ -201,7 +234,9 @@ class FileOffloadingManager:
         for key in reversed(spared):
             self._idle.move_to_end(key)
         evicted: list[OffloadKey] = []
-        while self._used_bytes + needed_bytes > self.max_bytes and self._evict(next(iter(self._idle)), evicted):
+        while self._used_bytes + needed_bytes > self.max_bytes and self._evict(
+            next(iter(self._idle)), evicted
+        ):
             pass
         self._totals.evicted += len(evicted)
         self._files.note(evicted, removed=True)
@@ -209,14 +244,16 @@ class FileOffloadingManager:
 
     def _evict(self, key: OffloadKey, evicted: list[OffloadKey]) -> bool:
         if not self._unlink(key):
-            self._idle.move_to_end(key)  # its file is intact and stays a hit; the next call tries another one
+            self._idle.move_to_end(
+                key
+            )  # its file is intact and stays a hit; the next call tries another one
             return False
         self._drop_from_idle(key)
         self._forget(key)
         evicted.append(key)
         return True
 
-    # --- all at once ------------------------------------------------------------------------------------------------------
+    # --- all at once ------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Deletes every file that is not in flight before it returns."""
@@ -227,7 +264,8 @@ class FileOffloadingManager:
             self._settle(key)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Replayed in order they give the keys that `lookup` calls hits; a key's events alternate."""
+        """Replayed in order they give the keys that `lookup` calls hits; a key's events
+        alternate."""
         return self._files.take_events()
 
     def statistics(self) -> FileTierStatistics:
@@ -252,7 +290,7 @@ class FileOffloadingManager:
             refused_stores=totals.refused_stores,
         )
 
-    # --- small steps ------------------------------------------------------------------------------------------------------
+    # --- small steps ------------------------------------------------------------------------------
 
     def _doom(self, keys: list[OffloadKey]) -> None:
         """Hits end here for readers."""
@@ -262,7 +300,8 @@ class FileOffloadingManager:
         self._files.note(keys, removed=True)
 
     def _settle(self, key: OffloadKey) -> None:
-        """A copy is over, or a reset came: what is in flight stays as it is, the rest becomes idle or goes."""
+        """A copy is over, or a reset came: what is in flight stays as it is, the rest becomes idle
+        or goes."""
         file = self._files[key]
         if file.in_flight:
             return

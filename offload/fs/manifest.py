@@ -1,7 +1,8 @@
-"""Which blocks a directory is for. A block's name does not say how large it is, nor which model computed it.
+"""Which blocks a directory is for. A block's name does not say how large it is, nor which model
+computed it.
 
-A directory of another layout or model is refused, unless its owner asks for its blocks to be deleted; one that holds other
-people's files is always refused.
+A directory of another layout or model is refused, unless its owner asks for its blocks to be
+deleted; one that holds other people's files is always refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Manifest:
     payload_bytes: Sequence[int]
     """Per group, the bytes of an offloaded block."""
     identity: str
-    """Whatever else makes equal keys mean equal bytes: model and revision, cache dtype, hash seed, rank. Compared as it is."""
+    """Whatever else makes equal keys mean equal bytes: model and revision, cache dtype, hash seed,
+    rank. Compared as it is."""
 
     def __post_init__(self) -> None:
         if not self.payload_bytes or min(self.payload_bytes) < 1:
@@ -35,7 +37,11 @@ class Manifest:
 
     def encode(self) -> bytes:
         """As the file's contents."""
-        document = {"format": _FORMAT, "identity": self.identity, "payload_bytes": list(self.payload_bytes)}
+        document = {
+            "format": _FORMAT,
+            "identity": self.identity,
+            "payload_bytes": list(self.payload_bytes),
+        }
         return json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
 
 

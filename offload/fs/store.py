@@ -1,7 +1,8 @@
 """A directory of block files, named by what they hold. A file is there as a whole or not at all.
 
-Files are written beside their place and renamed. What is read is verified; a file that does not verify is deleted, never
-served. Bytes are those of the files: what a file system rounds up or keeps for directories comes on top.
+Files are written beside their place and renamed. What is read is verified; a file that does not
+verify is deleted, never served. Bytes are those of the files: what a file system rounds up or keeps
+for directories comes on top.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ class StoredFile:
 
 
 def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
-    """How long a block's file is, where a block of group *i* has *payload_bytes[i]*; raises `TransferError` for no such key."""
+    """How long a block's file is, where a block of group *i* has *payload_bytes[i]*; raises
+    `TransferError` for no such key."""
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-        raise TransferError(f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")
+        raise TransferError(
+            f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
+        )
     _, group = unpack_offload_key(key)
     if group >= len(payload_bytes):
-        raise TransferError(f"disk tier: a key of group {group} must be of one of {len(payload_bytes)} groups")
+        raise TransferError(
+            f"disk tier: a key of group {group} must be of one of {len(payload_bytes)} groups"
+        )
     return header_bytes(key) + payload_bytes[group]
 
 
@@ -87,7 +93,8 @@ class BlockFiles(Protocol):
 class BlockStore:
     """Reads, writes and removes block files. Every method but `scan` may be called from any thread.
 
-    The scheduler's process and the model's may each open the same directory; only one process may `scan` it.
+    The scheduler's process and the model's may each open the same directory; only one process may
+    `scan` it.
     """
 
     def __init__(
@@ -104,18 +111,23 @@ class BlockStore:
             root: The directory; one for each worker of a model.
             payload_bytes: Per group, the bytes of an offloaded block.
             identity: What else makes equal keys mean equal bytes, see `Manifest`.
-            durable: Wait for the disk at every write. Without it a power failure may cost blocks, but never serves bad ones.
-            replace_other_layout: Delete the blocks of a directory that was made for another layout or identity.
+            durable: Wait for the disk at every write. Without it a power failure may cost blocks,
+                but never serves bad ones.
+            replace_other_layout: Delete the blocks of a directory that was made for another layout
+                or identity.
 
         Raises:
-            CacheConfigError: The directory was made for another layout or identity, or for something else entirely.
+            CacheConfigError: The directory was made for another layout or identity, or for
+                something else entirely.
         """
         self.root = root
         self._payload_bytes = tuple(payload_bytes)
         self._durable = durable
         self._temporary_numbers = itertools.count()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("written", "written_bytes", "read", "read_bytes", "rejected"), 0)
+        self._counts = dict.fromkeys(
+            ("written", "written_bytes", "read", "read_bytes", "rejected"), 0
+        )
         self._claim: int | None = None
         self._open(Manifest(self._payload_bytes, identity), replace_other_layout)
 
@@ -158,7 +170,8 @@ class BlockStore:
         self._count(written=1, written_bytes=len(payload))
 
     def read(self, key: OffloadKey, payload: memoryview) -> None:
-        """Read a block into *payload*, verify it, and mark it used. On an error *payload* holds anything.
+        """Read a block into *payload*, verify it, and mark it used. On an error *payload* holds
+        anything.
 
         Raises:
             BlockFileError: The file is missing, unreadable or damaged. It is gone now.
@@ -185,12 +198,15 @@ class BlockStore:
     # --- the directory
 
     def scan(self) -> list[StoredFile]:
-        """What the directory holds, the longest unused first. Deletes what writes left behind that were cut off.
+        """What the directory holds, the longest unused first. Deletes what writes left behind that
+        were cut off.
 
-        To be called before any write. Lengths are compared, contents are verified when they are read.
+        To be called before any write. Lengths are compared, contents are verified when they are
+        read.
 
         Raises:
-            CacheConfigError: Another process, or another store of this one, has scanned the directory and not closed it.
+            CacheConfigError: Another process, or another store of this one, has scanned the
+                directory and not closed it.
         """
         self._claim_directory()
         found = [file for path in self._our_files() if (file := self._survivor(path)) is not None]
@@ -235,7 +251,9 @@ class BlockStore:
     def _refuse_foreign_files(self) -> None:
         foreign = sorted({entry.name for entry in self.root.iterdir()} - _OURS)
         if foreign:
-            raise CacheConfigError(f"disk tier {self.root}: holds {foreign[0]!r} and no {MANIFEST}; it must be empty at first")
+            raise CacheConfigError(
+                f"disk tier {self.root}: holds {foreign[0]!r} and no {MANIFEST}; it must be empty at first"
+            )
 
     def _empty(self) -> None:
         self._claim_directory()
@@ -253,18 +271,23 @@ class BlockStore:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(claim)
-            raise CacheConfigError(f"disk tier {self.root}: is in use by another manager; use another directory") from None
+            raise CacheConfigError(
+                f"disk tier {self.root}: is in use by another manager; use another directory"
+            ) from None
         self._claim = claim
 
     def _our_files(self) -> Iterator[Path]:
         for directory in filter(Path.is_dir, self.root.glob("[0-9a-f]/[0-9a-f]")):
             with os.scandir(directory) as entries:
                 for entry in entries:
-                    if entry.name.endswith((SUFFIX, _TEMPORARY)) and entry.is_file(follow_symlinks=False):
+                    if entry.name.endswith((SUFFIX, _TEMPORARY)) and entry.is_file(
+                        follow_symlinks=False
+                    ):
                         yield directory / entry.name
 
     def _survivor(self, path: Path) -> StoredFile | None:
-        """A file as a scan reports it; None for what was no whole block of ours, which is gone then."""
+        """A file as a scan reports it; None for what was no whole block of ours, which is gone
+        then."""
         key = key_of(path.relative_to(self.root).as_posix())
         status = path.stat()
         if key is None or not self._is_whole(key, status.st_size):
@@ -278,7 +301,9 @@ class BlockStore:
 
     def _new_temporary(self, path: Path) -> Path:
         """A name that no other thread or process writes to."""
-        return path.with_name(f"{os.getpid()}-{threading.get_native_id()}-{next(self._temporary_numbers)}{_TEMPORARY}")
+        return path.with_name(
+            f"{os.getpid()}-{threading.get_native_id()}-{next(self._temporary_numbers)}{_TEMPORARY}"
+        )
 
     def _write_file(self, path: Path, header: bytes, payload: memoryview) -> None:
         try:
@@ -296,7 +321,9 @@ class BlockStore:
     def _read_file(self, path: Path, key: OffloadKey, payload: memoryview) -> None:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != header_bytes(key) + len(payload):
-                raise BlockFileError("block file: its length is not the block's; the file is damaged")
+                raise BlockFileError(
+                    "block file: its length is not the block's; the file is damaged"
+                )
             header = file.read(header_bytes(key))
             if file.readinto(payload) != len(payload):
                 raise BlockFileError("block file: ended while it was read")

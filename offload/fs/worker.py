@@ -1,4 +1,5 @@
-"""Copies between GPU blocks and the disk tier's files. Jobs run in order; within a job several threads do the I/O."""
+"""Copies between GPU blocks and the disk tier's files. Jobs run in order; within a job several
+threads do the I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from itertools import chain, repeat
 
 from torch import Tensor
 
-from offload.base import Direction, FileLoadStoreSpec, OffloadKey, TransferJob, TransferResult, unpack_offload_key
+from offload.base import (
+    Direction,
+    FileLoadStoreSpec,
+    OffloadKey,
+    TransferJob,
+    TransferResult,
+    unpack_offload_key,
+)
 from offload.errors import CacheConfigError, TransferError
 from offload.fs.store import BlockStore
 from offload.transfer.canonical import CanonicalKVCache
@@ -23,8 +31,9 @@ _STAGING_BYTES = 16 << 20
 class FileTransferWorker:
     """Moves the disk tier's blocks; see `offload.base.OffloadingWorker`.
 
-    A payload is an offloaded block: its GPU blocks one behind the other, each of them the group's page. A job that fails may
-    have written some of its files, all of them whole; `complete_store` without success deletes them.
+    A payload is an offloaded block: its GPU blocks one behind the other, each of them the group's
+    page. A job that fails may have written some of its files, all of them whole; `complete_store`
+    without success deletes them.
     """
 
     def __init__(
@@ -39,9 +48,11 @@ class FileTransferWorker:
         Args:
             cache: The engine's side.
             store: The directory. The manager has scanned it already.
-            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1 each if left out.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1
+                each if left out.
             io_threads: How many files are read or written at a time.
-            options: How to copy; a chunk, whose files are read or written together, is 16 MiB if left out.
+            options: How to copy; a chunk, whose files are read or written together, is 16 MiB if
+                left out.
 
         Raises:
             CacheConfigError: The directory is for blocks of other sizes.
@@ -57,14 +68,18 @@ class FileTransferWorker:
         options = options or TransferOptions()
         self._store = store
         self._transfers = Transfers(
-            "kv-disk-tier", geometry, replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES)
+            "kv-disk-tier",
+            geometry,
+            replace(options, staging_bytes=options.staging_bytes or _STAGING_BYTES),
         )
         self._io = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-files")
 
     def submit(self, job: TransferJob) -> None:
         """See `OffloadingWorker.submit`."""
         if not isinstance(job.lower, FileLoadStoreSpec):
-            raise TransferError(f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a FileLoadStoreSpec")
+            raise TransferError(
+                f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a FileLoadStoreSpec"
+            )
         keys = tuple(job.lower.keys)
         plan = self._transfers.plan(job, len(keys))
         self._check_keys(job, keys)
@@ -74,11 +89,17 @@ class FileTransferWorker:
         for key in keys:
             self._store.file_bytes(key)
         counts = self._transfers.geometry.lower_counts(job.gpu)
-        expected = list(chain.from_iterable(repeat(group, count) for group, count in enumerate(counts)))
+        expected = list(
+            chain.from_iterable(repeat(group, count) for group, count in enumerate(counts))
+        )
         if [unpack_offload_key(key)[1] for key in keys] != expected:
-            raise TransferError(f"job {job.job_id}: keys must be of their groups, group behind group, {counts} of each")
+            raise TransferError(
+                f"job {job.job_id}: keys must be of their groups, group behind group, {counts} of each"
+            )
         if job.direction is Direction.STORE and len(set(keys)) != len(keys):
-            raise TransferError(f"job {job.job_id}: {len(keys)} keys, {len(set(keys))} of them different; each is written once")
+            raise TransferError(
+                f"job {job.job_id}: {len(keys)} keys, {len(set(keys))} of them different; each is written once"
+            )
 
     def get_finished(self) -> list[TransferResult]:
         """See `OffloadingWorker.get_finished`."""
@@ -101,7 +122,9 @@ class FileTransferWorker:
 class _FileSide:
     """The files of one job."""
 
-    def __init__(self, store: BlockStore, keys: tuple[OffloadKey, ...], io: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, store: BlockStore, keys: tuple[OffloadKey, ...], io: ThreadPoolExecutor
+    ) -> None:
         self._store = store
         self._keys = keys
         self._io = io
@@ -118,12 +141,16 @@ class _FileSide:
         """See `LowerSide`."""
         self._each(self._store.read, chunk, buffer)
 
-    def _each(self, action: Callable[[OffloadKey, memoryview], None], chunk: Chunk, buffer: Tensor) -> None:
+    def _each(
+        self, action: Callable[[OffloadKey, memoryview], None], chunk: Chunk, buffer: Tensor
+    ) -> None:
         payloads = [memoryview(row).cast("B") for row in buffer.numpy()]
         futures = [
-            self._io.submit(action, key, payload) for key, payload in zip(self._keys[chunk.lower], payloads, strict=True)
+            self._io.submit(action, key, payload)
+            for key, payload in zip(self._keys[chunk.lower], payloads, strict=True)
         ]
-        # All of them, also when one failed: nobody touches a file any more once its job is reported.
+        # All of them, also when one failed: nobody touches a file any more once its job is
+        # reported.
         wait(futures)
         for future in futures:
             future.result()

@@ -1,8 +1,9 @@
 """What one group of layers holds for every request: the part that all kinds share.
 
-A request's *block table* in a group lists its blocks in the order of its tokens; the null block stands where none is needed
-any more, or none was ever. A manager knows how many blocks a request must be given, which it no longer needs, and which may
-be found again. It decides nothing about other groups: the coordinator does.
+A request's *block table* in a group lists its blocks in the order of its tokens; the null block
+stands where none is needed any more, or none was ever. A manager knows how many blocks a request
+must be given, which it no longer needs, and which may be found again. It decides nothing about
+other groups: the coordinator does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from offload.request import CacheRequest
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Where a later request can resume, and so what is worth keeping of groups that need only the end of a prefix."""
+    """Where a later request can resume, and so what is worth keeping of groups that need only the
+    end of a prefix."""
 
     interval: int | None
     """As in `CacheConfig.retention_interval`."""
     boundaries: Sequence[int] = ()
-    """Token positions at which a hit may end whatever the interval: the ends of the prompt, a junction with another."""
+    """Token positions at which a hit may end whatever the interval: the ends of the prompt, a
+    junction with another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class Need:
 
 
 class GroupManager:
-    """Block tables of one group. This class is full attention's bookkeeping; other kinds override what differs."""
+    """Block tables of one group. This class is full attention's bookkeeping; other kinds override
+    what differs."""
 
     def __init__(
         self,
@@ -60,7 +64,8 @@ class GroupManager:
             group_idx: Its place in the layout.
             group: Kind and sizes.
             pool: Shared with the other groups.
-            scheduler_block_size: Hits end at its multiples; the scheduler's own, a multiple of the group's block size.
+            scheduler_block_size: Hits end at its multiples; the scheduler's own, a multiple of the
+                group's block size.
             max_in_flight_tokens: Most tokens a step computes for one request.
             max_model_len: Longest request in tokens.
             eagle: Whether a hit must have one block more than is reused.
@@ -99,10 +104,11 @@ class GroupManager:
         return self._tables.get(request_id, ())
 
     def num_cached_blocks(self, request_id: str) -> int:
-        """How many leading blocks of the request's table were made findable, or found not worth it."""
+        """How many leading blocks of the request's table were made findable, or found not worth
+        it."""
         return self._cached_counts.get(request_id, 0)
 
-    # --- what differs from kind to kind -----------------------------------------------------------------------------------
+    # --- what differs from kind to kind -----------------------------------------------------------
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """How many leading tokens the next one does not look at."""
@@ -110,27 +116,36 @@ class GroupManager:
         return 0
 
     def needed_blocks(self, num_tokens: int) -> range:
-        """Which blocks of a hit of *num_tokens* a request reads that goes on behind it, as indices of its table."""
-        return range(self.num_skipped_tokens(num_tokens) // self.block_size, num_tokens // self.block_size)
+        """Which blocks of a hit of *num_tokens* a request reads that goes on behind it, as indices
+        of its table."""
+        return range(
+            self.num_skipped_tokens(num_tokens) // self.block_size, num_tokens // self.block_size
+        )
 
     def max_held_blocks(self) -> int:
         """Most blocks one request can hold at a time, for the admission check."""
         return blocks_for(self.max_model_len, self.block_size)
 
-    def keep_mask(self, request_id: str, start: int, stop: int, retention: Retention) -> list[bool] | None:
+    def keep_mask(
+        self, request_id: str, start: int, stop: int, retention: Retention
+    ) -> list[bool] | None:
         """Which of the request's blocks `[start, stop)` can ever serve a hit; None for all."""
         del request_id, start, stop, retention
         return None
 
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
-        """May a request of this step start from a hit's blocks? Those that the same step writes may not be ready."""
+        """May a request of this step start from a hit's blocks? Those that the same step writes may
+        not be ready."""
         del computed_blocks
         return True
 
-    # --- allocation -------------------------------------------------------------------------------------------------------
+    # --- allocation -------------------------------------------------------------------------------
 
-    def num_blocks_to_allocate(self, request_id: str, need: Need, is_admission: bool = False) -> int:
-        """Free blocks the request will take: new ones, and a hit's blocks that nobody else references.
+    def num_blocks_to_allocate(
+        self, request_id: str, need: Need, is_admission: bool = False
+    ) -> int:
+        """Free blocks the request will take: new ones, and a hit's blocks that nobody else
+        references.
 
         With *is_admission*, for the whole request: what slides out on the way is not counted twice.
         """
@@ -142,10 +157,17 @@ class GroupManager:
             return max(required - held, 0)
         skipped = self.num_skipped_tokens(need.num_computed_tokens) // self.block_size
         new = max(required - max(skipped, len(need.computed_blocks)), 0)
-        return new + sum(1 for block in need.computed_blocks[skipped:] if block.ref_count == 0 and not block.is_null)
+        return new + sum(
+            1
+            for block in need.computed_blocks[skipped:]
+            if block.ref_count == 0 and not block.is_null
+        )
 
-    def adopt_computed_blocks(self, request_id: str, blocks: Sequence[Block], num_computed_tokens: int) -> None:
-        """Start the request's table with a hit's *blocks*, less those that its *num_computed_tokens* do not need."""
+    def adopt_computed_blocks(
+        self, request_id: str, blocks: Sequence[Block], num_computed_tokens: int
+    ) -> None:
+        """Start the request's table with a hit's *blocks*, less those that its
+        *num_computed_tokens* do not need."""
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
         kept = blocks[skipped:]
         self.pool.touch(kept)
@@ -153,7 +175,8 @@ class GroupManager:
         self._cached_counts[request_id] = len(self._tables[request_id])
 
     def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Blocks for tokens that a lower tier will bring, as far as the next token looks at them."""
+        """Blocks for tokens that a lower tier will bring, as far as the next token looks at
+        them."""
         table = self._tables[request_id]
         missing = blocks_for(num_computed_tokens, self.block_size) - len(table)
         if missing > 0:
@@ -168,19 +191,22 @@ class GroupManager:
         table += new
         return new
 
-    # --- caching ----------------------------------------------------------------------------------------------------------
+    # --- caching ----------------------------------------------------------------------------------
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int, retention: Retention) -> None:
-        """Make the full blocks of the request's first *num_tokens* findable, if they can serve a hit."""
+        """Make the full blocks of the request's first *num_tokens* findable, if they can serve a
+        hit."""
         start = self._cached_counts[request.request_id]
         stop = num_tokens // self.block_size
         if start >= stop:
             return
         keep = self.keep_mask(request.request_id, start, stop, retention)
-        self.pool.cache_full_blocks(request, self.group_idx, self._tables[request.request_id], start, stop, keep)
+        self.pool.cache_full_blocks(
+            request, self.group_idx, self._tables[request.request_id], start, stop, keep
+        )
         self._cached_counts[request.request_id] = stop
 
-    # --- giving back ------------------------------------------------------------------------------------------------------
+    # --- giving back ------------------------------------------------------------------------------
 
     def skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[Block]:
         """Blocks the request holds and no longer needs, its latest first."""

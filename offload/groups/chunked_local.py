@@ -6,7 +6,8 @@ from offload.groups.base import GroupManager, blocks_for
 
 
 class ChunkedLocalManager(GroupManager):
-    """A chunk's blocks are given back when the next chunk begins; a hit needs those of its own chunk."""
+    """A chunk's blocks are given back when the next chunk begins; a hit needs those of its own
+    chunk."""
 
     @property
     def attention_chunk_size(self) -> int:
@@ -18,4 +19,7 @@ class ChunkedLocalManager(GroupManager):
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
     def max_held_blocks(self) -> int:
-        return blocks_for(min(self.attention_chunk_size + self.max_in_flight_tokens, self.max_model_len), self.block_size)
+        return blocks_for(
+            min(self.attention_chunk_size + self.max_in_flight_tokens, self.max_model_len),
+            self.block_size,
+        )

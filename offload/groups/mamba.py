@@ -1,8 +1,10 @@
-"""Mamba and linear attention: a state stands for all tokens before it, and the next token needs the latest alone.
+"""Mamba and linear attention: a state stands for all tokens before it, and the next token needs the
+latest alone.
 
-A block holds the state behind the last token computed into it. It can serve a hit only if that token is the block's last, so
-a scheduler ends prefill chunks at block boundaries where it can, as vLLM's "align" mode does. A step reads the state it
-starts from and writes the one it ends with: two blocks at most, whatever the length.
+A block holds the state behind the last token computed into it. It can serve a hit only if that
+token is the block's last, so a scheduler ends prefill chunks at block boundaries where it can, as
+vLLM's "align" mode does. A step reads the state it starts from and writes the one it ends with: two
+blocks at most, whatever the length.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ class MambaManager(GroupManager):
         super().__init__(*args, **kwargs)
         self._cached_this_step: set[bytes] = set()
         self._whole_states: dict[str, set[int]] = {}
-        """Per request, blocks whose state is that of their last token, as far as they were not cached yet."""
+        """Per request, blocks whose state is that of their last token, as far as they were not
+        cached yet."""
         self._given_back: dict[str, int] = {}
-        """Per request, how many leading blocks were given back; its table has null blocks beyond too."""
+        """Per request, how many leading blocks were given back; its table has null blocks beyond
+        too."""
 
     def start_step(self) -> None:
         self._cached_this_step.clear()
@@ -36,29 +40,41 @@ class MambaManager(GroupManager):
         return 2
 
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
-        # Attention writes keys and values before it reads them; a state is read before the step that makes it has ended.
+        # Attention writes keys and values before it reads them; a state is read before the step
+        # that makes it has ended.
         return not computed_blocks or computed_blocks[-1].block_hash not in self._cached_this_step
 
-    def keep_mask(self, request_id: str, start: int, stop: int, retention: Retention) -> list[bool] | None:
+    def keep_mask(
+        self, request_id: str, start: int, stop: int, retention: Retention
+    ) -> list[bool] | None:
         whole = self._whole_states[request_id]
-        return [index in whole and self._is_retained(index, retention) for index in range(start, stop)]
+        return [
+            index in whole and self._is_retained(index, retention) for index in range(start, stop)
+        ]
 
     def _is_retained(self, index: int, retention: Retention) -> bool:
         if retention.interval is None:
             return True
         end, step = (index + 1) * self.block_size, self.scheduler_block_size
         at_interval = retention.interval > 0 and end % retention.interval == 0
-        return at_interval or any(boundary // step * step == end for boundary in retention.boundaries)
+        return at_interval or any(
+            boundary // step * step == end for boundary in retention.boundaries
+        )
 
-    def num_blocks_to_allocate(self, request_id: str, need: Need, is_admission: bool = False) -> int:
+    def num_blocks_to_allocate(
+        self, request_id: str, need: Need, is_admission: bool = False
+    ) -> int:
         end = blocks_for(need.num_tokens, self.block_size)
         if self.holds(request_id):
             return int(end > len(self.block_table(request_id)))
         start = blocks_for(need.num_computed_tokens, self.block_size)
         brought, new = int(start > len(need.computed_blocks)), int(end > start)
-        kept = need.computed_blocks[self.num_skipped_tokens(need.num_computed_tokens) // self.block_size :]
+        kept = need.computed_blocks[
+            self.num_skipped_tokens(need.num_computed_tokens) // self.block_size :
+        ]
         taken = sum(1 for block in kept if block.ref_count == 0 and not block.is_null)
-        # One state for a whole request, as vLLM counts: the second is held only while a step goes from the one to the other.
+        # One state for a whole request, as vLLM counts: the second is held only while a step goes
+        # from the one to the other.
         return (max(brought, new) if is_admission else brought + new) + taken
 
     def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
@@ -82,8 +98,12 @@ class MambaManager(GroupManager):
         super().cache_blocks(request, num_tokens, retention)
         stop = self._cached_counts[request_id]
         states = self._tables[request_id][start:stop]
-        self._cached_this_step.update(state.block_hash for state in states if state.block_hash is not None)
-        self._whole_states[request_id] = {index for index in self._whole_states[request_id] if index >= stop}
+        self._cached_this_step.update(
+            state.block_hash for state in states if state.block_hash is not None
+        )
+        self._whole_states[request_id] = {
+            index for index in self._whole_states[request_id] if index >= stop
+        }
 
     def _note_state(self, request_id: str, num_tokens: int) -> None:
         whole = self._whole_states.setdefault(request_id, set())
@@ -92,7 +112,10 @@ class MambaManager(GroupManager):
 
     def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         super().free_skipped_blocks(request_id, num_computed_tokens)
-        skipped = min(self.num_skipped_tokens(num_computed_tokens) // self.block_size, len(self.block_table(request_id)))
+        skipped = min(
+            self.num_skipped_tokens(num_computed_tokens) // self.block_size,
+            len(self.block_table(request_id)),
+        )
         self._given_back[request_id] = max(skipped, self._given_back.get(request_id, 0))
 
     def free(self, request_id: str) -> None:
@@ -103,4 +126,8 @@ class MambaManager(GroupManager):
     def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:
         table = self.block_table(request_id)
         skipped = min(self.num_skipped_tokens(num_computed_tokens) // self.block_size, len(table))
-        return [i for i in range(skipped - 1, self._given_back.get(request_id, 0) - 1, -1) if not table[i].is_null]
+        return [
+            i
+            for i in range(skipped - 1, self._given_back.get(request_id, 0) - 1, -1)
+            if not table[i].is_null
+        ]

@@ -1,4 +1,5 @@
-"""Sliding-window attention: a token looks at itself and the `sliding_window - 1` tokens before it."""
+"""Sliding-window attention: a token looks at itself and the `sliding_window - 1` tokens before
+it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from offload.groups.base import GroupManager, Retention, blocks_for
 
 
 class SlidingWindowManager(GroupManager):
-    """Blocks that slid out are given back while the request runs; a hit needs the window before its end alone."""
+    """Blocks that slid out are given back while the request runs; a hit needs the window before its
+    end alone."""
 
     @property
     def sliding_window(self) -> int:
@@ -21,18 +23,29 @@ class SlidingWindowManager(GroupManager):
         tokens = min(self.sliding_window - 1 + self.max_in_flight_tokens, self.max_model_len)
         return blocks_for(tokens, self.block_size) + 1  # the window may start inside a block
 
-    def keep_mask(self, request_id: str, start: int, stop: int, retention: Retention) -> list[bool] | None:
-        """The blocks before every boundary at which a hit can end: a window's worth, and with EAGLE the one behind it."""
+    def keep_mask(
+        self, request_id: str, start: int, stop: int, retention: Retention
+    ) -> list[bool] | None:
+        """The blocks before every boundary at which a hit can end: a window's worth, and with EAGLE
+        the one behind it."""
         del request_id
         tail = self.group.window_blocks(int(self.eagle))
         interval = self.scheduler_block_size if retention.interval is None else retention.interval
         period = interval // self.block_size
         if period and tail >= period:
             return None
-        mask = [bool(period) and self._is_in_tail(index, period, tail) for index in range(start, stop)]
+        mask = [
+            bool(period) and self._is_in_tail(index, period, tail) for index in range(start, stop)
+        ]
         if retention.interval is not None:
             for boundary in retention.boundaries:
-                end = boundary // self.scheduler_block_size * self.scheduler_block_size // self.block_size + self.eagle
+                end = (
+                    boundary
+                    // self.scheduler_block_size
+                    * self.scheduler_block_size
+                    // self.block_size
+                    + self.eagle
+                )
                 for index in range(max(start, end - tail), min(stop, end)):
                     mask[index - start] = True
         return mask

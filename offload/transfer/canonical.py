@@ -1,8 +1,9 @@
 """The canonical view of an engine's KV cache: what every transfer worker copies from and to.
 
-Whatever an engine's attention kernels make of its cache, here it is a list of tensors `(num_blocks, page_bytes)` of int8: one
-row per block. A cache group says in which tensors its layers live, and how many leading bytes of a row are its own. Groups may
-share a tensor, as the groups of a hybrid model do when they draw blocks from one pool.
+Whatever an engine's attention kernels make of its cache, here it is a list of tensors `(num_blocks,
+page_bytes)` of int8: one row per block. A cache group says in which tensors its layers live, and
+how many leading bytes of a row are its own. Groups may share a tensor, as the groups of a hybrid
+model do when they draw blocks from one pool.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ class DataRef:
 
 
 class CanonicalKVCache:
-    """Tensors, and which of their bytes each group's blocks are. Holds no state of its own; the tensors are the engine's.
+    """Tensors, and which of their bytes each group's blocks are. Holds no state of its own; the
+    tensors are the engine's.
 
-    Block *b* of a group is row *b* in each of the group's tensors. Its *page* is those rows' bytes one behind the other, in
-    the order of the group's refs.
+    Block *b* of a group is row *b* in each of the group's tensors. Its *page* is those rows' bytes
+    one behind the other, in the order of the group's refs.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group_refs: Sequence[Sequence[DataRef]]) -> None:
         """
         Raises:
-            CacheConfigError: A tensor has another shape, type or place than the rest of the code relies on, or a ref names
-                a tensor or bytes that do not exist.
+            CacheConfigError: A tensor has another shape, type or place than the rest of the code
+                relies on, or a ref names a tensor or bytes that do not exist.
         """
         self.tensors = tuple(tensors)
         self.group_refs = tuple(tuple(refs) for refs in group_refs)
@@ -45,7 +47,9 @@ class CanonicalKVCache:
         _check_groups(self.tensors, self.group_refs)
         self.page_bytes = tuple(sum(ref.page_bytes for ref in refs) for refs in self.group_refs)
         """Per group, the bytes of one GPU block."""
-        self.num_blocks = tuple(min(len(self.tensors[ref.tensor_idx]) for ref in refs) for refs in self.group_refs)
+        self.num_blocks = tuple(
+            min(len(self.tensors[ref.tensor_idx]) for ref in refs) for refs in self.group_refs
+        )
         """Per group, how many block ids are valid."""
 
     @property
@@ -76,11 +80,17 @@ def _check_tensors(tensors: tuple[Tensor, ...]) -> None:
 
 def _check_tensor(place: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.int8:
-        raise CacheConfigError(f"{place}: dtype {tensor.dtype} must be torch.int8; view it as bytes")
+        raise CacheConfigError(
+            f"{place}: dtype {tensor.dtype} must be torch.int8; view it as bytes"
+        )
     if tensor.dim() != 2 or 0 in tensor.shape:
-        raise CacheConfigError(f"{place}: shape {tuple(tensor.shape)} must be (num_blocks, page_bytes), neither of them 0")
+        raise CacheConfigError(
+            f"{place}: shape {tuple(tensor.shape)} must be (num_blocks, page_bytes), neither of them 0"
+        )
     if tensor.stride(1) != 1 or (len(tensor) > 1 and tensor.stride(0) < tensor.size(1)):
-        raise CacheConfigError(f"{place}: strides {tensor.stride()} must leave each row contiguous and apart from the others")
+        raise CacheConfigError(
+            f"{place}: strides {tensor.stride()} must leave each row contiguous and apart from the others"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise CacheConfigError(f"{place}: device {tensor.device} must be the CPU or a CUDA device")
 
@@ -93,14 +103,18 @@ def _check_groups(tensors: tuple[Tensor, ...], group_refs: tuple[tuple[DataRef, 
             raise CacheConfigError(f"KV cache group {group}: must have at least one data ref")
         named = [ref.tensor_idx for ref in refs]
         if len(set(named)) != len(named):
-            raise CacheConfigError(f"KV cache group {group}: refs name tensors {named}; each at most once")
+            raise CacheConfigError(
+                f"KV cache group {group}: refs name tensors {named}; each at most once"
+            )
         for ref in refs:
             _check_ref(f"KV cache group {group}", ref, tensors)
 
 
 def _check_ref(place: str, ref: DataRef, tensors: tuple[Tensor, ...]) -> None:
     if not 0 <= ref.tensor_idx < len(tensors):
-        raise CacheConfigError(f"{place}: tensor_idx {ref.tensor_idx} must be one of the {len(tensors)} tensors")
+        raise CacheConfigError(
+            f"{place}: tensor_idx {ref.tensor_idx} must be one of the {len(tensors)} tensors"
+        )
     row_bytes = tensors[ref.tensor_idx].size(1)
     if not 1 <= ref.page_bytes <= row_bytes:
         raise CacheConfigError(

@@ -1,8 +1,9 @@
 """Copies between a cache on a CUDA device and a lower tier, beside the model's computation.
 
-A chunk is gathered into a contiguous buffer on the device, copied to pinned host memory in one transfer, and handed to the
-tier; loads go the other way. All of it runs on a stream of its own, which first waits for what the engine's stream had queued
-when the job was submitted. There are two lanes of buffers: while the tier works on one chunk, the next one is on the bus.
+A chunk is gathered into a contiguous buffer on the device, copied to pinned host memory in one
+transfer, and handed to the tier; loads go the other way. All of it runs on a stream of its own,
+which first waits for what the engine's stream had queued when the job was submitted. There are two
+lanes of buffers: while the tier works on one chunk, the next one is on the bus.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ class _Arriving:
 class CudaStager:
     """A cache on a CUDA device. Only the transfer thread calls `run`."""
 
-    def __init__(self, geometry: TransferGeometry, staging_bytes: int, pace: Pace = at_once) -> None:
+    def __init__(
+        self, geometry: TransferGeometry, staging_bytes: int, pace: Pace = at_once
+    ) -> None:
         """
         Args:
             geometry: The cache and how its blocks make up the tier's.
-            staging_bytes: How large a chunk may be; four buffers of it are allocated, two of them in pinned host memory.
+            staging_bytes: How large a chunk may be; four buffers of it are allocated, two of them
+                in pinned host memory.
             pace: See `offload.transfer.staging.Pace`.
         """
         self.staging_bytes = staging_size(geometry, staging_bytes)
@@ -74,8 +78,8 @@ class CudaStager:
         )
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind all that the caller's current stream has queued: a store then reads whole blocks, and a load does
-        not overwrite what is still being read."""
+        """An event behind all that the caller's current stream has queued: a store then reads whole
+        blocks, and a load does not overwrite what is still being read."""
         event = _new_event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -83,15 +87,16 @@ class CudaStager:
     def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None, /) -> int:
         """See `Stager`."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            # The one copy from pageable memory, which waits for the stream: so before anything else is queued there.
+            # The one copy from pageable memory, which waits for the stream: so before anything else
+            # is queued there.
             block_ids = torch.from_numpy(plan.block_ids).to(self._device)
             if after is not None:
                 self._stream.wait_event(after)
             try:
                 self._run(plan, side, block_ids)
             finally:
-                # After a fault, too, the next job must find the buffers quiet; and a load is over for every stream of the
-                # device once the host has seen it end.
+                # After a fault, too, the next job must find the buffers quiet; and a load is over
+                # for every stream of the device once the host has seen it end.
                 self._stream.synchronize()
         return plan.gpu_bytes
 
@@ -113,7 +118,8 @@ class CudaStager:
             ahead.hand_over(side)
 
     def _fetch(self, chunk: Chunk, lane: _Lane, side: LowerSide, ids: Tensor) -> _Arriving:
-        """Queue a chunk's copy to the host. The lane's host buffer was handed over one chunk ago."""
+        """Queue a chunk's copy to the host. The lane's host buffer was handed over one chunk
+        ago."""
         on_device = chunk_view(self._geometry, chunk, lane.device)
         place = side.place(chunk)
         buffer = chunk_view(self._geometry, chunk, lane.host) if place is None else place
@@ -151,12 +157,16 @@ class _DevicePages:
             rows.index_copy_(0, ids, staged)
 
     def _pairs(self, chunk: Chunk, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Per ref, the cache's rows and the staged ones, both as machine words if their addresses allow."""
+        """Per ref, the cache's rows and the staged ones, both as machine words if their addresses
+        allow."""
         refs = self._cache.group_refs[chunk.group]
         pages = buffer.view(-1, self._cache.page_bytes[chunk.group])[chunk.pages]
         offsets = self._cache.page_offsets(chunk.group)
         pairs = [
-            (self._cache.tensors[ref.tensor_idx][:, : ref.page_bytes], pages[:, first : first + ref.page_bytes])
+            (
+                self._cache.tensors[ref.tensor_idx][:, : ref.page_bytes],
+                pages[:, first : first + ref.page_bytes],
+            )
             for ref, first in zip(refs, offsets, strict=True)
         ]
         return [_as_words(rows, staged) for rows, staged in pairs]

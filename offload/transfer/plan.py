@@ -1,7 +1,9 @@
-"""Does a copy job fit, and which bytes does it touch? Everything that can be wrong with a job is found here, before it queues.
+"""Does a copy job fit, and which bytes does it touch? Everything that can be wrong with a job is
+found here, before it queues.
 
-In a lower tier a group's *offloaded block* is `blocks_per_offloaded_block` of its GPU blocks one behind the other, each of them
-the group's page. A plan cuts a job into *chunks*: runs of offloaded blocks of one group that fit a staging buffer.
+In a lower tier a group's *offloaded block* is `blocks_per_offloaded_block` of its GPU blocks one
+behind the other, each of them the group's page. A plan cuts a job into *chunks*: runs of offloaded
+blocks of one group that fit a staging buffer.
 """
 
 from __future__ import annotations
@@ -69,11 +71,14 @@ class TransferPlan:
 class TransferGeometry:
     """How a cache's GPU blocks make up a tier's offloaded blocks."""
 
-    def __init__(self, cache: CanonicalKVCache, blocks_per_offloaded_block: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, cache: CanonicalKVCache, blocks_per_offloaded_block: Sequence[int] | None = None
+    ) -> None:
         """
         Args:
             cache: The engine's side.
-            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1 each if left out.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1
+                each if left out.
 
         Raises:
             CacheConfigError: Not one positive number per group.
@@ -85,17 +90,24 @@ class TransferGeometry:
             )
         self.cache = cache
         self.blocks_per_offloaded_block = factors
-        self.offloaded_bytes = tuple(k * page for k, page in zip(factors, cache.page_bytes, strict=True))
+        self.offloaded_bytes = tuple(
+            k * page for k, page in zip(factors, cache.page_bytes, strict=True)
+        )
         """Per group, the bytes of an offloaded block."""
 
-    def plan(self, direction: Direction, gpu: GPULoadStoreSpec, lower_count: int, staging_bytes: int) -> TransferPlan:
-        """Check the GPU's side of a job against the cache and against the number of offloaded blocks.
+    def plan(
+        self, direction: Direction, gpu: GPULoadStoreSpec, lower_count: int, staging_bytes: int
+    ) -> TransferPlan:
+        """Check the GPU's side of a job against the cache and against the number of offloaded
+        blocks.
 
         Raises:
             TransferError: The job does not fit.
         """
         if len(gpu.group_sizes) != self.cache.num_groups:
-            raise TransferError(f"GPU spec: {len(gpu.group_sizes)} groups must be the cache's {self.cache.num_groups}")
+            raise TransferError(
+                f"GPU spec: {len(gpu.group_sizes)} groups must be the cache's {self.cache.num_groups}"
+            )
         lower_counts = self.lower_counts(gpu)
         if sum(lower_counts) != lower_count:
             raise TransferError(
@@ -104,11 +116,15 @@ class TransferGeometry:
         if direction is Direction.STORE:
             self._check_whole(gpu)
         block_ids = self._checked_ids(direction, gpu)
-        return TransferPlan(direction, block_ids, list(self._chunks(gpu, lower_counts, staging_bytes)))
+        return TransferPlan(
+            direction, block_ids, list(self._chunks(gpu, lower_counts, staging_bytes))
+        )
 
     def lower_counts(self, gpu: GPULoadStoreSpec) -> list[int]:
         """Per group, how many offloaded blocks its GPU blocks touch."""
-        triples = zip(gpu.group_sizes, gpu.block_indices, self.blocks_per_offloaded_block, strict=True)
+        triples = zip(
+            gpu.group_sizes, gpu.block_indices, self.blocks_per_offloaded_block, strict=True
+        )
         return [-(-(index % k + size) // k) if size else 0 for size, index, k in triples]
 
     def _check_whole(self, gpu: GPULoadStoreSpec) -> None:
@@ -138,15 +154,32 @@ class TransferGeometry:
     def _check_written_once(self, gpu: GPULoadStoreSpec, block_ids: Ids) -> None:
         parts = np.split(block_ids, np.cumsum(gpu.group_sizes)[:-1])
         for tensor_idx in range(len(self.cache.tensors)):
-            users = [g for g, refs in enumerate(self.cache.group_refs) if any(r.tensor_idx == tensor_idx for r in refs)]
+            users = [
+                g
+                for g, refs in enumerate(self.cache.group_refs)
+                if any(r.tensor_idx == tensor_idx for r in refs)
+            ]
             rows = np.concatenate([parts[group] for group in users]) if users else block_ids[:0]
             if len(np.unique(rows)) != len(rows):
-                raise TransferError(f"load of groups {users}: a block id of tensor {tensor_idx} is named twice; write it once")
+                raise TransferError(
+                    f"load of groups {users}: a block id of tensor {tensor_idx} is named twice; write it once"
+                )
 
-    def _chunks(self, gpu: GPULoadStoreSpec, lower_counts: list[int], staging_bytes: int) -> Iterator[Chunk]:
+    def _chunks(
+        self, gpu: GPULoadStoreSpec, lower_counts: list[int], staging_bytes: int
+    ) -> Iterator[Chunk]:
         first_lower = first_id = 0
-        for group, (size, index, count) in enumerate(zip(gpu.group_sizes, gpu.block_indices, lower_counts, strict=True)):
-            run = _Run(group, first_lower, count, index % self.blocks_per_offloaded_block[group], first_id, size)
+        for group, (size, index, count) in enumerate(
+            zip(gpu.group_sizes, gpu.block_indices, lower_counts, strict=True)
+        ):
+            run = _Run(
+                group,
+                first_lower,
+                count,
+                index % self.blocks_per_offloaded_block[group],
+                first_id,
+                size,
+            )
             yield from self._cut(run, staging_bytes)
             first_lower += count
             first_id += size
@@ -182,14 +215,19 @@ class _Run:
 
 
 def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
-    """The ids as an array, if they are in `[0, limit)` and, where they are written to, each there once.
+    """The ids as an array, if they are in `[0, limit)` and, where they are written to, each there
+    once.
 
     Raises:
         TransferError: They are not.
     """
     if len(ids) and not (min(ids) >= 0 and max(ids) < limit):
-        raise TransferError(f"{place}: block ids {min(ids)} to {max(ids)} must be in 0 to {limit - 1}")
+        raise TransferError(
+            f"{place}: block ids {min(ids)} to {max(ids)} must be in 0 to {limit - 1}"
+        )
     array = np.array(ids, dtype=np.int64)
     if unique and len(np.unique(array)) != len(array):
-        raise TransferError(f"{place}: {len(array)} block ids, {len(np.unique(array))} of them different; each is written once")
+        raise TransferError(
+            f"{place}: {len(array)} block ids, {len(np.unique(array))} of them different; each is written once"
+        )
     return array

@@ -1,4 +1,5 @@
-"""The queue of copy jobs: one thread, in order, polled or waited on. What a job copies is not its business."""
+"""The queue of copy jobs: one thread, in order, polled or waited on. What a job copies is not its
+business."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class _Job:
 
 
 class TransferQueue:
-    """Runs copies one behind the other in a thread of its own. Every method may be called from any thread."""
+    """Runs copies one behind the other in a thread of its own. Every method may be called from any
+    thread."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -71,17 +73,21 @@ class TransferQueue:
         self._busy_s = 0.0
 
     def submit(self, job_id: int, direction: Direction, copy: Callable[[], int]) -> None:
-        """Queue a copy, which returns the bytes it copied. Whatever it raises fails the job, and the next one runs.
+        """Queue a copy, which returns the bytes it copied. Whatever it raises fails the job, and
+        the next one runs.
 
         Raises:
-            TransferError: The queue was shut down, or has a job of that id that was not reported yet.
+            TransferError: The queue was shut down, or has a job of that id that was not reported
+                yet.
         """
         job = _Job(job_id, direction, copy)
         with self._lock:
             if self._stopped:
                 raise TransferError(f"job {job_id}: the worker was shut down")
             if job_id in self._jobs:
-                raise TransferError(f"job {job_id}: there is a job of that id, not reported by get_finished yet")
+                raise TransferError(
+                    f"job {job_id}: there is a job of that id, not reported by get_finished yet"
+                )
             job.future = self._executor.submit(job.run)
             self._jobs[job_id] = job
 
@@ -111,7 +117,9 @@ class TransferQueue:
         with self._lock:
             queued = sum(not job.future.done() for job in self._jobs.values())
             stored, loaded = self._bytes[Direction.STORE], self._bytes[Direction.LOAD]
-            return TransferStatistics(queued, self._finished, self._failed, stored, loaded, self._busy_s)
+            return TransferStatistics(
+                queued, self._finished, self._failed, stored, loaded, self._busy_s
+            )
 
     def _count(self, result: TransferResult) -> TransferResult:
         self._finished += 1

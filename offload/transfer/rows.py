@@ -1,7 +1,8 @@
 """Copies of many rows of host memory at once, without a loop over rows.
 
-A row is an item of a one-dimensional numpy array of type void: numpy then moves it with one `memcpy` and lets go of the
-interpreter lock meanwhile. torch's `index_copy_` moves int8 element by element, at a quarter of the speed.
+A row is an item of a one-dimensional numpy array of type void: numpy then moves it with one
+`memcpy` and lets go of the interpreter lock meanwhile. torch's `index_copy_` moves int8 element by
+element, at a quarter of the speed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class RowCopier:
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kv-rows") if threads > 1 else None
+        self._pool = (
+            ThreadPoolExecutor(threads, thread_name_prefix="kv-rows") if threads > 1 else None
+        )
 
     def gather(self, source: Rows, ids: Ids, out: Rows) -> None:
         """`out[i] = source[ids[i]]`; every id is in range."""
@@ -50,7 +53,9 @@ class RowCopier:
             copy(slice(0, count))
             return
         step = -(-count // self._threads)
-        futures = [self._pool.submit(copy, slice(first, first + step)) for first in range(0, count, step)]
+        futures = [
+            self._pool.submit(copy, slice(first, first + step)) for first in range(0, count, step)
+        ]
         wait(futures)
         for future in futures:
             future.result()

@@ -23,16 +23,19 @@ class TransferOptions:
     """How a worker copies."""
 
     staging_bytes: int | None = None
-    """How large a chunk may be. Left out: 1 MiB for a cache in host memory, so that it stays in the processor's cache, and
-    64 MiB for one on a GPU."""
+    """How large a chunk may be. Left out: 1 MiB for a cache in host memory, so that it stays in the
+    processor's cache, and 64 MiB for one on a GPU."""
     copy_threads: int | None = None
-    """Threads that move rows of host memory. Left out: 1 for a cache in host memory, which leaves the other cores to the model,
-    and half the cores, at most 8, beside a GPU, whose bus is faster than a core."""
+    """Threads that move rows of host memory. Left out: 1 for a cache in host memory, which leaves
+    the other cores to the model, and half the cores, at most 8, beside a GPU, whose bus is faster
+    than a core."""
     pace: Pace = at_once
 
     def threads(self, on_gpu: bool) -> int:
         """How many threads move rows of host memory."""
-        return self.copy_threads or (max(1, min(_MAX_COPY_THREADS, (os.cpu_count() or 1) // 2)) if on_gpu else 1)
+        return self.copy_threads or (
+            max(1, min(_MAX_COPY_THREADS, (os.cpu_count() or 1) // 2)) if on_gpu else 1
+        )
 
     def chunk_bytes(self, on_gpu: bool) -> int:
         """How large a chunk may be."""

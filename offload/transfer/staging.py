@@ -1,7 +1,9 @@
-"""Between GPU blocks and a lower tier: rows are gathered into a contiguous buffer in host memory, or scattered out of it.
+"""Between GPU blocks and a lower tier: rows are gathered into a contiguous buffer in host memory,
+or scattered out of it.
 
-A chunk's buffer is `(offloaded blocks, bytes of an offloaded block)`, which is also how every lower tier lays a block out.
-Where the tier's own memory has that shape for a chunk, it serves as the buffer and one copy is saved.
+A chunk's buffer is `(offloaded blocks, bytes of an offloaded block)`, which is also how every lower
+tier lays a block out. Where the tier's own memory has that shape for a chunk, it serves as the
+buffer and one copy is saved.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from offload.transfer.plan import Chunk, Ids, TransferGeometry, TransferPlan
 from offload.transfer.rows import Bytes, RowCopier, rows_of
 
 Pace = Callable[[int], None]
-"""Called in the transfer thread before each chunk, with its bytes: it may block to hold back for other traffic, and what it
-raises fails the job."""
+"""Called in the transfer thread before each chunk, with its bytes: it may block to hold back for
+other traffic, and what it raises fails the job."""
 
 
 def at_once(_: int) -> None:
@@ -51,11 +53,13 @@ class Stager(Protocol):
         ...
 
     def mark(self) -> torch.cuda.Event | None:
-        """Which work of the caller's stream a copy has to wait for; called where the job is submitted."""
+        """Which work of the caller's stream a copy has to wait for; called where the job is
+        submitted."""
         ...
 
     def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None, /) -> int:
-        """Copy, and return the GPU blocks' bytes. When it returns or raises, no copy is under way."""
+        """Copy, and return the GPU blocks' bytes. When it returns or raises, no copy is under
+        way."""
         ...
 
 
@@ -67,7 +71,13 @@ def staging_size(geometry: TransferGeometry, wished: int) -> int:
 class HostStager:
     """A cache in host memory: threads copy."""
 
-    def __init__(self, geometry: TransferGeometry, staging_bytes: int, copier: RowCopier, pace: Pace = at_once) -> None:
+    def __init__(
+        self,
+        geometry: TransferGeometry,
+        staging_bytes: int,
+        copier: RowCopier,
+        pace: Pace = at_once,
+    ) -> None:
         self.staging_bytes = staging_size(geometry, staging_bytes)
         self._pages = _HostPages(geometry.cache, copier)
         self._geometry = geometry
@@ -90,12 +100,16 @@ class HostStager:
                 self._load(plan, chunk, side, buffer, staged=place is None)
         return plan.gpu_bytes
 
-    def _store(self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, staged: bool) -> None:
+    def _store(
+        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, staged: bool
+    ) -> None:
         self._pages.gather(chunk, plan.block_ids[chunk.ids], buffer)
         if staged:
             side.write(chunk, buffer)
 
-    def _load(self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, staged: bool) -> None:
+    def _load(
+        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, staged: bool
+    ) -> None:
         if staged:
             side.read(chunk, buffer)
         self._pages.scatter(chunk, plan.block_ids[chunk.ids], buffer)
@@ -111,13 +125,17 @@ class _HostPages:
 
     def gather(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
         pages = self._staged(chunk, buffer)
-        for ref, first in zip(self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True):
+        for ref, first in zip(
+            self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True
+        ):
             source = rows_of(self._matrices[ref.tensor_idx], 0, ref.page_bytes)
             self._copier.gather(source, ids, rows_of(pages, first, ref.page_bytes))
 
     def scatter(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
         pages = self._staged(chunk, buffer)
-        for ref, first in zip(self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True):
+        for ref, first in zip(
+            self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True
+        ):
             target = rows_of(self._matrices[ref.tensor_idx], 0, ref.page_bytes)
             self._copier.scatter(rows_of(pages, first, ref.page_bytes), ids, target)
 

@@ -20,13 +20,21 @@ def add_to(commands: Any) -> None:
         help="record a live event stream",
         description="Records every batch as it came, until a limit or Ctrl-C. The recording holds prompts: treat it as such.",
     )
-    parser.add_argument("--endpoint", required=True, help="the publisher's address, as tcp://host:5557")
-    parser.add_argument("--replay-endpoint", help="begin with everything the engine still remembers")
+    parser.add_argument(
+        "--endpoint", required=True, help="the publisher's address, as tcp://host:5557"
+    )
+    parser.add_argument(
+        "--replay-endpoint", help="begin with everything the engine still remembers"
+    )
     parser.add_argument("--topic", help="default: every topic")
-    parser.add_argument("--output", "-o", required=True, type=Path, help="file to write, .jsonl or .jsonl.gz")
+    parser.add_argument(
+        "--output", "-o", required=True, type=Path, help="file to write, .jsonl or .jsonl.gz"
+    )
     parser.add_argument("--batches", type=int, help="stop after this many")
     parser.add_argument("--seconds", type=float, help="stop after this long")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and no progress"
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,7 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _capture(arguments: argparse.Namespace) -> int:
     options = CaptureOptions(
-        arguments.endpoint, arguments.replay_endpoint, arguments.topic, arguments.batches, arguments.seconds
+        arguments.endpoint,
+        arguments.replay_endpoint,
+        arguments.topic,
+        arguments.batches,
+        arguments.seconds,
     )
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

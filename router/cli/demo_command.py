@@ -19,7 +19,12 @@ from router.demo.play import DemoSettings, Scene, play
 from router.demo.workload import WorkloadSizes
 
 _CACHE_BLOCKS = 600
-_SHORT_KINDS = {"full_attention": "full", "sliding_window": "window", "chunked_local_attention": "chunks", "mamba": "states"}
+_SHORT_KINDS = {
+    "full_attention": "full",
+    "sliding_window": "window",
+    "chunked_local_attention": "chunks",
+    "mamba": "states",
+}
 
 
 def add_to(commands: Any) -> None:
@@ -30,13 +35,27 @@ def add_to(commands: Any) -> None:
         "the router, through a router that knows no KV cache groups, and round robin.",
     )
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--preset", default="gemma", help="the engines' model; see `kvroute engine --help`")
-    parser.add_argument("--num-blocks", type=int, default=_CACHE_BLOCKS, help="of each engine's cache")
+    parser.add_argument(
+        "--preset", default="gemma", help="the engines' model; see `kvroute engine --help`"
+    )
+    parser.add_argument(
+        "--num-blocks", type=int, default=_CACHE_BLOCKS, help="of each engine's cache"
+    )
     parser.add_argument("--conversations", type=int, default=12, help="of four turns each")
     parser.add_argument("--documents", type=int, default=6, help="with four questions each")
-    parser.add_argument("--simulate", action="store_true", help="engines without tensors; so too where torch is not installed")
-    parser.add_argument("--keep", action="store_true", help="leave engines and router running until Ctrl-C")
-    parser.add_argument("--open", action="store_true", help="as --keep; the line below the tables says where the live page is")
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="engines without tensors; so too where torch is not installed",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave engines and router running until Ctrl-C"
+    )
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        help="as --keep; the line below the tables says where the live page is",
+    )
     parser.add_argument("--json", action="store_true", help="print only the comparison, as JSON")
     parser.set_defaults(run=run)
 
@@ -44,7 +63,11 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     try:
-        scene = run_until_told(play(settings, lambda _scene: None)) if arguments.json else _play_live(settings)
+        scene = (
+            run_until_told(play(settings, lambda _scene: None))
+            if arguments.json
+            else _play_live(settings)
+        )
     except ToldToEnd as told:
         return 0 if settings.keep else told.exit_code
     if arguments.json:
@@ -54,7 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace) -> DemoSettings:
     simulate = arguments.simulate or importlib.util.find_spec("torch") is None
-    engine = ["--preset", arguments.preset, "--num-blocks", str(arguments.num_blocks), "--log-level", "error"]
+    engine = [
+        "--preset",
+        arguments.preset,
+        "--num-blocks",
+        str(arguments.num_blocks),
+        "--log-level",
+        "error",
+    ]
     return DemoSettings(
         replicas=arguments.replicas,
         engine_arguments=[*engine, *(["--simulate"] if simulate else [])],
@@ -68,7 +98,7 @@ def _play_live(settings: DemoSettings) -> Scene:
         return run_until_told(play(settings, lambda scene: live.update(_view(scene))))
 
 
-# --- what is seen ---------------------------------------------------------------------------------------------------------
+# --- what is seen ---------------------------------------------------------------------------------
 
 
 def _view(scene: Scene) -> Group:
@@ -76,13 +106,19 @@ def _view(scene: Scene) -> Group:
     if scene.is_over:
         parts.append(Text(_verdict(scene.tallies)))
     if scene.router_url and (not scene.is_over or scene.settings.keep):
-        parts.append(Text(f"live page: {scene.router_url}/" + ("  (Ctrl-C ends)" if scene.is_over else "")))
+        parts.append(
+            Text(f"live page: {scene.router_url}/" + ("  (Ctrl-C ends)" if scene.is_over else ""))
+        )
     return Group(*parts)
 
 
 def _replicas(scene: Scene) -> Table:
     tally = scene.tallies[-1] if scene.tallies else None
-    title = f"{tally.name}: {tally.requests} of {scene.requests} requests" if tally else "starting engines"
+    title = (
+        f"{tally.name}: {tally.requests} of {scene.requests} requests"
+        if tally
+        else "starting engines"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("replica / group", no_wrap=True)
     for heading in ("blocks", "slid out", "evicted", "sent", "predicted", "cached", "TTFT"):
@@ -91,12 +127,19 @@ def _replicas(scene: Scene) -> Table:
         replica = tally.replicas[view.name] if tally else None
         if replica:
             p50 = _ms(percentile(replica.ttfts_s, 50))
-            counts = (str(replica.requests), f"{replica.predicted_tokens:,}", f"{replica.cached_tokens:,}", p50)
+            counts = (
+                str(replica.requests),
+                f"{replica.predicted_tokens:,}",
+                f"{replica.cached_tokens:,}",
+                p50,
+            )
             table.add_row(f"[bold]{view.name}[/bold]", "", "", "", *counts)
         before = next((each.groups for each in scene.views_before if each.name == view.name), [])
         for index, group in enumerate(view.groups):
             base = before[index] if index < len(before) else None
-            slid_out, evicted, hits = (group.count(name, base) for name in (SLID_OUT, EVICTED, HIT_TOKENS))
+            slid_out, evicted, hits = (
+                group.count(name, base) for name in (SLID_OUT, EVICTED, HIT_TOKENS)
+            )
             name = f"  {index} {_SHORT_KINDS.get(group.kind, group.kind)}"
             table.add_row(name, str(group.blocks), str(slid_out), str(evicted), "", "", f"{hits:,}")
     return table
@@ -127,7 +170,11 @@ def _verdict(tallies: list[Tally]) -> str:
         f"TTFT p50 {ours.ttft_s(50) / max(other.ttft_s(50), 1e-9):.2f} of its"
         for other in others
     ]
-    return f"{ours.requests - ours.mispredicted} of {ours.requests} predictions exact; " + "; ".join(said) + "."
+    return (
+        f"{ours.requests - ours.mispredicted} of {ours.requests} predictions exact; "
+        + "; ".join(said)
+        + "."
+    )
 
 
 def _ms(seconds: float) -> str:

@@ -38,9 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvroute", description="Exact prefix-cache routing for LLM inference engines.")
+    parser = argparse.ArgumentParser(
+        prog="kvroute", description="Exact prefix-cache routing for LLM inference engines."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (serve_command, route_command, top_command, capture_command, replay_command, demo_command):
+    for command in (
+        serve_command,
+        route_command,
+        top_command,
+        capture_command,
+        replay_command,
+        demo_command,
+    ):
         command.add_to(commands)
     plugged_commands.add_to(commands, typed, taken=list(commands.choices))
     return parser

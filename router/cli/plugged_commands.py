@@ -1,7 +1,7 @@
 """Commands of other packages, found by the entry point group `kvroute.commands`.
 
-An entry point names a module with an `add_to(commands)`, as the built-in commands have. Only the one that is to run is
-imported: another command must not wait for it, nor break with it.
+An entry point names a module with an `add_to(commands)`, as the built-in commands have. Only the
+one that is to run is imported: another command must not wait for it, nor break with it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ GROUP = "kvroute.commands"
 
 
 class CommandUnavailable(RouterError):
-    """A command of another package cannot be imported, mostly for something that is not installed."""
+    """A command of another package cannot be imported, mostly for something that is not
+    installed."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name}: this command cannot be loaded: {why}; install what it needs, as in pip install '.[offload]'")
+        super().__init__(
+            f"{name}: this command cannot be loaded: {why}; install what it needs, as in pip install '.[offload]'"
+        )
 
 
 def add_to(commands: Any, typed: Sequence[str], taken: Collection[str]) -> None:

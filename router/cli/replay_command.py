@@ -1,4 +1,5 @@
-"""`kvroute replay`: feed recorded streams to the index and compare its predictions with the hits the engine had."""
+"""`kvroute replay`: feed recorded streams to the index and compare its predictions with the hits
+the engine had."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _replay_file(path: Path, arguments: argparse.Namespace) -> ReplaySummary:
     for prediction in replay(path, arguments.learn_layout, summary):
         if not arguments.summary_only:
             _print(_query_line(prediction))
-    _print({"summary": True, **dataclasses.asdict(summary), "differ": summary.queries - summary.exact})
+    _print(
+        {"summary": True, **dataclasses.asdict(summary), "differ": summary.queries - summary.exact}
+    )
     return summary
 
 

@@ -26,7 +26,9 @@ def add_to(commands: Any) -> None:
         help="ask a running router",
         description=f"Shows where a prompt would go. A key is read from the environment variable {API_KEY_VARIABLE}.",
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)"
+    )
     parser.add_argument("--model", help="needed where the router serves several")
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--prompt", help="text; - reads it from standard input")
@@ -53,7 +55,9 @@ def _body(arguments: argparse.Namespace) -> bytes:
             return bytes(arguments.body.read_bytes())
         except OSError as error:
             raise AskFailed(f"--body: {arguments.body}: {error.strerror}") from None
-    request: dict[str, Any] = {name: value for name, value in _fields(arguments).items() if value is not None}
+    request: dict[str, Any] = {
+        name: value for name, value in _fields(arguments).items() if value is not None
+    }
     return msgspec.json.encode(request)
 
 
@@ -83,11 +87,24 @@ async def _ask(url: str, body: bytes) -> dict[str, Any]:
 
 def _show(answer: dict[str, Any]) -> None:
     console = Console()
-    table = Table(title=plain(f"{answer['model']}, {answer['prompt_tokens']} prompt tokens, policy {answer['policy']}"))
-    for heading in ("replica", "cost", "cached on GPU", "with lower tiers", "longest prefix of each group", "reason"):
+    table = Table(
+        title=plain(
+            f"{answer['model']}, {answer['prompt_tokens']} prompt tokens, policy {answer['policy']}"
+        )
+    )
+    for heading in (
+        "replica",
+        "cost",
+        "cached on GPU",
+        "with lower tiers",
+        "longest prefix of each group",
+        "reason",
+    ):
         table.add_column(heading)
     for entry in answer["ranking"]:
-        groups = ", ".join(f"{group['kind']} {group['tokens']}" for prompt in entry["groups"] for group in prompt)
+        groups = ", ".join(
+            f"{group['kind']} {group['tokens']}" for prompt in entry["groups"] for group in prompt
+        )
         hit = entry["hit"]
         doubt = " (suspect)" if hit["suspect"] else ""
         table.add_row(

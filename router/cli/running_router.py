@@ -56,7 +56,13 @@ class RunningRouter:
         """
         try:
             status, _, answer = await self._client.fetch(
-                self._origin, method.encode(), target.encode(), body, self._timeouts, _MAX_ANSWER_BYTES, self._headers(body)
+                self._origin,
+                method.encode(),
+                target.encode(),
+                body,
+                self._timeouts,
+                _MAX_ANSWER_BYTES,
+                self._headers(body),
             )
         except UpstreamError as error:
             raise AskFailed(str(error)) from None
@@ -65,11 +71,17 @@ class RunningRouter:
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.MsgspecError as error:
-            raise AskFailed(f"{self._url}: not the answer of a router of this version: {error}") from None
+            raise AskFailed(
+                f"{self._url}: not the answer of a router of this version: {error}"
+            ) from None
 
     def _headers(self, body: bytes) -> list[Header]:
         headers = [(b"content-type", b"application/json")] if body else []
-        return [*headers, (b"authorization", b"Bearer " + self._key.encode())] if self._key else headers
+        return (
+            [*headers, (b"authorization", b"Bearer " + self._key.encode())]
+            if self._key
+            else headers
+        )
 
 
 def _message(answer: bytes) -> str:
@@ -80,5 +92,6 @@ def _message(answer: bytes) -> str:
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Names come from elsewhere: what a terminal or a table would take for a command of its own is shown as `?`."""
+    """Names come from elsewhere: what a terminal or a table would take for a command of its own is
+    shown as `?`."""
     return Text("".join(char if char.isprintable() else "?" for char in str(value)), style)

@@ -15,13 +15,21 @@ from router.serve import run as run_server
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
-        "serve", help="run the router", description="Runs until SIGTERM; then finishes what is under way."
+        "serve",
+        help="run the router",
+        description="Runs until SIGTERM; then finishes what is under way.",
     )
-    parser.add_argument("--config", type=Path, help="YAML file; without it the router starts empty, with defaults")
+    parser.add_argument(
+        "--config", type=Path, help="YAML file; without it the router starts empty, with defaults"
+    )
     parser.add_argument("--host", help="overrides server.host")
     parser.add_argument("--port", type=int, help="overrides server.port; 0 lets the system choose")
     parser.add_argument(
-        "--replica", action="append", default=[], metavar="URL", help="a replica that tells the rest itself; may be repeated"
+        "--replica",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a replica that tells the rest itself; may be repeated",
     )
     parser.add_argument("--check", action="store_true", help="only check the configuration")
     parser.set_defaults(run=run)
@@ -31,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = RouterConfig.load(arguments.config, os.environ) if arguments.config else RouterConfig()
     config = _overridden(config, arguments)
     if arguments.check:
-        print(f"the configuration is sound: {len(config.models)} models, {len(config.replicas)} replicas")
+        print(
+            f"the configuration is sound: {len(config.models)} models, {len(config.replicas)} replicas"
+        )
         return 0
     return run_server(config)
 

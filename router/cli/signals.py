@@ -19,7 +19,8 @@ class ToldToEnd(Exception):
 
 
 def run_until_told(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like `asyncio.run`; SIGINT, SIGTERM and SIGHUP cancel *work*. What is ignored stays so, as SIGHUP under `nohup`.
+    """Like `asyncio.run`; SIGINT, SIGTERM and SIGHUP cancel *work*. What is ignored stays so, as
+    SIGHUP under `nohup`.
 
     Raises:
         ToldToEnd: *work* has cleaned up.

@@ -1,4 +1,5 @@
-"""What `kvroute top` reads of a router's answers: of `GET /overview` and `GET /requests` what it shows."""
+"""What `kvroute top` reads of a router's answers: of `GET /overview` and `GET /requests` what it
+shows."""
 
 from __future__ import annotations
 

@@ -32,9 +32,20 @@ def add_to(commands: Any) -> None:
         description="What is wrong, the last minute, every replica with its blocks, and the requests routed last. Ctrl-C ends. "
         f"A key is read from the environment variable {KEY_VARIABLE}.",
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)")
-    parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks (default: %(default)g)")
-    parser.add_argument("--once", action="store_true", help="print one view and end; so too where the output is no terminal")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        help="seconds between looks (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="print one view and end; so too where the output is no terminal",
+    )
     parser.set_defaults(run=run)
 
 
@@ -75,8 +86,11 @@ async def _look(router: RunningRouter) -> Glance:
     return Glance(overview, requests.requests)
 
 
-async def _go_on(console: Console, router: RunningRouter, glance: Glance, interval_s: float) -> None:
-    """A router that does not answer may come back: what it said last stays, with the reason above."""
+async def _go_on(
+    console: Console, router: RunningRouter, glance: Glance, interval_s: float
+) -> None:
+    """A router that does not answer may come back: what it said last stays, with the reason
+    above."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(view(glance, console.width, console.height), refresh=True)

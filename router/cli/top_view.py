@@ -45,7 +45,10 @@ class Glance:
 
 def view(glance: Glance, width: int, height: int | None) -> RenderableType:
     """Everything, or as much as *height* lines hold; replicas with problems first."""
-    replicas = sorted(glance.overview.replicas, key=lambda replica: (_severity(_level(replica)), _natural(replica.id)))
+    replicas = sorted(
+        glance.overview.replicas,
+        key=lambda replica: (_severity(_level(replica)), _natural(replica.id)),
+    )
     problems = _problems(replicas, _ALL if height is None else height // 4)
     above = [_headline(glance, replicas), *problems, *_totals(glance.overview), Text()]
     shown, count = len(replicas), _REQUESTS_AT_ONCE
@@ -67,7 +70,8 @@ def _crop(lines: Sequence[Text]) -> None:
 
 
 def _room(replicas: Sequence[Replica], height: int) -> tuple[int, int]:
-    """How many of the first replicas and of the requests fit into so many lines; one replica in any case."""
+    """How many of the first replicas and of the requests fit into so many lines; one replica in any
+    case."""
     room, shown = height - _HEADS, 0
     for replica in replicas:
         if shown and room - _lines(replica) < _REQUESTS_AT_LEAST:
@@ -83,20 +87,27 @@ def _level(replica: Replica) -> Level | None:
 
 def _natural(name: str) -> list[tuple[str, int]]:
     """So that replica 9 stands before replica 10."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"([^0-9]*)([0-9]{0,18})", name) if text or number]
+    return [
+        (text, int(number or 0))
+        for text, number in re.findall(r"([^0-9]*)([0-9]{0,18})", name)
+        if text or number
+    ]
 
 
 def _severity(level: Level | None) -> int:
     return (Level.BAD, Level.WARN, None).index(level)
 
 
-# --- above the tables -----------------------------------------------------------------------------------------------------
+# --- above the tables -----------------------------------------------------------------------------
 
 
 def _headline(glance: Glance, replicas: Sequence[Replica]) -> Text:
     """The one line that says whether anything is wrong."""
     if glance.silence is not None:
-        return plain(f"{glance.silence}; what follows is of {_time_of_day(glance.overview.now)}", _STYLES[Level.BAD])
+        return plain(
+            f"{glance.silence}; what follows is of {_time_of_day(glance.overview.now)}",
+            _STYLES[Level.BAD],
+        )
     if not replicas:
         return plain("The router has no replicas.", _STYLES[Level.WARN])
     wrong = sum(bool(replica.problems) for replica in replicas)
@@ -111,8 +122,14 @@ def _problems(replicas: Sequence[Replica], most: int) -> list[Text]:
     wrong = [(replica.id, problem) for replica in replicas for problem in replica.problems]
     wrong.sort(key=lambda each: _severity(each[1].level))
     shown = len(wrong) if len(wrong) <= most else most - 1
-    lines = [plain(f"  {name} {problem.text}", _STYLES[problem.level]) for name, problem in wrong[:shown]]
-    return lines if shown == len(wrong) else [*lines, Text(f"  and {len(wrong) - shown:,} more", "dim")]
+    lines = [
+        plain(f"  {name} {problem.text}", _STYLES[problem.level]) for name, problem in wrong[:shown]
+    ]
+    return (
+        lines
+        if shown == len(wrong)
+        else [*lines, Text(f"  and {len(wrong) - shown:,} more", "dim")]
+    )
 
 
 def _totals(overview: Overview) -> list[Text]:
@@ -138,14 +155,15 @@ def _hits(minute: LastMinute) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    """Never rounded up to all or down to nothing: "100 %" of almost all would hide what is wrong."""
+    """Never rounded up to all or down to nothing: "100 %" of almost all would hide what is
+    wrong."""
     percent = 100 * part / max(whole, 1)
     if 0 < part < whole:
         percent = min(max(percent, 0.1), 99.9)
     return f"{percent:.1f} %"
 
 
-# --- replicas -------------------------------------------------------------------------------------------------------------
+# --- replicas -------------------------------------------------------------------------------------
 
 
 def _lines(replica: Replica) -> int:
@@ -155,7 +173,9 @@ def _lines(replica: Replica) -> int:
 def _replica_table(replicas: Sequence[Replica]) -> Table:
     tiers = _tiers(replicas)
     table = _table()
-    table.add_column("replica", min_width=8)  # what may be wrapped, as rich sees it, is what it makes narrower
+    table.add_column(
+        "replica", min_width=8
+    )  # what may be wrapped, as rich sees it, is what it makes narrower
     table.add_column("state", no_wrap=True)
     for name in ("sent", "run", "wait", "KV"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -170,10 +190,20 @@ def _replica_table(replicas: Sequence[Replica]) -> Table:
 
 def _add_replica(table: Table, replica: Replica, tiers: Sequence[str]) -> None:
     name = _cell(replica.id, _STYLES[_level(replica)])
-    first = [name, _cell(replica.state), _cell(f"{replica.requests:,}"), *map(_cell, _gauges(replica)), _cell(_events(replica))]
+    first = [
+        name,
+        _cell(replica.state),
+        _cell(f"{replica.requests:,}"),
+        *map(_cell, _gauges(replica)),
+        _cell(_events(replica)),
+    ]
     blank = [Text() for _ in first]
     for index, (label, held) in enumerate(_groups(replica) or [("-", {})]):
-        table.add_row(*(blank if index else first), _cell(label), *(_cell(f"{held.get(tier, 0):,}") for tier in tiers))
+        table.add_row(
+            *(blank if index else first),
+            _cell(label),
+            *(_cell(f"{held.get(tier, 0):,}") for tier in tiers),
+        )
 
 
 def _gauges(replica: Replica) -> tuple[str, str, str]:
@@ -214,7 +244,7 @@ def _group_name(number: int, groups: Sequence[CacheGroup]) -> str:
     return f"{_KINDS.get(kind, kind)} {reach}" if reach else _KINDS.get(kind, kind)
 
 
-# --- requests -------------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def _request_table(requests: Sequence[Request], width: int) -> Table:
@@ -233,14 +263,20 @@ def _request_table(requests: Sequence[Request], width: int) -> Table:
 
 def _add_request(table: Table, request: Request) -> None:
     end = {None: "running", "completed": ""}.get(request.end, str(request.end).replace("_", " "))
-    status = [str(request.status or ""), end, f"({request.attempts} tries)" if request.attempts > 1 else ""]
+    status = [
+        str(request.status or ""),
+        end,
+        f"({request.attempts} tries)" if request.attempts > 1 else "",
+    ]
     table.add_row(
         _cell(_time_of_day(request.arrived_at)),
         _cell(request.replica or "nobody"),
         _cell(f"{request.predicted.total:,}/{request.prompt_tokens:,}"),
         _cell(_truth(request), _VERDICTS.get(request.verdict or "", "")),
         _cell("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),
-        _cell(" ".join(word for word in status if word), _STYLES[Level.BAD] if request.failed else ""),
+        _cell(
+            " ".join(word for word in status if word), _STYLES[Level.BAD] if request.failed else ""
+        ),
         _cell(request.reason if request.replica else "No replica could take it."),
     )
 
@@ -254,7 +290,9 @@ def _truth(request: Request) -> str:
 
 
 def _table(width: int | None = None) -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=width, header_style="bold dim")
+    return Table(
+        box=None, padding=(0, 1, 0, 0), pad_edge=False, width=width, header_style="bold dim"
+    )
 
 
 def _cell(value: object, style: str = "") -> Text:

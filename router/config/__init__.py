@@ -1,7 +1,7 @@
 """The router's configuration: one frozen, validated model, built at the edge and passed down.
 
-`RouterConfig.load` reads a file; `sections` says what may stand in it. `read_replica` reads the same form of a replica from a
-request.
+`RouterConfig.load` reads a file; `sections` says what may stand in it. `read_replica` reads the
+same form of a replica from a request.
 """
 
 from router.config.root import RouterConfig, read_replica

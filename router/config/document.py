@@ -1,4 +1,5 @@
-"""YAML text to plain data: dictionaries, lists and scalars. A key that stands twice is an error, not the last one's victory."""
+"""YAML text to plain data: dictionaries, lists and scalars. A key that stands twice is an error,
+not the last one's victory."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ def parse_document(text: str) -> object:
     """The document in *text*; None if it is empty.
 
     Raises:
-        ConfigError: It is no YAML, or one mapping has a key twice. The message says where, and quotes nothing of the text.
+        ConfigError: It is no YAML, or one mapping has a key twice. The message says where, and
+            quotes nothing of the text.
     """
     if len(text) > MAX_BYTES:
-        raise ConfigError([Problem("", f"{len(text)} characters; a configuration has at most {MAX_BYTES}")])
+        raise ConfigError(
+            [Problem("", f"{len(text)} characters; a configuration has at most {MAX_BYTES}")]
+        )
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError([Problem(_place(error.problem_mark), error.problem or "is no YAML")]) from None
+        raise ConfigError(
+            [Problem(_place(error.problem_mark), error.problem or "is no YAML")]
+        ) from None
     # Dates that are none raise ValueError, and too many brackets a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError([Problem("", f"is no YAML: {type(error).__name__}")]) from None
@@ -42,7 +48,9 @@ class _Loader(yaml.SafeLoader):
             if key is None or not isinstance(key, Hashable):
                 continue
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands here twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 

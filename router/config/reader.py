@@ -1,6 +1,7 @@
 """Plain data to checked structs, with every problem found and not only the first.
 
-`msgspec.convert` stops at the first problem, so it is asked for one scalar at a time; this file walks the structs around them.
+`msgspec.convert` stops at the first problem, so it is asked for one scalar at a time; this file
+walks the structs around them.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def flaw_in(cls, name: str, value: object) -> str | None:  # noqa: ARG003
-        """What is wrong with *value*, of the right type, for the field *name*; None if nothing is."""
+        """What is wrong with *value*, of the right type, for the field *name*; None if nothing
+        is."""
         return None
 
     def problems(self) -> Iterator[Problem]:
-        """What contradicts inside, when each value by itself is right; places are relative to this section."""
+        """What contradicts inside, when each value by itself is right; places are relative to this
+        section."""
         yield from ()
 
 
@@ -43,14 +46,16 @@ class Reader:
     """Reads one document.
 
     Args:
-        environ: Where `${NAME}` in place of a secret is looked up; None where the data may not name variables.
+        environ: Where `${NAME}` in place of a secret is looked up; None where the data may not name
+            variables.
     """
 
     def __init__(self, environ: Mapping[str, str] | None) -> None:
         self._environ = environ
         self.problems: list[Problem] = []
         self.found: list[tuple[str, msgspec.Struct]] = []
-        """Every struct that was read without a problem, with its path: what checks across sections look at."""
+        """Every struct that was read without a problem, with its path: what checks across sections
+        look at."""
 
     def read(self, kind: type[StructT], data: object, path: str = "") -> StructT | None:
         """*data* as a *kind*; None if there was a problem, which is then in `problems`."""
@@ -72,11 +77,15 @@ class Reader:
         self.found.append((path, struct))
         return struct
 
-    def _fields(self, kind: type[msgspec.Struct], data: dict[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    def _fields(
+        self, kind: type[msgspec.Struct], data: dict[Any, Any], path: str
+    ) -> Iterator[tuple[str, Any]]:
         for field in msgspec.structs.fields(kind):
             place = join(path, field.encode_name)
             # A section whose lines are all commented out is null in YAML.
-            if field.encode_name not in data or (data[field.encode_name] is None and _struct_in(field.type)):
+            if field.encode_name not in data or (
+                data[field.encode_name] is None and _struct_in(field.type)
+            ):
                 if field.required:
                     self._reject(place, "is missing")
                 continue
@@ -95,7 +104,9 @@ class Reader:
             return self.read(struct, data, path)
         if Secret in options:
             return self._secret(data, path)
-        items = next((get_args(option)[0] for option in options if get_origin(option) is tuple), None)
+        items = next(
+            (get_args(option)[0] for option in options if get_origin(option) is tuple), None
+        )
         return self._scalar(kind, data, path) if items is None else self._items(items, data, path)
 
     def _items(self, kind: Any, data: object, path: str) -> tuple[Any, ...]:
@@ -116,7 +127,8 @@ class Reader:
             return None
 
     def _secret(self, data: object, path: str) -> Secret | None:
-        """A key, or the `${NAME}` of the variable that holds it. Neither the key nor what looks like one is ever repeated."""
+        """A key, or the `${NAME}` of the variable that holds it. Neither the key nor what looks
+        like one is ever repeated."""
         if not isinstance(data, str):
             self._reject(path, f"a {type(data).__name__}; expected a key or ${{NAME}} in quotes")
             return None
@@ -125,24 +137,33 @@ class Reader:
         if value is None:
             return None
         if not _KEY.match(value) or (reference is None and _REFERENCE.search(value)):
-            self._reject(path, "not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it")
+            self._reject(
+                path,
+                "not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+            )
             return None
         return Secret(value)
 
     def _variable(self, name: str, path: str) -> str | None:
         if self._environ is None:
-            self._reject(path, "a ${...}; environment variables can be named in the configuration file only")
+            self._reject(
+                path, "a ${...}; environment variables can be named in the configuration file only"
+            )
             return None
         if not _NAME.match(name):
             # It may be the key itself, put into the braces by mistake.
-            self._reject(path, "not shown; between the braces stands the name of an environment variable")
+            self._reject(
+                path, "not shown; between the braces stands the name of an environment variable"
+            )
             return None
         value = self._environ.get(name)
         if not value:
             self._reject(path, f"${{{name[:100]}}}; this environment variable is not set, or empty")
         return value or None
 
-    def _reject_unknown_keys(self, kind: type[msgspec.Struct], data: dict[Any, Any], path: str) -> None:
+    def _reject_unknown_keys(
+        self, kind: type[msgspec.Struct], data: dict[Any, Any], path: str
+    ) -> None:
         known = [field.encode_name for field in msgspec.structs.fields(kind)]
         for key in data:
             if key not in known:

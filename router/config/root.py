@@ -26,7 +26,8 @@ MASK = "***"
 
 
 class RouterConfig(Section, frozen=True, kw_only=True):
-    """Everything that is configured. Frozen; replicas come and go at run time in the registry, not here."""
+    """Everything that is configured. Frozen; replicas come and go at run time in the registry, not
+    here."""
 
     server: ServerConfig = ServerConfig()
     models: tuple[ModelConfig, ...] = ()
@@ -56,7 +57,9 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         return cls.from_yaml(text, environ, Path(path).parent)
 
     @classmethod
-    def from_yaml(cls, text: str, environ: Mapping[str, str], base_directory: Path | None = None) -> RouterConfig:
+    def from_yaml(
+        cls, text: str, environ: Mapping[str, str], base_directory: Path | None = None
+    ) -> RouterConfig:
         """Read a text; see `load`."""
         data = parse_document(text)
         reader = Reader(environ)
@@ -72,11 +75,14 @@ class RouterConfig(Section, frozen=True, kw_only=True):
         return plain
 
     def _relative_to(self, directory: Path) -> RouterConfig:
-        return msgspec.structs.replace(self, models=tuple(_model_relative_to(model, directory) for model in self.models))
+        return msgspec.structs.replace(
+            self, models=tuple(_model_relative_to(model, directory) for model in self.models)
+        )
 
 
 def read_replica(data: object) -> ReplicaConfig:
-    """A replica from the body of a request. It may hold an API key, but not name an environment variable.
+    """A replica from the body of a request. It may hold an API key, but not name an environment
+    variable.
 
     Raises:
         BadRequest: With all problems.
@@ -85,7 +91,9 @@ def read_replica(data: object) -> ReplicaConfig:
     replica = reader.read(ReplicaConfig, data, "$")
     if replica is None:
         first, *others = reader.problems
-        raise BadRequest(first.place, first.text, "; ".join(map(str, others)) or "see the schema in /docs")
+        raise BadRequest(
+            first.place, first.text, "; ".join(map(str, others)) or "see the schema in /docs"
+        )
     return replica
 
 
@@ -101,14 +109,16 @@ def _mask(value: object) -> str:
     raise NotImplementedError(f"{type(value).__name__} has no public form")
 
 
-# --- what sections must not do to each other ------------------------------------------------------------------------------
+# --- what sections must not do to each other ------------------------------------------------------
 
 
 def _across(found: Sequence[tuple[str, msgspec.Struct]]) -> Iterator[Problem]:
     """Problems between sections, looked for among those that are right in themselves."""
     models = [(path, section) for path, section in found if isinstance(section, ModelConfig)]
     replicas = [(path, section) for path, section in found if isinstance(section, ReplicaConfig)]
-    yield from _repeated([(f"{path}.{place}", name) for path, model in models for place, name in _name_places(model)])
+    yield from _repeated(
+        [(f"{path}.{place}", name) for path, model in models for place, name in _name_places(model)]
+    )
     yield from _repeated([(f"{path}.id", replica.replica_id) for path, replica in replicas])
     yield from _repeated([(f"{path}.url", str(replica.origin)) for path, replica in replicas])
     known = {name for _, model in models for name in model.names}

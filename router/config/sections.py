@@ -1,4 +1,5 @@
-"""The sections of the configuration. Each is frozen, knows its defaults, and refuses what it does not know.
+"""The sections of the configuration. Each is frozen, knows its defaults, and refuses what it does
+not know.
 
 Units are in the names: `_s` are seconds, `_bytes` bytes, `_tokens` tokens.
 """
@@ -46,7 +47,8 @@ class TimeoutsConfig(Section, frozen=True, kw_only=True):
     first_byte_s: Seconds = 600.0
     """From the request to the first byte of a streamed answer: queue and prefill."""
     whole_answer_s: Seconds = 3600.0
-    """From the request to an answer that is not streamed: its first byte comes when all of it is generated."""
+    """From the request to an answer that is not streamed: its first byte comes when all of it is
+    generated."""
     idle_s: Seconds = 120.0
     """Silence in the middle of an answer."""
     client_body_s: Seconds = 60.0
@@ -86,7 +88,10 @@ class GroupConfig(Section, frozen=True, kw_only=True):
 
     def to_group(self, index: int) -> KVCacheGroup:
         """The group as the hit rule knows it; raises `LayoutError`."""
-        return group_from_spec(index, GroupSpec(self.kind, self.block_size, self.sliding_window, self.attention_chunk_size))
+        return group_from_spec(
+            index,
+            GroupSpec(self.kind, self.block_size, self.sliding_window, self.attention_chunk_size),
+        )
 
 
 class LayoutConfig(Section, frozen=True, kw_only=True):
@@ -159,13 +164,15 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     name: Name
     aliases: tuple[Name, ...] = ()
-    """Other names under which the replicas serve the same model. The router passes a request on as it came."""
+    """Other names under which the replicas serve the same model. The router passes a request on as
+    it came."""
     tokenizer: Annotated[str, Meta(min_length=1, max_length=4096)] = TOKENIZER_AT_REPLICA
     """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize."""
     chat_template: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     """A file that replaces the model's own template."""
     lora_adapters: tuple[Name, ...] = ()
-    """Adapters that requests may name in place of this model; more are discovered where replicas tell."""
+    """Adapters that requests may name in place of this model; more are discovered where replicas
+    tell."""
     layout: LayoutConfig = LayoutConfig()
 
     @property
@@ -205,7 +212,8 @@ class ReplicaConfig(Section, frozen=True, kw_only=True):
     models: tuple[Name, ...] | None = None
     """What it serves; None asks its GET /v1/models."""
     kv_events: tuple[EventSourceConfig, ...] | None = None
-    """Where its events are; None asks its GET /kv_event_sources, an empty list means that it has none."""
+    """Where its events are; None asks its GET /kv_event_sources, an empty list means that it has
+    none."""
     api_key: Secret | None = None
     """Sent to it in place of the client's key."""
     speed: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
@@ -238,7 +246,10 @@ class ReplicaConfig(Section, frozen=True, kw_only=True):
         ranks = [source.dp_rank for source in self.kv_events or ()]
         for index, rank in enumerate(ranks):
             if rank in ranks[:index]:
-                yield Problem(f"kv_events[{index}].dp_rank", f"{rank}; kv_events[{ranks.index(rank)}] has it already")
+                yield Problem(
+                    f"kv_events[{index}].dp_rank",
+                    f"{rank}; kv_events[{ranks.index(rank)}] has it already",
+                )
 
 
 class PolicyConfig(Section, frozen=True, kw_only=True):
@@ -264,7 +275,9 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     def problems(self) -> Iterator[Problem]:
         """Options that nobody reads."""
         if self.name in BUILT_IN and self.options:
-            yield Problem("options", f"a mapping of {len(self.options)}; the built-in policies take none")
+            yield Problem(
+                "options", f"a mapping of {len(self.options)}; the built-in policies take none"
+            )
 
 
 class HealthConfig(Section, frozen=True, kw_only=True):
@@ -288,10 +301,14 @@ class HealthConfig(Section, frozen=True, kw_only=True):
     def problems(self) -> Iterator[Problem]:
         """Times that defeat each other."""
         if self.timeout_s > self.interval_s:
-            yield Problem("timeout_s", f"{self.timeout_s:g}; must be at most interval_s ({self.interval_s:g})")
+            yield Problem(
+                "timeout_s", f"{self.timeout_s:g}; must be at most interval_s ({self.interval_s:g})"
+            )
         stale_s = self.gauges_stale_after_s
         if self.scrape_metrics and stale_s <= self.interval_s:
-            yield Problem("gauges_stale_after_s", f"{stale_s:g}; must exceed interval_s ({self.interval_s:g})")
+            yield Problem(
+                "gauges_stale_after_s", f"{stale_s:g}; must exceed interval_s ({self.interval_s:g})"
+            )
 
 
 class EventsConfig(Section, frozen=True, kw_only=True):
@@ -305,7 +322,8 @@ class EventsConfig(Section, frozen=True, kw_only=True):
     replay_timeout_s: Seconds = 5.0
     """Between two replies of a replay."""
     silent_after_s: Seconds = 60.0
-    """Without any message for this long, the replay endpoint is asked whether the end of the stream was lost."""
+    """Without any message for this long, the replay endpoint is asked whether the end of the stream
+    was lost."""
 
 
 class ObservabilityConfig(Section, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """An index as routers have it that know no KV cache groups: a block is at a replica, or it is not.
 
-It exists to be compared with. Every group's blocks count as blocks of one group of full attention, a block is there from the
-first event that stores it, whoever stored it, and gone with the first that removes it.
+It exists to be compared with. Every group's blocks count as blocks of one group of full attention,
+a block is there from the first event that stores it, whoever stored it, and gone with the first
+that removes it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class GroupBlindIndex(PrefixIndex):
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         """Like the index itself, of what is left of a batch without its groups."""
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
-        events = list(self._without_groups(self._copies.setdefault(source, Counter()), batch.events))
+        events = list(
+            self._without_groups(self._copies.setdefault(source, Counter()), batch.events)
+        )
         return super().apply(source, msgspec.structs.replace(batch, events=events))
 
     def clear(self, source: SourceId) -> None:
@@ -49,14 +52,19 @@ class GroupBlindIndex(PrefixIndex):
         self._copies.pop(source, None)
         super().drop(source)
 
-    def _without_groups(self, copies: Counter[BlockHash], events: Sequence[Event]) -> Iterator[Event]:
+    def _without_groups(
+        self, copies: Counter[BlockHash], events: Sequence[Event]
+    ) -> Iterator[Event]:
         for event in events:
             if isinstance(event, CacheLayout):
                 yield _one_group(event)
             elif isinstance(event, BlockStored) and event.medium in (None, GPU):
                 copies.update(event.block_hashes)
                 yield msgspec.structs.replace(
-                    event, group_idx=0, kv_cache_spec_kind=GroupKind.FULL.value, kv_cache_spec_sliding_window=None
+                    event,
+                    group_idx=0,
+                    kv_cache_spec_kind=GroupKind.FULL.value,
+                    kv_cache_spec_sliding_window=None,
                 )
             elif isinstance(event, BlockRemoved) and event.medium in (None, GPU):
                 gone = [block for block in event.block_hashes for _ in range(copies.pop(block, 0))]
@@ -68,4 +76,6 @@ class GroupBlindIndex(PrefixIndex):
 
 def _one_group(layout: CacheLayout) -> CacheLayout:
     full = GroupSpec(GroupKind.FULL.value, layout.hash_block_size)
-    return msgspec.structs.replace(layout, groups=[full], scheduler_block_size=layout.hash_block_size, eagle=False)
+    return msgspec.structs.replace(
+        layout, groups=[full], scheduler_block_size=layout.hash_block_size, eagle=False
+    )

@@ -1,4 +1,5 @@
-"""`kvroute serve` with an index that knows no groups, as a process of its own: what the demo compares with."""
+"""`kvroute serve` with an index that knows no groups, as a process of its own: what the demo
+compares with."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ class Client:
 
     async def post(self, path: str, value: object = None) -> bytes:
         """The body of an answer with status 200."""
-        return await self._fetch(b"POST", path, b"" if value is None else msgspec.json.encode(value))
+        return await self._fetch(
+            b"POST", path, b"" if value is None else msgspec.json.encode(value)
+        )
 
     async def complete(self, model: str, prompt: list[int], max_tokens: int) -> Completion:
         """A streamed completion of token ids."""
@@ -69,21 +71,35 @@ class Client:
         while chunk := await response.read_chunk():
             said += chunk
         if response.status != 200:
-            raise DemoFailed(f"POST /v1/completions: status {response.status}: {bytes(said[:300]).decode(errors='replace')}")
+            raise DemoFailed(
+                f"POST /v1/completions: status {response.status}: {bytes(said[:300]).decode(errors='replace')}"
+            )
         headers = {name.lower(): value for name, value in response.headers}
         return _completion(bytes(said), headers, ttft_s)
 
     async def _fetch(self, method: bytes, path: str, body: bytes) -> bytes:
         status, _, answer = await self._upstream.fetch(
-            self._origin, method, path.encode(), body, _TIMEOUTS, _MAX_ANSWER_BYTES, _JSON if body else ()
+            self._origin,
+            method,
+            path.encode(),
+            body,
+            _TIMEOUTS,
+            _MAX_ANSWER_BYTES,
+            _JSON if body else (),
         )
         if status != 200:
-            raise DemoFailed(f"{method.decode()} {path}: status {status}: {answer[:200].decode(errors='replace')}")
+            raise DemoFailed(
+                f"{method.decode()} {path}: status {status}: {answer[:200].decode(errors='replace')}"
+            )
         return answer
 
 
 def _completion(stream: bytes, headers: dict[bytes, bytes], ttft_s: float) -> Completion:
-    events = [line[6:] for line in stream.splitlines() if line.startswith(b"data: ") and line != b"data: [DONE]"]
+    events = [
+        line[6:]
+        for line in stream.splitlines()
+        if line.startswith(b"data: ") and line != b"data: [DONE]"
+    ]
     chunks = [msgspec.json.decode(event) for event in events]
     usage = next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage"))
     return Completion(

@@ -87,7 +87,12 @@ async def _all_live(router: Client, replicas: int) -> bool:
         found = (await router.get_json("/replicas"))["replicas"]
     except (UpstreamError, DemoFailed):
         return False
-    feeds = [source["feed"] for replica in found if replica["state"] == "healthy" for source in replica["sources"]]
+    feeds = [
+        source["feed"]
+        for replica in found
+        if replica["state"] == "healthy"
+        for source in replica["sources"]
+    ]
     return len(feeds) == replicas and all(feed and feed["state"] == "live" for feed in feeds)
 
 

@@ -1,4 +1,5 @@
-"""One run of the workload under one way of routing: what was reused, how long answers took to begin, what was mispredicted."""
+"""One run of the workload under one way of routing: what was reused, how long answers took to
+begin, what was mispredicted."""
 
 from __future__ import annotations
 
@@ -69,13 +70,23 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 async def run_phase(
-    tally: Tally, client: Client, model: str, workload: Workload, at_a_time: int, show: Callable[[], None]
+    tally: Tally,
+    client: Client,
+    model: str,
+    workload: Workload,
+    at_a_time: int,
+    show: Callable[[], None],
 ) -> None:
-    """Send the whole workload, *at_a_time* requests under way; *tally* grows and *show* is called with every answer."""
+    """Send the whole workload, *at_a_time* requests under way; *tally* grows and *show* is called
+    with every answer."""
     under_way: dict[asyncio.Task[Completion], Dialogue] = {}
     while True:
         while len(under_way) < at_a_time and (dialogue := workload.next()):
-            under_way[asyncio.create_task(client.complete(model, dialogue.prompt(), workload.answer_tokens))] = dialogue
+            under_way[
+                asyncio.create_task(
+                    client.complete(model, dialogue.prompt(), workload.answer_tokens)
+                )
+            ] = dialogue
         if not under_way:
             return
         done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)

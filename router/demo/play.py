@@ -1,4 +1,5 @@
-"""The demo: hybrid engines with small caches, a router, a workload; then the same workload routed with less knowledge."""
+"""The demo: hybrid engines with small caches, a router, a workload; then the same workload routed
+with less knowledge."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from router.demo.workload import Workload, WorkloadSizes
 
 _LOOK_EVERY_S = 0.5
 _RECENT_TTL_S = 0.3
-"""How long the router remembers what it has just sent where. People think for half a minute between turns, these clients not
-at all: the memory is shortened as their time is, in every way of routing."""
+"""How long the router remembers what it has just sent where. People think for half a minute between
+turns, these clients not at all: the memory is shortened as their time is, in every way of
+routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,19 @@ async def play(settings: DemoSettings, show: Callable[[Scene], None]) -> Scene:
     """
     scene = Scene(settings)
     with tempfile.TemporaryDirectory(prefix="kvroute-demo-") as directory:
-        async with engines(settings.replicas, settings.engine_arguments) as replicas, _clients(replicas) as clients:
+        async with (
+            engines(settings.replicas, settings.engine_arguments) as replicas,
+            _clients(replicas) as clients,
+        ):
             model = (await clients[0].get_json("/v1/models"))["data"][0]["id"]
             for way in settings.ways:
                 await _play_way(way, scene, replicas, clients, model, Path(directory), show)
             scene.is_over = True
             show(scene)
             if settings.keep:
-                async with router(Path(directory) / "kvroute.yaml", _configuration(WAYS[0], replicas)) as process:
+                async with router(
+                    Path(directory) / "kvroute.yaml", _configuration(WAYS[0], replicas)
+                ) as process:
                     scene.router_url = process.url
                     show(scene)
                     await asyncio.Event().wait()
@@ -103,13 +110,17 @@ async def _play_way(
     tally = Tally(way.name, {replica.name: ReplicaTally() for replica in replicas})
     scene.tallies.append(tally)
     scene.requests = workload.requests
-    async with router(directory / "kvroute.yaml", _configuration(way, replicas), way.module) as process:
+    async with router(
+        directory / "kvroute.yaml", _configuration(way, replicas), way.module
+    ) as process:
         scene.router_url = process.url
         client = Client(process.url)
         watching = asyncio.create_task(_watch(scene, replicas, clients, show))
         try:
             await until_live(client, len(replicas))
-            await run_phase(tally, client, model, workload, scene.settings.at_a_time, lambda: show(scene))
+            await run_phase(
+                tally, client, model, workload, scene.settings.at_a_time, lambda: show(scene)
+            )
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -118,7 +129,12 @@ async def _play_way(
     show(scene)
 
 
-async def _watch(scene: Scene, replicas: Sequence[Running], clients: Sequence[Client], show: Callable[[Scene], None]) -> None:
+async def _watch(
+    scene: Scene,
+    replicas: Sequence[Running],
+    clients: Sequence[Client],
+    show: Callable[[Scene], None],
+) -> None:
     while True:
         scene.views = await look_at_all(replicas, clients)
         show(scene)

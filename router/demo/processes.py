@@ -36,7 +36,11 @@ class Running:
 async def running(name: str, *command: str) -> AsyncIterator[Running]:
     """A Python module with its arguments; it has said where it listens, and ends with the block."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *command, stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        sys.executable,
+        "-m",
+        *command,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     try:
         yield Running(name, await _announced(name, process))
@@ -48,11 +52,23 @@ async def running(name: str, *command: str) -> AsyncIterator[Running]:
 async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Running]]:
     """*count* engines of one kind, started together."""
     async with AsyncExitStack() as stack:
-        command = ("router.cli.main", "engine", "--port", "0", "--kv-events-endpoint", "tcp://127.0.0.1:0")
+        command = (
+            "router.cli.main",
+            "engine",
+            "--port",
+            "0",
+            "--kv-events-endpoint",
+            "tcp://127.0.0.1:0",
+        )
         replay = ("--kv-events-replay-endpoint", "tcp://127.0.0.1:0")
-        starting = [running(f"replica-{index + 1}", *command, *replay, *arguments) for index in range(count)]
-        # All of them to their end: one that fails must not leave another behind that has only just started.
-        started = await asyncio.gather(*(stack.enter_async_context(engine) for engine in starting), return_exceptions=True)
+        starting = [
+            running(f"replica-{index + 1}", *command, *replay, *arguments) for index in range(count)
+        ]
+        # All of them to their end: one that fails must not leave another behind that has only just
+        # started.
+        started = await asyncio.gather(
+            *(stack.enter_async_context(engine) for engine in starting), return_exceptions=True
+        )
         failed = next((each for each in started if isinstance(each, BaseException)), None)
         if failed is not None:
             raise failed
@@ -60,7 +76,9 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
 
 
 @asynccontextmanager
-async def router(config: Path, text: str, module: str = "router.cli.main") -> AsyncIterator[Running]:
+async def router(
+    config: Path, text: str, module: str = "router.cli.main"
+) -> AsyncIterator[Running]:
     """A router with the configuration *text*, written to *config*."""
     config.write_text(text)
     options = ("serve", "--config") if module == "router.cli.main" else ()

@@ -1,4 +1,5 @@
-"""What the demo's clients say: conversations with shared system prompts, and questions about long documents."""
+"""What the demo's clients say: conversations with shared system prompts, and questions about long
+documents."""
 
 from __future__ import annotations
 
@@ -52,13 +53,22 @@ class Workload:
         systems = [_tokens(chance, sizes.system_prompt_tokens) for _ in range(sizes.system_prompts)]
         documents = [_tokens(chance, sizes.document_tokens) for _ in range(sizes.documents)]
         found = [
-            Dialogue(f"conversation-{index}", list(systems[index % len(systems)]), sizes.turns, sizes.turn_tokens, _own(chance))
+            Dialogue(
+                f"conversation-{index}",
+                list(systems[index % len(systems)]),
+                sizes.turns,
+                sizes.turn_tokens,
+                _own(chance),
+            )
             for index in range(sizes.conversations)
         ]
         for index, document in enumerate(documents):
-            # Each question stands alone behind the document: the answers before it are not part of the prompt.
+            # Each question stands alone behind the document: the answers before it are not part of
+            # the prompt.
             found += [
-                Dialogue(f"document-{index}", list(document), 1, sizes.question_tokens, _own(chance))
+                Dialogue(
+                    f"document-{index}", list(document), 1, sizes.question_tokens, _own(chance)
+                )
                 for _ in range(sizes.questions)
             ]
         chance.shuffle(found)

@@ -1,4 +1,5 @@
-"""An index as bytes and back: to keep one over a restart, to look at one offline, to compare two."""
+"""An index as bytes and back: to keep one over a restart, to look at one offline, to compare
+two."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class _IndexDump(msgspec.Struct):
 def dump(index: PrefixIndex) -> bytes:
     """Everything the index knows, as msgpack.
 
-    It holds block hashes, keys and the tokens of runs that wait for their parents: treat it like a prompt log.
+    It holds block hashes, keys and the tokens of runs that wait for their parents: treat it like a
+    prompt log.
     """
     sources = [_dump_source(source_id, source) for source_id, source in index.sources.items()]
     return msgspec.msgpack.encode(_IndexDump(VERSION, index.keys.modulus, sources))
@@ -91,7 +93,10 @@ def _dump_source(source_id: SourceId, source: Source) -> _SourceDump:
         chain=source.finder.chain,
         shows_extra_keys=source.shows_extra_keys,
         uses_int_hashes=source.uses_int_hashes,
-        held=[_HeldBlocks(group, tier, list(held), list(held.values())) for (group, tier), held in source.held.items()],
+        held=[
+            _HeldBlocks(group, tier, list(held), list(held.values()))
+            for (group, tier), held in source.held.items()
+        ],
         placed=[(block_hash, key) for key, block_hash in source.hash_at.items()],
         waiting=[_WaitingRun(parent, run) for parent, run in source.waiting_runs()],
     )
@@ -102,7 +107,10 @@ def _load_source(source: Source, dumped: _SourceDump) -> None:
     source.finder.chain = dumped.chain
     source.shows_extra_keys = dumped.shows_extra_keys
     held: dict[tuple[int, str], dict[BlockHash, int]] = {
-        (blocks.group, blocks.tier): dict(zip(blocks.hashes, blocks.copies, strict=True)) for blocks in dumped.held
+        (blocks.group, blocks.tier): dict(zip(blocks.hashes, blocks.copies, strict=True))
+        for blocks in dumped.held
     }
-    source.restore(held, dumped.placed, [(waiting.parent, waiting.run) for waiting in dumped.waiting])
+    source.restore(
+        held, dumped.placed, [(waiting.parent, waiting.run) for waiting in dumped.waiting]
+    )
     source.uses_int_hashes = dumped.uses_int_hashes

@@ -53,7 +53,7 @@ class PrefixIndex:
     limits: SourceLimits = field(default_factory=SourceLimits)
     sources: dict[SourceId, Source] = field(default_factory=dict)
 
-    # --- feeding ----------------------------------------------------------------------------------------------------------
+    # --- feeding ----------------------------------------------------------------------------------
 
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> Source:
         """Make a source known, empty; what it held before is gone."""
@@ -79,7 +79,7 @@ class PrefixIndex:
         """Forget a source altogether."""
         self.sources.pop(source, None)
 
-    # --- asking -----------------------------------------------------------------------------------------------------------
+    # --- asking -----------------------------------------------------------------------------------
 
     def prompt(
         self,
@@ -94,7 +94,8 @@ class PrefixIndex:
             token_ids: All tokens of the prompt.
             lora_name: The adapter it runs with.
             cache_salt: The request's salt; only equal salts share blocks.
-            extra_keys: What else decides a block's content, as the events' `extra_keys` carry it: one entry per hash block.
+            extra_keys: What else decides a block's content, as the events' `extra_keys` carry it:
+                one entry per hash block.
         """
         return Prompt(self.keys, token_ids, lora_name, cache_salt, extra_keys)
 
@@ -124,14 +125,20 @@ class PrefixIndex:
         return {source_id: explain(source, prompt) for source_id, source in self.sources.items()}
 
     def group_hits(self, prompt: Prompt, source: SourceId) -> tuple[GroupHit, ...]:
-        """Of one source and a prepared prompt each group's own longest prefix; empty where the source is unknown."""
+        """Of one source and a prepared prompt each group's own longest prefix; empty where the
+        source is unknown."""
         known = self.sources.get(source)
         return tuple(group_hits(known, prompt)) if known else ()
 
     def steps(self) -> set[tuple[int, int]]:
-        """`(hash block size, lookahead)` of all layouts known: with these, `Prompt.keys` does a match's work beforehand."""
+        """`(hash block size, lookahead)` of all layouts known: with these, `Prompt.keys` does a
+        match's work beforehand."""
         sources = self.sources.values()
-        return {(source.layout.hash_block_size, source.learner.lookahead) for source in sources if source.layout}
+        return {
+            (source.layout.hash_block_size, source.learner.lookahead)
+            for source in sources
+            if source.layout
+        }
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source_id: _statistics(source) for source_id, source in self.sources.items()}

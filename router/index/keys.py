@@ -1,9 +1,11 @@
-"""The router's own names for prefixes: 64-bit keys that do not depend on any engine's hash function or block size.
+"""The router's own names for prefixes: 64-bit keys that do not depend on any engine's hash function
+or block size.
 
-A prefix is read as one long number, 32 bits a token, and its key is that number modulo a secret 64-bit prime (a Rabin
-fingerprint: Karp & Rabin, 1987). So a key can be extended by any number of tokens, engines with different block sizes share one
-key space, and nobody outside can craft two prompts with one key. What else decides the content of a block - LoRA adapter,
-salt, multimodal items - is folded in as a *mark* at the token where it starts.
+A prefix is read as one long number, 32 bits a token, and its key is that number modulo a secret
+64-bit prime (a Rabin fingerprint: Karp & Rabin, 1987). So a key can be extended by any number of
+tokens, engines with different block sizes share one key space, and nobody outside can craft two
+prompts with one key. What else decides the content of a block - LoRA adapter, salt, multimodal
+items - is folded in as a *mark* at the token where it starts.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 
 class Mark(NamedTuple):
-    """Something besides tokens that a block's content depends on, from *position* of a token run on."""
+    """Something besides tokens that a block's content depends on, from *position* of a token run
+    on."""
 
     position: int
     digest: int
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as big-endian 32-bit integers; raises `OverflowError` for an id outside `[0, 2**32)`."""
+    """Token ids as big-endian 32-bit integers; raises `OverflowError` for an id outside `[0,
+    2**32)`."""
     packed = array("I", token_ids)
     if sys.byteorder == "little":
         packed.byteswap()
@@ -40,11 +44,14 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 def digest(value: Any) -> int:
     """64 bits that stand for a plain value (str, bytes, int, lists of them)."""
-    return int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=8).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=8).digest(), "big"
+    )
 
 
 class KeySpace:
-    """Maps prefixes to keys. Keys of two spaces with different moduli have nothing to do with each other."""
+    """Maps prefixes to keys. Keys of two spaces with different moduli have nothing to do with each
+    other."""
 
     def __init__(self, modulus: int | None = None) -> None:
         self.modulus = modulus or _random_prime()
@@ -53,7 +60,9 @@ class KeySpace:
         """The key of the empty prefix, for a LoRA adapter or none."""
         return self._fold(1, digest(lora_name or ""))
 
-    def chain(self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark] = ()) -> Iterator[int]:
+    def chain(
+        self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark] = ()
+    ) -> Iterator[int]:
         """Keys after each of *ends* tokens of a run that follows *key*.
 
         Args:
@@ -72,7 +81,9 @@ class KeySpace:
             start = end
             yield key
 
-    def _marked_chain(self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark]) -> Iterator[int]:
+    def _marked_chain(
+        self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark]
+    ) -> Iterator[int]:
         start = next_mark = 0
         for end in ends:
             while next_mark < len(marks) and marks[next_mark].position < end:
@@ -92,7 +103,7 @@ class KeySpace:
         return (key << 65 | 1 << 64 | value) % self.modulus
 
 
-# --- what besides tokens decides a block ----------------------------------------------------------------------------------
+# --- what besides tokens decides a block ----------------------------------------------------------
 
 
 def marks_of(
@@ -102,10 +113,12 @@ def marks_of(
     cache_salt: str | None = None,
     lookahead: int = 0,
 ) -> list[Mark]:
-    """The marks of a token run whose blocks carry *extra_keys*, one entry a block, in the event's untagged form.
+    """The marks of a token run whose blocks carry *extra_keys*, one entry a block, in the event's
+    untagged form.
 
-    The LoRA name, first in every entry, is left out, since it is in the root. A multimodal item counts where it starts: the
-    blocks it runs on into repeat it with a negative offset, and how often depends on the block size.
+    The LoRA name, first in every entry, is left out, since it is in the root. A multimodal item
+    counts where it starts: the blocks it runs on into repeat it with a negative offset, and how
+    often depends on the block size.
     """
     marks = {Mark(0, digest(cache_salt))} if cache_salt else set()
     for index, entry in enumerate(extra_keys or ()):
@@ -144,7 +157,7 @@ def _identity(item: Any) -> Any:
     return item[0] if isinstance(item, (list, tuple)) and item else item
 
 
-# --- the modulus ----------------------------------------------------------------------------------------------------------
+# --- the modulus ----------------------------------------------------------------------------------
 
 
 def _random_prime() -> int:

@@ -1,7 +1,7 @@
 """What a source's events say about its cache layout, and which hash function it uses.
 
-Known beats assumed: a `CacheLayout` event, else the events' own fields, else the configuration. What had to be assumed is
-listed, so that an operator sees it.
+Known beats assumed: a `CacheLayout` event, else the events' own fields, else the configuration.
+What had to be assumed is listed, so that an operator sees it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ class LayoutHints:
 
     Attributes:
         groups: By group index; used where the wire is silent.
-        hash_block_size: Tokens between two engine hashes; None: the greatest common divisor of the block sizes.
-        scheduler_block_size: Granularity of hits; None: the least common multiple of the block sizes.
-        eagle: The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on the wire.
+        hash_block_size: Tokens between two engine hashes; None: the greatest common divisor of the
+            block sizes.
+        scheduler_block_size: Granularity of hits; None: the least common multiple of the block
+            sizes.
+        eagle: The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on
+            the wire.
         eagle_sees_last_token: See `KVCacheLayout`; False for vLLM before 0.32.
-        authoritative: The groups are facts and events cannot change them; only a publisher's own `CacheLayout` can.
+        authoritative: The groups are facts and events cannot change them; only a publisher's own
+            `CacheLayout` can.
         assume_unseen: Groups no event has named yet exist all the same.
         hash_seeds: Values of `PYTHONHASHSEED` the engines may run with.
     """
@@ -51,7 +55,8 @@ class SeenGroup:
     sliding_window: int | None = None
     block_size: int = 0
     smallest_size: int = 0
-    """Entries inside a block are announced with a smaller size than the group's own (vLLM >= 0.24)."""
+    """Entries inside a block are announced with a smaller size than the group's own (vLLM >=
+    0.24)."""
 
     def see(self, kind: str | None, sliding_window: int | None, block_size: int) -> bool:
         """Take one event's fields; True if something is new."""
@@ -86,22 +91,29 @@ class LayoutLearner:
         self._rebuild()
 
     def see_stored(self, event: BlockStored, block_size: int) -> None:
-        """Learn from one event; *block_size* is what its fields or their quotient say, 0 if nothing does."""
+        """Learn from one event; *block_size* is what its fields or their quotient say, 0 if nothing
+        does."""
         if event.lookahead_token_ids:
             self.lookahead = max(map(len, event.lookahead_token_ids))
         if not block_size or not event.token_ids or tier_of(event) != GPU:
             return
         group = self.seen.setdefault(event.group_idx or 0, SeenGroup())
-        changed = group.see(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, block_size)
+        changed = group.see(
+            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, block_size
+        )
         step = math.gcd(self._smallest_step, block_size)
         if changed or step != self._smallest_step:
             self._smallest_step = step
             self._rebuild()
 
-    def restore(self, announced: CacheLayout | None, seen: dict[int, SeenGroup], lookahead: int) -> None:
+    def restore(
+        self, announced: CacheLayout | None, seen: dict[int, SeenGroup], lookahead: int
+    ) -> None:
         """Take back what an earlier learner knew."""
         self.announced, self.seen, self.lookahead = announced, seen, lookahead
-        self._smallest_step = math.gcd(*(size for group in seen.values() for size in (group.block_size, group.smallest_size)))
+        self._smallest_step = math.gcd(
+            *(size for group in seen.values() for size in (group.block_size, group.smallest_size))
+        )
         self._rebuild()
 
     def _rebuild(self) -> None:
@@ -121,17 +133,27 @@ class LayoutLearner:
             groups,
             hints.hash_block_size or (None if hints.authoritative else self._smallest_step or None),
             self._inner_step(groups) or hints.scheduler_block_size,
-            # Hashes that cover the next tokens make the drop unnecessary, and vLLM >= 0.33 then does without.
+            # Hashes that cover the next tokens make the drop unnecessary, and vLLM >= 0.33 then
+            # does without.
             hints.eagle and not self.lookahead,
             hints.eagle_sees_last_token,
         )
 
     def _inner_step(self, groups: Sequence[KVCacheGroup]) -> int | None:
-        """vLLM lets a hit end inside a block where Mamba states are kept at such points, and only there."""
-        states = [index for index, group in enumerate(groups) if group.kind is GroupKind.MAMBA and index in self.seen]
+        """vLLM lets a hit end inside a block where Mamba states are kept at such points, and only
+        there."""
+        states = [
+            index
+            for index, group in enumerate(groups)
+            if group.kind is GroupKind.MAMBA and index in self.seen
+        ]
         largest = max(group.block_size for group in groups)
         inside = any(self.seen[index].smallest_size < largest for index in states)
-        partial = any(seen.smallest_size < groups[index].block_size for index, seen in self.seen.items() if index < len(groups))
+        partial = any(
+            seen.smallest_size < groups[index].block_size
+            for index, seen in self.seen.items()
+            if index < len(groups)
+        )
         return self._smallest_step if inside and partial else None
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
@@ -142,13 +164,19 @@ class LayoutLearner:
     def _group(self, index: int) -> KVCacheGroup:
         seen, hint = self.seen.get(index), self._hint(index)
         if seen is None:
-            return (hint if self.hints.assume_unseen else None) or KVCacheGroup(GroupKind.NOT_CACHED, 1)
+            return (hint if self.hints.assume_unseen else None) or KVCacheGroup(
+                GroupKind.NOT_CACHED, 1
+            )
         kind = kind_from_wire(seen.kind) or (hint.kind if hint else GroupKind.FULL)
         window = seen.sliding_window or (hint.sliding_window if hint else None)
         chunk = self._chunk_size(hint)
-        if (kind is GroupKind.SLIDING_WINDOW and not window) or (kind is GroupKind.CHUNKED_LOCAL and not chunk):
+        if (kind is GroupKind.SLIDING_WINDOW and not window) or (
+            kind is GroupKind.CHUNKED_LOCAL and not chunk
+        ):
             kind = GroupKind.FULL
-        return KVCacheGroup(kind, seen.block_size, window, chunk if kind is GroupKind.CHUNKED_LOCAL else None)
+        return KVCacheGroup(
+            kind, seen.block_size, window, chunk if kind is GroupKind.CHUNKED_LOCAL else None
+        )
 
     def _hint(self, index: int) -> KVCacheGroup | None:
         return self.hints.groups[index] if index < len(self.hints.groups) else None
@@ -156,7 +184,14 @@ class LayoutLearner:
     def _chunk_size(self, hint: KVCacheGroup | None) -> int | None:
         if hint and hint.attention_chunk_size:
             return hint.attention_chunk_size
-        return next((group.attention_chunk_size for group in self.hints.groups if group.attention_chunk_size), None)
+        return next(
+            (
+                group.attention_chunk_size
+                for group in self.hints.groups
+                if group.attention_chunk_size
+            ),
+            None,
+        )
 
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed rather than known, one sentence each."""
@@ -191,10 +226,12 @@ class LayoutLearner:
 
 
 class HashFinder:
-    """Finds out which hash function an engine uses, by trying the known ones on blocks it announced.
+    """Finds out which hash function an engine uses, by trying the known ones on blocks it
+    announced.
 
-    Only then can a block be found that no dense event ever placed: a prompt is hashed as the engine would hash it. A wrong
-    function is never taken for the right one, since a match is one of 64 bits or more.
+    Only then can a block be found that no dense event ever placed: a prompt is hashed as the engine
+    would hash it. A wrong function is never taken for the right one, since a match is one of 64
+    bits or more.
     """
 
     TOKENS_TO_HASH = 3_200_000
@@ -232,10 +269,18 @@ class HashFinder:
         held: Container[BlockHash],
     ) -> None:
         """Try every known chain on a prompt: is one of its blocks among those held?"""
-        tokens = token_ids[: min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY) + lookahead]
+        tokens = token_ids[
+            : min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY) + lookahead
+        ]
         for extra_keys in spellings:
             if self.chain is None:
-                self._try(tokens, hash_block_size, lookahead, lambda names: any(name in held for name in names), extra_keys)
+                self._try(
+                    tokens,
+                    hash_block_size,
+                    lookahead,
+                    lambda names: any(name in held for name in names),
+                    extra_keys,
+                )
 
     def _try(
         self,
@@ -274,12 +319,19 @@ class _Sample:
 
 def _sample(event: BlockStored) -> _Sample | None:
     """What an event tells of the chain, if it starts at the root and no extra keys are in it."""
-    if event.parent_block_hash is not None or not event.block_hashes or event.lora_name or any(event.extra_keys or ()):
+    if (
+        event.parent_block_hash is not None
+        or not event.block_hashes
+        or event.lora_name
+        or any(event.extra_keys or ())
+    ):
         return None
     tails = event.lookahead_token_ids or [[]]
     size = dense_block_size(event)
     if size:
-        return _Sample(event.token_ids[:size] + tails[0], len(tails[0]), frozenset(event.block_hashes[:1]))
+        return _Sample(
+            event.token_ids[:size] + tails[0], len(tails[0]), frozenset(event.block_hashes[:1])
+        )
     return _Sample(event.token_ids + tails[-1], len(tails[-1]), frozenset(event.block_hashes))
 
 
@@ -310,6 +362,9 @@ def announced_block_size(event: BlockStored) -> int:
 
 
 def dense_block_size(event: BlockStored) -> int:
-    """The block size of an event whose hashes and tokens line up; 0 for one with holes or without tokens."""
+    """The block size of an event whose hashes and tokens line up; 0 for one with holes or without
+    tokens."""
     size = announced_block_size(event)
-    return size if event.block_hashes and size * len(event.block_hashes) == len(event.token_ids) else 0
+    return (
+        size if event.block_hashes and size * len(event.block_hashes) == len(event.token_ids) else 0
+    )

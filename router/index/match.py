@@ -1,4 +1,5 @@
-"""One prompt against one source: under which names it may be known there, and how much of it would be reused."""
+"""One prompt against one source: under which names it may be known there, and how much of it would
+be reused."""
 
 from __future__ import annotations
 
@@ -8,13 +9,21 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvevents.events import GPU, BlockHash
 from kvevents.hashing import ExtraKeys, HashChain
-from kvevents.layout import GroupKind, KVCacheLayout, Present, longest_accepted, longest_extended_hit, longest_hit
+from kvevents.layout import (
+    GroupKind,
+    KVCacheLayout,
+    Present,
+    longest_accepted,
+    longest_extended_hit,
+    longest_hit,
+)
 from router.index.keys import KeySpace, besides_lora, marks_of, pack_tokens, plain, tagged
 from router.index.learning import engine_hashes
 from router.index.source import Source
 
 NameAt: TypeAlias = Callable[[int], BlockHash | None]
-"""The engine's hash of the prompt's prefix of that many hash blocks plus one; None where it is not known."""
+"""The engine's hash of the prompt's prefix of that many hash blocks plus one; None where it is not
+known."""
 
 
 class Hit(NamedTuple):
@@ -43,7 +52,8 @@ class Explanation:
 
 
 class Prompt:
-    """A prompt under every name that some source may know its prefixes by; each list is computed once."""
+    """A prompt under every name that some source may know its prefixes by; each list is computed
+    once."""
 
     def __init__(
         self,
@@ -71,17 +81,22 @@ class Prompt:
             self._keys[step, lookahead] = list(chain)
         return self._keys[step, lookahead]
 
-    def engine_hashes(self, chain: HashChain, step: int, lookahead: int, as_int: bool) -> list[list[BlockHash]]:
-        """The engine's hashes at every multiple of *step*: a list for each way its versions spell extra keys."""
+    def engine_hashes(
+        self, chain: HashChain, step: int, lookahead: int, as_int: bool
+    ) -> list[list[BlockHash]]:
+        """The engine's hashes at every multiple of *step*: a list for each way its versions spell
+        extra keys."""
         wanted = (chain, step, lookahead, as_int)
         if wanted not in self._hashes:
             self._hashes[wanted] = [
-                engine_hashes(chain, self.token_ids, step, extra, lookahead, as_int) for extra in self.spellings(step)
+                engine_hashes(chain, self.token_ids, step, extra, lookahead, as_int)
+                for extra in self.spellings(step)
             ]
         return self._hashes[wanted]
 
     def spellings(self, step: int) -> Iterator[Sequence[ExtraKeys]]:
-        """The ways in which engines may hash what besides tokens decides the prompt's blocks of *step* tokens."""
+        """The ways in which engines may hash what besides tokens decides the prompt's blocks of
+        *step* tokens."""
         if not (self.lora_name or self._salt or self._extra_keys):
             yield []
             return
@@ -91,8 +106,11 @@ class Prompt:
         if self._salt and self._salt not in extra[0]:
             extra[0] = (*extra[0], self._salt)
         name = (self.lora_name,) if self.lora_name else ()
-        yield [plain((*name, *entry)) or None for entry in extra]  # vLLM <= 0.30 hashes the bare values,
-        # vLLM >= 0.31 tags them, and so do we; the adapter's path, which vLLM hashes too, is not to be seen from here.
+        yield [
+            plain((*name, *entry)) or None for entry in extra
+        ]  # vLLM <= 0.30 hashes the bare values,
+        # vLLM >= 0.31 tags them, and so do we; the adapter's path, which vLLM hashes too, is not to
+        # be seen from here.
         adapter = (("lora", self.lora_name),) if self.lora_name else ()
         yield [(*adapter, *map(tagged, entry)) or None for entry in extra]
 
@@ -125,15 +143,21 @@ def group_hits(source: Source, prompt: Prompt) -> Iterator[GroupHit]:
     present = _presence(source, list(_names(source, prompt, layout)), layout, (GPU,))
     for index, group in enumerate(layout.groups):
         if group.kind is not GroupKind.NOT_CACHED:
-            yield GroupHit(index, group.kind.value, longest_accepted(layout, index, present, length - 1, length))
+            yield GroupHit(
+                index,
+                group.kind.value,
+                longest_accepted(layout, index, present, length - 1, length),
+            )
 
 
 def _names(source: Source, prompt: Prompt, layout: KVCacheLayout) -> Iterator[NameAt]:
-    """The hashes that stand for the prompt's prefixes in this source: learned, or computed as the engine does."""
+    """The hashes that stand for the prompt's prefixes in this source: learned, or computed as the
+    engine does."""
     step, lookahead = layout.hash_block_size, source.learner.lookahead
     source.learn_from_prompt(prompt.token_ids, prompt.spellings)
     chain = source.finder.chain
-    # Salts that events hide make learned places doubtful: then the engine's own hash decides, and alone.
+    # Salts that events hide make learned places doubtful: then the engine's own hash decides, and
+    # alone.
     computed_only = chain is not None and source.hides_extra_keys and prompt.lora_name is None
     if not computed_only:
         yield _learned(source, prompt.keys(step, lookahead))
@@ -151,10 +175,15 @@ def _computed(hashes: Sequence[BlockHash]) -> NameAt:
     return lambda index: hashes[index] if index < len(hashes) else None
 
 
-def _presence(source: Source, names: Sequence[NameAt], layout: KVCacheLayout, tiers: Sequence[str]) -> Present:
+def _presence(
+    source: Source, names: Sequence[NameAt], layout: KVCacheLayout, tiers: Sequence[str]
+) -> Present:
     """`present(group, end)` for blocks held in one of *tiers*."""
     step = layout.hash_block_size
-    held = [[source.held[group, tier] for tier in tiers if (group, tier) in source.held] for group in range(len(layout.groups))]
+    held = [
+        [source.held[group, tier] for tier in tiers if (group, tier) in source.held]
+        for group in range(len(layout.groups))
+    ]
 
     def present(group: int, end: int) -> bool:
         index = end // step - 1

@@ -1,9 +1,10 @@
 """What one source - one data-parallel rank of one replica - holds, block by block.
 
-Presence is counted under the engine's own hashes, per group and tier. A block is *placed* once we know which prefix its hash
-stands for, as a key of `keys.py`; that is learned from dense events, which carry tokens for every hash. Everything else - a
-tier without tokens, a group with holes, a suffix whose parent has not come yet - is counted at once and becomes visible
-when its hash is placed, or when the engine's hash function is known and a prompt hashes to it.
+Presence is counted under the engine's own hashes, per group and tier. A block is *placed* once we
+know which prefix its hash stands for, as a key of `keys.py`; that is learned from dense events,
+which carry tokens for every hash. Everything else - a tier without tokens, a group with holes, a
+suffix whose parent has not come yet - is counted at once and becomes visible when its hash is
+placed, or when the engine's hash function is known and a prompt hashes to it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.events import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+)
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import KVCacheLayout
 from router.index.keys import KeySpace, Mark, marks_of, pack_tokens
@@ -62,7 +72,9 @@ class _Block(msgspec.Struct, gc=False):
 class Source:
     """One source's blocks. Not thread-safe; no I/O."""
 
-    def __init__(self, keys: KeySpace, hints: LayoutHints | None = None, limits: SourceLimits | None = None) -> None:
+    def __init__(
+        self, keys: KeySpace, hints: LayoutHints | None = None, limits: SourceLimits | None = None
+    ) -> None:
         self.limits = limits or SourceLimits()
         self.learner = LayoutLearner(hints or LayoutHints())
         self.finder = HashFinder(self.learner.hints)
@@ -70,7 +82,8 @@ class Source:
         self.hash_at: dict[int, BlockHash] = {}
         """Own key of a prefix -> the engine's hash of it, for placed blocks."""
         self.ambiguous = 0
-        """Times two live hashes claimed one prefix: something the events do not show goes into the hash."""
+        """Times two live hashes claimed one prefix: something the events do not show goes into the
+        hash."""
         self.shows_extra_keys = False
         self.uses_int_hashes = False
         self._keys = keys
@@ -82,7 +95,7 @@ class Source:
         self._unplaced = 0
         self._batches = 0
 
-    # --- reading ----------------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     @property
     def layout(self) -> KVCacheLayout | None:
@@ -112,7 +125,8 @@ class Source:
 
     @property
     def is_incomplete(self) -> bool:
-        """True once blocks were refused or given up that no look-up can find: the feed should rebuild the source."""
+        """True once blocks were refused or given up that no look-up can find: the feed should
+        rebuild the source."""
         return self._overflowed or (self._waiting.given_up > 0 and self.finder.chain is None)
 
     def assumptions(self) -> tuple[str, ...]:
@@ -122,7 +136,7 @@ class Source:
         unknown = f"{self._unplaced} blocks cannot be placed: the engine's hash function is not known; configure hash_seeds"
         return (*self.learner.assumptions(), unknown)
 
-    # --- applying ---------------------------------------------------------------------------------------------------------
+    # --- applying ---------------------------------------------------------------------------------
 
     def apply(self, batch: EventBatch) -> ApplyResult:
         """Take one batch; nothing in it can fail half-way."""
@@ -171,7 +185,10 @@ class Source:
         result.waiting += sum(self._blocks[block_hash].key is None for block_hash in taken)
 
     def _room(self, tier: GroupTier) -> int:
-        if tier not in self.held and len({name for _, name in self.held} | {tier[1]}) > self.limits.tiers:
+        if (
+            tier not in self.held
+            and len({name for _, name in self.held} | {tier[1]}) > self.limits.tiers
+        ):
             return 0
         return max(0, self.limits.blocks - self._held_total)
 
@@ -216,7 +233,9 @@ class Source:
             self._forget(block_hash, block)
         return True
 
-    def _drop_presence(self, tier: GroupTier, held: dict[BlockHash, int], block_hash: BlockHash) -> None:
+    def _drop_presence(
+        self, tier: GroupTier, held: dict[BlockHash, int], block_hash: BlockHash
+    ) -> None:
         del held[block_hash]
         self._held_total -= 1
         if not held:
@@ -244,7 +263,7 @@ class Source:
                 self._drop_copies(tier, block_hash, copies)
                 result.removed += copies
 
-    # --- keeping ---------------------------------------------------------------------------------------------------------
+    # --- keeping ----------------------------------------------------------------------------------
 
     def waiting_runs(self) -> Iterator[tuple[BlockHash, Run]]:
         """Runs that wait, each with the parent hash it waits for."""
@@ -266,7 +285,7 @@ class Source:
         for parent, run in waiting:
             self._waiting.add(parent, run)
 
-    # --- placing ----------------------------------------------------------------------------------------------------------
+    # --- placing ----------------------------------------------------------------------------------
 
     def _place_run(self, event: BlockStored, block_size: int) -> None:
         """Learn the prefixes of a dense event, now or when its parent's place is known."""
@@ -275,14 +294,17 @@ class Source:
         lookahead = self.learner.lookahead
         tail = event.lookahead_token_ids[-1] if event.lookahead_token_ids else []
         parent = event.parent_block_hash
-        # A hash that covers the next tokens names a longer prefix: its key includes them, and a child's run starts behind them.
+        # A hash that covers the next tokens names a longer prefix: its key includes them, and a
+        # child's run starts behind them.
         first = lookahead if parent is not None else 0
         run = Run(
             event.block_hashes,
             pack_tokens(event.token_ids[first:] + tail),
             block_size,
             lookahead - first,
-            _behind(first, marks_of(event.extra_keys, block_size, event.lora_name, lookahead=lookahead)),
+            _behind(
+                first, marks_of(event.extra_keys, block_size, event.lora_name, lookahead=lookahead)
+            ),
             self._batches,
         )
         if parent is None:
@@ -293,20 +315,26 @@ class Source:
             self._waiting.add(parent, run)
 
     def _needs_parent(self, event: BlockStored) -> bool:
-        """Can only the parent's place tell where this run belongs? A known hash function tells it at every look-up."""
+        """Can only the parent's place tell where this run belongs? A known hash function tells it
+        at every look-up."""
         if self.finder.chain is not None and not event.lora_name:
             return False
-        return any(block.key is None for block in map(self._blocks.get, event.block_hashes) if block)
+        return any(
+            block.key is None for block in map(self._blocks.get, event.block_hashes) if block
+        )
 
     def _is_opaque(self, event: BlockStored) -> bool:
-        """Does something the event hides go into its hashes? Only a known hash function can tell."""
+        """Does something the event hides go into its hashes? Only a known hash function can
+        tell."""
         if event.parent_block_hash is not None or event.extra_keys is not None or event.lora_name:
             return False
         step = self._hash_block_size()
         if self.finder.chain is None or not step or event.lookahead_token_ids:
             return False
         size = len(event.token_ids) // len(event.block_hashes)
-        first = engine_hashes(self.finder.chain, event.token_ids[:size], step, (), 0, self.uses_int_hashes)
+        first = engine_hashes(
+            self.finder.chain, event.token_ids[:size], step, (), 0, self.uses_int_hashes
+        )
         return bool(first) and first[-1] != event.block_hashes[0]
 
     def _key_of(self, block_hash: BlockHash) -> int | None:
@@ -319,8 +347,12 @@ class Source:
         while ready:
             key, run = ready.pop()
             shift = run.lookahead
-            ends = range(run.block_size + shift, len(run.hashes) * run.block_size + shift + 1, run.block_size)
-            for block_hash, block_key in zip(run.hashes, self._keys.chain(key, run.packed, ends, run.marks), strict=False):
+            ends = range(
+                run.block_size + shift, len(run.hashes) * run.block_size + shift + 1, run.block_size
+            )
+            for block_hash, block_key in zip(
+                run.hashes, self._keys.chain(key, run.packed, ends, run.marks), strict=False
+            ):
                 self._place(block_hash, block_key)
                 if block_hash in self._waiting.by_parent:
                     ready += [(block_key, child) for child in self._waiting.take(block_hash)]
@@ -336,12 +368,14 @@ class Source:
         self.ambiguous += key in self.hash_at
         self.hash_at[key] = block_hash
 
-    # --- the engine's own hashes ------------------------------------------------------------------------------------------
+    # --- the engine's own hashes ------------------------------------------------------------------
 
     def _hash_block_size(self) -> int | None:
         return self.layout.hash_block_size if self.layout else None
 
-    def learn_from_prompt(self, token_ids: Sequence[int], spell: Callable[[int], Iterable[Sequence[ExtraKeys]]]) -> None:
+    def learn_from_prompt(
+        self, token_ids: Sequence[int], spell: Callable[[int], Iterable[Sequence[ExtraKeys]]]
+    ) -> None:
         """Look for the hash function with a prompt, if blocks wait for one.
 
         Args:
@@ -350,12 +384,19 @@ class Source:
         """
         step = self._hash_block_size()
         if step and self._unplaced and self.finder.may_find:
-            self.finder.try_prompt(token_ids, spell(step), step, self.learner.lookahead, self._blocks)
+            self.finder.try_prompt(
+                token_ids, spell(step), step, self.learner.lookahead, self._blocks
+            )
 
     def _find_hash_function(self, batch: EventBatch) -> None:
-        """Try, where placing alone leaves blocks unfound: holes without a dense group, lost parents, hidden salts."""
+        """Try, where placing alone leaves blocks unfound: holes without a dense group, lost
+        parents, hidden salts."""
         step = self._hash_block_size()
-        if step is None or not self.finder.may_find or not (self._unplaced or self.hides_extra_keys):
+        if (
+            step is None
+            or not self.finder.may_find
+            or not (self._unplaced or self.hides_extra_keys)
+        ):
             return
         for event in batch.events:
             if isinstance(event, BlockStored) and self.finder.may_find and tier_of(event) == GPU:
@@ -365,13 +406,15 @@ class Source:
 def _stored_with_short_hashes(event: BlockStored) -> BlockStored:
     """The event with each hash cut to one digest.
 
-    Up to vLLM 0.23 a block of several hash blocks is named by all their digests, one after the other; the last is the hash
-    that every other group and every newer version has for the same end.
+    Up to vLLM 0.23 a block of several hash blocks is named by all their digests, one after the
+    other; the last is the hash that every other group and every newer version has for the same end.
     """
     if not any(map(_is_long, (event.parent_block_hash, *event.block_hashes))):
         return event
     parent = None if event.parent_block_hash is None else _last_digest(event.parent_block_hash)
-    return msgspec.structs.replace(event, block_hashes=list(map(_last_digest, event.block_hashes)), parent_block_hash=parent)
+    return msgspec.structs.replace(
+        event, block_hashes=list(map(_last_digest, event.block_hashes)), parent_block_hash=parent
+    )
 
 
 def _removed_with_short_hashes(event: BlockRemoved) -> BlockRemoved:

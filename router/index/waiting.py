@@ -1,4 +1,5 @@
-"""Runs of blocks whose parent is not known yet: kept until it is, bounded in number, tokens and age."""
+"""Runs of blocks whose parent is not known yet: kept until it is, bounded in number, tokens and
+age."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class SourceLimits:
     waiting_batches: int = 10_000
     """Batches after which a run that still waits for its parent is given up."""
     forgotten: int = 8192
-    """Places remembered after the last copy went: an offload tier announces a block after the GPU has evicted it."""
+    """Places remembered after the last copy went: an offload tier announces a block after the GPU
+    has evicted it."""
 
 
 @dataclass(slots=True)
@@ -37,7 +39,8 @@ class Run:
 
     @property
     def weight(self) -> int:
-        """What it takes to keep, in tokens, of which an honest run has more than of anything else."""
+        """What it takes to keep, in tokens, of which an honest run has more than of anything
+        else."""
         return max(len(self.packed) // 4, len(self.hashes) + len(self.marks))
 
 
@@ -66,6 +69,10 @@ class WaitingRuns:
         while self.by_parent:
             parent = next(iter(self.by_parent))
             too_old = self.by_parent[parent][0].batch + limits.waiting_batches < batch
-            if not too_old and self.runs <= limits.waiting_runs and self.tokens <= limits.waiting_tokens:
+            if (
+                not too_old
+                and self.runs <= limits.waiting_runs
+                and self.tokens <= limits.waiting_tokens
+            ):
                 return
             self.given_up += len(self.take(parent))

@@ -1,7 +1,7 @@
 """One request streamed to one replica, as raw ASGI: `proxy.Proxy.stream`.
 
-`types` holds what goes in and out, `relay.Relay` the steps of one request, `headers`, `events` and `errors` what they need;
-`server` is the one piece that knows uvicorn.
+`types` holds what goes in and out, `relay.Relay` the steps of one request, `headers`, `events` and
+`errors` what they need; `server` is the one piece that knows uvicorn.
 """
 
 from router.proxy.errors import error_body

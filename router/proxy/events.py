@@ -1,4 +1,5 @@
-"""An event stream on its way through: whole lines only, so that it can be ended cleanly at any moment."""
+"""An event stream on its way through: whole lines only, so that it can be ended cleanly at any
+moment."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ _TAIL_BYTES = 32
 class EventLines:
     """Lets an event stream through line by line, unchanged.
 
-    A line means nothing to a reader before its end, so holding back a beginning delays nobody; but once half a line of JSON
-    is sent, no error event can follow without the client meeting the broken half first. Engines write whole events, so in the
-    usual case nothing is held. A line longer than `MAX_HELD_BYTES` is let through as it comes.
+    A line means nothing to a reader before its end, so holding back a beginning delays nobody; but
+    once half a line of JSON is sent, no error event can follow without the client meeting the
+    broken half first. Engines write whole events, so in the usual case nothing is held. A line
+    longer than `MAX_HELD_BYTES` is let through as it comes.
     """
 
     __slots__ = ("_held", "_tail")

@@ -1,7 +1,9 @@
-"""Bounds on what one client's connection may cost before any application sees a request, and after it has answered.
+"""Bounds on what one client's connection may cost before any application sees a request, and after
+it has answered.
 
-uvicorn bounds neither the size of a head or of trailers, nor the time that a request takes to arrive, nor the time for which a
-finished answer waits to be read, nor how many requests may stand in a row behind a slow one.
+uvicorn bounds neither the size of a head or of trailers, nor the time that a request takes to
+arrive, nor the time for which a finished answer waits to be read, nor how many requests may stand
+in a row behind a slow one.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ class ClientLimits:
     """What a client may take, for each of its connections."""
 
     head_bytes: int = 64 * 1024
-    """Request line and headers; and everything else between two pieces of a body: chunk extensions, trailers."""
+    """Request line and headers; and everything else between two pieces of a body: chunk extensions,
+    trailers."""
     request_s: float = 60.0
     """For a head to arrive, and as long again for the body."""
     stall_s: float = 60.0
     """For which nothing is read of an answer that waits."""
     slack_s: float = 5.0
-    """More time in what the application watches as well: it ends such requests with an answer, this file without one."""
+    """More time in what the application watches as well: it ends such requests with an answer, this
+    file without one."""
 
 
 class Refusal(str):
@@ -63,10 +67,11 @@ class _OverBound(Exception):
 
 
 class GuardedHttpProtocol(AbortableHttpProtocol):
-    """`AbortableHttpProtocol` within `ClientLimits`. Somebody has to call `look_after` about once a second.
+    """`AbortableHttpProtocol` within `ClientLimits`. Somebody has to call `look_after` about once a
+    second.
 
-    A refused connection is told why, and what else its client sends is thrown away for a moment: closed at once, it would be
-    reset under the client's hands before the answer was read.
+    A refused connection is told why, and what else its client sends is thrown away for a moment:
+    closed at once, it would be reset under the client's hands before the answer was read.
     """
 
     limits: ClassVar[ClientLimits] = ClientLimits()
@@ -99,7 +104,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self._refuse(HEAD_TOO_LARGE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells only the last request it has read, which may stand far behind the one that is being answered.
+        # uvicorn tells only the last request it has read, which may stand far behind the one that
+        # is being answered.
         if self._running is not None and not self._running.response_complete:
             _tell_disconnected(self._running)
         super().connection_lost(exc)
@@ -117,7 +123,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._is_cut = True
         self.transport.abort()
 
-    # --- what the parser calls --------------------------------------------------------------------------------------------
+    # --- what the parser calls --------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._receiving_since is None:
@@ -125,7 +131,10 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if self._unframed_bytes > self.limits.head_bytes and self._head_bytes() > self.limits.head_bytes:
+        if (
+            self._unframed_bytes > self.limits.head_bytes
+            and self._head_bytes() > self.limits.head_bytes
+        ):
             self._violation = HEAD_TOO_LARGE
             raise _OverBound
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -137,7 +146,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self._running = self.cycle
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
-        # What follows are trailers, which are no headers (RFC 9110 6.5.1): they must not get into the scope.
+        # What follows are trailers, which are no headers (RFC 9110 6.5.1): they must not get into
+        # the scope.
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
@@ -156,7 +166,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
 
-    # --- steps ------------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> bool:
         """Parse *data*; False if it is no HTTP, or over a bound."""
@@ -169,7 +179,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return True
 
     def _feed_body(self, data: bytes) -> bool:
-        """Parse the body behind a declined upgrade; nothing can follow it but bytes that are ignored."""
+        """Parse the body behind a declined upgrade; nothing can follow it but bytes that are
+        ignored."""
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -177,15 +188,21 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return True
 
     def _decline_upgrade(self) -> bool:
-        """Put a parser in place that stands right behind the head. It reads one body; the connection is not kept.
+        """Put a parser in place that stands right behind the head. It reads one body; the
+        connection is not kept.
 
         Returns:
-            False if the framing makes no sense: httptools has not looked at it, with a head that asks for an upgrade.
+            False if the framing makes no sense: httptools has not looked at it, with a head that
+                asks for an upgrade.
         """
         if self._has_declined_upgrade:
             return False
         self._has_declined_upgrade = True
-        framing = [b"%b: %b\r\n" % (name, value) for name, value in self.scope["headers"] if name in _FRAMING]
+        framing = [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self.scope["headers"]
+            if name in _FRAMING
+        ]
         self.parser = httptools.HttpRequestParser(_BodyReader(self))
         return self._feed_body(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
 
@@ -193,7 +210,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _refuse(self, reason: Refusal) -> None:
-        """Answer with an error and take nothing more. While another request is being answered, there is no place for one."""
+        """Answer with an error and take nothing more. While another request is being answered,
+        there is no place for one."""
         type(self).on_refusal(reason)
         self._refused_at = self.loop.time()
         running = self._running
@@ -204,7 +222,10 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             # It is this request's own body that is wrong.
             _tell_disconnected(running)
         body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        head = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            % len(body)
+        )
         self.transport.write(_STATUS_LINES[reason] + head + body)
         # Behind what the transport may still hold back for this turn of the loop.
         self.loop.call_soon(self._end_writing)
@@ -228,8 +249,13 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         limits = self.limits
         if self._refused_at is not None:
             return MALFORMED if now - self._refused_at > limits.slack_s else None
-        if self._receiving_since is not None and self._is_answering and (self._is_in_head or self.pipeline):
-            # The next request may wait as long as this one is being answered: it is this side that does not take it.
+        if (
+            self._receiving_since is not None
+            and self._is_answering
+            and (self._is_in_head or self.pipeline)
+        ):
+            # The next request may wait as long as this one is being answered: it is this side that
+            # does not take it.
             self._receiving_since = now
         allowed_s = limits.request_s if self._is_in_head else 2 * limits.request_s + limits.slack_s
         if self._receiving_since is not None and now - self._receiving_since > allowed_s:
@@ -237,7 +263,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return NOT_READ if self._is_stalled(now) else None
 
     def _is_stalled(self, now: float) -> bool:
-        """Whether what waits to be read has not become less for too long. Where more is being written, the writer watches."""
+        """Whether what waits to be read has not become less for too long. Where more is being
+        written, the writer watches."""
         before, self._unsent_bytes = self._unsent_bytes, self._raw_transport.get_write_buffer_size()
         if not self._unsent_bytes:
             self._stalled_since = None
@@ -256,8 +283,9 @@ def _tell_disconnected(request: RequestResponseCycle) -> None:
 class _BodyReader:
     """What a parser calls for the body behind a head that asked for an upgrade.
 
-    httptools takes such a head for the whole message, and what follows for another protocol's. But nothing is offered to
-    upgrade to, so the body follows (RFC 9110 7.8): Java's own client asks for HTTP/2 in this way with every first request.
+    httptools takes such a head for the whole message, and what follows for another protocol's. But
+    nothing is offered to upgrade to, so the body follows (RFC 9110 7.8): Java's own client asks for
+    HTTP/2 in this way with every first request.
     """
 
     def __init__(self, protocol: GuardedHttpProtocol) -> None:
@@ -274,8 +302,11 @@ class _BodyReader:
             self._protocol.on_message_complete()
 
 
-def guarded_protocol(client_limits: ClientLimits, on_refusal: Callable[[Refusal], None]) -> type[GuardedHttpProtocol]:
-    """The protocol with these limits, for `uvicorn.Config(http=...)`; *on_refusal* is told of every connection it ends."""
+def guarded_protocol(
+    client_limits: ClientLimits, on_refusal: Callable[[Refusal], None]
+) -> type[GuardedHttpProtocol]:
+    """The protocol with these limits, for `uvicorn.Config(http=...)`; *on_refusal* is told of every
+    connection it ends."""
 
     class Configured(GuardedHttpProtocol):
         limits = client_limits

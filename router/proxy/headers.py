@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from router.proxy.types import Attempt, ProxyRequest
 from router.upstream import Header, UpstreamResponse
 
-# RFC 9110 7.6.1 names the first five; the others mean this hop only by their own definitions (7.6.1 calls them "connection
-# options"): 11.7 proxy authentication, 6.6.2 trailer (trailers are not passed on), RFC 7540 3.2.1.
+# RFC 9110 7.6.1 names the first five; the others mean this hop only by their own definitions (7.6.1
+# calls them "connection options"): 11.7 proxy authentication, 6.6.2 trailer (trailers are not
+# passed on), RFC 7540 3.2.1.
 HOP_BY_HOP = frozenset(
     (
         b"connection",
@@ -23,7 +24,8 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
-# The upstream client writes its own host and content-length; the body is here already, so nobody waits for 100 Continue.
+# The upstream client writes its own host and content-length; the body is here already, so nobody
+# waits for 100 Continue.
 _REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _WITHOUT_BODY = frozenset((204, 304))
 _COMMON_OPTIONS = frozenset((b"", b",keep-alive", b",close"))
@@ -39,12 +41,15 @@ def upstream_headers(request: ProxyRequest, attempt: Attempt) -> list[Header]:
     return kept
 
 
-def client_headers(response: UpstreamResponse, attempt: Attempt, request: ProxyRequest) -> list[Header]:
+def client_headers(
+    response: UpstreamResponse, attempt: Attempt, request: ProxyRequest
+) -> list[Header]:
     """The headers to send to the client: the replica's own, and the caller's."""
     added = attempt.response_headers + request.response_headers
     dropped = HOP_BY_HOP.union([name for name, _ in added])
     if response.status in _WITHOUT_BODY:
-        # A 304 may tell the length of what it does not send; a server that counts what it sends would call that wrong.
+        # A 304 may tell the length of what it does not send; a server that counts what it sends
+        # would call that wrong.
         dropped |= {b"content-length"}
     kept = _end_to_end(response.headers, dropped)
     kept += added
@@ -52,12 +57,15 @@ def client_headers(response: UpstreamResponse, attempt: Attempt, request: ProxyR
 
 
 def takes_events(headers: Iterable[Header]) -> bool:
-    """Whether an event may be appended to this body: it is an event stream, plain and of open length."""
+    """Whether an event may be appended to this body: it is an event stream, plain and of open
+    length."""
     found = False
     for name, value in headers:
         if name == b"content-type":
             found = value[:17].lower() == b"text/event-stream"
-        elif name == b"content-length" or (name == b"content-encoding" and value.lower() != b"identity"):
+        elif name == b"content-length" or (
+            name == b"content-encoding" and value.lower() != b"identity"
+        ):
             return False
     return found
 

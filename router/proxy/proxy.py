@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.proxy.relay import Relay
-from router.proxy.types import Attempt, End, Observer, Outcome, ProxyRequest, ProxySettings, Receive, Send
+from router.proxy.types import (
+    Attempt,
+    End,
+    Observer,
+    Outcome,
+    ProxyRequest,
+    ProxySettings,
+    Receive,
+    Send,
+)
 from router.upstream import UpstreamClient
 
 
@@ -31,12 +40,19 @@ class Proxy:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def stream(
-        self, plan: Sequence[Attempt], request: ProxyRequest, receive: Receive, send: Send, observer: Observer
+        self,
+        plan: Sequence[Attempt],
+        request: ProxyRequest,
+        receive: Receive,
+        send: Send,
+        observer: Observer,
     ) -> Outcome:
-        """Send the request to the first candidate of *plan* that gives a first byte, and its answer to the client.
+        """Send the request to the first candidate of *plan* that gives a first byte, and its answer
+        to the client.
 
-        The answer begins when its first body byte is here, not with its headers: until then another candidate may serve.
-        After the last one failed, the client gets 502, or 503 where a replica said so or *plan* is empty.
+        The answer begins when its first body byte is here, not with its headers: until then another
+        candidate may serve. After the last one failed, the client gets 502, or 503 where a replica
+        said so or *plan* is empty.
 
         Args:
             plan: Candidates, best first.
@@ -45,7 +61,8 @@ class Proxy:
             send: The server's; its waiting for a slow client is what pauses the replica.
             observer: Told what happens; ``on_end`` exactly once, whatever happens.
         Raises:
-            asyncio.CancelledError: The task was cancelled by somebody else. The replica's connection is closed.
+            asyncio.CancelledError: The task was cancelled by somebody else. The replica's
+                connection is closed.
         """
         loop = self._loop = self._loop or asyncio.get_running_loop()
         relay = Relay(self._client, self._settings, request, receive, send, observer, loop)
@@ -69,4 +86,6 @@ class Proxy:
         now = loop.time()
         for relay in self._relays:
             relay.watch(now)
-        self._timer = loop.call_later(self._settings.watch_s, self._watch, loop) if self._relays else None
+        self._timer = (
+            loop.call_later(self._settings.watch_s, self._watch, loop) if self._relays else None
+        )

@@ -34,7 +34,8 @@ from router.upstream import (
     UpstreamResponse,
 )
 
-# The replica or a gateway before it says "not now": nothing was generated, so another replica may be asked.
+# The replica or a gateway before it says "not now": nothing was generated, so another replica may
+# be asked.
 _UNAVAILABLE_STATUSES = frozenset((502, 503, 504))
 _FAILURES: dict[type[UpstreamError], Failure] = {
     ConnectFailed: Failure.CONNECT,
@@ -105,7 +106,8 @@ class Relay:
         self._unavailable = False
 
     async def run(self, plan: Sequence[Attempt]) -> None:
-        """Proxy the request; `end` tells how it went. Raises CancelledError if somebody else cancels the task."""
+        """Proxy the request; `end` tells how it went. Raises CancelledError if somebody else
+        cancels the task."""
         try:
             self.end = await self._serve(plan)
         except _ClientGone:
@@ -128,12 +130,14 @@ class Relay:
             self._body_bytes,
         )
 
-    # What may end it from outside: looked at by a timer of the proxy, so that a request costs no timer of its own.
+    # What may end it from outside: looked at by a timer of the proxy, so that a request costs no
+    # timer of its own.
 
     def watch(self, now: float) -> None:
         """Listen for the client's leaving, and end a write that waits for too long.
 
-        Only a request that outlives one tick gets a listening task: most short ones are over by then.
+        Only a request that outlives one tick gets a listening task: most short ones are over by
+        then.
         """
         if self._sending_since and now - self._sending_since > self._settings.client_stall_s:
             self._interrupt(End.CLIENT_STALLED)
@@ -151,7 +155,8 @@ class Relay:
         self._interrupt(End.CLIENT_LEFT)
 
     def _interrupt(self, verdict: End) -> None:
-        # The request's task is waiting somewhere below `run` whenever this is called, so the cancellation surfaces there.
+        # The request's task is waiting somewhere below `run` whenever this is called, so the
+        # cancellation surfaces there.
         if self._verdict is None and self._task is not None:
             self._verdict = verdict
             self._task.cancel()
@@ -169,24 +174,31 @@ class Relay:
             try:
                 response = await self._try(attempt)
             except ConnectionLimitReached:
-                return await self._refuse(End.OVERLOADED, 503, "the router is at its limit of connections", "overloaded")
+                return await self._refuse(
+                    End.OVERLOADED, 503, "the router is at its limit of connections", "overloaded"
+                )
             if response is not None:
                 try:
                     return await self._deliver(attempt, response)
                 finally:
                     response.abort()
         status = 503 if self._unavailable or not plan else 502
-        return await self._refuse(End.NO_REPLICA, status, "no replica could serve the request", "no_replica_available")
+        return await self._refuse(
+            End.NO_REPLICA, status, "no replica could serve the request", "no_replica_available"
+        )
 
     async def _try(self, attempt: Attempt) -> UpstreamResponse | None:
-        """Send the request to one candidate; None if it failed in a way that lets the next one be tried."""
+        """Send the request to one candidate; None if it failed in a way that lets the next one be
+        tried."""
         self._attempts += 1
         self._observer.on_attempt(attempt)
         request = self._request
         headers = upstream_headers(request, attempt)
         timeouts = request.timeouts or self._settings.timeouts
         try:
-            response = await self._client.send(attempt.origin, request.method, request.target, headers, request.body, timeouts)
+            response = await self._client.send(
+                attempt.origin, request.method, request.target, headers, request.body, timeouts
+            )
         except ConnectionLimitReached:
             raise
         except UpstreamError as error:
@@ -208,7 +220,9 @@ class Relay:
         self._observer.on_first_byte(attempt, self._first_byte_s)
         headers = client_headers(response, attempt, self._request)
         events = EventLines() if takes_events(response.headers) else None
-        await self._emit({"type": "http.response.start", "status": response.status, "headers": headers})
+        await self._emit(
+            {"type": "http.response.start", "status": response.status, "headers": headers}
+        )
         try:
             await self._copy(response, events)
         except UpstreamError as error:
@@ -224,23 +238,34 @@ class Relay:
                 self._body_bytes += len(chunk)
                 self._observer.on_chunk(chunk)
             if events is not None:
-                chunk = events.release(chunk, final)  # at the end also what it holds, if the end comes alone
+                chunk = events.release(
+                    chunk, final
+                )  # at the end also what it holds, if the end comes alone
             if chunk or final:
-                await self._emit({"type": "http.response.body", "body": chunk, "more_body": not final})
+                await self._emit(
+                    {"type": "http.response.body", "body": chunk, "more_body": not final}
+                )
 
-    async def _break_off(self, attempt: Attempt, events: EventLines | None, error: UpstreamError) -> End:
-        """The replica died in mid-stream: say so in an event stream, and let any other body end visibly too early."""
+    async def _break_off(
+        self, attempt: Attempt, events: EventLines | None, error: UpstreamError
+    ) -> End:
+        """The replica died in mid-stream: say so in an event stream, and let any other body end
+        visibly too early."""
         if events is not None and events.finished:
             # It died between its last event and the end of its body: the client has all of it.
             await self._emit({"type": "http.response.body", "body": b"", "more_body": False})
             return End.COMPLETED
-        self._observer.on_failure(attempt, Failure.IDLE_TIMEOUT if isinstance(error, IdleTimeout) else Failure.DIED)
+        self._observer.on_failure(
+            attempt, Failure.IDLE_TIMEOUT if isinstance(error, IdleTimeout) else Failure.DIED
+        )
         if events is None:
             await self._abort_client()
             return End.REPLICA_DIED
         message = "the replica ended the stream before it was complete"
         event = error_event(self._request.dialect, message, "server_error", "replica_died")
-        await self._emit({"type": "http.response.body", "body": events.separator + event, "more_body": False})
+        await self._emit(
+            {"type": "http.response.body", "body": events.separator + event, "more_body": False}
+        )
         return End.REPLICA_DIED
 
     async def _refuse(self, end: End, status: int, message: str, code: str) -> End:
@@ -265,10 +290,12 @@ class Relay:
         self._sending_since = 0.0
 
     async def _abort_client(self) -> None:
-        """Close the client's socket in mid-answer. Without a way to do so, returning unfinished makes the server do it."""
+        """Close the client's socket in mid-answer. Without a way to do so, returning unfinished
+        makes the server do it."""
         if self._request.abort_client is not None:
             # The listener is about to see the client go, and must not take that for its own wish.
             self._verdict = self._verdict or End.REPLICA_DIED
             self._request.abort_client()
-            # Let the server see the loss before this call returns, or it reports an application that forgot to finish.
+            # Let the server see the loss before this call returns, or it reports an application
+            # that forgot to finish.
             await asyncio.sleep(0)

@@ -1,8 +1,10 @@
-"""uvicorn's protocol with two things it lacks: an abort, and one system call for what is written together.
+"""uvicorn's protocol with two things it lacks: an abort, and one system call for what is written
+together.
 
-ASGI knows no abort. uvicorn ends an unfinished answer with ``transport.close()``, which waits until what is buffered was
-sent: for a client that never reads, that is never, and the socket is lost. And uvloop writes at once, so that headers and body
-of a short answer would be two system calls, two packets and two wake-ups of the client.
+ASGI knows no abort. uvicorn ends an unfinished answer with ``transport.close()``, which waits until
+what is buffered was sent: for a client that never reads, that is never, and the socket is lost. And
+uvloop writes at once, so that headers and body of a short answer would be two system calls, two
+packets and two wake-ups of the client.
 
 To be used as ``uvicorn.Config(http=AbortableHttpProtocol)``.
 """
@@ -19,7 +21,8 @@ ABORT_EXTENSION = "kvroute.abort"
 
 
 class JoiningTransport:
-    """Writes what was written in one turn of the event loop at the turn's end; is uvicorn's transport in all it uses."""
+    """Writes what was written in one turn of the event loop at the turn's end; is uvicorn's
+    transport in all it uses."""
 
     __slots__ = ("_loop", "_pieces", "_transport")
 
@@ -46,7 +49,8 @@ class JoiningTransport:
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
-        # It may have been lost since they were written; uvloop raises where asyncio would only count.
+        # It may have been lost since they were written; uvloop raises where asyncio would only
+        # count.
         if not pieces or self._transport.is_closing():
             return
         if len(pieces) == 1:
@@ -70,7 +74,8 @@ class JoiningTransport:
 
 
 class AbortableHttpProtocol(HttpToolsProtocol):
-    """Puts the transport's ``abort`` among the extensions of every request's scope, and joins writes."""
+    """Puts the transport's ``abort`` among the extensions of every request's scope, and joins
+    writes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
@@ -81,6 +86,7 @@ class AbortableHttpProtocol(HttpToolsProtocol):
 
 
 def client_abort(scope: Mapping[str, Any]) -> Callable[[], object] | None:
-    """The abort of this request's client, if the server offers one: for `ProxyRequest.abort_client`."""
+    """The abort of this request's client, if the server offers one: for
+    `ProxyRequest.abort_client`."""
     extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
     return None if extension is None else extension["abort"]

@@ -36,18 +36,21 @@ class End(Enum):
     NO_REPLICA = "no_replica"
     # The router has no connection to spare: answered with 503.
     OVERLOADED = "overloaded"
-    # The router itself gave up: its task was cancelled (shutdown) or an error of its own came through.
+    # The router itself gave up: its task was cancelled (shutdown) or an error of its own came
+    # through.
     ABANDONED = "abandoned"
 
 
 class Failure(Enum):
-    """What a replica did wrong in one attempt. A 4xx answer is the client's doing and is no failure."""
+    """What a replica did wrong in one attempt. A 4xx answer is the client's doing and is no
+    failure."""
 
     CONNECT = "connect"
     CLOSED = "closed"
     FIRST_BYTE_TIMEOUT = "first_byte_timeout"
     MALFORMED = "malformed"
-    # 502, 503, 504: the replica, or a gateway before it, says that it cannot serve now. The next candidate is tried.
+    # 502, 503, 504: the replica, or a gateway before it, says that it cannot serve now. The next
+    # candidate is tried.
     UNAVAILABLE = "unavailable"
     # Any other 5xx: passed on to the client.
     SERVER_ERROR = "server_error"
@@ -56,8 +59,17 @@ class Failure(Enum):
     IDLE_TIMEOUT = "idle_timeout"
 
 
-# The failures after which the next candidate is tried; the last two of `Failure` come too late for that.
-RETRIED = frozenset((Failure.CONNECT, Failure.CLOSED, Failure.FIRST_BYTE_TIMEOUT, Failure.MALFORMED, Failure.UNAVAILABLE))
+# The failures after which the next candidate is tried; the last two of `Failure` come too late for
+# that.
+RETRIED = frozenset(
+    (
+        Failure.CONNECT,
+        Failure.CLOSED,
+        Failure.FIRST_BYTE_TIMEOUT,
+        Failure.MALFORMED,
+        Failure.UNAVAILABLE,
+    )
+)
 
 
 class Attempt(NamedTuple):
@@ -66,9 +78,10 @@ class Attempt(NamedTuple):
     Args:
         replica_id: For the observer; the proxy does not read it.
         origin: Where to send the request.
-        request_headers: Each replaces the client's headers of that name, or only removes them if its value is None.
+        request_headers: Each replaces the client's headers of that name, or only removes them if
+            its value is None. Names in lower case.
+        response_headers: Each replaces the replica's headers of that name, as ``x-kv-replica``.
             Names in lower case.
-        response_headers: Each replaces the replica's headers of that name, as ``x-kv-replica``. Names in lower case.
     """
 
     replica_id: str
@@ -83,13 +96,16 @@ class ProxyRequest(NamedTuple):
     Args:
         method: As on the wire.
         target: Path and query as on the wire.
-        headers: As ASGI gives them, names in lower case. Hop-by-hop headers, host and content-length are replaced.
+        headers: As ASGI gives them, names in lower case. Hop-by-hop headers, host and
+            content-length are replaced.
         body: What to send, possibly not what came.
-        response_headers: Added to every answer, also to the router's own errors, as ``x-request-id``.
+        response_headers: Added to every answer, also to the router's own errors, as
+            ``x-request-id``.
         dialect: The form of errors.
-        timeouts: Instead of the proxy's own. An answer that is not streamed has its first byte only when all of it was
-            generated.
-        abort_client: Closes the client's socket at once, whatever is still buffered; see `router.proxy.server`.
+        timeouts: Instead of the proxy's own. An answer that is not streamed has its first byte only
+            when all of it was generated.
+        abort_client: Closes the client's socket at once, whatever is still buffered; see
+            `router.proxy.server`.
     """
 
     method: bytes
@@ -110,7 +126,8 @@ class Outcome(NamedTuple):
         status: The status sent to the client; None if it left before there was one.
         attempt: The candidate whose answer was passed on; None if there was none.
         attempts: How many candidates were tried.
-        first_byte_s: From the call of `stream` to the first byte of that answer's body; None if none came.
+        first_byte_s: From the call of `stream` to the first byte of that answer's body; None if
+            none came.
         seconds: From the call of `stream` to its end.
         body_bytes: Bytes of the body received from the replica.
     """
@@ -127,8 +144,9 @@ class Outcome(NamedTuple):
 class Observer(Protocol):
     """Is told what happens, in this order, on the event loop: it must not block.
 
-    For each attempt ``on_attempt`` and, where the replica failed, ``on_failure``; ``on_first_byte`` once; ``on_chunk`` for
-    every piece of the body. Whatever happens, ``on_end`` comes exactly once and last.
+    For each attempt ``on_attempt`` and, where the replica failed, ``on_failure``; ``on_first_byte``
+    once; ``on_chunk`` for every piece of the body. Whatever happens, ``on_end`` comes exactly once
+    and last.
     """
 
     def on_attempt(self, attempt: Attempt) -> None:
@@ -138,7 +156,8 @@ class Observer(Protocol):
         """The candidate failed. If the failure is in `RETRIED`, the next one is tried."""
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
-        """The first byte of the body (or the end of an empty one) is here, *seconds* after `stream` was called."""
+        """The first byte of the body (or the end of an empty one) is here, *seconds* after `stream`
+        was called."""
 
     def on_chunk(self, data: bytes) -> None:
         """A piece of the body, before it is sent on."""
@@ -151,8 +170,9 @@ class Observer(Protocol):
 class ProxySettings:
     """Bounds on one proxied request, in seconds.
 
-    ``client_stall_s`` is the longest time one write may wait for a client that does not read. ``watch_s`` is how often that,
-    and whether the client is still there, is looked at: a client that leaves is noticed within twice that time.
+    ``client_stall_s`` is the longest time one write may wait for a client that does not read.
+    ``watch_s`` is how often that, and whether the client is still there, is looked at: a client
+    that leaves is noticed within twice that time.
     """
 
     timeouts: Timeouts
@@ -163,6 +183,8 @@ class ProxySettings:
     def __post_init__(self) -> None:
         for name in ("client_stall_s", "watch_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"proxy: {name} {getattr(self, name)!r} must be a number of seconds above 0")
+                raise ValueError(
+                    f"proxy: {name} {getattr(self, name)!r} must be a number of seconds above 0"
+                )
         if self.retry_after_s < 0:
             raise ValueError(f"proxy: retry_after_s {self.retry_after_s!r} must be 0 or more")

@@ -1,12 +1,16 @@
-"""What a replica says about itself, read from its answers. Pure; whatever the answers hold, the result is bounded.
+"""What a replica says about itself, read from its answers. Pure; whatever the answers hold, the
+result is bounded.
 
-`GET /kv_event_sources` (vLLM 0.32) answers an object, data-parallel rank -> its publisher's configuration:
+`GET /kv_event_sources` (vLLM 0.32) answers an object, data-parallel rank -> its publisher's
+configuration:
 
-    {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557",
+    {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
+    "replay_endpoint": "tcp://*:6557",
            "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": "kv-events"}}
 
-with the port offset of the rank already in the addresses, `null` for no replay endpoint, and `{}` where there are no events.
-Development branches of vLLM answered a list whose entries carry `data_parallel_rank`; both are read.
+with the port offset of the rank already in the addresses, `null` for no replay endpoint, and `{}`
+where there are no events. Development branches of vLLM answered a list whose entries carry
+`data_parallel_rank`; both are read.
 
 `GET /v1/models` lists base models, and LoRA adapters as entries with a `parent`.
 """
@@ -55,7 +59,8 @@ class _Models(msgspec.Struct):
 
 
 def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
-    """The event sources in an answer to `GET /kv_event_sources`, by rank; none if the engine publishes nothing.
+    """The event sources in an answer to `GET /kv_event_sources`, by rank; none if the engine
+    publishes nothing.
 
     Args:
         body: The answer.
@@ -63,9 +68,13 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
     Raises:
         ReplicaAnswerInvalid: It is no such answer.
     """
-    answer: dict[str, _Source] | list[_Source] = _decode(SOURCES_PATH, body, dict[str, _Source] | list[_Source])
+    answer: dict[str, _Source] | list[_Source] = _decode(
+        SOURCES_PATH, body, dict[str, _Source] | list[_Source]
+    )
     if len(answer) > MAX_RANKS:
-        raise ReplicaAnswerInvalid(SOURCES_PATH, f"{len(answer)} ranks; at most {MAX_RANKS} are taken")
+        raise ReplicaAnswerInvalid(
+            SOURCES_PATH, f"{len(answer)} ranks; at most {MAX_RANKS} are taken"
+        )
     entries = answer.items() if isinstance(answer, dict) else _numbered(answer)
     sources = [_source(rank, entry, host) for rank, entry in entries if entry.publisher == "zmq"]
     sources.sort(key=lambda source: source.dp_rank)
@@ -83,14 +92,20 @@ def parse_models(body: bytes) -> ServedModels:
     """
     answer: _Models = _decode(MODELS_PATH, body, _Models)
     if len(answer.data) > MAX_MODELS:
-        raise ReplicaAnswerInvalid(MODELS_PATH, f"{len(answer.data)} models; at most {MAX_MODELS} are taken")
+        raise ReplicaAnswerInvalid(
+            MODELS_PATH, f"{len(answer.data)} models; at most {MAX_MODELS} are taken"
+        )
     for index, model in enumerate(answer.data):
         if not 1 <= len(model.id) <= MAX_NAME_CHARS or len(model.parent or "") > MAX_NAME_CHARS:
-            raise ReplicaAnswerInvalid(f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters")
+            raise ReplicaAnswerInvalid(
+                f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters"
+            )
     models = _unique(model.id for model in answer.data if not model.parent)
     if not models:
         raise ReplicaAnswerInvalid(MODELS_PATH, "no base model; there must be one")
-    adapters = {model.id: model.parent for model in answer.data if model.parent and model.id not in models}
+    adapters = {
+        model.id: model.parent for model in answer.data if model.parent and model.id not in models
+    }
     return ServedModels(models, tuple(adapters.items()))
 
 
@@ -131,10 +146,14 @@ def _numbered(entries: list[_Source]) -> Iterator[tuple[str, _Source]]:
 
 def _source(rank: str, entry: _Source, host: str) -> EventSource:
     if not (rank.isascii() and rank.isdigit() and len(rank) <= 5 and int(rank) <= MAX_RANK):
-        raise ReplicaAnswerInvalid(SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}")
+        raise ReplicaAnswerInvalid(
+            SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}"
+        )
     place = f"{SOURCES_PATH} rank {rank}"
     if len(entry.topic) > MAX_TOPIC_CHARS:
-        raise ReplicaAnswerInvalid(place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken")
+        raise ReplicaAnswerInvalid(
+            place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken"
+        )
     replay = entry.replay_endpoint
     return EventSource(
         int(rank),
@@ -147,7 +166,9 @@ def _source(rank: str, entry: _Source, host: str) -> EventSource:
 def _address(place: str, endpoint: str, host: str) -> str:
     # inproc:// has the right form, but nobody outside the engine's process can reach it.
     if not is_endpoint(endpoint) or endpoint.startswith("inproc://"):
-        raise ReplicaAnswerInvalid(place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path")
+        raise ReplicaAnswerInvalid(
+            place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path"
+        )
     return reachable(endpoint, host)
 
 

@@ -21,5 +21,7 @@ class UpstreamFetch:
         """See `Fetch`."""
         phases = Timeouts(timeout_s, timeout_s, timeout_s)
         async with timeout(timeout_s):
-            status, _, body = await self._client.fetch(origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers)
+            status, _, body = await self._client.fetch(
+                origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers
+            )
         return status, body

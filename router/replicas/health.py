@@ -1,4 +1,5 @@
-"""When a replica counts as healthy: active checks and the fate of real requests in, one word out. No clock, no I/O."""
+"""When a replica counts as healthy: active checks and the fate of real requests in, one word out.
+No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ MAX_ERROR_CHARS = 300
 class HealthRecord:
     """Counts in a row, for one replica.
 
-    Checks and requests are counted apart: a server whose /health answers while its requests fail would otherwise never leave
-    the rotation. A passed check brings it back, so such a server alternates, and costs a few retries per interval.
+    Checks and requests are counted apart: a server whose /health answers while its requests fail
+    would otherwise never leave the rotation. A passed check brings it back, so such a server
+    alternates, and costs a few retries per interval.
     """
 
     def __init__(self, unhealthy_after: int, healthy_after: int) -> None:
@@ -45,7 +47,8 @@ class HealthRecord:
         return self._failed_in_a_row >= self._unhealthy_after and self._become_unhealthy()
 
     def request_failed(self, error: str) -> bool:
-        """A request failed for the replica's fault, not the client's; True if it became unhealthy by it."""
+        """A request failed for the replica's fault, not the client's; True if it became unhealthy
+        by it."""
         self.failed_requests += 1
         self.last_error = error[:MAX_ERROR_CHARS]
         self._failed_requests_in_a_row += 1

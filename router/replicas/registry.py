@@ -1,4 +1,5 @@
-"""Which replicas exist, whether they are well, and what they serve. Nothing of it is kept on disk."""
+"""Which replicas exist, whether they are well, and what they serve. Nothing of it is kept on
+disk."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MAX_REPLICAS = 4096
 
 
 class ReplicaListener(Protocol):
-    """Is told of changes, on the event loop and in their order: it must not block and must not raise."""
+    """Is told of changes, on the event loop and in their order: it must not block and must not
+    raise."""
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
         """`replica.state` is another one now."""
@@ -33,8 +35,9 @@ class ReplicaListener(Protocol):
         """`replica.served` is another one now."""
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        """`replica.sources` are other ones now. They are not announced before the replica's models are known, and are
-        empty once it is removed. A restart on the same addresses is no change: the streams themselves show it."""
+        """`replica.sources` are other ones now. They are not announced before the replica's models
+        are known, and are empty once it is removed. A restart on the same addresses is no change:
+        the streams themselves show it."""
 
     def on_removed(self, replica: Replica) -> None:
         """It is gone from the registry; requests may still run there."""
@@ -102,10 +105,11 @@ class ReplicaRegistry:
         self._by_model: dict[str, tuple[Replica, ...]] = {}
         self._closed = False
 
-    # --- the operator's side ----------------------------------------------------------------------------------------------
+    # --- the operator's side ----------------------------------------------------------------------
 
     def add(self, config: ReplicaConfig) -> Replica:
-        """Take up a replica and begin to watch it. It gets requests once a check has passed and its models are known.
+        """Take up a replica and begin to watch it. It gets requests once a check has passed and its
+        models are known.
 
         Raises:
             ReplicaExists: Its id or its URL is taken.
@@ -116,9 +120,13 @@ class ReplicaRegistry:
             raise ShuttingDown
         self._check_free(config)
         now = self._clock()
-        replica = Replica(config, HealthRecord(self._health.unhealthy_after, self._health.healthy_after), now)
+        replica = Replica(
+            config, HealthRecord(self._health.unhealthy_after, self._health.healthy_after), now
+        )
         self._replicas[replica.id] = replica
-        self._watchers[replica.id] = Watcher(replica, self, self._fetch, self._health, self._random, self._clock)
+        self._watchers[replica.id] = Watcher(
+            replica, self, self._fetch, self._health, self._random, self._clock
+        )
         for task in self._watchers[replica.id].tasks:
             task.add_done_callback(_report_crash)
         logger.info("replica %s added: %s", replica.id, replica.origin)
@@ -153,7 +161,7 @@ class ReplicaRegistry:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    # --- the router's side ------------------------------------------------------------------------------------------------
+    # --- the router's side ------------------------------------------------------------------------
 
     def get(self, replica_id: str) -> Replica:
         """The replica of that id; raises `UnknownReplica`."""
@@ -167,7 +175,8 @@ class ReplicaRegistry:
         return tuple(self._replicas.values())
 
     def serving(self, model: str) -> tuple[Replica, ...]:
-        """Those that serve a model or an adapter, whatever their state; empty if nobody knows it."""
+        """Those that serve a model or an adapter, whatever their state; empty if nobody knows
+        it."""
         return self._by_model.get(model, ())
 
     @property
@@ -179,7 +188,8 @@ class ReplicaRegistry:
         )
 
     def models(self) -> dict[str, str | None]:
-        """Everything that is served: name -> None for a model, the model it adapts for an adapter."""
+        """Everything that is served: name -> None for a model, the model it adapts for an
+        adapter."""
         names: dict[str, str | None] = {}
         for replica in self._replicas.values():
             names.update(dict.fromkeys(replica.served.models))
@@ -188,9 +198,11 @@ class ReplicaRegistry:
         return names
 
     def report_failure(self, replica_id: str, why: str) -> None:
-        """A request failed there, for the replica's fault: no connection, no answer, a broken answer, 502 to 504.
+        """A request failed there, for the replica's fault: no connection, no answer, a broken
+        answer, 502 to 504.
 
-        Never call it for a 4xx answer: that is the client's doing. *why* is shown to operators: no prompt, no key.
+        Never call it for a 4xx answer: that is the client's doing. *why* is shown to operators: no
+        prompt, no key.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -209,7 +221,9 @@ class ReplicaRegistry:
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica, as of now."""
         now = self._clock()
-        return tuple(replica.view(self._load.load_of(replica.id), now) for replica in self._replicas.values())
+        return tuple(
+            replica.view(self._load.load_of(replica.id), now) for replica in self._replicas.values()
+        )
 
     def statistics(self) -> RegistryStatistics:
         """Numbers for metrics; those of one replica are in `snapshot`."""
@@ -225,7 +239,7 @@ class ReplicaRegistry:
             failed_scrapes=sum(replica.failed_scrapes for replica in replicas),
         )
 
-    # --- what the watchers tell -------------------------------------------------------------------------------------------
+    # --- what the watchers tell -------------------------------------------------------------------
 
     def on_check(self, replica: Replica, error: str | None) -> None:
         """Implements `Owner`."""
@@ -236,7 +250,11 @@ class ReplicaRegistry:
             self._became_unhealthy(replica, before)
 
     def on_discovered(
-        self, replica: Replica, served: ServedModels | None, sources: tuple[EventSource, ...] | None, notes: tuple[str, ...]
+        self,
+        replica: Replica,
+        served: ServedModels | None,
+        sources: tuple[EventSource, ...] | None,
+        notes: tuple[str, ...],
     ) -> None:
         """Implements `Owner`."""
         if notes and notes != replica.notes:
@@ -252,11 +270,13 @@ class ReplicaRegistry:
         """Implements `Owner`."""
         return self._load.load_of(replica.id).requests
 
-    # --- steps ------------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def _check_free(self, config: ReplicaConfig) -> None:
         if len(self._replicas) >= MAX_REPLICAS:
-            raise BadRequest("replicas", f"{len(self._replicas)} of them", "remove one before you add another")
+            raise BadRequest(
+                "replicas", f"{len(self._replicas)} of them", "remove one before you add another"
+            )
         if config.replica_id in self._replicas:
             raise ReplicaExists("id", config.replica_id, config.replica_id)
         for other in self._replicas.values():
@@ -292,7 +312,9 @@ class ReplicaRegistry:
         if replica.state is before:
             return
         level = logging.WARNING if replica.state is ReplicaState.UNHEALTHY else logging.INFO
-        logger.log(level, "replica %s: %s, was %s: %s", replica.id, replica.state.value, before.value, why)
+        logger.log(
+            level, "replica %s: %s, was %s: %s", replica.id, replica.state.value, before.value, why
+        )
         self._listener.on_state_changed(replica, before)
 
     def _take_models(self, replica: Replica, served: ServedModels) -> None:
@@ -312,7 +334,10 @@ class ReplicaRegistry:
         """Look up by model what every request asks for."""
         by_model: dict[str, list[Replica]] = {}
         for replica in self._replicas.values():
-            for name in (*replica.served.models, *(adapter for adapter, _ in replica.served.adapters)):
+            for name in (
+                *replica.served.models,
+                *(adapter for adapter, _ in replica.served.adapters),
+            ):
                 by_model.setdefault(name, []).append(replica)
         self._by_model = {name: tuple(replicas) for name, replicas in by_model.items()}
 
@@ -325,7 +350,10 @@ class ReplicaRegistry:
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:
-    """A watcher ends by cancellation only; anything else is a bug, which must not pass in silence."""
+    """A watcher ends by cancellation only; anything else is a bug, which must not pass in
+    silence."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        logger.critical("%s ended, and the replica is not watched any more", task.get_name(), exc_info=error)
+        logger.critical(
+            "%s ended, and the replica is not watched any more", task.get_name(), exc_info=error
+        )

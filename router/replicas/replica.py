@@ -47,7 +47,9 @@ class Replica:
 
     def serves(self, model: str) -> bool:
         """Whether it answers requests for this model or adapter."""
-        return model in self.served.models or any(model == adapter for adapter, _ in self.served.adapters)
+        return model in self.served.models or any(
+            model == adapter for adapter, _ in self.served.adapters
+        )
 
     def take_gauges(self, gauges: EngineGauges, own_requests: int, now: float) -> None:
         """Keep scraped gauges. *own_requests* are this router's requests there at that time."""
@@ -66,7 +68,8 @@ class Replica:
         suspect: bool = False,
         dp_rank: int | None = None,
     ) -> Candidate:
-        """This replica as scoring sees it, for one prompt. Old gauges are left out rather than believed."""
+        """This replica as scoring sees it, for one prompt. Old gauges are left out rather than
+        believed."""
         fresh = self.gauges is not None and now - self.gauges_at <= gauges_stale_after_s
         limit = self.config.max_concurrent_requests
         return Candidate(
@@ -123,7 +126,11 @@ class Replica:
 
 
 def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None:
-    return None if config.kv_events is None else configured_sources(config.kv_events, config.origin.host)
+    return (
+        None
+        if config.kv_events is None
+        else configured_sources(config.kv_events, config.origin.host)
+    )
 
 
 def _authorization(config: ReplicaConfig) -> tuple[Header, ...]:

@@ -33,7 +33,8 @@ class ReplicaState(Enum):
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """Where one data-parallel rank publishes its KV events. Addresses are ones to connect to: no wildcards."""
+    """Where one data-parallel rank publishes its KV events. Addresses are ones to connect to: no
+    wildcards."""
 
     dp_rank: int
     endpoint: str
@@ -50,7 +51,8 @@ class ServedModels(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an operator wants to know of a replica, as of now. Ages are seconds; secrets are left out."""
+    """Everything that an operator wants to know of a replica, as of now. Ages are seconds; secrets
+    are left out."""
 
     id: str
     url: str
@@ -92,5 +94,6 @@ class Fetch(Protocol):
         """Status and body of `GET <origin><path>`, within *timeout_s* altogether.
 
         Raises:
-            UpstreamError, OSError, asyncio.TimeoutError: There is no such answer, or it is longer than *max_bytes*.
+            UpstreamError, OSError, asyncio.TimeoutError: There is no such answer, or it is longer
+                than *max_bytes*.
         """

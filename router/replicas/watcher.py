@@ -1,7 +1,8 @@
-"""Watches one replica: a task that checks its health, and another that asks what it serves and how loaded it is.
+"""Watches one replica: a task that checks its health, and another that asks what it serves and how
+loaded it is.
 
-Two tasks, so that a slow answer to the second kind delays no check; one of each per replica, so that none waits for another
-replica and no check overlaps with the next.
+Two tasks, so that a slow answer to the second kind delays no check; one of each per replica, so
+that none waits for another replica and no check overlaps with the next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any, Protocol
 from router.config import HealthConfig
 from router.errors import ReplicaAnswerInvalid
 from router.gauges import parse_gauges
-from router.replicas.discovery import MAX_ANSWER_BYTES, MODELS_PATH, SOURCES_PATH, parse_models, parse_sources
+from router.replicas.discovery import (
+    MAX_ANSWER_BYTES,
+    MODELS_PATH,
+    SOURCES_PATH,
+    parse_models,
+    parse_sources,
+)
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, Fetch, ServedModels
 from router.upstream import UpstreamError
@@ -22,10 +29,11 @@ from router.upstream import UpstreamError
 UNREACHABLE = (UpstreamError, OSError, asyncio.TimeoutError)
 MAX_HEALTH_BYTES = 64 * 1024
 MAX_METRICS_BYTES = 8 * 1024 * 1024
-# Early checks, which failed requests ask for, come no closer to the last one than this share of the interval.
+# Early checks, which failed requests ask for, come no closer to the last one than this share of the
+# interval.
 EARLIEST = 0.1
-# Waits are shortened at random by up to this share, so that many replicas are not asked at the same moment. Never prolonged:
-# a replica that returns is to be back within one interval.
+# Waits are shortened at random by up to this share, so that many replicas are not asked at the same
+# moment. Never prolonged: a replica that returns is to be back within one interval.
 JITTER = 0.2
 
 
@@ -36,7 +44,11 @@ class Owner(Protocol):
         """A check passed, or failed for this reason."""
 
     def on_discovered(
-        self, replica: Replica, served: ServedModels | None, sources: tuple[EventSource, ...] | None, notes: tuple[str, ...]
+        self,
+        replica: Replica,
+        served: ServedModels | None,
+        sources: tuple[EventSource, ...] | None,
+        notes: tuple[str, ...],
     ) -> None:
         """What the replica says of itself; None for what it could not say now."""
 
@@ -56,7 +68,13 @@ class Watcher:
     """The two tasks of one replica. Make it inside a running event loop."""
 
     def __init__(
-        self, replica: Replica, owner: Owner, fetch: Fetch, config: HealthConfig, random: Random, clock: Callable[[], float]
+        self,
+        replica: Replica,
+        owner: Owner,
+        fetch: Fetch,
+        config: HealthConfig,
+        random: Random,
+        clock: Callable[[], float],
     ) -> None:
         self._replica = replica
         self._owner = owner
@@ -69,7 +87,10 @@ class Watcher:
         self._healthy = asyncio.Event()
         self._discovery_due = 0.0
         self._look_now = asyncio.Event()
-        self.tasks = (self._start(self._watch_health(), "health"), self._start(self._watch_details(), "details"))
+        self.tasks = (
+            self._start(self._watch_health(), "health"),
+            self._start(self._watch_details(), "details"),
+        )
 
     def check_soon(self) -> None:
         """A request failed there: do not wait for the next check's time."""
@@ -92,9 +113,11 @@ class Watcher:
             task.cancel()
 
     def _start(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        return asyncio.get_running_loop().create_task(work, name=f"replica {self._replica.id}: {what}")
+        return asyncio.get_running_loop().create_task(
+            work, name=f"replica {self._replica.id}: {what}"
+        )
 
-    # --- health -----------------------------------------------------------------------------------------------------------
+    # --- health -----------------------------------------------------------------------------------
 
     async def _watch_health(self) -> None:
         while not self._closing:
@@ -110,10 +133,12 @@ class Watcher:
         try:
             status, _ = await self._get(self._config.path, MAX_HEALTH_BYTES)
         except UNREACHABLE as error:
-            return str(error) or f"GET {self._config.path}: no answer in {self._config.timeout_s:g} s"
+            return (
+                str(error) or f"GET {self._config.path}: no answer in {self._config.timeout_s:g} s"
+            )
         return None if 200 <= status < 300 else f"GET {self._config.path} answered {status}"
 
-    # --- models, event sources, load --------------------------------------------------------------------------------------
+    # --- models, event sources, load --------------------------------------------------------------
 
     async def _watch_details(self) -> None:
         while not self._closing:
@@ -137,7 +162,8 @@ class Watcher:
         sources = await self._sources(notes)
         complete = served is not None and sources is not None
         wait_s = self._config.discovery_interval_s if complete else self._config.interval_s
-        # Unless it went and came back in the meantime: then what was just heard may be of its former life.
+        # Unless it went and came back in the meantime: then what was just heard may be of its
+        # former life.
         if self._discovery_due == due:
             self._discovery_due = self._clock() + wait_s
         self._replica.discoveries += 1
@@ -153,7 +179,9 @@ class Watcher:
             return None
         if configured is None:
             return served
-        adapters = tuple((adapter, model) for adapter, model in served.adapters if model in configured)
+        adapters = tuple(
+            (adapter, model) for adapter, model in served.adapters if model in configured
+        )
         return ServedModels(configured, adapters)
 
     async def _sources(self, notes: list[str]) -> tuple[EventSource, ...] | None:
@@ -163,7 +191,9 @@ class Watcher:
             body = await self._answer(SOURCES_PATH, MAX_ANSWER_BYTES)
             return parse_sources(body, self._replica.origin.host)
         except _Refused as refused:
-            notes.append(f"GET {SOURCES_PATH} answered {refused.status}: configure kv_events, or its cache stays unknown")
+            notes.append(
+                f"GET {SOURCES_PATH} answered {refused.status}: configure kv_events, or its cache stays unknown"
+            )
             # An older engine does not know the question, and will not next time.
             return () if refused.status in (404, 405) else None
         except (*UNREACHABLE, ReplicaAnswerInvalid) as error:
@@ -186,25 +216,32 @@ class Watcher:
         if gauges is None:
             self._replica.failed_scrapes += 1
             return
-        # Requests came and went while the engine was asked; the larger number blames less on others.
+        # Requests came and went while the engine was asked; the larger number blames less on
+        # others.
         own = max(own_before, self._owner.own_requests(self._replica))
         self._replica.take_gauges(gauges, own, self._clock())
 
-    # --- both -------------------------------------------------------------------------------------------------------------
+    # --- both -------------------------------------------------------------------------------------
 
     async def _get(self, path: str, max_bytes: int) -> tuple[int, bytes]:
         try:
-            return await self._fetch(self._replica.origin, path, self._replica.headers, self._config.timeout_s, max_bytes)
+            return await self._fetch(
+                self._replica.origin, path, self._replica.headers, self._config.timeout_s, max_bytes
+            )
         finally:
             if self._closing:
-                # A fetch may swallow a cancellation that meets its end: on Python 3.10 one that meets the time limit.
+                # A fetch may swallow a cancellation that meets its end: on Python 3.10 one that
+                # meets the time limit.
                 raise asyncio.CancelledError
 
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
-        """Wait until one interval after *began*, or until *early* is set, but not less than a tenth of it."""
+        """Wait until one interval after *began*, or until *early* is set, but not less than a tenth
+        of it."""
         shortened_s = interval_s * (1 - JITTER * self._random.random())
         await asyncio.sleep(max(0.0, began + interval_s * EARLIEST - self._clock()))
-        timer = asyncio.get_running_loop().call_later(max(0.0, began + shortened_s - self._clock()), early.set)
+        timer = asyncio.get_running_loop().call_later(
+            max(0.0, began + shortened_s - self._clock()), early.set
+        )
         try:
             await early.wait()
         finally:

@@ -1,7 +1,8 @@
-"""Hits and load in, a ranked list with reasons out. Pure: no I/O, no clock, and the only chance is the `Random` passed in.
+"""Hits and load in, a ranked list with reasons out. Pure: no I/O, no clock, and the only chance is
+the `Random` passed in.
 
-`types` holds what goes in and out, `cost` the estimated wait; `prefix`, `simple` and `session` are the policies, `policies`
-finds them by name, and `ranking.rank` is what the router calls.
+`types` holds what goes in and out, `cost` the estimated wait; `prefix`, `simple` and `session` are
+the policies, `policies` finds them by name, and `ranking.rank` is what the router calls.
 """
 
 from router.scoring.cost import Estimate, estimate

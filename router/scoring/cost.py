@@ -10,7 +10,8 @@ from router.scoring.types import Candidate, Weights
 class Estimate(NamedTuple):
     """What makes up the wait of one request at one replica.
 
-    *gpu_tokens* and *lower_tokens* are the hit after discounts; *cost* is the sum of the parts divided by the speed.
+    *gpu_tokens* and *lower_tokens* are the hit after discounts; *cost* is the sum of the parts
+    divided by the speed.
     """
 
     candidate: Candidate

@@ -57,12 +57,15 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """The policy of that name; a built-in one wins over a plug-in of the same name.
 
     Raises:
-        PolicyError: There is none, or its plug-in cannot be loaded. What a plug-in's own code raises goes through.
+        PolicyError: There is none, or its plug-in cannot be loaded. What a plug-in's own code
+            raises goes through.
     """
     settings = settings or PolicySettings()
     if name in BUILT_IN:
         if settings.options:
-            raise PolicyError(f"policy.options: {sorted(settings.options)}; the built-in policy {name!r} takes none")
+            raise PolicyError(
+                f"policy.options: {sorted(settings.options)}; the built-in policy {name!r} takes none"
+            )
         return BUILT_IN[name](settings)
     return _from_plug_in(_entry_point(name), settings)
 
@@ -72,7 +75,9 @@ def _entry_point(name: str) -> EntryPoint:
     if not found:
         raise PolicyError(f"policy.name: {name!r} is none of {', '.join(policy_names())}")
     if len(found) > 1:
-        raise PolicyError(f"policy.name: {name!r} is offered by {' and '.join(sorted(found))}; uninstall all but one")
+        raise PolicyError(
+            f"policy.name: {name!r} is offered by {' and '.join(sorted(found))}; uninstall all but one"
+        )
     return next(iter(found.values()))
 
 
@@ -83,8 +88,12 @@ def _from_plug_in(entry: EntryPoint, settings: PolicySettings) -> Policy:
     except (ImportError, AttributeError) as error:
         raise PolicyError(f"{place} cannot be imported: {error}") from error
     if not callable(factory):
-        raise PolicyError(f"{place} is {type(factory).__name__}; it must be callable with PolicySettings")
+        raise PolicyError(
+            f"{place} is {type(factory).__name__}; it must be callable with PolicySettings"
+        )
     policy: Policy = factory(settings)
     if not callable(getattr(policy, "rank", None)):
-        raise PolicyError(f"{place} made {type(policy).__name__}; it must have a method rank(request, candidates)")
+        raise PolicyError(
+            f"{place} made {type(policy).__name__}; it must have a method rank(request, candidates)"
+        )
     return policy

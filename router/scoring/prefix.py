@@ -1,7 +1,8 @@
-"""The default policy: the replica where this request waits least, given what is cached and what is going on there.
+"""The default policy: the replica where this request waits least, given what is cached and what is
+going on there.
 
-One hot prefix stays on the replica that has it as long as waiting there is cheaper than computing it again elsewhere, and then
-spills over by itself: no threshold, only costs.
+One hot prefix stays on the replica that has it as long as waiting there is cheaper than computing
+it again elsewhere, and then spills over by itself: no threshold, only costs.
 """
 
 from __future__ import annotations

@@ -28,14 +28,18 @@ class Ranking(NamedTuple):
     def why_nobody(self) -> str:
         """Why the ranking is empty: how many are excluded for which reason."""
         counts = Counter(excluded.reason for excluded in self.excluded)
-        return ", ".join(f"{count} {reason}" for reason, count in counts.most_common()) or "no replica serves it"
+        return (
+            ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+            or "no replica serves it"
+        )
 
 
 def rank(policy: Policy, request: RouteRequest, candidates: Iterable[Candidate]) -> Ranking:
     """Leave out who cannot take the request, and let *policy* order the rest.
 
     Raises:
-        PolicyError: The policy lost, repeated or invented a candidate, or its costs are no ascending numbers.
+        PolicyError: The policy lost, repeated or invented a candidate, or its costs are no
+            ascending numbers.
     """
     able: list[Candidate] = []
     excluded: list[Excluded] = []
@@ -65,9 +69,13 @@ def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) 
     answered = {entry.candidate.replica_id for entry in ranked}
     if len(ranked) != len(able) or given != answered:
         names = [entry.candidate.replica_id for entry in ranked]
-        raise PolicyError(f"policy {name}: ranked {names}; it must rank each of {sorted(given)} exactly once")
+        raise PolicyError(
+            f"policy {name}: ranked {names}; it must rank each of {sorted(given)} exactly once"
+        )
     before = -math.inf
     for entry in ranked:
         if not before <= entry.cost < math.inf:
-            raise PolicyError(f"policy {name}: cost {entry.cost} after {before}; costs must be finite and ascend")
+            raise PolicyError(
+                f"policy {name}: cost {entry.cost} after {before}; costs must be finite and ascend"
+            )
         before = entry.cost

@@ -1,9 +1,10 @@
 """Sessions that stay where they are: consistent hashing of what the client calls its session.
 
-Rendezvous hashing (Thaler & Ravishankar, 1998): every replica draws a number from (session, replica), and the lowest wins.
-When a replica goes, only its own sessions move, each to the replica with its next lowest number; when one comes, it takes only
-what it wins. No ring, nothing to rebuild, the same answer from every router. Speeds enter as in weighted rendezvous
-(Schindelhauer & Schomaker, 2005): with exponentially distributed numbers a replica of speed 2 wins twice as often.
+Rendezvous hashing (Thaler & Ravishankar, 1998): every replica draws a number from (session,
+replica), and the lowest wins. When a replica goes, only its own sessions move, each to the replica
+with its next lowest number; when one comes, it takes only what it wins. No ring, nothing to
+rebuild, the same answer from every router. Speeds enter as in weighted rendezvous (Schindelhauer &
+Schomaker, 2005): with exponentially distributed numbers a replica of speed 2 wins twice as often.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
 
 
 class SessionPolicy:
-    """One session, one replica, as long as that can serve; a request without a session goes to the least loaded."""
+    """One session, one replica, as long as that can serve; a request without a session goes to the
+    least loaded."""
 
     def __init__(self, weights: Weights, random: Random) -> None:
         self._without_session = LeastLoadedPolicy(weights, random)
@@ -30,12 +32,18 @@ class SessionPolicy:
             return self._without_session.rank(request, candidates)
         # It comes from a client, who may send a lone surrogate.
         session = request.session.encode("utf-8", "surrogatepass")
-        draws = sorted((draw(session, candidate), candidate.replica_id, candidate) for candidate in candidates)
-        return [Ranked(candidate, number, partial(_reason, index)) for index, (number, _, candidate) in enumerate(draws)]
+        draws = sorted(
+            (draw(session, candidate), candidate.replica_id, candidate) for candidate in candidates
+        )
+        return [
+            Ranked(candidate, number, partial(_reason, index))
+            for index, (number, _, candidate) in enumerate(draws)
+        ]
 
 
 def draw(session: bytes, candidate: Candidate) -> float:
-    """The number that *candidate* draws for *session*: exponentially distributed, at the rate of its speed."""
+    """The number that *candidate* draws for *session*: exponentially distributed, at the rate of
+    its speed."""
     name = candidate.replica_id.encode()
     digest = blake2b(b"%d:%b%b" % (len(name), name, session), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 1) / 2**64
@@ -43,4 +51,8 @@ def draw(session: bytes, candidate: Candidate) -> float:
 
 
 def _reason(index: int) -> str:
-    return "the replica of this session" if index == 0 else f"{index} after the replica of this session"
+    return (
+        "the replica of this session"
+        if index == 0
+        else f"{index} after the replica of this session"
+    )

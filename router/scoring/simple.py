@@ -13,7 +13,8 @@ from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
 class RoundRobinPolicy:
     """Each replica in its turn, per model.
 
-    One turn for all models would go wrong where their requests alternate: each model would always meet the same replica.
+    One turn for all models would go wrong where their requests alternate: each model would always
+    meet the same replica.
     """
 
     MAX_MODELS = 1024
@@ -28,7 +29,10 @@ class RoundRobinPolicy:
         ordered = sorted(candidates, key=_by_id)
         start = self._next_turn(request.model) % len(ordered)
         turn = ordered[start:] + ordered[:start]
-        return [Ranked(candidate, index, partial(_turn_reason, index)) for index, candidate in enumerate(turn)]
+        return [
+            Ranked(candidate, index, partial(_turn_reason, index))
+            for index, candidate in enumerate(turn)
+        ]
 
     def _next_turn(self, model: str) -> int:
         turn = self._turns.get(model, 0)
@@ -48,7 +52,9 @@ class RandomPolicy:
         """Implements `Policy`."""
         ordered = list(candidates)
         self._random.shuffle(ordered)
-        return [Ranked(candidate, index, "drawn at random") for index, candidate in enumerate(ordered)]
+        return [
+            Ranked(candidate, index, "drawn at random") for index, candidate in enumerate(ordered)
+        ]
 
 
 class LeastLoadedPolicy:
@@ -60,9 +66,15 @@ class LeastLoadedPolicy:
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
         """Implements `Policy`."""
-        loads = [(busyness(candidate, self._weights) / candidate.speed, candidate) for candidate in candidates]
+        loads = [
+            (busyness(candidate, self._weights) / candidate.speed, candidate)
+            for candidate in candidates
+        ]
         loads.sort(key=lambda load: (load[0], load[1].requests, self._random.random()))
-        return [Ranked(candidate, cost, partial(_load_reason, candidate, cost)) for cost, candidate in loads]
+        return [
+            Ranked(candidate, cost, partial(_load_reason, candidate, cost))
+            for cost, candidate in loads
+        ]
 
 
 def _by_id(candidate: Candidate) -> str:

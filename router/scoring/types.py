@@ -12,43 +12,50 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What things cost. The unit of every cost is *the time to prefill one prompt token* on an otherwise idle replica.
+    """What things cost. The unit of every cost is *the time to prefill one prompt token* on an
+    otherwise idle replica.
 
-    The defaults are rules of thumb, computed for an 8B model on one data-centre GPU: 20,000 prefill tokens/s (50 µs a token),
-    128 KiB of KV cache a token, 3 TB/s of memory and 25 GB/s of PCIe. They need to be right within a factor of a few, not more:
-    a wrong weight moves the point at which a hot prefix spills over, and nothing else.
+    The defaults are rules of thumb, computed for an 8B model on one data-centre GPU: 20,000 prefill
+    tokens/s (50 µs a token), 128 KiB of KV cache a token, 3 TB/s of memory and 25 GB/s of PCIe.
+    They need to be right within a factor of a few, not more: a wrong weight moves the point at
+    which a hot prefix spills over, and nothing else.
     """
 
     lower_tier_token: Cost = 0.1
-    """Bringing back one token from a lower tier (CPU, disk): 128 KiB over PCIe are 5 µs. At 1 a lower tier is worth nothing."""
+    """Bringing back one token from a lower tier (CPU, disk): 128 KiB over PCIe are 5 µs. At 1 a
+    lower tier is worth nothing."""
 
     queued_prefill_token: Cost = 0.5
-    """One prompt token sent there whose first answer token is not back. Such a prompt is counted whole until its end, so on
-    average half of it is done when somebody looks. Below 1 it also keeps a burst of equal prompts together: to wait for a
-    prefix that is being computed must be cheaper than to compute it a second time, since that work delays others too."""
+    """One prompt token sent there whose first answer token is not back. Such a prompt is counted
+    whole until its end, so on average half of it is done when somebody looks. Below 1 it also keeps
+    a burst of equal prompts together: to wait for a prefix that is being computed must be cheaper
+    than to compute it a second time, since that work delays others too."""
 
     decode_request: Cost = 16.0
-    """One request in decode: it takes a place and a token in each of the few steps that this prompt's prefill lasts, and its
-    sampling and scheduling on top."""
+    """One request in decode: it takes a place and a token in each of the few steps that this
+    prompt's prefill lasts, and its sampling and scheduling on top."""
 
     decode_context_token: Cost = 0.01
-    """One token of context of a request in decode: every step reads its 128 KiB again, 0.04 µs or a thousandth of a prefill
-    token; ten such steps are what a usual prefill has to share."""
+    """One token of context of a request in decode: every step reads its 128 KiB again, 0.04 µs or a
+    thousandth of a prefill token; ten such steps are what a usual prefill has to share."""
 
     waiting_request: Cost = 256.0
-    """One request in the engine's own waiting queue. An engine that queues is full, so the new request waits until others end;
-    how long is unknown, and a few hundred tokens say "anywhere else first, unless the hit is large"."""
+    """One request in the engine's own waiting queue. An engine that queues is full, so the new
+    request waits until others end; how long is unknown, and a few hundred tokens say "anywhere else
+    first, unless the hit is large"."""
 
     foreign_request: Cost = 64.0
-    """One request that runs or waits there but was not sent by this router (another router, a direct client). Nothing is known
-    of it but its number: a decode with some 4,000 tokens of context, by the two weights above."""
+    """One request that runs or waits there but was not sent by this router (another router, a
+    direct client). Nothing is known of it but its number: a decode with some 4,000 tokens of
+    context, by the two weights above."""
 
     suspect_trust: Share = 0.5
     """Share of a hit that counts while events of that replica were lost and not yet recovered."""
 
     recent_trust: Share = 0.9
-    """Share that counts of a prefix which was just sent there and has not shown up in events yet. It is nearly certain to
-    appear; less than 1 so that a replica that really holds the prefix wins."""
+    """Share that counts of a prefix which was just sent there and has not shown up in events yet.
+    It is nearly certain to appear; less than 1 so that a replica that really holds the prefix
+    wins."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +83,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         replica_id: Unique among the candidates.
         gpu_tokens: Prompt tokens cached on the GPU.
         total_tokens: Those and what lower tiers would bring back; at least *gpu_tokens*.
-        recent_tokens: Leading prompt tokens that were sent there so recently that events may not show them yet.
+        recent_tokens: Leading prompt tokens that were sent there so recently that events may not
+            show them yet.
         suspect: Events of it were lost, so its hits are doubtful.
-        queued_prefill_tokens: Uncached prompt tokens this router sent there whose answers have not begun.
+        queued_prefill_tokens: Uncached prompt tokens this router sent there whose answers have not
+            begun.
         prefilling_requests: The requests those tokens belong to.
         decoding_requests: Requests of this router whose answers are under way.
         decode_context_tokens: The context of these, in tokens.
@@ -88,7 +97,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         healthy: Passes its health checks.
         draining: Is being emptied.
         at_capacity: Has as many requests of this router as it may.
-        dp_rank: Data-parallel rank to ask the engine for; None lets it choose. Policies carry it along.
+        dp_rank: Data-parallel rank to ask the engine for; None lets it choose. Policies carry it
+            along.
     """
 
     replica_id: str
@@ -117,7 +127,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Ranked(NamedTuple):
     """A candidate's place in a ranking.
 
-    *cost* never falls along a ranking. For `prefix` and `least_loaded` it is in prefill tokens; elsewhere it only orders.
+    *cost* never falls along a ranking. For `prefix` and `least_loaded` it is in prefill tokens;
+    elsewhere it only orders.
     """
 
     candidate: Candidate
@@ -132,11 +143,12 @@ class Ranked(NamedTuple):
 
 
 class Policy(Protocol):
-    """Orders candidates. A plug-in implements this and is found through the entry point group `kvroute.policies`."""
+    """Orders candidates. A plug-in implements this and is found through the entry point group
+    `kvroute.policies`."""
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
         """Order *candidates*, all of which could take the request, best first.
 
-        Every candidate is in the answer exactly once: the rest is what a failed request is retried on. Runs on the event loop
-        for every request, so it must be quick and must not wait.
+        Every candidate is in the answer exactly once: the rest is what a failed request is retried
+        on. Runs on the event loop for every request, so it must be quick and must not wait.
         """

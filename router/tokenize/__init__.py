@@ -1,4 +1,5 @@
-"""Request body -> token ids (with LoRA name, salt and multimodal keys), exact to the token or marked as not.
+"""Request body -> token ids (with LoRA name, salt and multimodal keys), exact to the token or
+marked as not.
 
     spec = parse_request(Endpoint.CHAT, body)              # pure; RequestBodyError is the client's 400
     body = strip_report_mode(body, spec)                   # what may be sent on to an engine
@@ -8,9 +9,10 @@
     prompts = await tokenization.tokenize(spec, lora_name=None)   # one TokenizedPrompt each, raises nothing
     tokenization.statistics()
 
-``TokenizedPrompt.coverage`` says what the ids are: the engine's whole prompt, a certain prefix of it (a chat with
-images: up to before the message that holds the first one), or nothing (embeddings, a template sent by the client, a
-conversation stored at the engine); ``reason`` then says why. ``token_ids`` is an ``array("I")``.
+``TokenizedPrompt.coverage`` says what the ids are: the engine's whole prompt, a certain prefix of
+it (a chat with images: up to before the message that holds the first one), or nothing (embeddings,
+a template sent by the client, a conversation stored at the engine); ``reason`` then says why.
+``token_ids`` is an ``array("I")``.
 
 The files, each importing only what stands above it:
 

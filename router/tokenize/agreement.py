@@ -1,8 +1,9 @@
 """Do the router and a replica tokenise alike? Asked once per replica, before its hits are believed.
 
-A router whose tokenizer differs from the engine's, by one token at the front, predicts hits that never come. The usual
-causes: another version of the model's files, a chat template given on the engine's command line, a BOS token that
-only one of them adds, a version of transformers that rebuilds Llama's tokenizer instead of reading it.
+A router whose tokenizer differs from the engine's, by one token at the front, predicts hits that
+never come. The usual causes: another version of the model's files, a chat template given on the
+engine's command line, a BOS token that only one of them adds, a version of transformers that
+rebuilds Llama's tokenizer instead of reading it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ _TOOL = {
     "function": {
         "name": "look_up",
         "description": "Look something up.",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string"}},
+            "required": ["key"],
+        },
     },
 }
 _USER = {"role": "user", "content": _TEXT}
-_TURNS = [{"role": "system", "content": "Be brief."}, _USER, {"role": "assistant", "content": "Yes."}, _USER]
+_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    _USER,
+    {"role": "assistant", "content": "Yes."},
+    _USER,
+]
 
 _PROBES: dict[str, TextPrompt | ChatPrompt] = {
     "text": TextPrompt(_TEXT),
@@ -56,8 +66,11 @@ class Disagreement:
     remote_count: int
 
 
-async def find_disagreements(local: LocalTokenizer, remote: RemoteTokenizer, model: str | None) -> list[Disagreement]:
-    """Tokenise the probes at both and return where they differ; probes that one of them cannot do are left out.
+async def find_disagreements(
+    local: LocalTokenizer, remote: RemoteTokenizer, model: str | None
+) -> list[Disagreement]:
+    """Tokenise the probes at both and return where they differ; probes that one of them cannot do
+    are left out.
 
     Raises:
         ReplicaAnswerError: The replica refused, or its answer makes no sense.
@@ -71,7 +84,10 @@ async def find_disagreements(local: LocalTokenizer, remote: RemoteTokenizer, mod
         except UntokenizableError:
             continue
         if here != there:
-            same = next((index for index, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+            same = next(
+                (index for index, (a, b) in enumerate(zip(here, there, strict=False)) if a != b),
+                None,
+            )
             first = min(len(here), len(there)) if same is None else same
             found.append(Disagreement(name, first, len(here), len(there)))
     return found

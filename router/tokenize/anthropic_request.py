@@ -1,4 +1,5 @@
-"""Body of ``/v1/messages`` -> ``ChatPrompt``: blocks become OpenAI messages, as vLLM's server converts them."""
+"""Body of ``/v1/messages`` -> ``ChatPrompt``: blocks become OpenAI messages, as vLLM's server
+converts them."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from router.tokenize.tools import anthropic_tools
 
 __all__ = ["BILLING_HEADER", "parse_messages"]
 
-# Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a prompt that kept
-# it would never share a prefix with another one.
+# Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
+# prompt that kept it would never share a prefix with another one.
 BILLING_HEADER = "x-anthropic-billing-header"
 
 
-def parse_messages(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> ChatPrompt | OpaquePrompt:
+def parse_messages(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> ChatPrompt | OpaquePrompt:
     """Read system prompt, messages, tools and thinking options."""
     given = object_list(fields.get("messages"), "$.messages", limits)
     if not given:
@@ -43,7 +46,8 @@ def parse_messages(fields: Mapping[str, Any], limits: PromptLimits, truncation: 
 def _changes_tools(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     return isinstance(content, list) and any(
-        isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal") for block in content
+        isinstance(block, dict) and block.get("type") in ("tool_addition", "tool_removal")
+        for block in content
     )
 
 
@@ -72,10 +76,15 @@ def _system_message(content: object, place: str) -> list[dict[str, Any]]:
     """Return the system prompt as a message, none where nothing is left of it."""
     if not content:
         return []
-    texts = [block.get("text") or "" for block in _blocks(content, place) if block.get("type") == "text"]
-    # A system prompt that is one string keeps a header that it starts with, as at the top level it is not looked at.
+    texts = [
+        block.get("text") or "" for block in _blocks(content, place) if block.get("type") == "text"
+    ]
+    # A system prompt that is one string keeps a header that it starts with, as at the top level it
+    # is not looked at.
     keeps_header = isinstance(content, str) and place == "$.system"
-    kept = [text for text in texts if text and (keeps_header or not text.startswith(BILLING_HEADER))]
+    kept = [
+        text for text in texts if text and (keeps_header or not text.startswith(BILLING_HEADER))
+    ]
     return [{"role": "system", "content": "".join(kept)}] if kept else []
 
 
@@ -118,10 +127,13 @@ class _Turn:
             self.before += _tool_result(block, place)
         elif kind == "tool_result":
             content = block.get("content")
-            self.parts.append({"type": "text", "text": f"Tool result: {content if content else ''}"})
+            self.parts.append(
+                {"type": "text", "text": f"Tool result: {content if content else ''}"}
+            )
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the OpenAI messages; a user turn of nothing but tool results has none of its own."""
+        """Return the OpenAI messages; a user turn of nothing but tool results has none of its
+        own."""
         message: dict[str, Any] = {"role": self.role}
         if self.reasoning:
             message["reasoning"] = "".join(self.reasoning)
@@ -145,16 +157,23 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_result(block: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """Convert what a tool answered: its text, then its images, then references to tools it found."""
+    """Convert what a tool answered: its text, then its images, then references to tools it
+    found."""
     call_id = block.get("tool_use_id") or ""
     content = block.get("content")
     items = _blocks(content, f"{place}.content") if content else []
     text = "\n".join(item.get("text") or "" for item in items if item.get("type") == "text")
     messages: list[dict[str, Any]] = [{"role": "tool", "tool_call_id": call_id, "content": text}]
-    images = [{"type": "image_url", "image_url": {}} for item in items if item.get("type") == "image"]
+    images = [
+        {"type": "image_url", "image_url": {}} for item in items if item.get("type") == "image"
+    ]
     if images:
         messages.append({"role": "user", "content": images})
-    names = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
+    names = [
+        item.get("tool_name") or item.get("name")
+        for item in items
+        if item.get("type") == "tool_reference"
+    ]
     references = [{"type": "tool_reference", "name": name} for name in names if name]
     if references:
         messages.append({"role": "tool", "tool_call_id": call_id, "content": references})

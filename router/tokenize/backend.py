@@ -1,7 +1,9 @@
-"""``ModelFiles`` -> a ready ``tokenizers.Tokenizer``, set up as transformers sets it up for the engine.
+"""``ModelFiles`` -> a ready ``tokenizers.Tokenizer``, set up as transformers sets it up for the
+engine.
 
-``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` are left alone on purpose: transformers 5
-ignores them where there is a ``tokenizer.json``, and goes by the post-processor in it.
+``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` are left alone on purpose:
+transformers 5 ignores them where there is a ``tokenizer.json``, and goes by the post-processor in
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def build_backend(files: ModelFiles) -> Tokenizer:
     except ValueError as error:
         rule = "must be a tokenizer that the installed tokenizers library reads"
         raise ModelFilesError(f"{files.path}/tokenizer.json", str(error), rule) from error
-    # Truncation and padding stored in the file are defaults of the training run, the engine sets its own.
+    # Truncation and padding stored in the file are defaults of the training run, the engine sets
+    # its own.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = files.splits_special_tokens
@@ -41,7 +44,10 @@ def _add_missing_tokens(backend: Tokenizer, files: ModelFiles) -> None:
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for _, token in sorted(files.added_tokens.items()):
         if token["content"] not in known:
-            options = {name: token.get(name) is True for name in ("lstrip", "rstrip", "single_word", "special")}
+            options = {
+                name: token.get(name) is True
+                for name in ("lstrip", "rstrip", "single_word", "special")
+            }
             normalized = token.get("normalized", not options["special"]) is True
             backend.add_tokens([AddedToken(token["content"], normalized=normalized, **options)])
             known.add(token["content"])
@@ -55,20 +61,23 @@ def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenI
     return encode_all(backend, [text], add_special_tokens=add_special_tokens)[0]
 
 
-def encode_all(backend: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
+def encode_all(
+    backend: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[TokenIds]:
     """Tokenise texts, each on its own.
 
-    Always the batch call: ``Tokenizer.encode`` holds the interpreter lock for as long as it runs, and the fast form
-    leaves out the offsets that nobody needs here, a third of the time.
+    Always the batch call: ``Tokenizer.encode`` holds the interpreter lock for as long as it runs,
+    and the fast form leaves out the offsets that nobody needs here, a third of the time.
 
     Raises:
-        UntokenizableError: A text is no Unicode, or the library crashed, as it does over some sets of added tokens
-            that strip blanks.
+        UntokenizableError: A text is no Unicode, or the library crashed, as it does over some sets
+            of added tokens that strip blanks.
     """
     try:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeEncodeError):
-        # Half of a surrogate pair: JSON text inside a message, as the arguments of a call, can spell one.
+        # Half of a surrogate pair: JSON text inside a message, as the arguments of a call, can
+        # spell one.
         raise UntokenizableError("not_unicode") from None
     except BaseException as error:
         # A panic in the library's Rust code is no Exception and has no importable name.

@@ -1,4 +1,5 @@
-"""Token ids of text segments, kept for the next turn of the conversation: least recently used go first."""
+"""Token ids of text segments, kept for the next turn of the conversation: least recently used go
+first."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from router.tokenize.prompts import TokenIds
 
 __all__ = ["SegmentCache", "SegmentCacheStatistics", "SegmentKey"]
 
-# Salt and text. The salt keeps tenants apart: how fast an answer comes must not tell one of them what another sent.
+# Salt and text. The salt keeps tenants apart: how fast an answer comes must not tell one of them
+# what another sent.
 SegmentKey = tuple[str | None, str]
 
-# What the dictionary, the key's tuple and the array's header take beside text and ids, measured on 64-bit CPython.
+# What the dictionary, the key's tuple and the array's header take beside text and ids, measured on
+# 64-bit CPython.
 _ENTRY_OVERHEAD_BYTES = 320
 
 

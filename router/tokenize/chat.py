@@ -21,9 +21,13 @@ from router.tokenize.template import ChatTemplate
 
 __all__ = ["ChatRenderer", "ChatSettings", "RenderedChat"]
 
-# vLLM writes the chats of these models with code of its own; their templates, where there are any, are not used.
-_RENDERED_BY_CODE = frozenset(("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3"))
-# This one too, and there even the engine's ``/tokenize`` goes by the template and answers other ids than chats have.
+# vLLM writes the chats of these models with code of its own; their templates, where there are any,
+# are not used.
+_RENDERED_BY_CODE = frozenset(
+    ("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3")
+)
+# This one too, and there even the engine's ``/tokenize`` goes by the template and answers other ids
+# than chats have.
 _HARMONY = "gpt_oss"
 
 # Private characters that stand where a medium was, so that two renderings part just there.
@@ -32,7 +36,9 @@ _MARKS = ("\ue000", "\ue001")
 _PROCESSOR = "processor"
 
 # Template variables that are the renderer's own; a client's argument of the same name is ignored.
-_RESERVED = frozenset(("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"))
+_RESERVED = frozenset(
+    ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,9 @@ class ChatRenderer:
             ModelFilesError: A template is no valid jinja.
         """
         settings = settings or ChatSettings()
-        sources = {"default": settings.chat_template} if settings.chat_template else files.chat_templates
+        sources = (
+            {"default": settings.chat_template} if settings.chat_template else files.chat_templates
+        )
         self._templates = {
             name: ChatTemplate(
                 source,
@@ -94,10 +102,14 @@ class ChatRenderer:
         self._special_tokens = dict(files.special_tokens)
         self._default_arguments = dict(settings.default_arguments)
         self._obstacle = _obstacle(files)
-        self._takes_inline_system = all(template.takes_inline_system for template in self._templates.values())
+        self._takes_inline_system = all(
+            template.takes_inline_system for template in self._templates.values()
+        )
 
     @staticmethod
-    def _sources(files: ModelFiles, sources: Mapping[str, str], settings: ChatSettings) -> dict[str, str]:
+    def _sources(
+        files: ModelFiles, sources: Mapping[str, str], settings: ChatSettings
+    ) -> dict[str, str]:
         if files.processor_template is None or settings.chat_template:
             return dict(sources)
         return {**sources, _PROCESSOR: files.processor_template}
@@ -106,20 +118,23 @@ class ChatRenderer:
         """Write *prompt* as text.
 
         Raises:
-            UntokenizableError: The model has no template, the engine does not use it, or it refused the conversation.
+            UntokenizableError: The model has no template, the engine does not use it, or it refused
+                the conversation.
         """
         if self._obstacle is not None:
             raise UntokenizableError(self._obstacle)
         template = self._choose(has_tools=prompt.tools is not None)
         if not has_media(prompt.messages):
             return RenderedChat(self._render(template, prompt, None))
-        # Up to the first medium the engine's text is what two renderings have in common that differ only there.
+        # Up to the first medium the engine's text is what two renderings have in common that differ
+        # only there.
         first = self._render(template, prompt, _MARKS[0] if template.form == "string" else None)
         second = self._render(template, prompt, _MARKS[1])
         return RenderedChat(_common_prefix(first, second), is_prefix=True)
 
     def _choose(self, *, has_tools: bool) -> ChatTemplate:
-        """Pick by name as transformers does; a processor's template goes first where there are no tools."""
+        """Pick by name as transformers does; a processor's template goes first where there are no
+        tools."""
         names = ("tool_use", "default", _PROCESSOR) if has_tools else (_PROCESSOR, "default")
         for name in names:
             if name in self._templates:
@@ -128,16 +143,26 @@ class ChatRenderer:
 
     def _render(self, template: ChatTemplate, prompt: ChatPrompt, media_mark: str | None) -> str:
         messages = normalise(prompt.messages, template.form, media_mark)
-        if not template.knows_developer_role and any(message["role"] == "developer" for message in messages):
+        if not template.knows_developer_role and any(
+            message["role"] == "developer" for message in messages
+        ):
             messages = without_developer_role(messages)
-        if prompt.merge_inline_system and not self._takes_inline_system and _has_inline_system(messages):
+        if (
+            prompt.merge_inline_system
+            and not self._takes_inline_system
+            and _has_inline_system(messages)
+        ):
             messages = merge_system_messages(messages, "")
         context = {**self._context(prompt), "messages": messages}
         return template.render(context, continue_final_message=prompt.continue_final_message)
 
     def _context(self, prompt: ChatPrompt) -> dict[str, Any]:
         """Gather the variables; what comes later wins, in the engine's order."""
-        arguments = {name: value for name, value in prompt.template_arguments.items() if name not in _RESERVED}
+        arguments = {
+            name: value
+            for name, value in prompt.template_arguments.items()
+            if name not in _RESERVED
+        }
         tools = {} if prompt.tools is None else {"tools": prompt.tools}
         documents = {} if prompt.documents is None else {"documents": prompt.documents}
         return {

@@ -64,7 +64,9 @@ def _check_message(message: Mapping[str, Any], place: str) -> None:
         for index, part in enumerate(content):
             _check_part(part, f"{place}.content[{index}]")
     elif content is not None and not isinstance(content, str):
-        raise RequestBodyError(f"{place}.content", describe(content), "must be a string, a list of parts or null")
+        raise RequestBodyError(
+            f"{place}.content", describe(content), "must be a string, a list of parts or null"
+        )
     _check_tool_calls(message.get("tool_calls"), f"{place}.tool_calls")
 
 
@@ -86,7 +88,9 @@ def _check_tool_calls(calls: object, place: str) -> None:
         raise RequestBodyError(place, describe(calls), "must be a list of objects")
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise RequestBodyError(f"{place}[{index}]", describe(call), "must be an object with a function")
+            raise RequestBodyError(
+                f"{place}[{index}]", describe(call), "must be an object with a function"
+            )
 
 
 def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
@@ -96,7 +100,9 @@ def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
     return object_list(documents, "$.documents", limits)
 
 
-def template_arguments(fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object) -> dict[str, Any]:
+def template_arguments(
+    fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object
+) -> dict[str, Any]:
     """Return ``chat_template_kwargs`` with what the engine adds to them for *reasoning_effort*."""
     given = optional_object(fields, "chat_template_kwargs", "$") or {}
     check_shape(given, "$.chat_template_kwargs", limits)

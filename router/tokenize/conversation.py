@@ -1,7 +1,9 @@
-"""Messages of a request -> messages as a chat template gets them, normalised the way vLLM's server does it.
+"""Messages of a request -> messages as a chat template gets them, normalised the way vLLM's server
+does it.
 
-A template either loops over the parts of a message's content (the ``openai`` form) or writes the content as it is (the
-``string`` form); every message is brought into the form that the template expects.
+A template either loops over the parts of a message's content (the ``openai`` form) or writes the
+content as it is (the ``string`` form); every message is brought into the form that the template
+expects.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from typing import Any, Literal, TypeAlias
 
 from router.tokenize.anthropic_request import BILLING_HEADER
 
-__all__ = ["ContentForm", "has_media", "merge_system_messages", "normalise", "without_developer_role"]
+__all__ = [
+    "ContentForm",
+    "has_media",
+    "merge_system_messages",
+    "normalise",
+    "without_developer_role",
+]
 
 ContentForm: TypeAlias = Literal["string", "openai"]
 _Message: TypeAlias = dict[str, Any]
@@ -30,12 +38,30 @@ _TEXT_FIELDS = {
 # Fields that make a part a medium whatever its type says.
 _MEDIA_FIELDS = frozenset(
     (
-        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
+        *(
+            "image_url",
+            "input_image",
+            "image_embeds",
+            "image_pil",
+            "audio_url",
+            "input_audio",
+            "audio_embeds",
+        ),
         *("video_url", "video_embeds", "prompt_embeds"),
     )
 )
 # Fields of parts that have a meaning of their own; a template gets all others beside type and text.
-_KNOWN_PART_FIELDS = _MEDIA_FIELDS | {"type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file"}
+_KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
+    "type",
+    "text",
+    "refusal",
+    "thinking",
+    "closed",
+    "name",
+    "uuid",
+    "data",
+    "file",
+}
 
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -43,14 +69,17 @@ def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(_is_medium(part) for message in messages for part in _parts(message.get("content")))
 
 
-def normalise(messages: Sequence[Mapping[str, Any]], form: ContentForm, media_mark: str | None = None) -> list[_Message]:
+def normalise(
+    messages: Sequence[Mapping[str, Any]], form: ContentForm, media_mark: str | None = None
+) -> list[_Message]:
     """Return new messages in *form*; the ones given stay as they are.
 
     Args:
         messages: Checked messages of a chat request.
         form: What the template expects.
-        media_mark: Text to write for images, audio and video. None gives a template of the ``openai`` form the part
-            that it gets in the engine, and writes nothing into one of the ``string`` form.
+        media_mark: Text to write for images, audio and video. None gives a template of the
+            ``openai`` form the part that it gets in the engine, and writes nothing into one of the
+            ``string`` form.
     """
     return [_normalise(message, form, media_mark) for message in messages]
 
@@ -68,7 +97,9 @@ def _normalise(message: Mapping[str, Any], form: ContentForm, media_mark: str | 
         result.update(_tool_fields(message, content))
     elif role == "developer":
         result["tools"] = message.get("tools")
-    result.update({name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)})
+    result.update(
+        {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+    )
     return result
 
 
@@ -83,7 +114,9 @@ def _kind(part: Mapping[str, Any]) -> str:
 
 
 def _is_medium(part: _Part) -> bool:
-    return isinstance(part, dict) and (_kind(part) not in _TEXT_FIELDS or not _MEDIA_FIELDS.isdisjoint(part))
+    return isinstance(part, dict) and (
+        _kind(part) not in _TEXT_FIELDS or not _MEDIA_FIELDS.isdisjoint(part)
+    )
 
 
 def _text(part: _Part) -> str | None:
@@ -110,7 +143,11 @@ def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
     """Return a part in the ``openai`` form; None for one that holds nothing."""
     if _is_medium(part):
         assert not isinstance(part, str)
-        return {"type": _modality(_kind(part))} if media_mark is None else {"type": "text", "text": media_mark}
+        return (
+            {"type": _modality(_kind(part))}
+            if media_mark is None
+            else {"type": "text", "text": media_mark}
+        )
     text = _text(part)
     if text is None or isinstance(part, str):
         return None if text is None else {"type": "text", "text": text}
@@ -125,10 +162,17 @@ def _modality(kind: str) -> str:
 
 
 def _without_billing_header(parts: Sequence[_Part]) -> list[_Part]:
-    """Drop the line that Claude Code puts before its system prompt, new in every request, as the engine does."""
+    """Drop the line that Claude Code puts before its system prompt, new in every request, as the
+    engine does."""
     kept: list[_Part] = []
     for part in parts:
-        text = part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None
+        text = (
+            part
+            if isinstance(part, str)
+            else part.get("text")
+            if part.get("type") == "text"
+            else None
+        )
         if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
             kept.append(part)
         elif rest := text.partition("\n")[2]:
@@ -156,7 +200,8 @@ def _call(call: Mapping[str, Any]) -> _Message:
 
 
 def _arguments(arguments: object) -> dict[str, Any]:
-    """Return the arguments of a call as templates want them: an object, empty where they are none."""
+    """Return the arguments of a call as templates want them: an object, empty where they are
+    none."""
     if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
@@ -169,14 +214,16 @@ def _tool_fields(message: Mapping[str, Any], content: str | list[_Message]) -> _
     fields: _Message = {}
     if "tool_call_id" in message:
         fields["tool_call_id"] = message["tool_call_id"]
-    # Most templates write the content of a tool message as it is, also those that loop over that of others.
+    # Most templates write the content of a tool message as it is, also those that loop over that of
+    # others.
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
         fields["content"] = "\n".join(part["text"] for part in content)
     return fields
 
 
 def without_developer_role(messages: Sequence[_Message]) -> list[_Message]:
-    """Turn developer messages into system messages, then all system messages into one at the front."""
+    """Turn developer messages into system messages, then all system messages into one at the
+    front."""
     converted = [
         {**{name: value for name, value in message.items() if name != "tools"}, "role": "system"}
         if message["role"] == "developer"
@@ -189,7 +236,9 @@ def without_developer_role(messages: Sequence[_Message]) -> list[_Message]:
 
 def merge_system_messages(messages: Sequence[_Message], separator: str) -> list[_Message]:
     """Join all system messages into one at the front."""
-    system = [_plain_text(message.get("content")) for message in messages if message["role"] == "system"]
+    system = [
+        _plain_text(message.get("content")) for message in messages if message["role"] == "system"
+    ]
     rest = [message for message in messages if message["role"] != "system"]
     return [{"role": "system", "content": separator.join(text for text in system if text)}, *rest]
 

@@ -14,8 +14,9 @@ from router.tokenize.segments import Segmenter, TokenizerRules, segmenter_for
 
 __all__ = ["choose_segmenter", "survives_self_test"]
 
-# To stand between added tokens: blanks and newlines at either end, words, digits, accents that normalizers compose,
-# characters of several bytes, and text that looks like the beginning of an added token.
+# To stand between added tokens: blanks and newlines at either end, words, digits, accents that
+# normalizers compose, characters of several bytes, and text that looks like the beginning of an
+# added token.
 _TEXTS = (
     *("Hello world", "", " ", "\n\n", " a ", "x", "\n y", "don't 12345"),
     *("e\u0301a\u0308", "日本 語", "<|", "🙂\u200d  ", "_"),
@@ -23,7 +24,9 @@ _TEXTS = (
 _MAX_TOKENS_TRIED = 24
 
 
-def choose_segmenter(backend: Tokenizer, rules: TokenizerRules) -> tuple[Segmenter | None, str | None]:
+def choose_segmenter(
+    backend: Tokenizer, rules: TokenizerRules
+) -> tuple[Segmenter | None, str | None]:
     """Return what cuts texts, or None and the reason why they must be tokenised whole."""
     if rules.obstacle is not None:
         return None, rules.obstacle
@@ -41,11 +44,14 @@ def choose_segmenter(backend: Tokenizer, rules: TokenizerRules) -> tuple[Segment
     return segmenter, None
 
 
-def survives_self_test(backend: Tokenizer, segmenter: Segmenter, added_tokens: Sequence[str]) -> bool:
+def survives_self_test(
+    backend: Tokenizer, segmenter: Segmenter, added_tokens: Sequence[str]
+) -> bool:
     """Whether the pieces of a few dozen hard texts have the ids of the whole."""
     try:
         return all(
-            _ids_of_pieces(backend, segmenter.split(text)) == encode(backend, text, add_special_tokens=False)
+            _ids_of_pieces(backend, segmenter.split(text))
+            == encode(backend, text, add_special_tokens=False)
             for text in _test_texts(sorted(segmenter.anchors), added_tokens)
         )
     except UntokenizableError:
@@ -60,11 +66,21 @@ def _ids_of_pieces(backend: Tokenizer, pieces: Sequence[str]) -> array[int]:
 
 
 def _test_texts(anchors: Sequence[str], added_tokens: Sequence[str]) -> Iterator[str]:
-    """Mix texts and added tokens so that every text meets tokens on both sides, anchors above all."""
+    """Mix texts and added tokens so that every text meets tokens on both sides, anchors above
+    all."""
     few = list(islice(anchors, _MAX_TOKENS_TRIED))
-    others = list(islice((token for token in added_tokens if token not in set(few)), _MAX_TOKENS_TRIED))
+    others = list(
+        islice((token for token in added_tokens if token not in set(few)), _MAX_TOKENS_TRIED)
+    )
     for shift in range(len(_TEXTS)):
         texts = [*_TEXTS[shift:], *_TEXTS[:shift]]
-        yield "".join(text + token for text, token in zip(texts, cycle(few[shift % len(few) :] + few), strict=False))
-        yield "".join(token + text for text, token in zip(texts, cycle([*others, *few]), strict=False))
-        yield "".join(text + few[0] + other for text, other in zip(texts, cycle(others or few), strict=False))
+        yield "".join(
+            text + token
+            for text, token in zip(texts, cycle(few[shift % len(few) :] + few), strict=False)
+        )
+        yield "".join(
+            token + text for text, token in zip(texts, cycle([*others, *few]), strict=False)
+        )
+        yield "".join(
+            text + few[0] + other for text, other in zip(texts, cycle(others or few), strict=False)
+        )

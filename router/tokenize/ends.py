@@ -1,7 +1,8 @@
-"""The special tokens that a tokenizer puts before and after a prompt, found by looking at what it does.
+"""The special tokens that a tokenizer puts before and after a prompt, found by looking at what it
+does.
 
-Post-processors are many (templates, BERT, RoBERTa, sequences of them); for one text each of them puts fixed ids before
-it and fixed ids after it, or is not used from here.
+Post-processors are many (templates, BERT, RoBERTa, sequences of them); for one text each of them
+puts fixed ids before it and fixed ids after it, or is not used from here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Ends:
 
 
 def find_ends(backend: Tokenizer) -> Ends | None:
-    """Compare samples with and without special tokens; None where fixed ends do not explain the difference."""
+    """Compare samples with and without special tokens; None where fixed ends do not explain the
+    difference."""
     try:
         bare_samples = encode_all(backend, _SAMPLES, add_special_tokens=False)
         whole_samples = encode_all(backend, _SAMPLES, add_special_tokens=True)

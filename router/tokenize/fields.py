@@ -1,4 +1,5 @@
-"""Reading values of a parsed body, with errors that name the place and the rule but never the value."""
+"""Reading values of a parsed body, with errors that name the place and the rule but never the
+value."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any
     return value
 
 
-def optional_text(fields: Mapping[str, Any], name: str, place: str, max_chars: int | None = None) -> str | None:
+def optional_text(
+    fields: Mapping[str, Any], name: str, place: str, max_chars: int | None = None
+) -> str | None:
     """Return a string field, None where it is absent or null."""
     value = fields.get(name)
     if value is None:
@@ -54,7 +57,9 @@ def optional_text(fields: Mapping[str, Any], name: str, place: str, max_chars: i
     if not isinstance(value, str):
         raise RequestBodyError(f"{place}.{name}", describe(value), "must be a string")
     if max_chars is not None and len(value) > max_chars:
-        raise RequestBodyError(f"{place}.{name}", describe(value), f"must have at most {max_chars} characters")
+        raise RequestBodyError(
+            f"{place}.{name}", describe(value), f"must have at most {max_chars} characters"
+        )
     return value
 
 
@@ -71,7 +76,9 @@ def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[st
     if not isinstance(value, list):
         raise RequestBodyError(place, describe(value), "must be a list of objects")
     if len(value) > limits.max_messages:
-        raise RequestBodyError(place, describe(value), f"must have at most {limits.max_messages} items")
+        raise RequestBodyError(
+            place, describe(value), f"must have at most {limits.max_messages} items"
+        )
     for index, item in enumerate(value):
         if not isinstance(item, dict):
             raise RequestBodyError(f"{place}[{index}]", describe(item), "must be an object")
@@ -82,8 +89,8 @@ def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[st
 def check_shape(value: object, place: str, limits: PromptLimits) -> None:
     """Refuse what is nested too deep or holds too many values.
 
-    Templates and JSON encoders recurse over what a client sends, and every value costs a look or two in the event
-    loop; both must be known before they start.
+    Templates and JSON encoders recurse over what a client sends, and every value costs a look or
+    two in the event loop; both must be known before they start.
     """
     level, left = [value], limits.max_values
     for _ in range(limits.max_nesting + 2):
@@ -92,19 +99,30 @@ def check_shape(value: object, place: str, limits: PromptLimits) -> None:
             return
         left -= sum(map(len, containers))
         if left < 0:
-            raise RequestBodyError(place, "too many values", f"at most {limits.max_values} values are allowed")
-        level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
+            raise RequestBodyError(
+                place, "too many values", f"at most {limits.max_values} values are allowed"
+            )
+        level = [
+            child
+            for item in containers
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
     rule = f"at most {limits.max_nesting} levels of objects and lists are allowed"
     raise RequestBodyError(place, "nested too deep", rule)
 
 
 def is_true(value: object) -> bool:
     """Read a flag the lenient way an engine does: ``true``, 1 and ``"true"`` alike."""
-    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+    return (
+        value is True
+        or value == 1
+        or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+    )
 
 
 def as_count(value: object) -> int | None:
-    """Read a count that only informs the router; what is no whole number >= 0 is left to the engine to refuse."""
+    """Read a count that only informs the router; what is no whole number >= 0 is left to the engine
+    to refuse."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value) if 0 <= value < 2**53 and float(value).is_integer() else None

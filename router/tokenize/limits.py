@@ -17,7 +17,8 @@ class PromptLimits:
         max_prompt_chars: Characters of one prompt's text, after the chat template was rendered.
         max_messages: Messages of one chat, and tools, and documents.
         max_nesting: Levels of objects and lists inside a message, a tool or a template argument.
-        max_values: Values, counted at all levels, of all messages, and of all tools, documents, template arguments.
+        max_values: Values, counted at all levels, of all messages, and of all tools, documents,
+            template arguments.
         max_salt_chars: Characters of ``cache_salt``, as vLLM bounds it.
     """
 

@@ -1,7 +1,9 @@
-"""Tokenisation in the router: the tokenizers library, a cache by segment, and the model's chat template.
+"""Tokenisation in the router: the tokenizers library, a cache by segment, and the model's chat
+template.
 
-Nothing here waits for anything: ``prepare`` and ``finish`` are functions of the prompt and the cache, safe to call
-from any thread. ``finish`` is where the tokenizer runs, and it runs without the interpreter lock.
+Nothing here waits for anything: ``prepare`` and ``finish`` are functions of the prompt and the
+cache, safe to call from any thread. ``finish`` is where the tokenizer runs, and it runs without the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -126,7 +128,9 @@ class LocalTokenizer:
             raise
         keys: list[SegmentKey] = [(cache_salt, segment) for segment in segments]
         found = self._cache.get_all(keys)
-        missing_chars = sum(len(key[1]) for key, ids in zip(keys, found, strict=True) if ids is None)
+        missing_chars = sum(
+            len(key[1]) for key, ids in zip(keys, found, strict=True) if ids is None
+        )
         self._counts.add_preparation(time.perf_counter() - start)
         return PreparedPrompt(prompt, keys, found, missing_chars, coverage)
 
@@ -161,7 +165,8 @@ class LocalTokenizer:
         segments = [text] if self._segmenter is None else self._segmenter.split(text)
         if coverage is Coverage.WHOLE:
             return segments
-        # What follows the text is unknown: it may change the ids of the last segment, and what a truncation keeps.
+        # What follows the text is unknown: it may change the ids of the last segment, and what a
+        # truncation keeps.
         segments = segments[:-1]
         if not segments or prompt.truncation is not None or prompt.add_special_tokens:
             raise UntokenizableError("media")
@@ -184,7 +189,9 @@ class LocalTokenizer:
 
     def _fill_in(self, prepared: PreparedPrompt) -> list[TokenIds]:
         """Return the ids of all segments, running the tokenizer once over every missing text."""
-        missing = dict.fromkeys(key for key, ids in zip(prepared.keys, prepared.found, strict=True) if ids is None)
+        missing = dict.fromkeys(
+            key for key, ids in zip(prepared.keys, prepared.found, strict=True) if ids is None
+        )
         if not missing:
             return [ids for ids in prepared.found if ids is not None]
         # While this prompt waited for a thread, another one may have done its work.
@@ -194,11 +201,16 @@ class LocalTokenizer:
         for key, ids in zip(rest, encoded, strict=True):
             self._cache.put(key, ids)
         new = {**again, **dict(zip(rest, encoded, strict=True))}
-        return [new[key] if ids is None else ids for key, ids in zip(prepared.keys, prepared.found, strict=True)]
+        return [
+            new[key] if ids is None else ids
+            for key, ids in zip(prepared.keys, prepared.found, strict=True)
+        ]
 
     def _timed_encode(self, texts: list[str], *, add_special_tokens: bool) -> list[TokenIds]:
         start = time.perf_counter()
-        encoded = encode_all(self._backend, texts, add_special_tokens=add_special_tokens) if texts else []
+        encoded = (
+            encode_all(self._backend, texts, add_special_tokens=add_special_tokens) if texts else []
+        )
         self._counts.add_encoding(time.perf_counter() - start, sum(map(len, texts)))
         return encoded
 
@@ -207,7 +219,9 @@ def _rules_of(files: ModelFiles) -> TokenizerRules:
     try:
         return read_rules(files.tokenizer_json)
     except msgspec.MsgspecError as error:
-        raise ModelFilesError(f"{files.path}/tokenizer.json", str(error), "must be a tokenizer") from error
+        raise ModelFilesError(
+            f"{files.path}/tokenizer.json", str(error), "must be a tokenizer"
+        ) from error
 
 
 class _Counts:

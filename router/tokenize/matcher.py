@@ -1,7 +1,7 @@
 """A set of strings -> one regular expression that finds the leftmost, then longest of them.
 
-That is the rule by which the tokenizers library finds added tokens. The expression is a trie, so that a set of
-thousands costs no more per character than the depth of the branch that matches.
+That is the rule by which the tokenizers library finds added tokens. The expression is a trie, so
+that a set of thousands costs no more per character than the depth of the branch that matches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _branches(node: _Trie) -> str:
 
 
 def _branch(char: str, node: _Trie) -> str:
-    """Spell a run without forks in one go, so that the depth of the expression is that of the forks."""
+    """Spell a run without forks in one go, so that the depth of the expression is that of the
+    forks."""
     run = [char]
     while len(node) == 1 and _END not in node:
         ((char, node),) = node.items()

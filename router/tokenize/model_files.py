@@ -1,8 +1,9 @@
 """A model directory -> what tokenisation needs of it.
 
-Read are ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``chat_template.jinja``,
-``additional_chat_templates/*.jinja``, ``chat_template.json`` and the ``model_type`` in ``config.json``, with the same
-precedence that transformers gives them. Only ``tokenizer.json`` must be there.
+Read are ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``,
+``chat_template.jinja``, ``additional_chat_templates/*.jinja``, ``chat_template.json`` and the
+``model_type`` in ``config.json``, with the same precedence that transformers gives them. Only
+``tokenizer.json`` must be there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ __all__ = ["ModelFiles", "read_model_files"]
 # Files of a model are trusted not to be hostile, but a wrong path must not fill the memory.
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +42,12 @@ class ModelFiles:
         path: The directory, for messages.
         tokenizer_json: Bytes of ``tokenizer.json``.
         chat_templates: Template text by name; a model with one template calls it ``default``.
-        processor_template: Template of a multimodal processor; it goes first where no tools are given.
+        processor_template: Template of a multimodal processor; it goes first where no tools are
+            given.
         special_tokens: Text by name (``bos_token``), as templates see them.
         extra_special_tokens: Special tokens that have no name.
-        added_tokens: Added tokens that ``tokenizer_config.json`` lists, by id; transformers adds the missing ones.
+        added_tokens: Added tokens that ``tokenizer_config.json`` lists, by id; transformers adds
+            the missing ones.
         splits_special_tokens: Special tokens in a text are tokenised as plain text.
         model_type: From ``config.json``; None without one.
         has_mistral_tokenizer: Mistral's own tokenizer lies beside this one, and engines prefer it.
@@ -62,7 +73,9 @@ def read_model_files(directory: Path) -> ModelFiles:
     """
     tokenizer_json = _read(directory / "tokenizer.json")
     if tokenizer_json is None:
-        raise ModelFilesError(str(directory / "tokenizer.json"), "missing", "must be there to tokenise in the router")
+        raise ModelFilesError(
+            str(directory / "tokenizer.json"), "missing", "must be there to tokenise in the router"
+        )
     config = _read_object(directory / "tokenizer_config.json")
     return ModelFiles(
         path=str(directory),
@@ -81,7 +94,9 @@ def read_model_files(directory: Path) -> ModelFiles:
 def _read(path: Path) -> bytes | None:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ModelFilesError(str(path), "too large", f"must have at most {_MAX_FILE_BYTES} bytes")
+            raise ModelFilesError(
+                str(path), "too large", f"must have at most {_MAX_FILE_BYTES} bytes"
+            )
         return path.read_bytes()
     except FileNotFoundError:
         return None
@@ -112,7 +127,8 @@ def _read_text(path: Path) -> str | None:
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name: files of their own override those inside ``tokenizer_config.json``."""
+    """Return the templates by name: files of their own override those inside
+    ``tokenizer_config.json``."""
     templates: dict[str, str] = {}
     default = _read_text(directory / "chat_template.jinja")
     if default is not None:
@@ -130,7 +146,9 @@ def _configured_templates(value: object) -> dict[str, str]:
     if isinstance(value, dict):
         return {name: text for name, text in value.items() if isinstance(text, str)}
     entries = value if isinstance(value, list) else []
-    named = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
+    named = [
+        (entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)
+    ]
     return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
 
 
@@ -151,7 +169,13 @@ def _extra_special_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
     listed: list[Any] = []
     for name in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(name)
-        listed += list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        listed += (
+            list(value.values())
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list)
+            else []
+        )
     return tuple(text for token in listed if (text := _token_text(token)) is not None)
 
 
@@ -169,7 +193,11 @@ def _added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, Mappi
     if not isinstance(tokens, dict):
         raise ModelFilesError(path, describe(tokens), rule)
     for token_id, token in tokens.items():
-        if not token_id.isdigit() or not isinstance(token, dict) or not isinstance(token.get("content"), str):
+        if (
+            not token_id.isdigit()
+            or not isinstance(token, dict)
+            or not isinstance(token.get("content"), str)
+        ):
             raise ModelFilesError(path, describe(token), rule)
     return {int(token_id): token for token_id, token in tokens.items()}
 

@@ -22,8 +22,8 @@ __all__ = [
     "Truncation",
 ]
 
-# An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a token in
-# memory, and a buffer that can be hashed without a loop over the tokens.
+# An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a
+# token in memory, and a buffer that can be hashed without a loop over the tokens.
 TokenIds: TypeAlias = "array[int]"
 
 
@@ -45,8 +45,8 @@ class Truncation:
     Attributes:
         max_tokens: Tokens to keep, special tokens included.
         side: Side that is cut away, ``left`` keeps the end of the prompt.
-        counts_special_tokens: The client named the side: the finished ids are cut as they are. Otherwise the text
-            is cut first, and the special tokens around it survive.
+        counts_special_tokens: The client named the side: the finished ids are cut as they are.
+            Otherwise the text is cut first, and the special tokens around it survive.
     """
 
     max_tokens: int
@@ -77,14 +77,16 @@ class ChatPrompt:
 
     Attributes:
         messages: As the client sent them (or converted to this form), not yet normalised.
-        tools: In the form that templates get: ``type``, ``function{name, description, parameters}``.
+        tools: In the form that templates get: ``type``, ``function{name, description,
+            parameters}``.
         documents: For templates that know retrieval.
-        template_arguments: The client's ``chat_template_kwargs`` and what the request's own fields add to them.
+        template_arguments: The client's ``chat_template_kwargs`` and what the request's own fields
+            add to them.
         add_generation_prompt: Whether the header of the next assistant message follows.
         continue_final_message: Whether the last message is left open instead.
         add_special_tokens: Whether BOS and EOS are added to what the template wrote.
-        merge_inline_system: Whether system messages in mid-conversation move to the front where the template takes
-            them nowhere else (``/v1/messages`` does).
+        merge_inline_system: Whether system messages in mid-conversation move to the front where the
+            template takes them nowhere else (``/v1/messages`` does).
     """
 
     messages: Sequence[Mapping[str, Any]] = field(repr=False)
@@ -100,7 +102,8 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class OpaquePrompt:
-    """A prompt whose token ids only the engine can know, for example embeddings or a stored conversation."""
+    """A prompt whose token ids only the engine can know, for example embeddings or a stored
+    conversation."""
 
     reason: str
 
@@ -123,8 +126,8 @@ class PromptSpec:
         lora_name: Only where ``/route`` names it; otherwise the caller finds out what *model* is.
         session: What the client says its conversation is, for session policies.
         body_bytes: Size of the body, a measure of the work that the prompts are.
-        reads_cache: False where the logprobs of the prompt itself are asked for: the engine computes all of it, whatever
-            it has cached.
+        reads_cache: False where the logprobs of the prompt itself are asked for: the engine
+            computes all of it, whatever it has cached.
         has_engine_arguments: The body has ``vllm_xargs``, which ``strip_report_mode`` looks into.
     """
 

@@ -1,7 +1,8 @@
-"""Tokenisation at a replica: ``POST /tokenize``, as vLLM offers it, through a function that the caller gives.
+"""Tokenisation at a replica: ``POST /tokenize``, as vLLM offers it, through a function that the
+caller gives.
 
-Exact by definition where it answers, at the price of a round trip; used for models whose files the router does not
-have, and for chats that only the engine knows how to write.
+Exact by definition where it answers, at the price of a round trip; used for models whose files the
+router does not have, and for chats that only the engine knows how to write.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from router.tokenize.truncation import truncate
 
 __all__ = ["Fetch", "RemoteStatistics", "RemoteTokenizer"]
 
-# (path, body) -> (status, body). Raises OSError or TimeoutError where no replica answers; bounds time and size.
+# (path, body) -> (status, body). Raises OSError or TimeoutError where no replica answers; bounds
+# time and size.
 Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
 _PATH = "/tokenize"
@@ -61,7 +63,13 @@ class RemoteStatistics:
 class RemoteTokenizer:
     """Asks a replica for token ids, and remembers the answers."""
 
-    def __init__(self, fetch: Fetch, *, limits: PromptLimits | None = None, cache_bytes: int = _DEFAULT_CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        fetch: Fetch,
+        *,
+        limits: PromptLimits | None = None,
+        cache_bytes: int = _DEFAULT_CACHE_BYTES,
+    ) -> None:
         """Use *fetch* to reach a replica; nothing is sent yet."""
         self._fetch = fetch
         self._limits = limits or PromptLimits()
@@ -69,7 +77,9 @@ class RemoteTokenizer:
         self._asked = 0
         self._failed = 0
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt, *, model: str | None, cache_salt: str | None) -> TokenIds:
+    async def tokenize(
+        self, prompt: TextPrompt | ChatPrompt, *, model: str | None, cache_salt: str | None
+    ) -> TokenIds:
         """Return the ids of *prompt*.
 
         Args:
@@ -90,7 +100,9 @@ class RemoteTokenizer:
 
     def statistics(self) -> RemoteStatistics:
         """Return a snapshot of the counts."""
-        return RemoteStatistics(asked=self._asked, failed=self._failed, cache=self._cache.statistics())
+        return RemoteStatistics(
+            asked=self._asked, failed=self._failed, cache=self._cache.statistics()
+        )
 
     async def _ask(self, body: bytes, cache_salt: str | None) -> TokenIds:
         key = (cache_salt, hashlib.sha256(body).hexdigest())
@@ -116,7 +128,9 @@ class RemoteTokenizer:
         try:
             decoded = _ANSWER_DECODER.decode(answer)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise ReplicaAnswerError(_PATH, f"{len(answer)} bytes", "must be an object with a list of tokens") from None
+            raise ReplicaAnswerError(
+                _PATH, f"{len(answer)} bytes", "must be an object with a list of tokens"
+            ) from None
         if decoded.count is not None and decoded.count != len(decoded.tokens):
             found = f"{len(decoded.tokens)} tokens and a count of {decoded.count}"
             raise ReplicaAnswerError(_PATH, found, "must count its tokens right")

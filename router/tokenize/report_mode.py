@@ -1,7 +1,8 @@
 """Taking ``kv_cache_report_mode`` out of a body before it is sent on.
 
-Any client can send ``vllm_xargs: {"kv_cache_report_mode": "full"}``. The engine then announces every block of a hit
-again, also blocks that do not exist, and the counts of the index are spoiled for everybody.
+Any client can send ``vllm_xargs: {"kv_cache_report_mode": "full"}``. The engine then announces
+every block of a hit again, also blocks that do not exist, and the counts of the index are spoiled
+for everybody.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ __all__ = ["ARGUMENTS_FIELD", "strip_report_mode"]
 ARGUMENTS_FIELD = "vllm_xargs"
 _REPORT_MODE = "kv_cache_report_mode"
 
-# The key in plain letters, or an escape that could spell one of its letters: a-z are U+0061 to U+007A, _ is U+005F.
-# Text outside ASCII is escaped with other numbers, so that bodies full of it do not come this way.
+# The key in plain letters, or an escape that could spell one of its letters: a-z are U+0061 to
+# U+007A, _ is U+005F. Text outside ASCII is escaped with other numbers, so that bodies full of it
+# do not come this way.
 _SUSPICIOUS = re.compile(rb"kv_cache_report_mode|\\u00(?:[67][0-9a-fA-F]|5[fF])")
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object as its pairs in order, so that repeated names stay visible; a JSON list is a plain list."""
+    """An object as its pairs in order, so that repeated names stay visible; a JSON list is a plain
+    list."""
 
 
 def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
     """Return *body* without the report mode; the very same object where there is none.
 
-    Where there is one, all other fields keep their bytes, except that repeated names collapse to their last value,
-    the one that counts in the engine's own parser.
+    Where there is one, all other fields keep their bytes, except that repeated names collapse to
+    their last value, the one that counts in the engine's own parser.
 
     Args:
         body: The JSON body that *spec* was parsed from.

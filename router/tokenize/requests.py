@@ -1,7 +1,7 @@
 """Request body -> ``PromptSpec``: pure parsing, no tokenizer needed.
 
-Only what shapes the prompt is checked; everything else is the engine's to judge, and unknown fields are none of our
-business: the proxy forwards the body as it came.
+Only what shapes the prompt is checked; everything else is the engine's to judge, and unknown fields
+are none of our business: the proxy forwards the body as it came.
 """
 
 from __future__ import annotations
@@ -71,7 +71,14 @@ def parse_request(
         model=optional_text(fields, "model", "$"),
         prompts=_PARSERS[form](fields, limits, _truncation(fields, form)),
         stream=is_true(fields.get("stream")),
-        max_tokens=next((count for name in _MAX_TOKENS_FIELDS if (count := as_count(fields.get(name))) is not None), None),
+        max_tokens=next(
+            (
+                count
+                for name in _MAX_TOKENS_FIELDS
+                if (count := as_count(fields.get(name))) is not None
+            ),
+            None,
+        ),
         choices=as_count(fields.get("n")) or 1,
         cache_salt=salt,
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
@@ -85,14 +92,19 @@ def parse_request(
 def _decode(body: bytes, encoding: str) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body) if encoding == "json" else msgspec.msgpack.decode(body)
-        if encoding == "msgpack" and isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
-            # Templates and replicas know JSON only: keys that are no strings, bytes and dates are turned into it.
+        if (
+            encoding == "msgpack"
+            and isinstance(fields, dict)
+            and not _TEXT_FIELDS.isdisjoint(fields)
+        ):
+            # Templates and replicas know JSON only: keys that are no strings, bytes and dates are
+            # turned into it.
             fields = msgspec.json.decode(msgspec.json.encode(fields))
     except RecursionError:
         raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        # ValueError: text that is not UTF-8. TypeError: msgpack types that JSON has none for. The messages hold offsets
-        # and type names, no content.
+        # ValueError: text that is not UTF-8. TypeError: msgpack types that JSON has none for. The
+        # messages hold offsets and type names, no content.
         found = "not UTF-8" if isinstance(error, UnicodeError) else str(error)
         raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
     if not isinstance(fields, dict):
@@ -106,32 +118,44 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
     if named is not None:
         known = [form.value for form in Endpoint]
         if named not in known:
-            raise RequestBodyError("$.endpoint", describe(named), f"must be one of {', '.join(known)}")
+            raise RequestBodyError(
+                "$.endpoint", describe(named), f"must be one of {', '.join(known)}"
+            )
         return Endpoint(named)
     if "token_ids" in fields:
         return Endpoint.ROUTE
-    for name, form in (("messages", Endpoint.CHAT), ("prompt", Endpoint.COMPLETIONS), ("input", Endpoint.RESPONSES)):
+    for name, form in (
+        ("messages", Endpoint.CHAT),
+        ("prompt", Endpoint.COMPLETIONS),
+        ("input", Endpoint.RESPONSES),
+    ):
         if name in fields:
             return form
     raise RequestBodyError("$", describe(fields), "must have token_ids, messages, prompt or input")
 
 
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
-    """Read ``truncate_prompt_tokens``; -1 means the model's own length, which a prompt that is served never passes."""
+    """Read ``truncate_prompt_tokens``; -1 means the model's own length, which a prompt that is
+    served never passes."""
     count = as_count(fields.get("truncate_prompt_tokens"))
     if count is None:
         return None
     side = fields.get("truncation_side")
     if side == "left" or side == "right":
         return Truncation(count, side, counts_special_tokens=True)
-    return Truncation(count, "right" if form is Endpoint.EMBEDDINGS else "left", counts_special_tokens=False)
+    return Truncation(
+        count, "right" if form is Endpoint.EMBEDDINGS else "left", counts_special_tokens=False
+    )
 
 
 def _asks_for_prompt_logprobs(fields: Mapping[str, Any], form: Endpoint) -> bool:
-    """By name; or by an echo with logprobs, which in vLLM (0.32) a chat has always and a completion if it asks for them."""
+    """By name; or by an echo with logprobs, which in vLLM (0.32) a chat has always and a completion
+    if it asks for them."""
     if fields.get("prompt_logprobs") is not None:
         return True
-    return is_true(fields.get("echo")) and (form is Endpoint.CHAT or fields.get("logprobs") is not None)
+    return is_true(fields.get("echo")) and (
+        form is Endpoint.CHAT or fields.get("logprobs") is not None
+    )
 
 
 def _session(fields: Mapping[str, Any]) -> str | None:
@@ -139,14 +163,20 @@ def _session(fields: Mapping[str, Any]) -> str | None:
     hints = [fields.get(name) for name in _SESSION_FIELDS]
     hints.append(arguments.get("session_id") if isinstance(arguments, dict) else None)
     hints.append(metadata.get("user_id") if isinstance(metadata, dict) else None)
-    return next((hint[:_MAX_SESSION_CHARS] for hint in hints if isinstance(hint, str) and hint), None)
+    return next(
+        (hint[:_MAX_SESSION_CHARS] for hint in hints if isinstance(hint, str) and hint), None
+    )
 
 
-def _chat(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _chat(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
     return (parse_chat(fields, limits, truncation),)
 
 
-def _completions(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _completions(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
     embeddings = fields.get("prompt_embeds")
     if embeddings:
         count = len(embeddings) if isinstance(embeddings, list) else 1
@@ -154,27 +184,39 @@ def _completions(fields: Mapping[str, Any], limits: PromptLimits, truncation: Tr
     return _text_or_tokens(fields, "prompt", limits, truncation)
 
 
-def _embeddings(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _embeddings(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
     if "messages" in fields:
         return (parse_chat(fields, limits, truncation, add_generation_prompt=False),)
-    if isinstance(fields.get("input"), list) and any(isinstance(item, dict) for item in fields["input"]):
+    if isinstance(fields.get("input"), list) and any(
+        isinstance(item, dict) for item in fields["input"]
+    ):
         return (OpaquePrompt("unknown_input_item"),)
     return _text_or_tokens(fields, "input", limits, truncation)
 
 
-def _responses(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _responses(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
     return (parse_responses(fields, limits, truncation),)
 
 
-def _messages(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _messages(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
     return (parse_messages(fields, limits, truncation),)
 
 
-def _route(fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None) -> tuple[Prompt, ...]:
+def _route(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> tuple[Prompt, ...]:
     return _text_or_tokens(fields, "token_ids", limits, truncation)
 
 
-_PARSERS: Mapping[Endpoint, Callable[[Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]]] = {
+_PARSERS: Mapping[
+    Endpoint, Callable[[Mapping[str, Any], PromptLimits, Truncation | None], tuple[Prompt, ...]]
+] = {
     Endpoint.CHAT: _chat,
     Endpoint.COMPLETIONS: _completions,
     Endpoint.RESPONSES: _responses,
@@ -200,14 +242,21 @@ def _text_or_tokens(
     if not isinstance(value[0], (str, list)):
         return (TokenPrompt(_token_ids(value, place, limits), truncation),)
     if len(value) > limits.max_prompts:
-        raise RequestBodyError(place, describe(value), f"must have at most {limits.max_prompts} prompts")
+        raise RequestBodyError(
+            place, describe(value), f"must have at most {limits.max_prompts} prompts"
+        )
     return tuple(
-        _batch_item(item, f"{place}[{index}]", limits, truncation, add_special_tokens) for index, item in enumerate(value)
+        _batch_item(item, f"{place}[{index}]", limits, truncation, add_special_tokens)
+        for index, item in enumerate(value)
     )
 
 
 def _batch_item(
-    value: object, place: str, limits: PromptLimits, truncation: Truncation | None, add_special_tokens: bool
+    value: object,
+    place: str,
+    limits: PromptLimits,
+    truncation: Truncation | None,
+    add_special_tokens: bool,
 ) -> Prompt:
     if isinstance(value, str):
         return _text(value, place, limits, truncation, add_special_tokens)
@@ -216,16 +265,27 @@ def _batch_item(
     raise RequestBodyError(place, describe(value), "must be a string or a list of token ids")
 
 
-def _text(text: str, place: str, limits: PromptLimits, truncation: Truncation | None, add_special_tokens: bool) -> TextPrompt:
+def _text(
+    text: str,
+    place: str,
+    limits: PromptLimits,
+    truncation: Truncation | None,
+    add_special_tokens: bool,
+) -> TextPrompt:
     if len(text) > limits.max_prompt_chars:
-        raise RequestBodyError(place, describe(text), f"must have at most {limits.max_prompt_chars} characters")
+        raise RequestBodyError(
+            place, describe(text), f"must have at most {limits.max_prompt_chars} characters"
+        )
     return TextPrompt(text, add_special_tokens, truncation)
 
 
 def _token_ids(values: list[Any], place: str, limits: PromptLimits) -> TokenIds:
     if len(values) > limits.max_prompt_tokens:
-        raise RequestBodyError(place, describe(values), f"must have at most {limits.max_prompt_tokens} token ids")
-    # The array takes true for 1, so the types are looked at first; both run in C over the whole list.
+        raise RequestBodyError(
+            place, describe(values), f"must have at most {limits.max_prompt_tokens} token ids"
+        )
+    # The array takes true for 1, so the types are looked at first; both run in C over the whole
+    # list.
     if set(map(type, values)) <= {int}:
         try:
             return array("I", values)

@@ -1,6 +1,8 @@
-"""Body of ``/v1/responses`` -> ``ChatPrompt``: instructions and items become messages, as vLLM's server makes them.
+"""Body of ``/v1/responses`` -> ``ChatPrompt``: instructions and items become messages, as vLLM's
+server makes them.
 
-An assistant turn may span several items (reasoning, text, calls); they are gathered into one message.
+An assistant turn may span several items (reasoning, text, calls); they are gathered into one
+message.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def parse_responses(
         template_arguments=template_arguments(fields, limits, reasoning.get("effort")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        # The engine leaves this endpoint at the tokenizer's default, unlike chat completions: a template that writes
-        # BOS itself gets a second one.
+        # The engine leaves this endpoint at the tokenizer's default, unlike chat completions: a
+        # template that writes BOS itself gets a second one.
         add_special_tokens=True,
         truncation=truncation,
     )
@@ -59,7 +61,9 @@ def _objects(value: object) -> list[dict[str, Any]]:
 def _messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
     given = fields.get("input")
     instructions = optional_text(fields, "instructions", "$")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": instructions}] if instructions else []
+    )
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -75,7 +79,9 @@ def _add_item(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
     if kind in ("function_call", "custom_tool_call"):
         _add_call(turns, item)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        turns.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+        turns.append(
+            {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+        )
     elif kind == "reasoning":
         _add_to_assistant(turns, "reasoning", _reasoning_text(item))
     elif item.get("role") == "assistant" and (text := _first_text(item.get("content"))) is not None:
@@ -92,7 +98,11 @@ def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         raise _UnknownItemError
     if item["type"] == "custom_tool_call":
         arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
-    call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}, "type": "function"}
+    call = {
+        "id": item.get("call_id"),
+        "function": {"name": name, "arguments": arguments},
+        "type": "function",
+    }
     if turns and turns[-1]["role"] == "assistant":
         turns[-1].setdefault("tool_calls", []).append(call)
     else:
@@ -100,7 +110,8 @@ def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _add_to_assistant(turns: list[dict[str, Any]], name: str, text: str) -> None:
-    """Give *text* to the assistant message before, where that has no such field yet; else start a new one."""
+    """Give *text* to the assistant message before, where that has no such field yet; else start a
+    new one."""
     if turns and turns[-1]["role"] == "assistant" and turns[-1].get(name) is None:
         turns[-1][name] = text
     else:

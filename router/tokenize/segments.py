@@ -1,33 +1,37 @@
 """Where a text may be cut so that its pieces, tokenised one by one, give the ids of the whole.
 
-The tokenizers library works in this order: (1) find the added tokens that are not ``normalized`` in the raw text,
-leftmost-longest; (2) normalise every piece between them on its own and find the ``normalized`` added tokens in it;
-(3) pre-tokenise every piece on its own; (4) run the model on every word. After step 1 nothing looks across an added
-token, with the few exceptions below, so a text can be cut in front of one. A segment is an added token and the text
-up to the next one; only the first segment may start with text.
+The tokenizers library works in this order: (1) find the added tokens that are not ``normalized`` in
+the raw text, leftmost-longest; (2) normalise every piece between them on its own and find the
+``normalized`` added tokens in it; (3) pre-tokenise every piece on its own; (4) run the model on
+every word. After step 1 nothing looks across an added token, with the few exceptions below, so a
+text can be cut in front of one. A segment is an added token and the text up to the next one; only
+the first segment may start with text.
 
 Rules, each with its reason. A token is an *anchor*, that is, a place to cut in front of, if it
 
-- is ``special``: chat markers are, and cutting at every ``<td>`` that a vocabulary holds would only cost time;
+- is ``special``: chat markers are, and cutting at every ``<td>`` that a vocabulary holds would only
+  cost time;
 - is not ``normalized``: the others are found in step 2, inside a piece, after the text has changed;
 - is not ``lstrip``: it takes the blanks before it, which belong to the segment before;
 - is not ``single_word``: whether it counts depends on the character before it;
-- begins with ASCII punctuation other than ``_``: a ``single_word`` token at the end of the segment before asks whether
-  a word goes on, an ``rstrip`` token there takes all blanks that follow; at such a character both stop as they do at
-  the end of a text.
+- begins with ASCII punctuation other than ``_``: a ``single_word`` token at the end of the segment
+  before asks whether a word goes on, an ``rstrip`` token there takes all blanks that follow; at
+  such a character both stop as they do at the end of a text.
 
-``rstrip`` anchors are fine: what they take lies in their own segment. Overlapping added tokens are fine: the anchors
-are found among all tokens that could overlap one, with the library's own rule. ``Metaspace`` with
-``prepend_scheme: first`` writes its blank only at offset 0 of the whole text; in a segment that begins with its anchor
-the text has an offset above 0 as it has in the whole, and the first segment begins at 0 in both. A ``Prepend``
-normalizer and ``ByteLevel`` with ``add_prefix_space`` act on every piece alike.
+``rstrip`` anchors are fine: what they take lies in their own segment. Overlapping added tokens are
+fine: the anchors are found among all tokens that could overlap one, with the library's own rule.
+``Metaspace`` with ``prepend_scheme: first`` writes its blank only at offset 0 of the whole text; in
+a segment that begins with its anchor the text has an offset above 0 as it has in the whole, and the
+first segment begins at 0 in both. A ``Prepend`` normalizer and ``ByteLevel`` with
+``add_prefix_space`` act on every piece alike.
 
 The whole text is tokenised at once (no cutting) where
 
 - there is no anchor;
 - special tokens are split as plain text (``split_special_tokens``): then they are no borders;
 - a normalizer, pre-tokenizer or model is of a kind not known here: it might look at its neighbours;
-- the model draws at random (BPE ``dropout``, Unigram ``alpha``): no two runs agree, the ids are not certain at all;
+- the model draws at random (BPE ``dropout``, Unigram ``alpha``): no two runs agree, the ids are not
+  certain at all;
 - the self-test at load finds a text whose pieces give other ids than the whole.
 """
 
@@ -50,13 +54,32 @@ _ANCHOR_STARTS = frozenset(string.punctuation) - {"_"}
 
 _KNOWN_NORMALIZERS = frozenset(
     (
-        *("Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Replace", "Prepend"),
+        *(
+            "Sequence",
+            "NFC",
+            "NFD",
+            "NFKC",
+            "NFKD",
+            "Lowercase",
+            "Strip",
+            "StripAccents",
+            "Replace",
+            "Prepend",
+        ),
         *("Precompiled", "BertNormalizer", "Nmt", "ByteLevel"),
     )
 )
 _KNOWN_PRE_TOKENIZERS = frozenset(
     (
-        *("Sequence", "ByteLevel", "Split", "Metaspace", "Whitespace", "WhitespaceSplit", "BertPreTokenizer"),
+        *(
+            "Sequence",
+            "ByteLevel",
+            "Split",
+            "Metaspace",
+            "Whitespace",
+            "WhitespaceSplit",
+            "BertPreTokenizer",
+        ),
         *("Punctuation", "Digits", "UnicodeScripts", "CharDelimiterSplit", "FixedLength"),
     )
 )
@@ -98,7 +121,11 @@ def read_rules(tokenizer_json: bytes) -> TokenizerRules:
         msgspec.MsgspecError: The file is not of the form of a tokenizer.
     """
     file = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
-    is_random = bool(file.model.dropout) or file.model.alpha is not None or file.model.nbest_size is not None
+    is_random = (
+        bool(file.model.dropout)
+        or file.model.alpha is not None
+        or file.model.nbest_size is not None
+    )
     if is_random:
         return TokenizerRules(True, "random_model")
     if file.model.type not in _KNOWN_MODELS:
@@ -135,7 +162,9 @@ class Segmenter:
 
     def split(self, text: str) -> list[str]:
         """Cut *text* into its segments, none for an empty one."""
-        starts = [match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors]
+        starts = [
+            match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
+        ]
         if starts[:1] != [0]:
             starts.insert(0, 0)
         ends = [*starts[1:], len(text)]
@@ -150,7 +179,11 @@ def segmenter_for(added_tokens: Sequence[AddedToken]) -> Segmenter | None:
     """
     raw = [token for token in added_tokens if not token.normalized]
     anchors = [token.content for token in raw if _is_anchor(token)]
-    return Segmenter(anchors, _overlapping(anchors, [token.content for token in raw])) if anchors else None
+    return (
+        Segmenter(anchors, _overlapping(anchors, [token.content for token in raw]))
+        if anchors
+        else None
+    )
 
 
 def _is_anchor(token: AddedToken) -> bool:
@@ -166,8 +199,8 @@ def _is_anchor(token: AddedToken) -> bool:
 def _overlapping(anchors: Sequence[str], tokens: Sequence[str]) -> list[str]:
     """Return the tokens that can overlap an anchor, or a token that can, and so on.
 
-    Strings that overlap share a character, so runs of blanks and newlines, which some vocabularies hold by the hundred
-    and which would make the search stop at every line, drop out.
+    Strings that overlap share a character, so runs of blanks and newlines, which some vocabularies
+    hold by the hundred and which would make the search stop at every line, drop out.
     """
     chars = {char for anchor in anchors for char in anchor}
     kept = list(anchors)

@@ -1,7 +1,8 @@
 """A model's chat template: text of a prompt out of a conversation, rendered in a sandbox.
 
-The settings are those of transformers, which engines render with: trimmed blocks, loop controls, ``raise_exception``,
-``strftime_now``, ``tojson`` that keeps characters outside ASCII, and a ``generation`` block that only groups.
+The settings are those of transformers, which engines render with: trimmed blocks, loop controls,
+``raise_exception``, ``strftime_now``, ``tojson`` that keeps characters outside ASCII, and a
+``generation`` block that only groups.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from router.tokenize.errors import ModelFilesError, UntokenizableError
 
 __all__ = ["ChatTemplate"]
 
-# What foreign template code may raise over the data of a client. All of it means the same: this conversation cannot
-# be rendered. The messages of these errors quote the conversation, so they go no further.
+# What foreign template code may raise over the data of a client. All of it means the same: this
+# conversation cannot be rendered. The messages of these errors quote the conversation, so they go
+# no further.
 _TEMPLATE_FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -40,7 +42,8 @@ _CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _GroupingExtension(Extension):
-    """``{% generation %}`` marks the assistant's words for training; for a prompt it is a scope and no more."""
+    """``{% generation %}`` marks the assistant's words for training; for a prompt it is a scope and
+    no more."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -51,12 +54,15 @@ class _GroupingExtension(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with bounds on the operators that make much out of little; ``range`` is bounded by jinja itself."""
+    """The sandbox with bounds on the operators that make much out of little; ``range`` is bounded
+    by jinja itself."""
 
     intercepted_binops = frozenset(("*", "**"))
 
     def __init__(self, max_chars: int) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GroupingExtension, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GroupingExtension, loopcontrols]
+        )
         self.max_chars = max_chars
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
@@ -84,7 +90,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -163,8 +171,8 @@ class ChatTemplate:
     def _render_open(self, context: Mapping[str, Any]) -> str:
         """Render with a mark behind the last message's text, and end where the mark is.
 
-        A template that trims the message takes the blank at the mark's end away too; then the blanks before the mark
-        are trimmed as the template would have trimmed them.
+        A template that trims the message takes the blank at the mark's end away too; then the
+        blanks before the mark are trimmed as the template would have trimmed them.
         """
         if context.get("add_generation_prompt") or not self._mentions_content:
             raise ValueError
@@ -185,7 +193,8 @@ class ChatTemplate:
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with the mark behind its text, behind its last part of text where it has parts."""
+    """Return the message with the mark behind its text, behind its last part of text where it has
+    parts."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + _CONTINUATION_MARK}

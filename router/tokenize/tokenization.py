@@ -1,6 +1,8 @@
-"""The tokenisation of one model, for an event loop: in the router where it can be, else at a replica, else not at all.
+"""The tokenisation of one model, for an event loop: in the router where it can be, else at a
+replica, else not at all.
 
-A prompt whose ids cannot be known is no error: it is routed by load, and the engine gives the client its answer.
+A prompt whose ids cannot be known is no error: it is routed by load, and the engine gives the
+client its answer.
 """
 
 from __future__ import annotations
@@ -37,17 +39,21 @@ _Result = TypeVar("_Result")
 _Attempt: TypeAlias = PreparedPrompt | UntokenizableError
 _Outcome: TypeAlias = tuple[TokenIds, Coverage] | UntokenizableError
 
-# Where the router cannot tell, a replica may, except for these: it would answer no better, or at too high a price.
+# Where the router cannot tell, a replica may, except for these: it would answer no better, or at
+# too high a price.
 _FINAL_REASONS = frozenset(("random_model", "media", "prompt_too_long", "harmony", "busy"))
 
-# Messages and prompts to prepare in the event loop: a template takes some 7 us a message, however short.
+# Messages and prompts to prepare in the event loop: a template takes some 7 us a message, however
+# short.
 _INLINE_ITEMS = 256
 
 
 class PromptTokenizer(Protocol):
     """What the rest of the router asks for token ids."""
 
-    async def tokenize(self, spec: PromptSpec, *, lora_name: str | None = None) -> list[TokenizedPrompt]:
+    async def tokenize(
+        self, spec: PromptSpec, *, lora_name: str | None = None
+    ) -> list[TokenizedPrompt]:
         """Return one result for each prompt of *spec*, in order."""
 
 
@@ -89,8 +95,10 @@ class Tokenization:
 
         Args:
             max_threads: Tokenizers that run at once beside the event loop.
-            max_waiting: Requests that may be in a thread or wait for one; more are answered ``UNKNOWN``.
-            inline_chars: Characters to tokenise in the event loop, some 0.5 ms; above that a thread does it.
+            max_waiting: Requests that may be in a thread or wait for one; more are answered
+                ``UNKNOWN``.
+            inline_chars: Characters to tokenise in the event loop, some 0.5 ms; above that a thread
+                does it.
             inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
         """
         self._local = local
@@ -107,7 +115,9 @@ class Tokenization:
         """The router's own tokenizer of the model, if it has one."""
         return self._local
 
-    async def tokenize(self, spec: PromptSpec, *, lora_name: str | None = None) -> list[TokenizedPrompt]:
+    async def tokenize(
+        self, spec: PromptSpec, *, lora_name: str | None = None
+    ) -> list[TokenizedPrompt]:
         """Return one result for each prompt of *spec*, in order. Raises nothing but cancellation.
 
         Args:
@@ -116,14 +126,17 @@ class Tokenization:
         start = time.perf_counter()
         local = await self._tokenize_locally(spec)
         results = [
-            self._result(spec, await self._settle(spec, prompt, outcome), lora_name or spec.lora_name)
+            self._result(
+                spec, await self._settle(spec, prompt, outcome), lora_name or spec.lora_name
+            )
             for prompt, outcome in zip(spec.prompts, local, strict=True)
         ]
         self._seconds += time.perf_counter() - start
         return results
 
     def close(self) -> None:
-        """Let the threads go once they have done what waits; new work for them is answered ``UNKNOWN``."""
+        """Let the threads go once they have done what waits; new work for them is answered
+        ``UNKNOWN``."""
         self._threads.close()
 
     def statistics(self) -> TokenizationStatistics:
@@ -144,17 +157,27 @@ class Tokenization:
                 lambda: [self._prepare(prompt, spec.cache_salt) for prompt in spec.prompts],
                 is_small=self._is_small(spec),
             )
-            missing = sum(attempt.missing_chars for attempt in attempts if isinstance(attempt, PreparedPrompt))
+            missing = sum(
+                attempt.missing_chars for attempt in attempts if isinstance(attempt, PreparedPrompt)
+            )
             return await self._run(
-                lambda: [self._finish(prompt, attempt) for prompt, attempt in zip(spec.prompts, attempts, strict=True)],
+                lambda: [
+                    self._finish(prompt, attempt)
+                    for prompt, attempt in zip(spec.prompts, attempts, strict=True)
+                ],
                 is_small=missing <= self._inline_chars,
             )
         except UntokenizableError as error:
             return [error] * len(spec.prompts)
 
     def _is_small(self, spec: PromptSpec) -> bool:
-        messages = sum(len(prompt.messages) for prompt in spec.prompts if isinstance(prompt, ChatPrompt))
-        return spec.body_bytes <= self._inline_body_bytes and messages + len(spec.prompts) <= _INLINE_ITEMS
+        messages = sum(
+            len(prompt.messages) for prompt in spec.prompts if isinstance(prompt, ChatPrompt)
+        )
+        return (
+            spec.body_bytes <= self._inline_body_bytes
+            and messages + len(spec.prompts) <= _INLINE_ITEMS
+        )
 
     async def _run(self, job: Callable[[], _Result], *, is_small: bool) -> _Result:
         return job() if is_small else await self._threads.run(job)
@@ -173,7 +196,11 @@ class Tokenization:
         if isinstance(prompt, TokenPrompt):
             return truncate(prompt.token_ids, prompt.truncation, None), Coverage.WHOLE
         if isinstance(attempt, UntokenizableError) or self._local is None:
-            return attempt if isinstance(attempt, UntokenizableError) else UntokenizableError("no_local_tokenizer")
+            return (
+                attempt
+                if isinstance(attempt, UntokenizableError)
+                else UntokenizableError("no_local_tokenizer")
+            )
         try:
             return self._local.finish(attempt), attempt.coverage
         except UntokenizableError as error:
@@ -193,7 +220,9 @@ class Tokenization:
             return UntokenizableError("replica_failed")
         return ids, Coverage.WHOLE
 
-    def _result(self, spec: PromptSpec, outcome: _Outcome, lora_name: str | None) -> TokenizedPrompt:
+    def _result(
+        self, spec: PromptSpec, outcome: _Outcome, lora_name: str | None
+    ) -> TokenizedPrompt:
         ids, coverage, reason = array("I"), Coverage.UNKNOWN, None
         if isinstance(outcome, UntokenizableError):
             reason = outcome.reason
@@ -230,7 +259,8 @@ class _Threads:
         except RuntimeError:
             self._leave()
             raise UntokenizableError("busy") from None
-        # A caller that gives up does not stop the thread: the place is free when the job has really ended.
+        # A caller that gives up does not stop the thread: the place is free when the job has really
+        # ended.
         future.add_done_callback(lambda _: self._leave())
         return await asyncio.wrap_future(future)
 

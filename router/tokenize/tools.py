@@ -1,9 +1,9 @@
 """Tool definitions -> the form in which chat templates get them.
 
-vLLM parses tools into models of its own and hands templates a dump of those: the order of the keys is the models',
-``description`` and ``parameters`` are there even where they are null, ``strict`` and ``defer_loading`` only where they
-are set, and fields it does not know are gone. Templates write tools as JSON at the very start of a prompt, so a
-different key order would be a different prefix.
+vLLM parses tools into models of its own and hands templates a dump of those: the order of the keys
+is the models', ``description`` and ``parameters`` are there even where they are null, ``strict``
+and ``defer_loading`` only where they are set, and fields it does not know are gone. Templates write
+tools as JSON at the very start of a prompt, so a different key order would be a different prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ __all__ = ["anthropic_tools", "chat_tools", "responses_tools"]
 def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
     """Read ``tools`` of a chat completion."""
     tools = _tool_list(fields, limits)
-    return None if tools is None else [_chat_tool(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
+    return (
+        None
+        if tools is None
+        else [_chat_tool(tool, f"$.tools[{index}]") for index, tool in enumerate(tools)]
+    )
 
 
 def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
@@ -33,12 +37,15 @@ def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
     if not tools:
         return None
     return [
-        _tool(_function(tool, f"$.tools[{index}]"), None) for index, tool in enumerate(tools) if tool.get("type") == "function"
+        _tool(_function(tool, f"$.tools[{index}]"), None)
+        for index, tool in enumerate(tools)
+        if tool.get("type") == "function"
     ]
 
 
 def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read ``tools`` of the messages API: ``input_schema`` becomes ``parameters`` and gets a type."""
+    """Read ``tools`` of the messages API: ``input_schema`` becomes ``parameters`` and gets a
+    type."""
     tools = _tool_list(fields, limits)
     if tools is None:
         return None

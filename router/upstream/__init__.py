@@ -1,8 +1,10 @@
-"""A small pooled HTTP/1.1 client for the router's data path: asyncio protocols around httptools' parser.
+"""A small pooled HTTP/1.1 client for the router's data path: asyncio protocols around httptools'
+parser.
 
-The path of a request: `client.UpstreamClient.send` takes a kept `connection.Connection` or opens one, `request.request_head`
-makes the bytes, the connection's parser fills a `response.UpstreamResponse`, and the connection goes back to the client as soon
-as the answer is complete. Whatever ends otherwise closes its socket, which is what cancels the work at the server.
+The path of a request: `client.UpstreamClient.send` takes a kept `connection.Connection` or opens
+one, `request.request_head` makes the bytes, the connection's parser fills a
+`response.UpstreamResponse`, and the connection goes back to the client as soon as the answer is
+complete. Whatever ends otherwise closes its socket, which is what cancels the work at the server.
 """
 
 from router.upstream.client import PoolLimits, UpstreamClient, UpstreamStatistics

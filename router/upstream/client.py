@@ -1,4 +1,5 @@
-"""A small pooled HTTP/1.1 client: connections kept per origin, one coarse timer for every deadline."""
+"""A small pooled HTTP/1.1 client: connections kept per origin, one coarse timer for every
+deadline."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from router.upstream.response import Header, UpstreamResponse
 class PoolLimits:
     """Bounds on connections.
 
-    ``idle_s`` stays below the keep-alive time of common servers (uvicorn, and with it vLLM: 5 s), so that we close first
-    and a request rarely meets a connection that is being closed.
+    ``idle_s`` stays below the keep-alive time of common servers (uvicorn, and with it vLLM: 5 s),
+    so that we close first and a request rarely meets a connection that is being closed.
     """
 
     max_idle_per_origin: int = 256
@@ -40,7 +41,8 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamStatistics:
-    """Counts since the client was made; the first three are of this moment. ``closed_early`` includes ``stale_retries``."""
+    """Counts since the client was made; the first three are of this moment. ``closed_early``
+    includes ``stale_retries``."""
 
     connections: int
     idle: int
@@ -65,7 +67,10 @@ class UpstreamClient:
     """
 
     def __init__(
-        self, limits: PoolLimits | None = None, ssl_context: ssl.SSLContext | None = None, tick_s: float = 0.1
+        self,
+        limits: PoolLimits | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        tick_s: float = 0.1,
     ) -> None:
         self._limits = limits or PoolLimits()
         self._ssl_context = ssl_context
@@ -73,7 +78,8 @@ class UpstreamClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
-        # The most recently used connection is last: it is taken first, so the others can grow old and be closed.
+        # The most recently used connection is last: it is taken first, so the others can grow old
+        # and be closed.
         self._idle: dict[str, list[Connection]] = {}
         self._active: set[UpstreamResponse] = set()
         self._connections: set[Connection] = set()
@@ -91,14 +97,16 @@ class UpstreamClient:
         body: bytes,
         timeouts: Timeouts,
     ) -> UpstreamResponse:
-        """Send one request; return once its answer's status, headers and first body byte (or its end) are here.
+        """Send one request; return once its answer's status, headers and first body byte (or its
+        end) are here.
 
-        A kept connection that turns out to be closed before a byte of the answer came is replaced by a fresh one, once.
-        Cancelling the call closes the connection.
+        A kept connection that turns out to be closed before a byte of the answer came is replaced
+        by a fresh one, once. Cancelling the call closes the connection.
 
         Args:
             target: Path and query as on the wire; the origin's base path is put before it.
-            headers: Without host, content-length and hop-by-hop headers, which are this client's own business.
+            headers: Without host, content-length and hop-by-hop headers, which are this client's
+                own business.
         Raises:
             UpstreamError: See `router.upstream.errors`.
             ValueError: A method, target or header that would break the framing of the request.
@@ -128,7 +136,8 @@ class UpstreamClient:
         It takes no longer than the three timeouts together, however slowly the body trickles.
 
         Raises:
-            ResponseTooLarge: The body is longer than *max_bytes*; no more than a buffer of it was read.
+            ResponseTooLarge: The body is longer than *max_bytes*; no more than a buffer of it was
+                read.
             UpstreamError: As for `send`.
         """
         limit_s = timeouts.connect_s + timeouts.first_byte_s + timeouts.idle_s
@@ -137,7 +146,9 @@ class UpstreamClient:
                 return await self._fetch(origin, method, target, body, timeouts, max_bytes, headers)
         except asyncio.TimeoutError:
             self._timeouts += 1
-            raise IdleTimeout(f"{origin}: answer not complete in {limit_s:g} s", received=True) from None
+            raise IdleTimeout(
+                f"{origin}: answer not complete in {limit_s:g} s", received=True
+            ) from None
 
     async def close(self) -> None:
         """Close every connection, also those at work, and return when the sockets are gone."""
@@ -219,7 +230,9 @@ class UpstreamClient:
                 return connection
         return None
 
-    async def _exchange(self, connection: Connection, head: bytes, body: bytes, timeouts: Timeouts) -> UpstreamResponse:
+    async def _exchange(
+        self, connection: Connection, head: bytes, body: bytes, timeouts: Timeouts
+    ) -> UpstreamResponse:
         assert self._loop is not None
         response = connection.start(head, body, timeouts, self._loop)
         self._active.add(response)
@@ -249,7 +262,9 @@ class UpstreamClient:
         assert self._loop is not None
         connection = Connection(self, origin)
         context = self._tls() if origin.tls else None
-        connect = self._loop.create_connection(lambda: connection, origin.host, origin.port, ssl=context)
+        connect = self._loop.create_connection(
+            lambda: connection, origin.host, origin.port, ssl=context
+        )
         task = self._loop.create_task(connect)
         task.add_done_callback(_retrieve)
         try:
@@ -258,7 +273,9 @@ class UpstreamClient:
                 raise ConnectTimeout(f"{origin}: no connection in {connect_s:g} s")
             task.result()
         except OSError as error:
-            raise ConnectFailed(f"{origin}: no connection: {error.strerror or type(error).__name__}") from error
+            raise ConnectFailed(
+                f"{origin}: no connection: {error.strerror or type(error).__name__}"
+            ) from error
         except BaseException:
             task.cancel()
             connection.abort()
@@ -301,7 +318,9 @@ class UpstreamClient:
             while (chunk := await response.read_chunk()) is not None:
                 content += chunk
                 if len(content) > max_bytes:
-                    raise ResponseTooLarge(f"{origin}: answer longer than max_bytes {max_bytes}", received=True)
+                    raise ResponseTooLarge(
+                        f"{origin}: answer longer than max_bytes {max_bytes}", received=True
+                    )
         finally:
             response.abort()
         return response.status, response.headers, bytes(content)
@@ -332,6 +351,7 @@ class UpstreamClient:
 
 
 def _retrieve(task: asyncio.Task[object]) -> None:
-    """Look at the result of a connection attempt nobody waits for any more, so that its failure is not logged as lost."""
+    """Look at the result of a connection attempt nobody waits for any more, so that its failure is
+    not logged as lost."""
     if not task.cancelled():
         task.exception()

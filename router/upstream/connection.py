@@ -1,4 +1,5 @@
-"""One socket to one origin, carrying one exchange at a time. httptools parses; this file keeps the books."""
+"""One socket to one origin, carrying one exchange at a time. httptools parses; this file keeps the
+books."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from router.upstream.origin import Origin, Timeouts
 from router.upstream.response import UpstreamResponse
 
 MAX_HEADERS = 256
-# Bytes that may arrive without one byte of body among them: headers, interim answers, chunk framing, trailers.
+# Bytes that may arrive without one byte of body among them: headers, interim answers, chunk
+# framing, trailers.
 MAX_UNFRAMED_BYTES = 64 * 1024
-# A reader that is this far behind stops the socket from being read. One read of the event loop may come on top.
+# A reader that is this far behind stops the socket from being read. One read of the event loop may
+# come on top.
 HIGH_WATER_BYTES = 64 * 1024
 
 
@@ -70,14 +73,19 @@ class Connection(asyncio.Protocol):
         self._in_head = self._interim = self._keep_alive = self._until_close = False
         self._unframed_bytes = 0
 
-    def start(self, head: bytes, body: bytes, timeouts: Timeouts, loop: asyncio.AbstractEventLoop) -> UpstreamResponse:
-        """Write the request; return the answer to be, still empty. The connection must be idle and open."""
+    def start(
+        self, head: bytes, body: bytes, timeouts: Timeouts, loop: asyncio.AbstractEventLoop
+    ) -> UpstreamResponse:
+        """Write the request; return the answer to be, still empty. The connection must be idle and
+        open."""
         assert self._transport is not None
         assert self._response is None
         response = self._response = UpstreamResponse(self, self.origin, timeouts, loop)
         self._begin_head()
         if self.closed:
-            response.fail(ClosedBeforeResponse(f"{self.origin}: closed before the request was sent"))
+            response.fail(
+                ClosedBeforeResponse(f"{self.origin}: closed before the request was sent")
+            )
         elif body:
             self._transport.writelines((head, body))
         else:
@@ -117,7 +125,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         response = self._response
         if response is None:
-            # Bytes nobody asked for. The next answer could not be told from them, so the connection is spent.
+            # Bytes nobody asked for. The next answer could not be told from them, so the connection
+            # is spent.
             self.abort()
             return
         response.received = True
@@ -140,9 +149,13 @@ class Connection(asyncio.Protocol):
         if self._until_close and exc is None:
             response.complete = True
         elif response.received:
-            response.fail(ResponseBroken(f"{self.origin}: closed before the end of its answer", received=True))
+            response.fail(
+                ResponseBroken(f"{self.origin}: closed before the end of its answer", received=True)
+            )
         else:
-            response.fail(ClosedBeforeResponse(f"{self.origin}: closed before the first byte of its answer"))
+            response.fail(
+                ClosedBeforeResponse(f"{self.origin}: closed before the first byte of its answer")
+            )
         self._owner.exchange_ended(response)
         response.wake()
 
@@ -153,7 +166,8 @@ class Connection(asyncio.Protocol):
             self._violation = "a second answer to one request"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # A header after the head is a trailer (RFC 9110 6.5) and is dropped; so is all that follows the message.
+        # A header after the head is a trailer (RFC 9110 6.5) and is dropped; so is all that follows
+        # the message.
         if self._in_head and self._response is not None:
             self._response.headers.append((name.lower(), value))
 
@@ -216,7 +230,10 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def _break(self, response: UpstreamResponse) -> None:
-        rule = self._violation or f"more than {MAX_UNFRAMED_BYTES} bytes of headers or framing in a row"
+        rule = (
+            self._violation
+            or f"more than {MAX_UNFRAMED_BYTES} bytes of headers or framing in a row"
+        )
         response.fail(ResponseBroken(f"{self.origin}: {rule}", received=True))
         self.cut()
 
@@ -227,7 +244,8 @@ class Connection(asyncio.Protocol):
 
 
 def _is_delimited(response: UpstreamResponse) -> bool:
-    """Whether the end of the body shows in the body itself, so that closing before it is a truncation."""
+    """Whether the end of the body shows in the body itself, so that closing before it is a
+    truncation."""
     for name, value in response.headers:
         if name == b"content-length":
             return True

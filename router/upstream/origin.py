@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-# Names come as ASCII (punycode). The underscore is no host name's by RFC 952, but container names have it.
+# Names come as ASCII (punycode). The underscore is no host name's by RFC 952, but container names
+# have it.
 _NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?\Z")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._~-]{1,16})?\Z")
 _PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)*\Z")
@@ -21,9 +22,9 @@ class OriginError(ValueError):
 class Timeouts:
     """Seconds an exchange may spend in each phase.
 
-    ``first_byte_s`` runs from the request until the first byte of the body (or the end of an empty answer), not merely
-    until the headers: engines send those before the prefill. ``idle_s`` is the longest silence between two parts of a
-    body while the reader waits for it.
+    ``first_byte_s`` runs from the request until the first byte of the body (or the end of an empty
+    answer), not merely until the headers: engines send those before the prefill. ``idle_s`` is the
+    longest silence between two parts of a body while the reader waits for it.
     """
 
     connect_s: float
@@ -33,15 +34,17 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in ("connect_s", "first_byte_s", "idle_s"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"timeouts: {name} {getattr(self, name)!r} must be a number of seconds above 0")
+                raise ValueError(
+                    f"timeouts: {name} {getattr(self, name)!r} must be a number of seconds above 0"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """A server's base URL, taken apart. Use `Origin.parse`, which validates.
 
-    ``host`` has no brackets; ``base_path`` has no slash at its end; ``key`` tells connections apart, so two origins that
-    differ only in their base path share connections.
+    ``host`` has no brackets; ``base_path`` has no slash at its end; ``key`` tells connections
+    apart, so two origins that differ only in their base path share connections.
     """
 
     scheme: str
@@ -56,7 +59,9 @@ class Origin:
         shown = f"[{self.host}]" if ":" in self.host else self.host
         default = self.port == DEFAULT_PORTS.get(self.scheme)
         object.__setattr__(self, "key", f"{self.scheme}://{shown}:{self.port}")
-        object.__setattr__(self, "host_header", (shown if default else f"{shown}:{self.port}").encode("ascii"))
+        object.__setattr__(
+            self, "host_header", (shown if default else f"{shown}:{self.port}").encode("ascii")
+        )
         object.__setattr__(self, "target_prefix", self.base_path.encode("ascii"))
 
     def __str__(self) -> str:
@@ -74,12 +79,17 @@ class Origin:
             url: The base URL.
             place: Where it stands, for the message: ``replicas[2].url``.
         Raises:
-            OriginError: Names place, value and rule. The value is left out where it may hold a password.
+            OriginError: Names place, value and rule. The value is left out where it may hold a
+                password.
         """
         if "@" in url:
-            raise OriginError(f"{place}: must hold no user and no password; configure the API key instead")
+            raise OriginError(
+                f"{place}: must hold no user and no password; configure the API key instead"
+            )
         if any(character <= " " or character == "\x7f" for character in url):
-            raise OriginError(f"{place}: {url!r} must hold no white space and no control characters")
+            raise OriginError(
+                f"{place}: {url!r} must hold no white space and no control characters"
+            )
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -99,11 +109,15 @@ def _check_parts(url: str, parts: SplitResult, port: int | None, place: str) -> 
     if parts.query or parts.fragment or "?" in url or "#" in url:
         raise OriginError(f"{place}: {url!r} must have neither a query nor a fragment")
     if not _PATH.match(parts.path):
-        raise OriginError(f"{place}: {url!r} must have a path of URL characters only (RFC 3986), or none")
+        raise OriginError(
+            f"{place}: {url!r} must have a path of URL characters only (RFC 3986), or none"
+        )
 
 
 def _check_host(url: str, host: str, place: str) -> None:
     if not host:
         raise OriginError(f"{place}: {url!r} must name a host")
     if not (_IPV6 if ":" in host else _NAME).match(host):
-        raise OriginError(f"{place}: {url!r} must have an ASCII host name or an IP address as its host")
+        raise OriginError(
+            f"{place}: {url!r} must have an ASCII host name or an IP address as its host"
+        )

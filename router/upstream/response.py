@@ -25,8 +25,9 @@ class Source(Protocol):
 class UpstreamResponse:
     """Status, headers and a body that is still arriving.
 
-    Read it with `read_chunk` until that returns None, or call `abort`. An answer that was received to its end has given its
-    connection back by itself, also before the last chunk is read. One task reads; none may share it.
+    Read it with `read_chunk` until that returns None, or call `abort`. An answer that was received
+    to its end has given its connection back by itself, also before the last chunk is read. One task
+    reads; none may share it.
     """
 
     __slots__ = (
@@ -46,7 +47,9 @@ class UpstreamResponse:
         "status",
     )
 
-    def __init__(self, source: Source, origin: Origin, timeouts: Timeouts, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, source: Source, origin: Origin, timeouts: Timeouts, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.status = 0
         # As they came, names in lower case.
         self.headers: list[Header] = []
@@ -79,7 +82,8 @@ class UpstreamResponse:
         self.started = True
 
     async def read_chunk(self) -> bytes | None:
-        """Return all that arrived since the last call, waiting only if that is nothing; None at the end.
+        """Return all that arrived since the last call, waiting only if that is nothing; None at the
+        end.
 
         Raises:
             IdleTimeout: Nothing came for ``idle_s``.
@@ -95,7 +99,8 @@ class UpstreamResponse:
         return self._take() if self._chunks else None
 
     def abort(self) -> None:
-        """Want no more of it: close the connection unless the answer is complete. Do not read after this."""
+        """Want no more of it: close the connection unless the answer is complete. Do not read after
+        this."""
         if not self.complete and self.error is None:
             self._source.cut()
         self._chunks.clear()
@@ -135,7 +140,11 @@ class UpstreamResponse:
     def wake(self) -> None:
         """Let the reader go on if there is something for it."""
         waiter = self._waiter
-        if waiter is not None and (self._chunks or self.complete or self.error is not None) and not waiter.done():
+        if (
+            waiter is not None
+            and (self._chunks or self.complete or self.error is not None)
+            and not waiter.done()
+        ):
             # At once: the timer that looks at deadlines may run before the reader does.
             self.deadline = math.inf
             waiter.set_result(None)
@@ -145,9 +154,18 @@ class UpstreamResponse:
     def expire(self) -> None:
         """The deadline is over: end the exchange with the error of its phase."""
         if self.started:
-            self.fail(IdleTimeout(f"{self._origin}: silent for {self._timeouts.idle_s:g} s in mid-body", received=True))
+            self.fail(
+                IdleTimeout(
+                    f"{self._origin}: silent for {self._timeouts.idle_s:g} s in mid-body",
+                    received=True,
+                )
+            )
         else:
             limit_s = self._timeouts.first_byte_s
-            self.fail(FirstByteTimeout(f"{self._origin}: no first byte in {limit_s:g} s", received=self.received))
+            self.fail(
+                FirstByteTimeout(
+                    f"{self._origin}: no first byte in {limit_s:g} s", received=self.received
+                )
+            )
         self._source.cut()
         self.wake()

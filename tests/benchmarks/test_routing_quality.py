@@ -30,20 +30,29 @@ ARGUMENTS = [
 ]
 
 
-def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float | str]]:
+def printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, float | str]]:
     monkeypatch.setattr(sys, "argv", ["routing_quality", *ARGUMENTS, *HEADLINE])
     routing_quality.main()
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_every_case_and_policy_gets_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_and_policy_gets_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tables and plots are made of these lines alone."""
     lines = printed(capsys, monkeypatch)
     found = [(line["workload"], line["rate"], line["policy"]) for line in lines]
     assert found == [("conversations", rate, policy) for rate in (0.5, 2.0) for policy in HEADLINE]
     for line in lines:
         assert 0 <= float(line["hit_rate"]) < 1
-        assert 0 < float(line["ttft_p50_ms"]) <= float(line["ttft_p90_ms"]) <= float(line["ttft_p99_ms"])
+        assert (
+            0
+            < float(line["ttft_p50_ms"])
+            <= float(line["ttft_p90_ms"])
+            <= float(line["ttft_p99_ms"])
+        )
         assert float(line["requests_per_s"]) > 0
 
 
@@ -56,7 +65,8 @@ def test_a_document_gets_tables_and_plots(
     figures, document = tmp_path / "figures.jsonl", tmp_path / "document.md"
     figures.write_text("".join(json.dumps(line) + "\n" for line in printed(capsys, monkeypatch)))
     document.write_text(
-        "before\n<!-- headline -->\nold\n<!-- end -->\nbetween\n<!-- unchanged -->\n<!-- end -->\n" + f"![]({IMAGE})\n"
+        "before\n<!-- headline -->\nold\n<!-- end -->\nbetween\n<!-- unchanged -->\n<!-- end -->\n"
+        + f"![]({IMAGE})\n"
     )
     monkeypatch.setattr(sys, "argv", ["plot", str(figures), "--document", str(document)])
     plots.main()
@@ -75,11 +85,21 @@ def test_seeds_become_their_mean() -> None:
     """One seed's figures are half chance; a table row must not be the last one's."""
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.plot_routing_quality")
-    common = {"workload": "w", "layout": "full", "replicas": 8, "cache": 1.0, "rate": 1.0, "policy": "prefix"}
+    common = {
+        "workload": "w",
+        "layout": "full",
+        "replicas": 8,
+        "cache": 1.0,
+        "rate": 1.0,
+        "policy": "prefix",
+    }
     lines = [{**common, "seed": seed, "hit_rate": rate} for seed, rate in ((0, 0.25), (1, 0.75))]
     other = {**common, "seed": 0, "rate": 2.0, "hit_rate": 1.0}
     merged = plots.means([*lines, other])
-    assert [(line["rate"], line["hit_rate"], line["seeds"]) for line in merged] == [(1.0, 0.5, 2), (2.0, 1.0, 1)]
+    assert [(line["rate"], line["hit_rate"], line["seeds"]) for line in merged] == [
+        (1.0, 0.5, 2),
+        (2.0, 1.0, 1),
+    ]
 
 
 def test_every_tuned_weight_exists_and_shares_stay_shares() -> None:

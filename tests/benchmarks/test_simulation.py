@@ -1,4 +1,5 @@
-"""The simulation that figures are taken from: that it is repeatable, loses nothing, and uses the real parts rightly."""
+"""The simulation that figures are taken from: that it is repeatable, loses nothing, and uses the
+real parts rightly."""
 
 from __future__ import annotations
 
@@ -54,10 +55,17 @@ class Simulated:
 
 
 def simulate(
-    policy: str, layout: str = "gptoss", replicas: int = 3, rate: float = BUSY_RATE, cache: float = 0.4, seed: int = 0
+    policy: str,
+    layout: str = "gptoss",
+    replicas: int = 3,
+    rate: float = BUSY_RATE,
+    cache: float = 0.4,
+    seed: int = 0,
 ) -> Simulated:
     workload: Workload = Conversations(SMALL, rate)
-    setting = Setting(policy, replicas, replica_config(layout, workload.size, replicas, cache), seed=seed)
+    setting = Setting(
+        policy, replicas, replica_config(layout, workload.size, replicas, cache), seed=seed
+    )
     simulation = Simulation(setting, workload)
     return Simulated(simulation, simulation.run())
 
@@ -67,7 +75,7 @@ def errors(outcome: Outcome) -> list[int]:
     return [record.predicted_tokens - record.cached_tokens for record in outcome.records]
 
 
-# --- the simulation itself ------------------------------------------------------------------------------------------------
+# --- the simulation itself ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["prefix", "random"])
@@ -95,26 +103,41 @@ def test_every_request_finishes_once_with_all_its_tokens(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["prefix", "group_blind"])
 def test_engines_and_the_router_count_the_same_work(policy: str) -> None:
-    """What the engines say of their tokens and hits is what the records say, and nothing stays on the router's books."""
+    """What the engines say of their tokens and hits is what the records say, and nothing stays on
+    the router's books."""
     run = simulate(policy)
     engines = [replica.engine.statistics() for replica in run.simulation.replicas.values()]
     records = run.outcome.records
-    assert sum(engine.prompt_tokens for engine in engines) == sum(record.prompt_tokens for record in records)
-    assert sum(engine.generation_tokens for engine in engines) == sum(len(record.answer) for record in records)
+    assert sum(engine.prompt_tokens for engine in engines) == sum(
+        record.prompt_tokens for record in records
+    )
+    assert sum(engine.generation_tokens for engine in engines) == sum(
+        len(record.answer) for record in records
+    )
     if not run.outcome.preemptions:
-        assert sum(engine.prefix_cache_hits for engine in engines) == sum(record.cached_tokens for record in records)
+        assert sum(engine.prefix_cache_hits for engine in engines) == sum(
+            record.cached_tokens for record in records
+        )
     statistics = run.simulation.router.load.statistics()
-    assert (statistics.in_flight, statistics.started, dict(statistics.replicas)) == (0, len(records), {})
+    assert (statistics.in_flight, statistics.started, dict(statistics.replicas)) == (
+        0,
+        len(records),
+        {},
+    )
 
 
 def test_answers_do_not_depend_on_where_they_are_computed() -> None:
     """Conversations go on from their answers: all policies must be asked for the same prompts."""
-    answers = [{record.request_id: record.answer for record in simulate(policy).outcome.records} for policy in POLICIES]
+    answers = [
+        {record.request_id: record.answer for record in simulate(policy).outcome.records}
+        for policy in POLICIES
+    ]
     assert all(other == answers[0] for other in answers)
 
 
 def test_time_goes_forward_in_every_request() -> None:
-    """First tokens before arrivals, or tokens before earlier ones, would make any latency possible."""
+    """First tokens before arrivals, or tokens before earlier ones, would make any latency
+    possible."""
     for record in simulate("prefix").outcome.records:
         assert record.arrived_s < record.first_s <= record.last_s
         assert all(gap > 0 for gap in record.gaps_s)
@@ -157,7 +180,8 @@ def test_a_timeline_refuses_the_past() -> None:
 
 
 def test_a_timeline_keeps_the_order_of_times_and_then_of_plans() -> None:
-    """Events that reach the index at the same moment must do so in the order in which they were published."""
+    """Events that reach the index at the same moment must do so in the order in which they were
+    published."""
     timeline, happened = Timeline(), list[str]()
     for time_s, name in ((2.0, "late"), (1.0, "early"), (1.0, "second")):
         timeline.at(time_s, lambda name=name: happened.append(name))  # type: ignore[misc]
@@ -165,19 +189,23 @@ def test_a_timeline_keeps_the_order_of_times_and_then_of_plans() -> None:
     assert happened == ["early", "second", "late"]
 
 
-# --- what it shows --------------------------------------------------------------------------------------------------------
+# --- what it shows --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [SERIAL_RATE, BUSY_RATE])
 def test_with_one_replica_all_policies_are_the_same(rate: float) -> None:
     """There is nothing to choose: a difference would come from the simulation."""
-    ttfts = [[record.ttft_s for record in simulate(policy, replicas=1, rate=rate).outcome.records] for policy in POLICIES]
+    ttfts = [
+        [record.ttft_s for record in simulate(policy, replicas=1, rate=rate).outcome.records]
+        for policy in POLICIES
+    ]
     assert all(other == ttfts[0] for other in ttfts)
 
 
 @pytest.mark.parametrize("layout", ["full", "gemma", "gptoss", "llama4", "mamba-hybrid"])
 def test_predictions_for_serial_requests_are_exact(layout: str) -> None:
-    """Nothing changes between decision and admission, so the index must know every token that the engine will reuse."""
+    """Nothing changes between decision and admission, so the index must know every token that the
+    engine will reuse."""
     outcome = simulate("prefix", layout, rate=SERIAL_RATE, cache=0.2).outcome
     assert not any(errors(outcome))
     assert any(record.cached_tokens for record in outcome.records)
@@ -209,12 +237,16 @@ def test_the_group_blind_index_is_wrong_on_hybrid_layouts(layout: str) -> None:
 
 def test_prefix_routing_reuses_more_than_round_robin() -> None:
     """The least that it must bring."""
-    reused = {policy: simulate(policy).outcome.figures()["reused_tokens"] for policy in ("prefix", "round_robin")}
+    reused = {
+        policy: simulate(policy).outcome.figures()["reused_tokens"]
+        for policy in ("prefix", "round_robin")
+    }
     assert reused["prefix"] > reused["round_robin"]
 
 
 def test_exact_hits_reuse_more_and_answer_sooner_than_group_blind_ones() -> None:
-    """The headline, where there is room to choose: the same policy over an index that ignores groups, and round robin."""
+    """The headline, where there is room to choose: the same policy over an index that ignores
+    groups, and round robin."""
     found = {}
     for policy in ("prefix", "group_blind", "round_robin"):
         workload = Conversations(replace(SMALL, conversations=60, documents=8), 2.0)
@@ -237,7 +269,7 @@ def test_a_memory_tier_brings_back_what_the_gpu_lost() -> None:
     assert hits[1] > hits[0]
 
 
-# --- workloads and figures ------------------------------------------------------------------------------------------------
+# --- workloads and figures ------------------------------------------------------------------------
 
 
 def test_another_rate_is_the_same_workload_faster() -> None:
@@ -267,13 +299,19 @@ def _turns(workload: Conversations, place: int) -> int:
 TRACE: list[dict[str, Any]] = [
     {"timestamp": 3000, "input_length": 700, "output_length": 20, "hash_ids": [0, 2]},
     {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]},
-    {"timestamp": 1000, "input_length": 9000, "output_length": 5, "hash_ids": list(range(100, 118))},
+    {
+        "timestamp": 1000,
+        "input_length": 9000,
+        "output_length": 5,
+        "hash_ids": list(range(100, 118)),
+    },
 ]
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_a_recorded_trace_is_expanded_as_its_format_says(tmp_path: Path, name: str) -> None:
-    """Equal leading ids are equal leading tokens, the last block is cut, long prompts are left out, the rate is scaled."""
+    """Equal leading ids are equal leading tokens, the last block is cut, long prompts are left out,
+    the rate is scaled."""
     path, lines = tmp_path / name, "\n".join(map(json.dumps, TRACE)) + "\n"
     path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
     options = TraceOptions(requests=10, longest_prompt=8000, answer_share=0.1)
@@ -286,7 +324,11 @@ def test_a_recorded_trace_is_expanded_as_its_format_says(tmp_path: Path, name: s
     assert [len(prompt) for prompt in prompts] == [1000, 700]
     assert prompts[0][:512] == prompts[1][:512]
     assert prompts[0][512:700] != prompts[1][512:]
-    assert (trace.size.requests, trace.size.prompt_tokens, trace.size.distinct_tokens) == (2, 1700, 3 * 512)
+    assert (trace.size.requests, trace.size.prompt_tokens, trace.size.distinct_tokens) == (
+        2,
+        1700,
+        3 * 512,
+    )
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -294,7 +336,10 @@ def test_percentiles_are_values_that_occurred() -> None:
     values = [float(value) for value in range(1, 11)]
     assert [percentile(values, percent) for percent in (1, 50, 90, 99, 100)] == [1, 5, 9, 10, 10]
     assert percentile([], 50) == 0
-    assert all(before <= after for before, after in pairwise(percentile(values, percent) for percent in range(101)))
+    assert all(
+        before <= after
+        for before, after in pairwise(percentile(values, percent) for percent in range(101))
+    )
 
 
 def test_variation_is_relative_to_the_mean() -> None:

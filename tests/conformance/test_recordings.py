@@ -18,10 +18,17 @@ FROM_HEADER_ONLY = {"mamba_partial_only.jsonl.gz"}
 
 @pytest.mark.parametrize("learn_layout", [False, True], ids=["header", "learned"])
 @pytest.mark.parametrize("path", STREAMS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
-def test_every_query_of_a_recording_is_predicted_to_the_token(path: Path, learn_layout: bool) -> None:
-    """Exact means all of them: a router that is wrong on one prompt in a hundred sends it to the wrong replica."""
+def test_every_query_of_a_recording_is_predicted_to_the_token(
+    path: Path, learn_layout: bool
+) -> None:
+    """Exact means all of them: a router that is wrong on one prompt in a hundred sends it to the
+    wrong replica."""
     summary = ReplaySummary(path.name, learn_layout)
-    wrong = [prediction for prediction in replay(path, learn_layout, summary) if prediction.predicted != prediction.hit]
+    wrong = [
+        prediction
+        for prediction in replay(path, learn_layout, summary)
+        if prediction.predicted != prediction.hit
+    ]
     assert wrong == []
     assert summary.queries > 50
     assert summary.hit_tokens > 0
@@ -41,15 +48,26 @@ def test_the_command_prints_a_line_per_query_and_a_summary() -> None:
 def test_the_command_fails_when_a_prediction_differs(tmp_path: Path) -> None:
     """A check that cannot fail is none."""
     recording = tmp_path / "wrong.jsonl"
-    header = {"groups": [{"kind": "full_attention", "block_size": 16}], "hash_block_size": 16, "scheduler_block_size": 16}
-    recording.write_text(json.dumps(header) + "\n" + json.dumps({"query": [1] * 40, "hit": 16}) + "\n")
+    header = {
+        "groups": [{"kind": "full_attention", "block_size": 16}],
+        "hash_block_size": 16,
+        "scheduler_block_size": 16,
+    }
+    recording.write_text(
+        json.dumps(header) + "\n" + json.dumps({"query": [1] * 40, "hit": 16}) + "\n"
+    )
     done = _kvroute("replay", str(recording))
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1])["differ"] == 1
 
 
-@pytest.mark.parametrize("text", ["", "no json\n", '{"groups": [{"kind": "sliding_window", "block_size": 16}]}\n', "{}\n{}\n"])
-def test_a_file_that_is_no_recording_is_refused_with_line_and_rule(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json\n", '{"groups": [{"kind": "sliding_window", "block_size": 16}]}\n', "{}\n{}\n"],
+)
+def test_a_file_that_is_no_recording_is_refused_with_line_and_rule(
+    tmp_path: Path, text: str
+) -> None:
     """The user hears what is wrong, not a traceback."""
     recording = tmp_path / "broken.jsonl"
     recording.write_text(text)

@@ -1,4 +1,5 @@
-"""What every eviction policy of the CPU tier must do, whatever it prefers: one suite for the built-in ones and a plug-in."""
+"""What every eviction policy of the CPU tier must do, whatever it prefers: one suite for the
+built-in ones and a plug-in."""
 
 from __future__ import annotations
 
@@ -27,19 +28,27 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 POLICIES: dict[str, Make] = {
-    name: lambda capacity, name=name: create_policy(name, capacity) for name in (*BUILT_IN, plug_in.NAME)
+    name: lambda capacity, name=name: create_policy(name, capacity)
+    for name in (*BUILT_IN, plug_in.NAME)
 }
 
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 few = settings(max_examples=60)
 
-# A step is a number and what to do with it; `Driver` turns steps that do not fit the state into those that do.
-steps = st.lists(st.tuples(st.sampled_from(["admit", "admit", "touch", "hold", "release", "discard"]), st.integers(0, 30)))
+# A step is a number and what to do with it; `Driver` turns steps that do not fit the state into
+# those that do.
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "admit", "touch", "hold", "release", "discard"]),
+        st.integers(0, 30),
+    )
+)
 capacities = st.integers(1, 8)
 
 
 class Driver:
-    """Calls a policy as the manager may, and knows which keys are resident and which of them are held."""
+    """Calls a policy as the manager may, and knows which keys are resident and which of them are
+    held."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
@@ -61,7 +70,12 @@ class Driver:
         if action == "admit":
             self.admit(key(number))
             return
-        allowed = {"touch": self.resident, "hold": self.idle, "release": self.held, "discard": self.resident}[action]
+        allowed = {
+            "touch": self.resident,
+            "hold": self.idle,
+            "release": self.held,
+            "discard": self.resident,
+        }[action]
         if allowed:
             self.call(action, sorted(allowed)[number % len(allowed)])
 
@@ -88,7 +102,8 @@ class Driver:
             self.resident.remove(name)
 
     def drain(self) -> set[OffloadKey]:
-        """What goes when new keys push out everything; each admission must find a victim while there is an idle key."""
+        """What goes when new keys push out everything; each admission must find a victim while
+        there is an idle key."""
         gone: set[OffloadKey] = set()
         for number in range(1000, 1000 + self.capacity):
             self.admit(key(number))
@@ -99,16 +114,22 @@ class Driver:
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_only_resident_keys_that_are_not_held_go(make: Make, capacity: int, script: list[tuple[str, int]]) -> None:
-    """A block under copy that went would be overwritten while it is read. The driver checks every choice."""
+def test_only_resident_keys_that_are_not_held_go(
+    make: Make, capacity: int, script: list[tuple[str, int]]
+) -> None:
+    """A block under copy that went would be overwritten while it is read. The driver checks every
+    choice."""
     Driver(make(capacity), capacity).run(script)
 
 
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_as_many_keys_can_go_as_are_not_held(make: Make, capacity: int, script: list[tuple[str, int]]) -> None:
-    """The manager counts and relies on it: a key that the policy lost would hold its block for good."""
+def test_as_many_keys_can_go_as_are_not_held(
+    make: Make, capacity: int, script: list[tuple[str, int]]
+) -> None:
+    """The manager counts and relies on it: a key that the policy lost would hold its block for
+    good."""
     driver = Driver(make(capacity), capacity)
     driver.run(script)
     idle, free = len(driver.idle), capacity - len(driver.resident)
@@ -121,7 +142,9 @@ def test_as_many_keys_can_go_as_are_not_held(make: Make, capacity: int, script: 
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_after_release_every_key_can_go(make: Make, capacity: int, script: list[tuple[str, int]]) -> None:
+def test_after_release_every_key_can_go(
+    make: Make, capacity: int, script: list[tuple[str, int]]
+) -> None:
     """A hold ends with its release, whatever happened in between."""
     driver = Driver(make(capacity), capacity)
     driver.run(script)
@@ -139,7 +162,8 @@ def test_after_release_every_key_can_go(make: Make, capacity: int, script: list[
 def test_a_cleared_policy_chooses_as_a_new_one(
     make: Make, capacity: int, before: list[tuple[str, int]], script: list[tuple[str, int]]
 ) -> None:
-    """What was learned of forgotten blocks says nothing, and a leftover would be a key without a block."""
+    """What was learned of forgotten blocks says nothing, and a leftover would be a key without a
+    block."""
     used = make(capacity)
     Driver(used, capacity).run(before)
     used.clear()
@@ -149,9 +173,13 @@ def test_a_cleared_policy_chooses_as_a_new_one(
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_the_same_calls_give_the_same_choices(make: Make, capacity: int, script: list[tuple[str, int]]) -> None:
+def test_the_same_calls_give_the_same_choices(
+    make: Make, capacity: int, script: list[tuple[str, int]]
+) -> None:
     """Tensor-parallel schedulers and a replay of a report must agree."""
-    assert Driver(make(capacity), capacity).run(script) == Driver(make(capacity), capacity).run(script)
+    assert Driver(make(capacity), capacity).run(script) == Driver(make(capacity), capacity).run(
+        script
+    )
 
 
 @every_policy

@@ -1,4 +1,5 @@
-"""What every policy must do, whatever it thinks of caches: one suite, run on each built-in policy and on a plug-in."""
+"""What every policy must do, whatever it thinks of caches: one suite, run on each built-in policy
+and on a plug-in."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.scoring import Candidate, Policy, PolicySettings, Ranked, RouteRequest, make_policy, rank
+from router.scoring import (
+    Candidate,
+    Policy,
+    PolicySettings,
+    Ranked,
+    RouteRequest,
+    make_policy,
+    rank,
+)
 from router.scoring.policies import BUILT_IN
 
 
@@ -26,7 +35,8 @@ class ByName:
 
 Make = Callable[[int], Policy]
 POLICIES: dict[str, Make] = {
-    name: lambda seed, name=name: make_policy(name, PolicySettings(random=Random(seed))) for name in BUILT_IN
+    name: lambda seed, name=name: make_policy(name, PolicySettings(random=Random(seed)))
+    for name in BUILT_IN
 } | {"plug-in": lambda seed: ByName()}
 
 # Six policies run each property, so fewer examples do.
@@ -51,7 +61,9 @@ candidate_states = st.fixed_dictionaries(
     }
 )
 candidate_lists = st.lists(candidate_states, max_size=12).map(
-    lambda states: [Candidate(replica_id=f"r{index}", **state) for index, state in enumerate(states)]
+    lambda states: [
+        Candidate(replica_id=f"r{index}", **state) for index, state in enumerate(states)
+    ]
 )
 requests = st.builds(
     RouteRequest,
@@ -72,10 +84,15 @@ def request(session: str | None = None, prompt_tokens: int = 1000) -> RouteReque
 @every_policy
 @few
 @given(asked=requests, candidates=candidate_lists)
-def test_every_candidate_is_ranked_exactly_once(make: Make, asked: RouteRequest, candidates: list[Candidate]) -> None:
-    """The rest of a ranking is what a failed request is retried on, so nobody may be missing or tried twice."""
+def test_every_candidate_is_ranked_exactly_once(
+    make: Make, asked: RouteRequest, candidates: list[Candidate]
+) -> None:
+    """The rest of a ranking is what a failed request is retried on, so nobody may be missing or
+    tried twice."""
     ranked = make(1).rank(asked, candidates)
-    assert sorted(entry.candidate.replica_id for entry in ranked) == sorted(candidate.replica_id for candidate in candidates)
+    assert sorted(entry.candidate.replica_id for entry in ranked) == sorted(
+        candidate.replica_id for candidate in candidates
+    )
     assert all(entry.candidate in candidates for entry in ranked)
 
 
@@ -97,8 +114,11 @@ def test_costs_are_finite_and_never_fall_along_the_ranking(
 def test_reasons_are_one_line_and_hold_nothing_of_the_client(
     make: Make, asked: RouteRequest, candidates: list[Candidate]
 ) -> None:
-    """Reasons reach logs and the live page, where a session, possibly a user's name, has no business."""
-    secret = RouteRequest(model=asked.model, prompt_tokens=asked.prompt_tokens, session="name-of-a-user")
+    """Reasons reach logs and the live page, where a session, possibly a user's name, has no
+    business."""
+    secret = RouteRequest(
+        model=asked.model, prompt_tokens=asked.prompt_tokens, session="name-of-a-user"
+    )
     for entry in make(1).rank(secret, candidates):
         assert entry.reason
         assert "\n" not in entry.reason
@@ -126,7 +146,10 @@ def test_the_same_seed_gives_the_same_choices(make: Make) -> None:
 
     def choices() -> list[list[str]]:
         policy = make(7)
-        return [[e.candidate.replica_id for e in policy.rank(request(str(turn)), idle(5))] for turn in range(20)]
+        return [
+            [e.candidate.replica_id for e in policy.rank(request(str(turn)), idle(5))]
+            for turn in range(20)
+        ]
 
     assert choices() == choices()
 
@@ -135,7 +158,10 @@ def test_the_same_seed_gives_the_same_choices(make: Make) -> None:
 def test_equal_and_idle_replicas_share_the_requests(make: Make) -> None:
     """No policy may favour a replica for its name or its place in the list."""
     policy = make(3)
-    firsts = Counter(policy.rank(request(session=str(turn)), idle(4))[0].candidate.replica_id for turn in range(4000))
+    firsts = Counter(
+        policy.rank(request(session=str(turn)), idle(4))[0].candidate.replica_id
+        for turn in range(4000)
+    )
     assert set(firsts) == {"r0", "r1", "r2", "r3"}
     assert max(firsts.values()) < 1.2 * min(firsts.values())
 
@@ -150,7 +176,9 @@ def test_equal_and_idle_replicas_share_the_requests(make: Make) -> None:
     ],
     ids=["unhealthy", "draining", "full"],
 )
-def test_a_replica_that_cannot_serve_is_never_ranked(make: Make, state: dict[str, bool], reason: str) -> None:
+def test_a_replica_that_cannot_serve_is_never_ranked(
+    make: Make, state: dict[str, bool], reason: str
+) -> None:
     """However good its cache is: a request sent there would fail."""
     good = Candidate(replica_id="good")
     unable = Candidate(replica_id="unable", gpu_tokens=900, total_tokens=900, **state)
@@ -158,7 +186,9 @@ def test_a_replica_that_cannot_serve_is_never_ranked(make: Make, state: dict[str
     for turn in range(20):
         ranking = rank(policy, request(session=str(turn)), [unable, good])
         assert [entry.candidate for entry in ranking.ranked] == [good]
-        assert [(excluded.candidate, excluded.reason) for excluded in ranking.excluded] == [(unable, reason)]
+        assert [(excluded.candidate, excluded.reason) for excluded in ranking.excluded] == [
+            (unable, reason)
+        ]
 
 
 @every_policy

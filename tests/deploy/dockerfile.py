@@ -1,4 +1,5 @@
-"""As much of a Dockerfile as is needed to check ours: its stages, what stands in each, what it takes from the repository."""
+"""As much of a Dockerfile as is needed to check ours: its stages, what stands in each, what it
+takes from the repository."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ def instructions(text: str) -> list[tuple[str, str]]:
     """Word and arguments, continued lines put together."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines() if line.strip()]
+    return [
+        (line.split(" ", 1)[0], line.split(" ", 1)[1])
+        for line in joined.splitlines()
+        if line.strip()
+    ]
 
 
 def lineage(found: dict[str, Stage], name: str) -> list[Stage]:
@@ -51,8 +56,14 @@ def lineage(found: dict[str, Stage], name: str) -> list[Stage]:
 
 def copied() -> list[str]:
     """What our images get of the repository."""
-    copies = [line.split() for stage in stages(DEPLOY / "Dockerfile").values() for line in stage.all_of("COPY")]
-    return [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
+    copies = [
+        line.split()
+        for stage in stages(DEPLOY / "Dockerfile").values()
+        for line in stage.all_of("COPY")
+    ]
+    return [
+        source for words in copies if not words[0].startswith("--from=") for source in words[:-1]
+    ]
 
 
 def copy_sources(target: Path) -> None:
@@ -60,6 +71,8 @@ def copy_sources(target: Path) -> None:
     target.mkdir()
     for source in copied():
         if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, target / source, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / source, target / source, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / source, target / source)

@@ -1,4 +1,5 @@
-"""What stands in deploy/, read: YAML, the dashboard, and every PromQL expression with the place where it stands."""
+"""What stands in deploy/, read: YAML, the dashboard, and every PromQL expression with the place
+where it stands."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def tool(name: str, package: str) -> str:
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 def succeeds(*command: str, cwd: Path = ROOT) -> str:
@@ -59,7 +62,7 @@ def succeeds(*command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-# --- PromQL ---------------------------------------------------------------------------------------------------------------
+# --- PromQL ---------------------------------------------------------------------------------------
 
 
 def alerts() -> list[dict[str, Any]]:

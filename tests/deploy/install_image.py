@@ -1,6 +1,8 @@
-"""Runs the Dockerfile's own install line, on the files that it copies, in a fresh environment: the router's image, by hand.
+"""Runs the Dockerfile's own install line, on the files that it copies, in a fresh environment: the
+router's image, by hand.
 
-Takes a minute and needs a package index, so it is no test of every run: `python -m tests.deploy.install_image`.
+Takes a minute and needs a package index, so it is no test of every run: `python -m
+tests.deploy.install_image`.
 """
 
 from __future__ import annotations
@@ -23,15 +25,33 @@ def main() -> None:
         copy_sources(Path(directory) / "source")
         install(environment, Path(directory) / "source")
         config = str(DEPLOY / "compose/kvroute.yaml")
-        print(succeeds(str(environment / "bin/kvroute"), "serve", "--config", config, "--check", cwd=Path(directory)), end="")
+        print(
+            succeeds(
+                str(environment / "bin/kvroute"),
+                "serve",
+                "--config",
+                config,
+                "--check",
+                cwd=Path(directory),
+            ),
+            end="",
+        )
 
 
 def install(environment: Path, source: Path) -> None:
     """As the stage `build` does; nothing of torch may come along."""
-    (line,) = [line for line in stages(DEPLOY / "Dockerfile")["build"].all_of("RUN") if "pip install" in line]
+    (line,) = [
+        line
+        for line in stages(DEPLOY / "Dockerfile")["build"].all_of("RUN")
+        if "pip install" in line
+    ]
     pip = str(environment / "bin/pip")
-    subprocess.run([pip, *line.partition("/opt/kvroute/bin/pip ")[2].split()], cwd=source, check=True)
-    listed = succeeds(pip, "list", "--format=freeze", "--disable-pip-version-check").lower().splitlines()
+    subprocess.run(
+        [pip, *line.partition("/opt/kvroute/bin/pip ")[2].split()], cwd=source, check=True
+    )
+    listed = (
+        succeeds(pip, "list", "--format=freeze", "--disable-pip-version-check").lower().splitlines()
+    )
     found = FORBIDDEN & {each.partition("==")[0] for each in listed}
     if found:
         sys.exit(f"the router's image would hold {', '.join(sorted(found))}")

@@ -26,7 +26,12 @@ class Asked:
 
 def asked_by(expression: str) -> Asked:
     """Read *expression*, in which no value of a label may hold a brace."""
-    grouping = {label.strip() for found in _GROUPING.findall(expression) for label in found.split(",") if label.strip()}
+    grouping = {
+        label.strip()
+        for found in _GROUPING.findall(expression)
+        for label in found.split(",")
+        if label.strip()
+    }
     rest = _RANGE.sub("", _GROUPING.sub("", expression))
     selectors = _SELECTOR.findall(rest)
     matchers = [
@@ -35,5 +40,11 @@ def asked_by(expression: str) -> Asked:
         for label, values in _MATCHER.findall(inside)
         for value in values.split("|")
     ]
-    bare = {name for name in _NAME.findall(_SELECTOR.sub("", rest)) if name not in _WORDS and not re.match(r"e\d|\d", name)}
-    return Asked(tuple(matchers), frozenset(bare | {metric for metric, _ in selectors}), frozenset(grouping))
+    bare = {
+        name
+        for name in _NAME.findall(_SELECTOR.sub("", rest))
+        if name not in _WORDS and not re.match(r"e\d|\d", name)
+    }
+    return Asked(
+        tuple(matchers), frozenset(bare | {metric for metric, _ in selectors}), frozenset(grouping)
+    )

@@ -11,7 +11,17 @@ import pytest
 
 from router.config import RouterConfig
 from tests.deploy.dockerfile import stages
-from tests.deploy.files import CONFIG_PATH, DEPLOY, ENGINE_COMMAND, ENGINE_PORTS, PROMETHEUS, load, succeeds, tool, version
+from tests.deploy.files import (
+    CONFIG_PATH,
+    DEPLOY,
+    ENGINE_COMMAND,
+    ENGINE_PORTS,
+    PROMETHEUS,
+    load,
+    succeeds,
+    tool,
+    version,
+)
 
 COMPOSE = load(DEPLOY / "compose.yaml")
 SERVICES: dict[str, Any] = COMPOSE["services"]
@@ -64,7 +74,11 @@ def test_only_this_machine_reaches_published_ports(name: str) -> None:
 def test_everything_that_is_mounted_exists(name: str) -> None:
     """Docker makes an empty directory of a path that does not."""
     for outside in mounts(name).values():
-        assert (DEPLOY / outside).exists() if outside.startswith(".") else outside in COMPOSE["volumes"], outside
+        assert (
+            (DEPLOY / outside).exists()
+            if outside.startswith(".")
+            else outside in COMPOSE["volumes"]
+        ), outside
 
 
 def test_the_router_finds_its_configuration_and_listens_where_it_is_published() -> None:
@@ -93,13 +107,20 @@ def test_an_engine_runs_the_engines_command_and_tells_its_ports(name: str) -> No
 def test_our_containers_may_do_nothing_that_they_do_not_need(name: str) -> None:
     """They write to /tmp at most."""
     service = SERVICES[name]
-    assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (True, ["ALL"], ["/tmp"])
+    assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (
+        True,
+        ["ALL"],
+        ["/tmp"],
+    )
     assert service["security_opt"] == ["no-new-privileges:true"]
 
 
 def test_running_requests_have_the_time_that_the_router_gives_them() -> None:
     """Docker kills after this."""
-    assert int(SERVICES["router"]["stop_grace_period"].removesuffix("s")) > ROUTER.server.timeouts.shutdown_grace_s
+    assert (
+        int(SERVICES["router"]["stop_grace_period"].removesuffix("s"))
+        > ROUTER.server.timeouts.shutdown_grace_s
+    )
 
 
 def test_prometheus_scrapes_the_router_and_every_engine() -> None:
@@ -107,9 +128,13 @@ def test_prometheus_scrapes_the_router_and_every_engine() -> None:
     assert (DEPLOY / mounts("prometheus")["/etc/prometheus"]).resolve() == PROMETHEUS
     assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
     jobs = {
-        job["job_name"]: job["static_configs"][0]["targets"] for job in load(PROMETHEUS / "prometheus.yml")["scrape_configs"]
+        job["job_name"]: job["static_configs"][0]["targets"]
+        for job in load(PROMETHEUS / "prometheus.yml")["scrape_configs"]
     }
-    assert jobs == {"kvroute": [f"router:{ROUTER.server.port}"], "engines": [f"{name}:8000" for name in ENGINES]}
+    assert jobs == {
+        "kvroute": [f"router:{ROUTER.server.port}"],
+        "engines": [f"{name}:8000" for name in ENGINES],
+    }
 
 
 def test_grafana_finds_its_data_source_and_its_dashboards() -> None:

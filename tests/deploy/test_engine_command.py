@@ -29,9 +29,19 @@ def _command_is_there() -> None:
 def engine() -> Iterator[int]:
     """The command on free ports; the one of HTTP."""
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ENGINE_PORTS]
-        free = dict(zip(sorted(ENGINE_PORTS), (listener.getsockname()[1] for listener in listeners), strict=True))
-    words = [re.sub(r"\d{4}$", lambda port: str(free[int(port[0])]), word) for word in ENGINE_COMMAND]
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ENGINE_PORTS
+        ]
+        free = dict(
+            zip(
+                sorted(ENGINE_PORTS),
+                (listener.getsockname()[1] for listener in listeners),
+                strict=True,
+            )
+        )
+    words = [
+        re.sub(r"\d{4}$", lambda port: str(free[int(port[0])]), word) for word in ENGINE_COMMAND
+    ]
     words[words.index("--host") + 1] = "127.0.0.1"
     process = subprocess.Popen([*COMMAND, *words])
     try:
@@ -42,14 +52,19 @@ def engine() -> Iterator[int]:
 
 
 async def test_the_engine_serves_what_probes_router_and_prometheus_ask_for() -> None:
-    """By nothing but its command: health, models, event sources, and the metrics of the dashboard."""
+    """By nothing but its command: health, models, event sources, and the metrics of the
+    dashboard."""
     with engine() as port:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             await eventually(lambda: answers(port), "the engine listens")
             for path in ("/health", "/v1/models", "/kv_event_sources", "/metrics"):
                 assert (await client.get(path)).status_code == 200, path
             names = {name.removesuffix("_total").removesuffix("_bucket") for name in OF_VLLM}
-            told = set(re.findall(r"^# TYPE (\S+?)(?:_total)? ", (await client.get("/metrics")).text, re.MULTILINE))
+            told = set(
+                re.findall(
+                    r"^# TYPE (\S+?)(?:_total)? ", (await client.get("/metrics")).text, re.MULTILINE
+                )
+            )
             assert names <= told
 
 

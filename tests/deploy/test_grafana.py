@@ -13,13 +13,17 @@ GRAFANA = DEPLOY / "grafana"
 def test_every_panel_asks_the_data_source_that_was_chosen() -> None:
     """A dashboard that is imported elsewhere meets a data source of another id."""
     for panel in panels():
-        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}, panel["title"]
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}, (
+            panel["title"]
+        )
 
 
 def test_the_provisioned_data_source_is_the_one_that_is_chosen_first() -> None:
     """Otherwise the first look shows nothing."""
     (source,) = load(GRAFANA / "provisioning/datasources/prometheus.yaml")["datasources"]
-    chosen = next(found for found in dashboard()["templating"]["list"] if found["name"] == "datasource")
+    chosen = next(
+        found for found in dashboard()["templating"]["list"] if found["name"] == "datasource"
+    )
     assert chosen["current"]["value"] == source["uid"]
     assert chosen["query"] == source["type"]
 
@@ -41,7 +45,11 @@ def test_panels_have_ids_of_their_own_and_do_not_cover_each_other() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in whole:
         place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert max(x for x, _ in cells) < 24, panel["title"]
         assert not cells & taken, panel["title"]
         taken |= cells
@@ -61,5 +69,7 @@ def test_a_state_has_a_name_and_a_colour_for_every_number() -> None:
     for panel in timelines:
         (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
         shown = {number: entry["text"] for number, entry in mapping["options"].items()}
-        asked = re.findall(r'(\d) \* \(max by [^{]*\{[^}]*state="(\w+)"', panel["targets"][0]["expr"])
+        asked = re.findall(
+            r'(\d) \* \(max by [^{]*\{[^}]*state="(\w+)"', panel["targets"][0]["expr"]
+        )
         assert dict(asked) == shown

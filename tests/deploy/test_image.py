@@ -1,4 +1,5 @@
-"""The Dockerfile, as far as it can be checked without a builder: its stages, and what comes of the files that it copies."""
+"""The Dockerfile, as far as it can be checked without a builder: its stages, and what comes of the
+files that it copies."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.deploy.dockerfile import copied, copy_sources, instructions, lineage, stages
-from tests.deploy.files import DEPLOY, ENGINE_COMMAND, ENGINE_PORTS, ROOT, ROUTER_COMMAND, succeeds, tool, version
+from tests.deploy.files import (
+    DEPLOY,
+    ENGINE_COMMAND,
+    ENGINE_PORTS,
+    ROOT,
+    ROUTER_COMMAND,
+    succeeds,
+    tool,
+    version,
+)
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 TARGETS = ("engine", "router")
@@ -21,7 +31,10 @@ TARGETS = ("engine", "router")
 
 def test_continued_lines_are_read_as_one() -> None:
     """The tests below see only what this finds."""
-    assert instructions("# no\nFROM a AS b\nRUN c \\\n    d\n") == [("FROM", "a AS b"), ("RUN", "c d")]
+    assert instructions("# no\nFROM a AS b\nRUN c \\\n    d\n") == [
+        ("FROM", "a AS b"),
+        ("RUN", "c d"),
+    ]
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -33,7 +46,9 @@ def test_every_base_is_a_stage_or_a_pinned_image() -> None:
     """`latest` is another image tomorrow."""
     found = stages(DOCKERFILE)
     for stage in found.values():
-        assert stage.base in found or re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-[a-z-]+", stage.base), stage.base
+        assert stage.base in found or re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-[a-z-]+", stage.base), (
+            stage.base
+        )
 
 
 def test_the_router_is_what_a_build_without_a_target_makes() -> None:
@@ -61,13 +76,21 @@ def test_the_routers_image_is_not_built_on_torch() -> None:
     """It would be ten times as large, for nothing."""
     (copy,) = stages(DOCKERFILE)["router"].all_of("COPY")
     assert copy.startswith("--from=build ")
-    assert not any("offload]" in line for stage in lineage(stages(DOCKERFILE), "build") for line in stage.all_of("RUN"))
+    assert not any(
+        "offload]" in line
+        for stage in lineage(stages(DOCKERFILE), "build")
+        for line in stage.all_of("RUN")
+    )
     assert any("'.[offload]'" in line for line in stages(DOCKERFILE)["build-engine"].all_of("RUN"))
 
 
 def test_everything_that_is_copied_exists_and_is_sent_to_the_builder() -> None:
     """An ignored file is missing in the image, whatever stands in the repository."""
-    kept = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert {source.removesuffix("/") for source in copied()} == kept
     for source in copied():
         assert (ROOT / source).exists(), source
@@ -75,11 +98,15 @@ def test_everything_that_is_copied_exists_and_is_sent_to_the_builder() -> None:
 
 def test_every_package_of_the_distribution_is_copied() -> None:
     """A new one must not be forgotten here."""
-    patterns = re.search(r"^include = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    patterns = re.search(
+        r"^include = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert patterns
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     included = re.findall(r'"(.*?)"', patterns[1])
-    assert {name for name in packages if any(fnmatch(name, pattern) for pattern in included)} <= set(copied())
+    assert {
+        name for name in packages if any(fnmatch(name, pattern) for pattern in included)
+    } <= set(copied())
 
 
 def test_the_commands_are_what_the_images_hold() -> None:
@@ -93,7 +120,9 @@ def test_the_commands_are_what_the_images_hold() -> None:
 
 def test_an_image_tells_its_ports() -> None:
     """Those of the engine's command."""
-    lines = [line for stage in lineage(stages(DOCKERFILE), "engine") for line in stage.all_of("EXPOSE")]
+    lines = [
+        line for stage in lineage(stages(DOCKERFILE), "engine") for line in stage.all_of("EXPOSE")
+    ]
     assert {int(port) for line in lines for port in line.split()} == ENGINE_PORTS
 
 
@@ -103,20 +132,41 @@ def test_the_head_of_the_file_names_this_version() -> None:
 
 
 def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
-    """Built and installed from the files that the image gets, and from nothing else of the repository."""
+    """Built and installed from the files that the image gets, and from nothing else of the
+    repository."""
     copy_sources(tmp_path / "source")
     target = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    succeeds(*pip, "--no-index", "--no-deps", "--no-build-isolation", "--target", str(target), str(tmp_path / "source"))
+    succeeds(
+        *pip,
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(tmp_path / "source"),
+    )
     script = "import sys; sys.path.insert(0, sys.argv.pop(1)); from router.cli import main; print(main); sys.exit(main.main())"
     config = str(DEPLOY / "compose/kvroute.yaml")
-    said = succeeds(sys.executable, "-I", "-c", script, str(target), "serve", "--config", config, "--check", cwd=tmp_path)
+    said = succeeds(
+        sys.executable,
+        "-I",
+        "-c",
+        script,
+        str(target),
+        "serve",
+        "--config",
+        config,
+        "--check",
+        cwd=tmp_path,
+    )
     assert str(target) in said
     assert "the configuration is sound" in said
 
 
 def test_what_the_router_requires_does_not_require_torch() -> None:
-    """Over all that its requirements require; `python -m tests.deploy.install_image` installs them, which takes a minute."""
+    """Over all that its requirements require; `python -m tests.deploy.install_image` installs them,
+    which takes a minute."""
     found = required_by("kvroute")
     assert {"msgspec", "uvicorn", "starlette"} <= found
     assert not {"torch", "numpy"} & found
@@ -129,7 +179,9 @@ def required_by(name: str) -> set[str]:
         for line in requires(waiting.pop()) or ():
             requirement = Requirement(line)
             needed = requirement.name.lower()
-            if needed not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            if needed not in found and (
+                requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            ):
                 found.add(needed)
                 waiting.append(needed)
     return found

@@ -1,4 +1,5 @@
-"""The manifests: what they name exists, their parts agree, and pods may do no more than they need."""
+"""The manifests: what they name exists, their parts agree, and pods may do no more than they
+need."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ KUSTOMIZATION = load(BASE / "kustomization.yaml")
 
 
 def found(kind: str, name: str) -> dict[str, Any]:
-    (manifest,) = [each for each in OBJECTS if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    (manifest,) = [
+        each for each in OBJECTS if (each["kind"], each["metadata"]["name"]) == (kind, name)
+    ]
     return manifest
 
 
@@ -67,7 +70,7 @@ def ports(workload: dict[str, Any]) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in container(workload)["ports"]}
 
 
-# --- as a whole -----------------------------------------------------------------------------------------------------------
+# --- as a whole -----------------------------------------------------------------------------------
 
 
 def rendered(name: str) -> str:
@@ -87,9 +90,17 @@ def test_the_manifests_are_what_kubernetes_takes(tmp_path: Path, name: str) -> N
 def test_everything_is_in_one_namespace_and_every_image_has_a_tag(name: str) -> None:
     """`kubectl delete namespace` must leave nothing behind."""
     objects = list(yaml.safe_load_all(rendered(name)))
-    assert len(objects) == len(OBJECTS) + 1, "all of the base and the map that is made of kvroute.yaml"
-    assert {each["metadata"].get("namespace", each["metadata"]["name"]) for each in objects} == {"kvroute"}
-    images = [container(each)["image"] for each in objects if each["kind"] in ("Deployment", "StatefulSet")]
+    assert len(objects) == len(OBJECTS) + 1, (
+        "all of the base and the map that is made of kvroute.yaml"
+    )
+    assert {each["metadata"].get("namespace", each["metadata"]["name"]) for each in objects} == {
+        "kvroute"
+    }
+    images = [
+        container(each)["image"]
+        for each in objects
+        if each["kind"] in ("Deployment", "StatefulSet")
+    ]
     assert len(images) == 2
     assert all(re.search(r":v?\d+\.\d+\.\d+$", image) for image in images)
 
@@ -99,7 +110,9 @@ def test_the_map_that_is_mounted_is_the_one_that_is_made() -> None:
     rendered_objects = list(yaml.safe_load_all(rendered("base")))
     (made,) = [each for each in rendered_objects if each["kind"] == "ConfigMap"]
     (deployment,) = [each for each in rendered_objects if each["kind"] == "Deployment"]
-    assert {"name": "config", "configMap": {"name": made["metadata"]["name"]}} in pod(deployment)["volumes"]
+    assert {"name": "config", "configMap": {"name": made["metadata"]["name"]}} in pod(deployment)[
+        "volumes"
+    ]
     assert made["metadata"]["name"] != "router"
     assert yaml.safe_load(made["data"]["kvroute.yaml"]) == load(BASE / "kvroute.yaml")
 
@@ -110,15 +123,19 @@ def test_our_images_carry_this_version() -> None:
     assert ours == {container(workload)["image"]: version() for workload in (ROUTER, ENGINE)}
 
 
-# --- the router -----------------------------------------------------------------------------------------------------------
+# --- the router -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["kubernetes/base/kvroute.yaml", "compose/kvroute.yaml"])
-def test_the_command_line_finds_the_configuration_sound(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_finds_the_configuration_sound(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the pod would, by its own command."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    said = succeeds(sys.executable, "-m", "router.cli.main", "serve", "--config", str(DEPLOY / path), "--check")
+    said = succeeds(
+        sys.executable, "-m", "router.cli.main", "serve", "--config", str(DEPLOY / path), "--check"
+    )
     assert said == "the configuration is sound: 0 models, 3 replicas\n"
 
 
@@ -136,17 +153,25 @@ def test_every_key_of_the_configuration_comes_from_the_secret() -> None:
     named = set(re.findall(r"\$\{(\w+)\}", (BASE / "kvroute.yaml").read_text()))
     given = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container(ROUTER)["env"]}
     assert named == set(given) == set(KEYS)
-    created = re.search(r"create secret generic (\S+) (.*?)```", (ROOT / "docs/deployment.md").read_text(), re.DOTALL)
+    created = re.search(
+        r"create secret generic (\S+) (.*?)```",
+        (ROOT / "docs/deployment.md").read_text(),
+        re.DOTALL,
+    )
     assert created
     keys = set(re.findall(r"--from-literal=(\w+)=", created[2]))
-    assert {(each["name"], each["key"]) for each in given.values()} == {(created[1], key) for key in keys}
+    assert {(each["name"], each["key"]) for each in given.values()} == {
+        (created[1], key) for key in keys
+    }
 
 
 def test_the_replicas_are_the_pods_of_the_stateful_set() -> None:
     """A pod's name is the set's and a number; its address is below the headless service."""
     service = found("Service", ENGINE["spec"]["serviceName"])
     assert service["spec"]["clusterIP"] == "None"
-    names = [f"{ENGINE['metadata']['name']}-{number}" for number in range(ENGINE["spec"]["replicas"])]
+    names = [
+        f"{ENGINE['metadata']['name']}-{number}" for number in range(ENGINE["spec"]["replicas"])
+    ]
     hosts = [f"{name}.{service['metadata']['name']}:{ports(ENGINE)['http']}" for name in names]
     assert [urlsplit(replica.url).netloc for replica in CONFIG.replicas] == hosts
     assert [replica.id for replica in CONFIG.replicas] == names
@@ -171,15 +196,20 @@ def router() -> Iterator[RouterProcess]:
         yield process
 
 
-@pytest.mark.parametrize(("probe", "status"), [("startupProbe", 200), ("livenessProbe", 200), ("readinessProbe", 503)])
-async def test_the_probes_ask_what_a_router_answers(router: RouterProcess, probe: str, status: int) -> None:
-    """A router without a replica lives and is not ready; one that is killed for that would never become it."""
+@pytest.mark.parametrize(
+    ("probe", "status"), [("startupProbe", 200), ("livenessProbe", 200), ("readinessProbe", 503)]
+)
+async def test_the_probes_ask_what_a_router_answers(
+    router: RouterProcess, probe: str, status: int
+) -> None:
+    """A router without a replica lives and is not ready; one that is killed for that would never
+    become it."""
     asked = container(ROUTER)[probe]["httpGet"]
     assert asked["port"] in ports(ROUTER)
     assert (await router.get(asked["path"])).status == status
 
 
-# --- engines --------------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 
 def test_the_engines_run_the_engines_command() -> None:
@@ -195,7 +225,9 @@ def test_vllm_runs_with_the_flags_of_the_recipe() -> None:
     arguments = container(load(KUBERNETES / "vllm/engine.yaml"))["args"]
     events = json.loads(arguments[arguments.index("--kv-events-config") + 1])
     assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:5557", "tcp://*:6557")
-    flags = {argument for argument in arguments if argument.startswith("--") and "=" not in argument}
+    flags = {
+        argument for argument in arguments if argument.startswith("--") and "=" not in argument
+    }
     assert flags == set(re.findall(r"--[a-z-]+", recipe()))
     (text,) = re.findall(r"--kv-events-config '(.*?)'", recipe(), re.DOTALL)
     assert json.loads(text) == events
@@ -206,7 +238,7 @@ def recipe() -> str:
     return (ROOT / "docs/deployment.md").read_text().partition("vllm serve ")[2].partition("```")[0]
 
 
-# --- how they hang together -----------------------------------------------------------------------------------------------
+# --- how they hang together -----------------------------------------------------------------------
 
 
 @WORKLOADS
@@ -217,11 +249,15 @@ def test_a_workload_selects_its_own_pods(workload: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "workload"), [("router", ROUTER), ("engine", ENGINE)])
-def test_services_budgets_and_policies_select_pods_that_exist(name: str, workload: dict[str, Any]) -> None:
+def test_services_budgets_and_policies_select_pods_that_exist(
+    name: str, workload: dict[str, Any]
+) -> None:
     """A selector that matches nothing is no error."""
     service = found("Service", name)
     assert service["spec"]["selector"] == labels(workload)
-    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports(workload)
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports(
+        workload
+    )
     assert found("PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"] == labels(workload)
     assert found("NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"] == labels(workload)
 
@@ -245,10 +281,13 @@ def test_routers_reach_engines_and_names_only() -> None:
     engines, names = found("NetworkPolicy", "router")["spec"]["egress"]
     assert engines["to"] == [{"podSelector": {"matchLabels": labels(ENGINE)}}]
     assert {port["port"] for port in engines["ports"]} == ENGINE_PORTS
-    assert {(port["protocol"], port["port"]) for port in names["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert {(port["protocol"], port["port"]) for port in names["ports"]} == {
+        ("UDP", 53),
+        ("TCP", 53),
+    }
 
 
-# --- what pods may do -----------------------------------------------------------------------------------------------------
+# --- what pods may do -----------------------------------------------------------------------------
 
 
 @WORKLOADS
@@ -262,7 +301,9 @@ def test_a_pod_has_no_more_rights_than_it_needs(workload: dict[str, Any]) -> Non
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    assert found("Namespace", "kvroute")["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
+    assert found("Namespace", "kvroute")["metadata"]["labels"] == {
+        "pod-security.kubernetes.io/enforce": "restricted"
+    }
     user = re.search(r"^USER (\d+):(\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert user
     assert (spec["runAsUser"], spec["runAsGroup"]) == (int(user[1]), int(user[2]))
@@ -272,7 +313,9 @@ def test_a_pod_has_no_more_rights_than_it_needs(workload: dict[str, Any]) -> Non
 def test_a_pod_has_no_access_to_kubernetes(workload: dict[str, Any]) -> None:
     """Nothing here asks it, so there are no roles."""
     assert pod(workload)["automountServiceAccountToken"] is False
-    assert not {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"} & {each["kind"] for each in OBJECTS}
+    assert not {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"} & {
+        each["kind"] for each in OBJECTS
+    }
 
 
 @WORKLOADS
@@ -286,5 +329,9 @@ def test_a_container_says_what_it_needs(workload: dict[str, Any]) -> None:
 def test_the_alert_on_the_index_comes_before_the_memory_ends() -> None:
     """At 280 bytes a block."""
     (limit,) = re.findall(r"^(\d+)Gi$", container(ROUTER)["resources"]["limits"]["memory"])
-    (blocks,) = re.findall(r"kvroute_index_blocks\) > (\S+)$", (DEPLOY / "prometheus/alerts.yml").read_text(), re.MULTILINE)[:1]
+    (blocks,) = re.findall(
+        r"kvroute_index_blocks\) > (\S+)$",
+        (DEPLOY / "prometheus/alerts.yml").read_text(),
+        re.MULTILINE,
+    )[:1]
     assert float(blocks) * 280 < 0.75 * int(limit) * 2**30

@@ -1,4 +1,5 @@
-"""Alerts and dashboard ask for what a running router has: every name, label and value, from a real process at work."""
+"""Alerts and dashboard ask for what a running router has: every name, label and value, from a real
+process at work."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy.files import ROOT, dashboard, expressions, panels, succeeds, tool, without_variables
+from tests.deploy.files import (
+    ROOT,
+    dashboard,
+    expressions,
+    panels,
+    succeeds,
+    tool,
+    without_variables,
+)
 from tests.deploy.promql import Asked, asked_by
 from tests.support.engine_stub import BLOCK, EngineStub, dying_after, refusing
 from tests.support.model_files import write_tokenizer
@@ -39,7 +48,7 @@ OF_VLLM = {
 """Names and labels of vLLM 0.32 and newer, and of our own engine, which has the same."""
 
 
-# --- a router at work -----------------------------------------------------------------------------------------------------
+# --- a router at work -----------------------------------------------------------------------------
 
 
 async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -> None:
@@ -52,9 +61,14 @@ async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -
     await router.post("/v1/completions", completion)
     await router.post("/v1/completions", {"model": MODEL, "prompt": "tokenised here"})
     stub.tokenizing = refusing("500 Internal Server Error")
-    await router.post("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "no template"}]})
+    await router.post(
+        "/v1/chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "no template"}]},
+    )
     stub.tokenizing = None
-    await router.post("/v1/completions", {**completion, "vllm_xargs": {"kv_cache_report_mode": "full"}})
+    await router.post(
+        "/v1/completions", {**completion, "vllm_xargs": {"kv_cache_report_mode": "full"}}
+    )
     await router.post("/v1/completions", {"model": "nobody's", "prompt": [1]})
     stub.forget()
     await router.post("/v1/completions", completion)
@@ -78,8 +92,13 @@ async def at_work(directory: Path) -> AsyncIterator[tuple[RouterProcess, EngineS
     """A router that has worked, with one replica that serves and one that is not there."""
     with router_process(settings(directory)) as router:
         async with EngineStub(MODEL, has_events=True) as stub, router.serving(stub, models=[MODEL]):
-            await router.until(lambda now: "kvroute_tokenizer_disagreements{" in now.text, "the tokenizers were compared")
-            await router.post("/replicas", {"url": "http://127.0.0.1:1", "id": "absent", "models": [MODEL]})
+            await router.until(
+                lambda now: "kvroute_tokenizer_disagreements{" in now.text,
+                "the tokenizers were compared",
+            )
+            await router.post(
+                "/replicas", {"url": "http://127.0.0.1:1", "id": "absent", "models": [MODEL]}
+            )
             await serve_something(router, stub, 1)
             yield router, stub
 
@@ -93,7 +112,9 @@ async def scraped(directory: Path) -> str:
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     """Labels of every sample, by its name."""
     text = asyncio.run(scraped(tmp_path_factory.mktemp("router")))
-    found: dict[str, list[dict[str, str]]] = {name: [dict.fromkeys(labels, "")] for name, labels in OF_VLLM.items()}
+    found: dict[str, list[dict[str, str]]] = {
+        name: [dict.fromkeys(labels, "")] for name, labels in OF_VLLM.items()
+    }
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(dict(sample.labels))
@@ -104,31 +125,47 @@ def labels_of(samples: dict[str, list[dict[str, str]]], metric: str) -> set[str]
     return ADDED_BY_PROMETHEUS | {label for sample in samples.get(metric, []) for label in sample}
 
 
-# --- names and labels -----------------------------------------------------------------------------------------------------
+# --- names and labels -----------------------------------------------------------------------------
 
 
 def test_an_expression_is_read_whole() -> None:
     """The tests below see only what this finds."""
     text = 'sum by (a, le) (rate(m_one{x="1", y=~"2|3"}[5m])) / 1e7 > 0.5 unless on (b) m:two == 0 or vector(0) * m_three'
     matchers = (("m_one", "x", "1"), ("m_one", "y", "2"), ("m_one", "y", "3"))
-    assert asked_by(text) == Asked(matchers, frozenset(("m_one", "m:two", "m_three")), frozenset(("a", "le", "b")))
+    assert asked_by(text) == Asked(
+        matchers, frozenset(("m_one", "m:two", "m_three")), frozenset(("a", "le", "b"))
+    )
 
 
-@pytest.mark.parametrize(("place", "expression"), list(expressions()), ids=lambda value: value.partition("{")[0][:60])
-def test_every_metric_and_label_exists(samples: dict[str, list[dict[str, str]]], place: str, expression: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "expression"), list(expressions()), ids=lambda value: value.partition("{")[0][:60]
+)
+def test_every_metric_and_label_exists(
+    samples: dict[str, list[dict[str, str]]], place: str, expression: str
+) -> None:
     """An alert over a name that is gone never fires, and nobody notices."""
     asked = asked_by(expression)
     assert asked.metrics, place
     assert asked.metrics <= set(samples) | OF_PROMETHEUS, place
     for metric, label, _ in asked.matchers:
         assert label in labels_of(samples, metric), f"{place}: {metric} has no label {label}"
-    assert asked.grouping <= set().union(*(labels_of(samples, metric) for metric in asked.metrics)), place
+    assert asked.grouping <= set().union(
+        *(labels_of(samples, metric) for metric in asked.metrics)
+    ), place
 
 
-@pytest.mark.parametrize(("place", "expression"), list(expressions()), ids=lambda value: value.partition("{")[0][:60])
-def test_every_value_of_a_label_exists(samples: dict[str, list[dict[str, str]]], place: str, expression: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "expression"), list(expressions()), ids=lambda value: value.partition("{")[0][:60]
+)
+def test_every_value_of_a_label_exists(
+    samples: dict[str, list[dict[str, str]]], place: str, expression: str
+) -> None:
     """`state="suspicious"` would be sound PromQL."""
-    code = "\n".join(path.read_text() for package in ("router", "kvevents") for path in (ROOT / package).rglob("*.py"))
+    code = "\n".join(
+        path.read_text()
+        for package in ("router", "kvevents")
+        for path in (ROOT / package).rglob("*.py")
+    )
     for metric, label, value in asked_by(expression).matchers:
         if label in ADDED_BY_PROMETHEUS or value.startswith("$"):
             continue
@@ -136,19 +173,27 @@ def test_every_value_of_a_label_exists(samples: dict[str, list[dict[str, str]]],
         assert value in seen or f'"{value}"' in code, f"{place}: {metric} never has {label}={value}"
 
 
-def test_legends_and_variables_name_labels_that_are_there(samples: dict[str, list[dict[str, str]]]) -> None:
+def test_legends_and_variables_name_labels_that_are_there(
+    samples: dict[str, list[dict[str, str]]],
+) -> None:
     """A legend of a label that is gone is an empty word beside each line."""
     for panel in panels():
         for target in panel["targets"]:
-            there = set().union(*(labels_of(samples, metric) for metric in asked_by(target["expr"]).metrics))
-            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= there, panel["title"]
+            there = set().union(
+                *(labels_of(samples, metric) for metric in asked_by(target["expr"]).metrics)
+            )
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= there, panel[
+                "title"
+            ]
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
-            metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
+            metric, label = re.fullmatch(
+                r"label_values\((\w+), (\w+)\)", variable["definition"]
+            ).groups()  # type: ignore[union-attr]
             assert label in labels_of(samples, metric), variable["name"]
 
 
-# --- a real Prometheus ----------------------------------------------------------------------------------------------------
+# --- a real Prometheus ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -158,7 +203,8 @@ def free_port() -> int:
 
 
 async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_port: int) -> None:
-    """Names may exist and a query still find nothing: a join on the wrong labels, a division by what is not there."""
+    """Names may exist and a query still find nothing: a join on the wrong labels, a division by
+    what is not there."""
     binary = tool("prometheus", "prometheus")
     async with at_work(tmp_path) as (router, stub):
         server = await started(binary, tmp_path, router.port, free_port)
@@ -169,10 +215,15 @@ async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_po
             await server.wait()
 
 
-async def started(binary: str, directory: Path, router_port: int, port: int) -> asyncio.subprocess.Process:
+async def started(
+    binary: str, directory: Path, router_port: int, port: int
+) -> asyncio.subprocess.Process:
     """A Prometheus that looks at the router every half second."""
     job = {"job_name": "kvroute", "static_configs": [{"targets": [f"127.0.0.1:{router_port}"]}]}
-    config = {"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": [job]}
+    config = {
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "scrape_configs": [job],
+    }
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
     return await asyncio.create_subprocess_exec(
         binary,
@@ -185,7 +236,11 @@ async def started(binary: str, directory: Path, router_port: int, port: int) -> 
 
 def router_expressions() -> dict[str, str]:
     """What the router's panels ask for, by place."""
-    return {place: text for place, text in expressions() if place.startswith("panel") and "vllm:" not in text}
+    return {
+        place: text
+        for place, text in expressions()
+        if place.startswith("panel") and "vllm:" not in text
+    }
 
 
 async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> None:
@@ -195,14 +250,18 @@ async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> 
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as prometheus:
         while empty:
             await serve_something(router, stub, next(work))
-            empty = {place: text for place, text in empty.items() if not await shows(prometheus, text)}
+            empty = {
+                place: text for place, text in empty.items() if not await shows(prometheus, text)
+            }
             assert time.monotonic() < deadline, f"nothing to see: {sorted(empty)}"
 
 
 async def shows(prometheus: httpx.AsyncClient, expression: str) -> bool:
     """Whether Prometheus finds anything; once it is up, it must understand what it is asked."""
     try:
-        answer = await prometheus.get("/api/v1/query", params={"query": without_variables(expression)})
+        answer = await prometheus.get(
+            "/api/v1/query", params={"query": without_variables(expression)}
+        )
     except httpx.TransportError:
         return False
     if answer.status_code == 503:  # it still starts
@@ -216,5 +275,7 @@ def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) 
     promtool = tool("promtool", "prometheus")
     texts = [without_variables(text) for place, text in expressions() if place.startswith("panel")]
     rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(texts)]
-    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    (tmp_path / "rules.yml").write_text(
+        yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]})
+    )
     succeeds(promtool, "check", "rules", str(tmp_path / "rules.yml"))

@@ -1,4 +1,5 @@
-"""Scrape configuration and alerts: what promtool says of them, and what an operator finds in them at 3 a.m."""
+"""Scrape configuration and alerts: what promtool says of them, and what an operator finds in them
+at 3 a.m."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def test_both_configurations_have_the_jobs_that_alerts_ask_for() -> None:
     jobs = {found for rule in alerts() for found in re.findall(r'job="(\w+)"', rule["expr"])}
     assert jobs == {"kvroute"}
     for name in ("prometheus.yml", "kubernetes.yml"):
-        assert [job["job_name"] for job in load(PROMETHEUS / name)["scrape_configs"]] == ["kvroute", "engines"]
+        assert [job["job_name"] for job in load(PROMETHEUS / name)["scrape_configs"]] == [
+            "kvroute",
+            "engines",
+        ]
 
 
 def test_every_alert_fires_when_it_should_and_only_then() -> None:
@@ -52,7 +56,9 @@ def test_every_alert_is_tested() -> None:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on(rule: dict[str, Any]) -> None:
+def test_an_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on(
+    rule: dict[str, Any],
+) -> None:
     """Whoever is woken has these words and nothing else."""
     assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
     assert rule["labels"]["severity"] in ("critical", "warning", "info")

@@ -21,7 +21,9 @@ def values(key: str) -> list[str]:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     """A directive that it does not know is ignored in silence, also one that protects."""
     analyze = tool("systemd-analyze", "systemd")
-    (tmp_path / UNIT.name).write_text(UNIT.read_text().replace("/opt/kvroute/bin/kvroute", sys.executable))
+    (tmp_path / UNIT.name).write_text(
+        UNIT.read_text().replace("/opt/kvroute/bin/kvroute", sys.executable)
+    )
     succeeds(analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / UNIT.name))
 
 

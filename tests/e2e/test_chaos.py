@@ -1,4 +1,5 @@
-"""Engines that die, hang, crawl and lose events, and a router that restarts, all while clients keep asking."""
+"""Engines that die, hang, crawl and lose events, and a router that restarts, all while clients keep
+asking."""
 
 from __future__ import annotations
 
@@ -39,8 +40,15 @@ def router() -> Iterator[RouterProcess]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[list[EngineProcess]]:
-    """Engines whose addresses, those for events too, survive a restart; those that still run at the end must stop cleanly."""
-    options = {"served_model_name": MODEL, "num_blocks": 3000, "max_model_len": 4096, "enable_faults": True, **SPEED}
+    """Engines whose addresses, those for events too, survive a restart; those that still run at the
+    end must stop cleanly."""
+    options = {
+        "served_model_name": MODEL,
+        "num_blocks": 3000,
+        "max_model_len": 4096,
+        "enable_faults": True,
+        **SPEED,
+    }
     arguments = [(*simulated("gemma", **options), *fixed_ports()) for _ in range(3)]
     with ThreadPoolExecutor() as threads:
         started = list(threads.map(lambda given: EngineProcess(*given), arguments))
@@ -71,11 +79,12 @@ def fixed_ports() -> tuple[str, ...]:
     return "--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay
 
 
-# --- what the router says -------------------------------------------------------------------------------------------------
+# --- what the router says -------------------------------------------------------------------------
 
 
 def sent_to(metrics: Metrics, engine: EngineProcess) -> int:
-    """Every attempt to have a request served there, ended or not: the sum grows with a new one and with nothing else."""
+    """Every attempt to have a request served there, ended or not: the sum grows with a new one and
+    with nothing else."""
     names = "kvroute_in_flight_requests", "kvroute_retries_total", "kvroute_requests_total"
     return int(sum(metrics.sum(name, replica=engine.name) for name in names))
 
@@ -89,7 +98,10 @@ async def busiest(router: RouterProcess, engines: Sequence[EngineProcess]) -> En
 async def until_noticed(router: RouterProcess, engine: EngineProcess) -> float:
     """Seconds until it counts as unhealthy."""
     began = time.monotonic()
-    await router.until(lambda now: not now.sum("kvroute_replica_healthy", replica=engine.name), f"{engine.name} is noticed")
+    await router.until(
+        lambda now: not now.sum("kvroute_replica_healthy", replica=engine.name),
+        f"{engine.name} is noticed",
+    )
     return time.monotonic() - began
 
 
@@ -119,11 +131,13 @@ async def kill_while_busy(router: RouterProcess, engine: EngineProcess) -> None:
         engine.process.send_signal(signal.SIGCONT)
 
 
-# --- serial requests ------------------------------------------------------------------------------------------------------
+# --- serial requests ------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def alone(router: RouterProcess, engine: EngineProcess, engines: Sequence[EngineProcess]) -> AsyncIterator[None]:
+async def alone(
+    router: RouterProcess, engine: EngineProcess, engines: Sequence[EngineProcess]
+) -> AsyncIterator[None]:
     """The others get nothing new."""
     others = [other for other in engines if other is not engine]
     for other in others:
@@ -133,8 +147,11 @@ async def alone(router: RouterProcess, engine: EngineProcess, engines: Sequence[
         await router.post(f"/replicas/{other.name}/undrain")
 
 
-async def assert_exact(router: RouterProcess, engine: EngineProcess, engines: Sequence[EngineProcess], count: int = 6) -> None:
-    """Requests that only *engine* serves, one after another: each is predicted, and the last, a repetition, is cached."""
+async def assert_exact(
+    router: RouterProcess, engine: EngineProcess, engines: Sequence[EngineProcess], count: int = 6
+) -> None:
+    """Requests that only *engine* serves, one after another: each is predicted, and the last, a
+    repetition, is cached."""
     await router.until_idle()
     await until_told(router, engine)
     workload, found = ChaosWorkload(1, MODEL), []
@@ -162,13 +179,14 @@ async def blocks_held(engine: EngineProcess) -> dict[int, int]:
     return {int(group): int(blocks) for group, blocks in found.items() if group}
 
 
-# --- engines that die -----------------------------------------------------------------------------------------------------
+# --- engines that die -----------------------------------------------------------------------------
 
 
 async def test_a_killed_engine_costs_the_streams_it_had_begun_and_nothing_else(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """What a client has got cannot be taken back; whatever had not begun is served elsewhere, and no more is sent there."""
+    """What a client has got cannot be taken back; whatever had not begun is served elsewhere, and
+    no more is sent there."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -194,7 +212,8 @@ async def test_a_killed_engine_costs_the_streams_it_had_begun_and_nothing_else(
 async def test_a_restarted_engine_is_known_to_be_empty_and_then_predicted_again(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Its addresses are the old ones, so nothing but its event stream tells that what it held is gone."""
+    """Its addresses are the old ones, so nothing but its event stream tells that what it held is
+    gone."""
     async with router.serving(*engines):
         victim = engines[0]
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
@@ -212,7 +231,9 @@ async def test_a_restarted_engine_is_known_to_be_empty_and_then_predicted_again(
             attempts = sent_to(await router.metrics(), victim)
             # The others have the prefixes, so left to itself the load comes back slowly.
             async with alone(router, victim, engines):
-                await router.until(lambda now: sent_to(now, victim) > attempts + 10, "it gets requests again", 60)
+                await router.until(
+                    lambda now: sent_to(now, victim) > attempts + 10, "it gets requests again", 60
+                )
         (source,) = (await router.replica(victim.name))["sources"]
         assert held_blocks(source) > 0
         assert not load.fates.keys() - {Fate.SERVED, Fate.BROKEN}, load.fates
@@ -231,11 +252,14 @@ async def until_followed(router: RouterProcess, engine: EngineProcess) -> dict[s
         assert time.monotonic() < deadline, f"{engine.name} is not followed: {found}"
 
 
-# --- engines that hang ----------------------------------------------------------------------------------------------------
+# --- engines that hang ----------------------------------------------------------------------------
 
 
-async def test_an_engine_whose_steps_hang_fails_no_request(router: RouterProcess, engines: list[EngineProcess]) -> None:
-    """Its health checks pass all the while, as vLLM's do: requests notice, and go elsewhere; begun streams go on later."""
+async def test_an_engine_whose_steps_hang_fails_no_request(
+    router: RouterProcess, engines: list[EngineProcess]
+) -> None:
+    """Its health checks pass all the while, as vLLM's do: requests notice, and go elsewhere; begun
+    streams go on later."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -247,11 +271,19 @@ async def test_an_engine_whose_steps_hang_fails_no_request(router: RouterProcess
             await eventually(lambda: time.monotonic() > ends_at - 1, "the hang is nearly over")
             now, served_meanwhile = await router.metrics(), load.fates[Fate.SERVED] - served
             attempts = sent_to(now, victim)
-            await router.until(lambda now: sent_to(now, victim) > attempts, "it gets requests again", 60)
+            await router.until(
+                lambda now: sent_to(now, victim) > attempts, "it gets requests again", 60
+            )
         retried = now.sum("kvroute_retries_total", replica=victim.name)
-        note("served meanwhile, sent to it, retried", (served_meanwhile, attempts - sent_to(before, victim), retried))
+        note(
+            "served meanwhile, sent to it, retried",
+            (served_meanwhile, attempts - sent_to(before, victim), retried),
+        )
         note("outages", now.sum("kvroute_replica_outages_total", replica=victim.name))
-        note("failed", [(sent.replica == victim.name, sent.events, sent.body[-300:]) for sent in load.failed])
+        note(
+            "failed",
+            [(sent.replica == victim.name, sent.events, sent.body[-300:]) for sent in load.failed],
+        )
         note("slowest_s", max(sent.ended_at - sent.began_at for sent in load.sent))
         note("fates", load.fates)
         assert served_meanwhile >= 20
@@ -264,7 +296,8 @@ async def test_an_engine_whose_steps_hang_fails_no_request(router: RouterProcess
 async def test_a_process_that_stands_still_fails_its_checks_and_returns(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Its port still takes connections; begun streams only pause, the others are served elsewhere."""
+    """Its port still takes connections; begun streams only pause, the others are served
+    elsewhere."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -277,7 +310,9 @@ async def test_a_process_that_stands_still_fails_its_checks_and_returns(
             assert sent_to(await router.metrics(), victim) == attempts
             victim.process.send_signal(signal.SIGCONT)
             began = time.monotonic()
-            await router.until(lambda now: sent_to(now, victim) > attempts, "it gets requests again", 60)
+            await router.until(
+                lambda now: sent_to(now, victim) > attempts, "it gets requests again", 60
+            )
             note("back_s", time.monotonic() - began)
         note("noticed_s", noticed_s)
         assert noticed_s <= HEALTH["unhealthy_after"] * (HEALTH["interval_s"] + HEALTH["timeout_s"])
@@ -287,26 +322,36 @@ async def test_a_process_that_stands_still_fails_its_checks_and_returns(
         await assert_exact(router, victim, engines)
 
 
-# --- events that are lost -------------------------------------------------------------------------------------------------
+# --- events that are lost -------------------------------------------------------------------------
 
 
 async def test_lost_events_are_noticed_and_made_up_for_by_a_snapshot(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """The ring never had them, so only a snapshot can tell; until it is there, the source is not called live."""
+    """The ring never had them, so only a snapshot can tell; until it is there, the source is not
+    called live."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
             victim = await busiest(router, engines)
             said, before = len(router.log()), await router.metrics()
-            assert (await victim.post("/faults", {"kind": "drop_events", "batches": 5})).status == 200
+            assert (
+                await victim.post("/faults", {"kind": "drop_events", "batches": 5})
+            ).status == 200
             began = time.monotonic()
             await router.until(
-                lambda now: gaps_and_snapshots(now, victim)[1] > gaps_and_snapshots(before, victim)[1], "one", 60
+                lambda now: (
+                    gaps_and_snapshots(now, victim)[1] > gaps_and_snapshots(before, victim)[1]
+                ),
+                "one",
+                60,
             )
             note("made up for after, s", time.monotonic() - began)
-            # Each request makes a batch or more, so that all five are lost by then, and others follow.
-            await router.until(lambda now: sent_to(now, victim) > sent_to(before, victim) + 20, "many requests")
+            # Each request makes a batch or more, so that all five are lost by then, and others
+            # follow.
+            await router.until(
+                lambda now: sent_to(now, victim) > sent_to(before, victim) + 20, "many requests"
+            )
         assert not load.failed
         await router.until_idle()
         await until_told(router, victim)
@@ -326,7 +371,9 @@ def gaps_and_snapshots(metrics: Metrics, engine: EngineProcess) -> tuple[float, 
     return gaps, snapshots
 
 
-async def assert_silent_loss_is_noticed(router: RouterProcess, victim: EngineProcess, engines: Sequence[EngineProcess]) -> None:
+async def assert_silent_loss_is_noticed(
+    router: RouterProcess, victim: EngineProcess, engines: Sequence[EngineProcess]
+) -> None:
     """The last thing that happens is lost: nothing follows it but the publisher's heartbeat."""
     gaps = (await router.metrics()).sum("kvroute_events_gaps_total", replica=victim.name)
     await victim.post("/faults", {"kind": "drop_events", "batches": 1})
@@ -334,10 +381,14 @@ async def assert_silent_loss_is_noticed(router: RouterProcess, victim: EnginePro
     async with alone(router, victim, engines):
         body = {"model": MODEL, "prompt": "lost " * 100, "max_tokens": 1}
         assert (await router.post("/v1/completions", body)).status == 200
-    await router.until(lambda now: now.sum("kvroute_events_gaps_total", replica=victim.name) > gaps, "the gap is seen")
+    await router.until(
+        lambda now: now.sum("kvroute_events_gaps_total", replica=victim.name) > gaps,
+        "the gap is seen",
+    )
     note("tail_noticed_s", time.monotonic() - began)
     await router.until(
-        lambda now: now.sum("kvroute_source_state", replica=victim.name, state="live") == 1, "the source is live again"
+        lambda now: now.sum("kvroute_source_state", replica=victim.name, state="live") == 1,
+        "the source is live again",
     )
 
 
@@ -345,16 +396,24 @@ def states_said(log: str, engine: EngineProcess) -> list[str]:
     """The states of its event stream, in their order."""
     mark = f"replica {engine.name} rank 0: "
     found = [line.partition(mark)[2].strip() for line in log.splitlines() if mark in line]
-    return [state for state in found if state in {"connecting", "recovering", "live", "suspect", "dead"}]
+    return [
+        state for state in found if state in {"connecting", "recovering", "live", "suspect", "dead"}
+    ]
 
 
-# --- a router that restarts -----------------------------------------------------------------------------------------------
+# --- a router that restarts -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-async def test_a_restarted_router_knows_all_caches_at_once(engines: list[EngineProcess], number: signal.Signals) -> None:
-    """It keeps nothing on disk: snapshots of the caches are all it needs, and clients miss it only while it is away."""
-    config = {"health": HEALTH, "replicas": [{"url": engine.url, "id": engine.name} for engine in engines]}
+async def test_a_restarted_router_knows_all_caches_at_once(
+    engines: list[EngineProcess], number: signal.Signals
+) -> None:
+    """It keeps nothing on disk: snapshots of the caches are all it needs, and clients miss it only
+    while it is away."""
+    config = {
+        "health": HEALTH,
+        "replicas": [{"url": engine.url, "id": engine.name} for engine in engines],
+    }
     with router_process(config) as first:
         for engine in engines:
             await first.until_in_rotation(engine)
@@ -363,7 +422,9 @@ async def test_a_restarted_router_knows_all_caches_at_once(engines: list[EngineP
             down_at = time.monotonic()
             first.process.send_signal(number)
             await first.ended()
-            second = await asyncio.to_thread(RouterProcess, {**config, "server": {"port": first.port}})
+            second = await asyncio.to_thread(
+                RouterProcess, {**config, "server": {"port": first.port}}
+            )
             try:
                 up_at = time.monotonic()
                 await until_ready(second, engines)
@@ -375,8 +436,17 @@ async def test_a_restarted_router_knows_all_caches_at_once(engines: list[EngineP
     try:
         note("down, not ready, s", (up_at - down_at, ready_at - up_at))
         note("fates", load.fates)
-        note("kinds", Counter((sent.fate.value, sent.status, sent.body[:60]) for sent in load.failed))
-        note("unanswered", [round(sent.began_at - down_at, 3) for sent in load.failed if sent.fate is Fate.UNANSWERED])
+        note(
+            "kinds", Counter((sent.fate.value, sent.status, sent.body[:60]) for sent in load.failed)
+        )
+        note(
+            "unanswered",
+            [
+                round(sent.began_at - down_at, 3)
+                for sent in load.failed
+                if sent.fate is Fate.UNANSWERED
+            ],
+        )
         for sent in load.failed:
             assert sent.ended_at >= down_at, sent
             assert sent.began_at <= ready_at, sent
@@ -390,7 +460,8 @@ async def test_a_restarted_router_knows_all_caches_at_once(engines: list[EngineP
 
 
 AWAY = {
-    # Told in time, it finishes what it has; who comes then is turned away, or finds the door closing or closed.
+    # Told in time, it finishes what it has; who comes then is turned away, or finds the door
+    # closing or closed.
     signal.SIGTERM: {Fate.TURNED_AWAY, Fate.UNANSWERED, Fate.REFUSED},
     # Nobody is left to end an answer that has begun.
     signal.SIGKILL: {Fate.TURNED_AWAY, Fate.UNANSWERED, Fate.REFUSED, Fate.CUT},
@@ -411,10 +482,12 @@ async def test_a_router_that_has_heard_no_replica_denies_no_model() -> None:
             assert (answer.status, answer.error["code"]) == (503, "no_replica"), answer
 
 
-# --- an engine that crawls ------------------------------------------------------------------------------------------------
+# --- an engine that crawls ------------------------------------------------------------------------
 
 
-async def test_load_moves_away_from_a_slow_engine(router: RouterProcess, engines: list[EngineProcess]) -> None:
+async def test_load_moves_away_from_a_slow_engine(
+    router: RouterProcess, engines: list[EngineProcess]
+) -> None:
     """Nobody tells the router: requests that pile up there are what it sees."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
@@ -426,7 +499,9 @@ async def test_load_moves_away_from_a_slow_engine(router: RouterProcess, engines
             after = await router.metrics()
             await victim.post("/faults", {"kind": "slow", "factor": 1})
         share_before = sent_to(before, victim) / sum(sent_to(before, engine) for engine in engines)
-        gained = {engine.name: sent_to(after, engine) - sent_to(before, engine) for engine in engines}
+        gained = {
+            engine.name: sent_to(after, engine) - sent_to(before, engine) for engine in engines
+        }
         share_after = gained[victim.name] / sum(gained.values())
         note("shares", (share_before, share_after))
         assert share_after < share_before * 0.7

@@ -32,7 +32,14 @@ STREAM = Path(__file__).parents[1] / "conformance" / "streams" / "real_full.json
 def kvroute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "router.cli.main", *arguments]
     inherited = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**inherited, **environ})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**inherited, **environ},
+    )
 
 
 def frames(path: Path) -> list[bytes]:
@@ -41,7 +48,9 @@ def frames(path: Path) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", ["stream.jsonl", "stream.jsonl.gz"])
-def test_a_captured_stream_is_what_was_published_and_can_be_replayed(tmp_path: Path, name: str) -> None:
+def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
+    tmp_path: Path, name: str
+) -> None:
     """A user records an engine of theirs to see what the index makes of it."""
     published = frames(STREAM)[:40]
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
@@ -49,8 +58,23 @@ def test_a_captured_stream_is_what_was_published_and_can_be_replayed(tmp_path: P
         for payload in published:
             publisher.publish_raw(payload)
         output = tmp_path / name
-        addresses = ["--endpoint", publisher.endpoint, "--replay-endpoint", str(publisher.replay_endpoint)]
-        done = kvroute("capture", *addresses, "--output", str(output), "--batches", "40", "--seconds", "30", "--json")
+        addresses = [
+            "--endpoint",
+            publisher.endpoint,
+            "--replay-endpoint",
+            str(publisher.replay_endpoint),
+        ]
+        done = kvroute(
+            "capture",
+            *addresses,
+            "--output",
+            str(output),
+            "--batches",
+            "40",
+            "--seconds",
+            "30",
+            "--json",
+        )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["batches"] == 40
     assert frames(output) == published
@@ -61,7 +85,15 @@ def test_a_captured_stream_is_what_was_published_and_can_be_replayed(tmp_path: P
 def test_an_engine_that_says_nothing_gives_an_empty_recording_and_a_failure(tmp_path: Path) -> None:
     """A script must notice that it recorded nothing."""
     with RecordedStreamPublisher(PublisherConfig(endpoint="tcp://127.0.0.1:0")) as publisher:
-        done = kvroute("capture", "--endpoint", publisher.endpoint, "--output", str(tmp_path / "s.jsonl"), "--seconds", "0.5")
+        done = kvroute(
+            "capture",
+            "--endpoint",
+            publisher.endpoint,
+            "--output",
+            str(tmp_path / "s.jsonl"),
+            "--seconds",
+            "0.5",
+        )
     assert done.returncode == 1
     assert "0 batches" in done.stdout
 
@@ -69,7 +101,9 @@ def test_an_engine_that_says_nothing_gives_an_empty_recording_and_a_failure(tmp_
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "http://127.0.0.1:5557", "nonsense"])
 def test_an_address_nobody_can_connect_to_is_refused_at_once(tmp_path: Path, endpoint: str) -> None:
     """The message names the address and the rule."""
-    done = kvroute("capture", "--endpoint", endpoint, "--output", str(tmp_path / "s.jsonl"), "--seconds", "5")
+    done = kvroute(
+        "capture", "--endpoint", endpoint, "--output", str(tmp_path / "s.jsonl"), "--seconds", "5"
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("kvroute: ")
     assert "Traceback" not in done.stderr
@@ -82,17 +116,27 @@ async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None
             ids = list(range(500, 580))
             stubs[1].store(ids)
             await router.until_applied(stubs[1])
-            asked = ["route", "--url", router.url, "--model", stubs[1].model, "--token-ids", json.dumps([*ids, 7])]
+            asked = [
+                "route",
+                "--url",
+                router.url,
+                "--model",
+                stubs[1].model,
+                "--token-ids",
+                json.dumps([*ids, 7]),
+            ]
             found = await asyncio.to_thread(kvroute, *asked, "--json")
             shown = await asyncio.to_thread(kvroute, *asked)
-            wrong = await asyncio.to_thread(kvroute, "route", "--url", router.url, "--model", "nobody", "--token-ids", "1")
+            wrong = await asyncio.to_thread(
+                kvroute, "route", "--url", router.url, "--model", "nobody", "--token-ids", "1"
+            )
     answer = json.loads(found.stdout)
     assert (answer["replica"], answer["ranking"][0]["hit"]["gpu"]) == (stubs[1].name, 80)
     assert "80" in shown.stdout
     assert (wrong.returncode, "status 404" in wrong.stderr) == (2, True)
 
 
-# --- top ------------------------------------------------------------------------------------------------------------------
+# --- top ------------------------------------------------------------------------------------------
 
 
 async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> None:
@@ -108,13 +152,18 @@ async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> Non
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[:2] == ["1 replica has problems:", f"{stub.name} draining: gets no new requests"]
-    assert any(line.startswith(f"{stub.name} draining 0 ") and line.endswith("live full 6") for line in lines)
+    assert any(
+        line.startswith(f"{stub.name} draining 0 ") and line.endswith("live full 6")
+        for line in lines
+    )
     assert "window 64 6" in lines
     assert any(f"{stub.name} 96/97 exact" in line for line in lines)
 
 
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(told: signal.Signals) -> None:
+async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(
+    told: signal.Signals,
+) -> None:
     """An operator watches a restart; the terminal is as it was afterwards."""
     with router_process({}) as router:
         terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
@@ -155,12 +204,17 @@ def test_top_into_a_pipe_ends_also_where_colours_are_forced() -> None:
     assert "The router has no replicas." in done.stdout
 
 
-@pytest.mark.parametrize(("key", "code"), [("operator-key\n", 0), ("operator\nkey", 2), ("schlüssel", 2)])
+@pytest.mark.parametrize(
+    ("key", "code"), [("operator-key\n", 0), ("operator\nkey", 2), ("schlüssel", 2)]
+)
 def test_a_key_that_no_header_can_hold_is_refused(key: str, code: int) -> None:
     """Mounted secrets end in a newline; a traceback would show the key."""
     with router_process({"server": {"operator_api_key": "operator-key"}}) as router:
         done = kvroute("top", "--url", router.url, KVROUTE_OPERATOR_API_KEY=key)
-    assert (done.returncode, "KVROUTE_OPERATOR_API_KEY: holds what no header can" in done.stderr) == (code, code == 2)
+    assert (
+        done.returncode,
+        "KVROUTE_OPERATOR_API_KEY: holds what no header can" in done.stderr,
+    ) == (code, code == 2)
     assert key.strip() not in done.stdout + done.stderr
 
 
@@ -181,7 +235,10 @@ async def test_top_says_that_an_answer_is_no_routers(answer: bytes) -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(answer), answer)
+        )
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -211,7 +268,12 @@ class Terminal:
         command = [sys.executable, "-m", "router.cli.main", *arguments]
         environ = {**os.environ, "TERM": "xterm"}
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, preexec_fn=heed_signals
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environ,
+            preexec_fn=heed_signals,
         )
         os.close(theirs)
 

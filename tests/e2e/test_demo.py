@@ -37,11 +37,18 @@ HASHES = list(CHAIN.block_hashes(PROMPT, 16))
 
 def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
     """It is the first thing one runs: it must end, and its claim must hold wherever it runs."""
-    done = subprocess.run([*DEMO, "--json"], cwd=ROOT, capture_output=True, timeout=180, check=False)
+    done = subprocess.run(
+        [*DEMO, "--json"], cwd=ROOT, capture_output=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     ours, blind, round_robin = json.loads(done.stdout)
     assert (ours["routed_by"], blind["routed_by"]) == ("kvroute", "group-blind index")
-    assert ours["requests"] == blind["requests"] == round_robin["requests"] == Workload(WorkloadSizes()).requests
+    assert (
+        ours["requests"]
+        == blind["requests"]
+        == round_robin["requests"]
+        == Workload(WorkloadSizes()).requests
+    )
     assert ours["prompt_tokens"] == blind["prompt_tokens"] == round_robin["prompt_tokens"]
     assert ours["reused_tokens"] > 1.3 * round_robin["reused_tokens"]
     assert ours["mispredicted"] < blind["mispredicted"]
@@ -49,7 +56,9 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("processes", [1, 4])
-async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(told: signal.Signals, processes: int) -> None:
+async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(
+    told: signal.Signals, processes: int
+) -> None:
     """While the engines start, and while it plays: a closed terminal, a CI's limit, Ctrl-C."""
     demo = subprocess.Popen(
         [*DEMO, "--keep"],
@@ -61,7 +70,9 @@ async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(told: signal.
     )
     assert demo.stderr is not None
     try:
-        await eventually(lambda: len(session_of(demo.pid)) > processes, "engines and router run", 60)
+        await eventually(
+            lambda: len(session_of(demo.pid)) > processes, "engines and router run", 60
+        )
         demo.send_signal(told)
         assert await asyncio.to_thread(demo.wait, 30) == 0
         await eventually(lambda: not session_of(demo.pid), "all have ended")
@@ -76,7 +87,9 @@ async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(told: signal.
 async def test_a_demo_that_was_cut_short_did_not_succeed() -> None:
     """Whoever reads its figures must notice that there are none; and nohup keeps it going."""
     command = ["nohup", *DEMO, "--json"]
-    demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    demo = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     assert demo.stdout is not None
     try:
         await eventually(lambda: len(session_of(demo.pid)) > 1, "engines run", 60)
@@ -149,7 +162,8 @@ def test_a_group_blind_index_takes_a_window_that_slid_for_a_lost_block() -> None
     slid = BlockRemoved([*HASHES[:2]], GPU, 1)
     assert told(PrefixIndex(), hybrid, stored(0), stored(1), slid) == 64
     assert told(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
-    # The window's only block is gone, full attention holds all: nothing can be reused, and the blind index says everything.
+    # The window's only block is gone, full attention holds all: nothing can be reused, and the
+    # blind index says everything.
     assert told(PrefixIndex(), hybrid, stored(0)) == 0
     assert told(GroupBlindIndex(), hybrid, stored(0)) == 64
     for index in (PrefixIndex(), GroupBlindIndex()):

@@ -1,4 +1,5 @@
-"""Engines and a router as processes, over real sockets: what the router predicts is what the engine then reports."""
+"""Engines and a router as processes, over real sockets: what the router predicts is what the engine
+then reports."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ def router() -> Iterator[RouterProcess]:
         yield process
 
 
-# --- a workload -----------------------------------------------------------------------------------------------------------
+# --- a workload -----------------------------------------------------------------------------------
 
 
 class Workload:
-    """Conversations that share a system prompt and grow by turns, and documents that are asked about, from a seed."""
+    """Conversations that share a system prompt and grow by turns, and documents that are asked
+    about, from a seed."""
 
     def __init__(self, seed: int, model: str) -> None:
         self._random = Random(seed)
@@ -40,7 +42,11 @@ class Workload:
 
     def next(self) -> tuple[str, dict[str, Any]]:
         """Path and body of the next request."""
-        sampling = {"max_tokens": self._random.choice((1, 3, 40)), "ignore_eos": True, "temperature": 0}
+        sampling = {
+            "max_tokens": self._random.choice((1, 3, 40)),
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         if self._random.random() < 0.3:
             sampling |= {"stream": True, "stream_options": {"include_usage": True}}
         if self._random.random() < 0.2:
@@ -61,21 +67,35 @@ class Workload:
             self._chats.remove(chat)
         if len(chat) > 1:
             chat.append({"role": "assistant", "content": self._words(30)})
-        chat.append({"role": "user", "content": [{"type": "text", "text": self._words(self._random.randint(10, 90))}]})
+        chat.append(
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": self._words(self._random.randint(10, 90))}],
+            }
+        )
         return list(chat)
 
     def _words(self, chars: int) -> str:
         return "".join(self._random.choices("abcdefgh é", k=chars))
 
 
-# --- predictions ----------------------------------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=LAYOUTS)
-async def engines(request: pytest.FixtureRequest, router: RouterProcess) -> AsyncIterator[list[EngineProcess]]:
+async def engines(
+    request: pytest.FixtureRequest, router: RouterProcess
+) -> AsyncIterator[list[EngineProcess]]:
     """Two replicas with caches too small for the workload, in rotation."""
-    options = {"served_model_name": f"model-{request.param}", "num_blocks": BLOCKS[request.param], "max_model_len": 1024}
-    async with engine_processes(2, *simulated(request.param, **options)) as started, router.serving(*started):
+    options = {
+        "served_model_name": f"model-{request.param}",
+        "num_blocks": BLOCKS[request.param],
+        "max_model_len": 1024,
+    }
+    async with (
+        engine_processes(2, *simulated(request.param, **options)) as started,
+        router.serving(*started),
+    ):
         yield started
 
 
@@ -91,8 +111,11 @@ TIERS = {
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-async def test_what_lower_tiers_bring_back_is_predicted_too(router: RouterProcess, tiers: str, tmp_path: Path) -> None:
-    """An engine reports GPU and offloaded tokens alike; so must the router, right after a copy as well as long after."""
+async def test_what_lower_tiers_bring_back_is_predicted_too(
+    router: RouterProcess, tiers: str, tmp_path: Path
+) -> None:
+    """An engine reports GPU and offloaded tokens alike; so must the router, right after a copy as
+    well as long after."""
     name = tiers.replace(" ", "-").replace(",", "")
     options = [*TIERS[tiers], "--served-model-name", name, "--max-model-len", "1024"]
     if "disk" in tiers:
@@ -117,8 +140,11 @@ async def until_copied(engine: EngineProcess) -> None:
         assert asyncio.get_running_loop().time() < deadline, "copies do not end"
 
 
-async def test_every_prediction_is_what_the_engine_reports(router: RouterProcess, engines: list[EngineProcess]) -> None:
-    """The claim of it all: chats and completions, texts and ids, streamed and not, with salts, while blocks are evicted."""
+async def test_every_prediction_is_what_the_engine_reports(
+    router: RouterProcess, engines: list[EngineProcess]
+) -> None:
+    """The claim of it all: chats and completions, texts and ids, streamed and not, with salts,
+    while blocks are evicted."""
     model = (await engines[0].get("/v1/models")).json["data"][0]["id"]
     workload, by_name = Workload(11, model), {engine.name: engine for engine in engines}
     before = await router.metrics()
@@ -134,32 +160,58 @@ async def test_every_prediction_is_what_the_engine_reports(router: RouterProcess
     assert await evicted(router, engines), "and loses some of it: blocks were evicted"
     now = await router.metrics()
     names = [engine.name for engine in engines]
-    exact = sum(now.sum("kvroute_predictions_total", replica=name, outcome="exact") for name in names)
-    wrong = [now.sum("kvroute_predictions_total", replica=name, outcome=way) for name in names for way in ("over", "under")]
+    exact = sum(
+        now.sum("kvroute_predictions_total", replica=name, outcome="exact") for name in names
+    )
+    wrong = [
+        now.sum("kvroute_predictions_total", replica=name, outcome=way)
+        for name in names
+        for way in ("over", "under")
+    ]
     assert (exact, sum(wrong)) == (REQUESTS, 0)
-    assert before.sum("kvroute_untokenized_prompts_total") == now.sum("kvroute_untokenized_prompts_total")
+    assert before.sum("kvroute_untokenized_prompts_total") == now.sum(
+        "kvroute_untokenized_prompts_total"
+    )
 
 
 @pytest.mark.parametrize("preset", ["gptoss", "gemma"])
-async def test_a_window_that_slid_keeps_one_hit_and_shortens_another(router: RouterProcess, preset: str) -> None:
-    """Full attention holds both prompts whole; of one the window still has the end, of the other an earlier stretch."""
+async def test_a_window_that_slid_keeps_one_hit_and_shortens_another(
+    router: RouterProcess, preset: str
+) -> None:
+    """Full attention holds both prompts whole; of one the window still has the end, of the other an
+    earlier stretch."""
     name = f"{preset}-that-slides"
     blocks = {"gptoss": 170, "gemma": 480}[preset]
-    options = {"served_model_name": name, "num_blocks": blocks, "max_num_batched_tokens": 128, "max_model_len": 2048}
-    async with engine_processes(1, *simulated(preset, **options)) as (engine,), router.serving(engine):
+    options = {
+        "served_model_name": name,
+        "num_blocks": blocks,
+        "max_num_batched_tokens": 128,
+        "max_model_len": 2048,
+    }
+    async with (
+        engine_processes(1, *simulated(preset, **options)) as (engine,),
+        router.serving(engine),
+    ):
         asking = Asking(router, engine, name)
         prompt = tokens(512, 1)
         await asking.serve(prompt, max_tokens=300)  # the window moves on from the prompt's end
         await asking.serve(prompt[:257])  # what it holds at 256 is used last
         await asking.fill_until([*prompt, 7], below=512)
         assert await asking.groups([*prompt, 7]) == {"full_attention": 512, "sliding_window": 256}
-        assert await asking.serve([*prompt, 7]) == (256, 256), "shortened: full attention alone would allow 512"
+        assert await asking.serve([*prompt, 7]) == (256, 256), (
+            "shortened: full attention alone would allow 512"
+        )
         prompt = tokens(512, 2)
         await asking.serve(prompt)
         await asking.fill_until([*prompt[:256], 7], below=1)
-        assert await asking.groups([*prompt[:256], 7]) == {"full_attention": 256, "sliding_window": 0}
+        assert await asking.groups([*prompt[:256], 7]) == {
+            "full_attention": 256,
+            "sliding_window": 0,
+        }
         assert await asking.groups([*prompt, 7]) == {"full_attention": 512, "sliding_window": 512}
-        assert await asking.serve([*prompt, 7]) == (512, 512), "kept: of what the window has lost nothing is needed"
+        assert await asking.serve([*prompt, 7]) == (512, 512), (
+            "kept: of what the window has lost nothing is needed"
+        )
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -188,7 +240,8 @@ class Asking:
         return dict(ranked)
 
     async def fill_until(self, ids: list[int], below: int) -> None:
-        """Other requests take the room of what was used longest ago, until the hit is shorter than *below*."""
+        """Other requests take the room of what was used longest ago, until the hit is shorter than
+        *below*."""
         for seed in range(1000, 1200):
             if (await self.route(ids))["hit"]["total"] < below:
                 return
@@ -209,26 +262,35 @@ async def evicted(router: RouterProcess, engines: list[EngineProcess]) -> int:
     return sum(source["feed"]["removed"] for replica in replicas for source in replica["sources"])
 
 
-# --- engines that die, clients that leave ---------------------------------------------------------------------------------
+# --- engines that die, clients that leave ---------------------------------------------------------
 
 
 async def test_predictions_are_exact_again_after_a_crash(router: RouterProcess) -> None:
-    """The new process has an empty cache, another publisher and other ports for events; its address is the old one."""
+    """The new process has an empty cache, another publisher and other ports for events; its address
+    is the old one."""
     options = {"served_model_name": "model-of-a-crash", "num_blocks": 300, "enable_faults": True}
-    async with engine_processes(1, *simulated("gemma", **options)) as (engine,), router.serving(engine):
+    async with (
+        engine_processes(1, *simulated("gemma", **options)) as (engine,),
+        router.serving(engine),
+    ):
         workload = Workload(3, "model-of-a-crash")
         assert await all_exact(router, engine, workload, 10) > 0
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await engine.post("/faults", {"kind": "crash"})
         assert await engine.ended() == 1
-        await router.until(lambda now: now.sum("kvroute_replica_healthy", replica=engine.name) == 0, "the router has noticed")
+        await router.until(
+            lambda now: now.sum("kvroute_replica_healthy", replica=engine.name) == 0,
+            "the router has noticed",
+        )
         await asyncio.to_thread(engine.start)
         await router.until_in_rotation(engine)
         await until_told(router, engine)
         assert await all_exact(router, engine, workload, 10) > 0
 
 
-async def all_exact(router: RouterProcess, engine: EngineProcess, workload: Workload, count: int) -> int:
+async def all_exact(
+    router: RouterProcess, engine: EngineProcess, workload: Workload, count: int
+) -> int:
     """Send requests one after another and compare; returns the tokens that were cached."""
     total = 0
     for _ in range(count):
@@ -244,8 +306,17 @@ async def all_exact(router: RouterProcess, engine: EngineProcess, workload: Work
 async def test_a_client_that_leaves_the_router_frees_the_engine(router: RouterProcess) -> None:
     """The connection is closed all the way down."""
     options = {"served_model_name": "model-of-a-leaver", "step_overhead_s": 0.005}
-    async with engine_processes(1, *simulated("full", **options)) as (engine,), router.serving(engine):
-        body = {"model": "model-of-a-leaver", "prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    async with (
+        engine_processes(1, *simulated("full", **options)) as (engine,),
+        router.serving(engine),
+    ):
+        body = {
+            "model": "model-of-a-leaver",
+            "prompt": "x",
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "stream": True,
+        }
         async with connect(router.port) as client:
             await client.send("POST", "/v1/completions", body)
             await client.read_head()

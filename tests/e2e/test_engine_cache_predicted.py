@@ -1,4 +1,5 @@
-"""The engine's cache and the router's index, which meet only in encoded events: what one would reuse the other predicts."""
+"""The engine's cache and the router's index, which meet only in encoded events: what one would
+reuse the other predicts."""
 
 from __future__ import annotations
 
@@ -26,10 +27,13 @@ def apply(index: PrefixIndex, events: Sequence[Event]) -> None:
 
 @pytest.mark.parametrize(("label", "config"), CACHING, ids=[label for label, _ in CACHING])
 def test_every_hit_is_predicted(label: str, config: CacheConfig) -> None:
-    """A router that is wrong about one prompt in a hundred sends it to the wrong replica and never learns why."""
+    """A router that is wrong about one prompt in a hundred sends it to the wrong replica and never
+    learns why."""
     asked = hits = 0
     for times in (1, 4):
-        for actual, predicted in answers(with_blocks(config, config.num_blocks * times), f"{label} {times}"):
+        for actual, predicted in answers(
+            with_blocks(config, config.num_blocks * times), f"{label} {times}"
+        ):
             assert predicted == Hit(actual, actual)
             asked, hits = asked + 1, hits + (actual > 0)
     assert asked > 300
@@ -37,7 +41,8 @@ def test_every_hit_is_predicted(label: str, config: CacheConfig) -> None:
 
 
 def answers(config: CacheConfig, seed: str) -> Iterator[tuple[int, Hit]]:
-    """What the cache would reuse of random prompts, and what the index says of them, after every step."""
+    """What the cache would reuse of random prompts, and what the index says of them, after every
+    step."""
     driver, index = CacheDriver(config), PrefixIndex()
     index.add(SOURCE)
     apply(index, [announce(config.layout, CHAIN)])

@@ -1,4 +1,5 @@
-"""Clients that are broken, slow, greedy or malicious: no crash, no hang, no growth, and every one of them on the books.
+"""Clients that are broken, slow, greedy or malicious: no crash, no hang, no growth, and every one
+of them on the books.
 
 The events' side of it is in `tests/kvevents`.
 """
@@ -18,7 +19,16 @@ import msgspec
 import pytest
 from async_timeout import timeout
 
-from tests.support.engine_stub import STREAM_HEAD, EngineStub, Exchange, always, answer, engines, refusing, streaming
+from tests.support.engine_stub import (
+    STREAM_HEAD,
+    EngineStub,
+    Exchange,
+    always,
+    answer,
+    engines,
+    refusing,
+    streaming,
+)
 from tests.support.hostile import SENTINEL, mutated_body, mutated_request, seeds
 from tests.support.http_client import Answer, HttpClient, connect, eventually, request_bytes
 from tests.support.router_process import RouterProcess, router_process
@@ -58,7 +68,8 @@ def process() -> Iterator[RouterProcess]:
 
 @pytest.fixture
 async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
-    """The router; after a test it serves as before, holds nothing, has not grown, and has said nothing of any prompt."""
+    """The router; after a test it serves as before, holds nothing, has not grown, and has said
+    nothing of any prompt."""
     rss_before, said_before = process.rss_bytes, len(process.log())
     yield process
     await process.until_idle()
@@ -68,15 +79,21 @@ async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
     process.check_log(said_before)
 
 
-# --- requests that are nearly right ---------------------------------------------------------------------------------------
+# --- requests that are nearly right ---------------------------------------------------------------
 
 
-async def test_mutated_bodies_are_answered_and_every_rejected_one_is_counted(router: RouterProcess) -> None:
-    """Whatever the body, the connection stays usable, and the answer is the engine's or an error that says nothing of it."""
+async def test_mutated_bodies_are_answered_and_every_rejected_one_is_counted(
+    router: RouterProcess,
+) -> None:
+    """Whatever the body, the connection stays usable, and the answer is the engine's or an error
+    that says nothing of it."""
     async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
         before = await router.metrics()
-        statuses = sum(await asyncio.gather(*(send_bodies(router, stub, seed) for seed in range(WORKERS))), Counter())
+        statuses = sum(
+            await asyncio.gather(*(send_bodies(router, stub, seed) for seed in range(WORKERS))),
+            Counter(),
+        )
         now = await router.metrics()
         assert statuses.total() == MUTATED_BODIES
         assert set(statuses) <= {200, 201, *ANSWERS_OF_ITS_OWN}
@@ -84,7 +101,9 @@ async def test_mutated_bodies_are_answered_and_every_rejected_one_is_counted(rou
         assert rejected > MUTATED_BODIES // 10
         assert statuses[200] > MUTATED_BODIES // 10
         assert now.sum(REJECTED) - before.sum(REJECTED) == rejected
-        assert len(now.text.splitlines()) < len(before.text.splitlines()) + 100, "no label is a client's word"
+        assert len(now.text.splitlines()) < len(before.text.splitlines()) + 100, (
+            "no label is a client's word"
+        )
         await remove_strangers(router, stub)
 
 
@@ -93,7 +112,9 @@ async def send_bodies(router: RouterProcess, stub: EngineStub, seed: int) -> Cou
     async with connect(router.port) as client:
         for _ in range(MUTATED_BODIES // WORKERS):
             path = random.choice(list(templates))
-            found = await client.ask("POST", path, mutated_body(random, random.choice(templates[path])))
+            found = await client.ask(
+                "POST", path, mutated_body(random, random.choice(templates[path]))
+            )
             statuses[found.status] += 1
             assert found.status < 400 or SENTINEL not in found.body.decode(errors="replace"), path
     return statuses
@@ -107,10 +128,14 @@ async def remove_strangers(router: RouterProcess, stub: EngineStub) -> None:
 
 
 async def test_mutated_requests_end_their_connection_or_are_answered(router: RouterProcess) -> None:
-    """Heads, lengths and chunks that lie: nothing may wait for what never comes, and nothing may pass for what it is not."""
+    """Heads, lengths and chunks that lie: nothing may wait for what never comes, and nothing may
+    pass for what it is not."""
     async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         before = (await router.metrics()).sum(REJECTED)
-        statuses = sum(await asyncio.gather(*(send_requests(router, stub, seed) for seed in range(WORKERS))), Counter())
+        statuses = sum(
+            await asyncio.gather(*(send_requests(router, stub, seed) for seed in range(WORKERS))),
+            Counter(),
+        )
         assert set(statuses) <= {100, 200, 201, 204, *ANSWERS_OF_ITS_OWN}, statuses
         assert statuses[400] > MUTATED_REQUESTS // 10
         rejected = sum(count for status, count in statuses.items() if status >= 400)
@@ -142,16 +167,20 @@ async def statuses_until_closed(client: HttpClient) -> list[int]:
     return [int(head.split(b" ")[1]) for head in heads]
 
 
-# --- requests that are too much -------------------------------------------------------------------------------------------
+# --- requests that are too much -------------------------------------------------------------------
 
 
-async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(router: RouterProcess) -> None:
+async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(
+    router: RouterProcess,
+) -> None:
     """In every form; and the streams of others go on meanwhile."""
     async with engines(1) as (stub,), router.serving(stub):
         ids = [(index * 7919) % 128_000 for index in range(1_000_000)]
         stub.behaviour = streaming(100_000, 0.01)
         async with connect(router.port) as other:
-            await other.send("POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": True})
+            await other.send(
+                "POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": True}
+            )
             await other.read_head()
             stub.behaviour = refusing("200 OK")
             reading = asyncio.create_task(read_without_a_pause(other))
@@ -160,7 +189,9 @@ async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(router
                 assert (found.status, found.headers["x-kv-hit-tokens"]) == (200, "0")
                 packed = msgspec.msgpack.encode({"model": stub.model, "token_ids": ids})
                 route = await router.post(
-                    "/route", packed, {"content-type": "application/msgpack", "accept": "application/json"}
+                    "/route",
+                    packed,
+                    {"content-type": "application/msgpack", "accept": "application/json"},
                 )
                 assert route.json["prompt_tokens"] == 1_000_000
             reading.cancel()
@@ -168,7 +199,9 @@ async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(router
                 await reading
         text = {"model": stub.model, "prompt": f"{SENTINEL} " * 200_000}
         assert (await router.post("/v1/completions", text)).status == 200
-        too_long = await router.post("/v1/completions", {"model": stub.model, "prompt": [7] * 2_200_000})
+        too_long = await router.post(
+            "/v1/completions", {"model": stub.model, "prompt": [7] * 2_200_000}
+        )
         assert (too_long.status, too_long.error["code"]) == (400, "invalid_value")
 
 
@@ -179,12 +212,18 @@ async def read_without_a_pause(client: HttpClient) -> None:
 
 
 @pytest.mark.parametrize("unit", ["[", '{"a":', '[{"a":'])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/route", "/replicas"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/route", "/replicas"]
+)
 async def test_deep_nesting_is_refused(router: RouterProcess, path: str, unit: str) -> None:
     """Parsers recurse; a stack that overflows takes the process with it."""
     async with engines(1) as (stub,), router.serving(stub):
         depth = unit * 200_000
-        for text in (depth, f'{{"model": "{stub.model}", "prompt": [1], "url": {depth}', f'{{"messages": [{depth}'):
+        for text in (
+            depth,
+            f'{{"model": "{stub.model}", "prompt": [1], "url": {depth}',
+            f'{{"messages": [{depth}',
+        ):
             refused = await router.post(path, text.encode())
             assert refused.status in (400, 413), "an operator's body may be 1 MiB"
             assert len(refused.body) < 1000
@@ -194,7 +233,8 @@ async def test_deep_nesting_is_refused(router: RouterProcess, path: str, unit: s
 
 
 async def test_parsed_bodies_do_not_pile_up_in_memory(router: RouterProcess) -> None:
-    """Small JSON may become large objects; many of such bodies at once must not take the memory of all of them."""
+    """Small JSON may become large objects; many of such bodies at once must not take the memory of
+    all of them."""
     async with engines(1) as (stub,), router.serving(stub):
         lists = 2 * MIB
         body = b'{"model": "x", "prompt": [' + b"[]," * lists + b"[]]}"
@@ -204,7 +244,9 @@ async def test_parsed_bodies_do_not_pile_up_in_memory(router: RouterProcess) -> 
             peak = max(peak, router.rss_bytes)
             await asyncio.sleep(0.02)
         assert {found.status for found in sending.result()} == {400}
-        assert peak - before < 8 * len(body) + 3 * 64 * lists, "the bodies, and not more than three of them as objects"
+        assert peak - before < 8 * len(body) + 3 * 64 * lists, (
+            "the bodies, and not more than three of them as objects"
+        )
 
 
 async def test_huge_headers_are_refused_and_not_kept(router: RouterProcess) -> None:
@@ -227,8 +269,14 @@ async def test_huge_headers_are_refused_and_not_kept(router: RouterProcess) -> N
 
 async def test_a_long_row_of_pipelined_requests_is_refused(router: RouterProcess) -> None:
     """Behind a slow answer they would pile up, some thousand for every packet."""
-    async with engines(1, behaviour=streaming(100_000, 0.01)) as (stub,), router.serving(stub), connect(router.port) as client:
-        await client.send("POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": True})
+    async with (
+        engines(1, behaviour=streaming(100_000, 0.01)) as (stub,),
+        router.serving(stub),
+        connect(router.port) as client,
+    ):
+        await client.send(
+            "POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": True}
+        )
         await client.read_head()
         await client.write(request_bytes("GET", "/healthz") * 200)
         assert await client.is_closed()
@@ -239,7 +287,7 @@ async def test_a_long_row_of_pipelined_requests_is_refused(router: RouterProcess
         assert [(await client.read_answer()).status for _ in range(20)] == [200] * 20
 
 
-# --- clients that are slow ------------------------------------------------------------------------------------------------
+# --- clients that are slow ------------------------------------------------------------------------
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 SLOW = {
@@ -249,7 +297,10 @@ SLOW = {
     "a slow body": (HEAD + b"content-length: 100000\r\n\r\n", b"["),
     "slow chunks": (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n[\r\n"),
     "slow trailers": (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n[\r\n0\r\nx: ", b"y"),
-    "a body nobody asked for": (b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n", b"["),
+    "a body nobody asked for": (
+        b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n",
+        b"[",
+    ),
     "a refused body": (HEAD + b"content-length: 99999999999\r\n\r\n", b"["),
     "after an answer": (request_bytes("GET", "/healthz"), b"\r\n"),
 }
@@ -265,7 +316,9 @@ async def test_slow_clients_are_ended_in_time(router: RouterProcess) -> None:
             async with timeout(2):
                 found = await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
             assert found.status == 200
-            assert time.monotonic() - began < 2 * REQUEST_S + SLACK_S + 5, unfinished(names, dripping)
+            assert time.monotonic() - began < 2 * REQUEST_S + SLACK_S + 5, unfinished(
+                names, dripping
+            )
             await asyncio.sleep(0.05)
         for task in dripping:
             task.result()
@@ -293,12 +346,18 @@ async def test_clients_that_never_read_are_bounded_and_ended(router: RouterProce
     async with engines(1) as (stub,), router.serving(stub):
         before, nobody = router.rss_bytes, await client_sockets(router)
         async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(connect(router.port, 4096)) for _ in range(43)]
+            clients = [
+                await stack.enter_async_context(connect(router.port, 4096)) for _ in range(43)
+            ]
             stub.behaviour = flood
-            await asyncio.gather(*(ask_and_do_not_read(client, stub, stream=True) for client in clients[:20]))
+            await asyncio.gather(
+                *(ask_and_do_not_read(client, stub, stream=True) for client in clients[:20])
+            )
             await eventually(lambda: stub.active == 20, "the streams are under way")
             stub.behaviour = large
-            await asyncio.gather(*(ask_and_do_not_read(client, stub, stream=False) for client in clients[20:40]))
+            await asyncio.gather(
+                *(ask_and_do_not_read(client, stub, stream=False) for client in clients[20:40])
+            )
             asking = asyncio.gather(*(ask_again_and_again(client) for client in clients[40:]))
             peak, deadline = 0, time.monotonic() + STALL_S + SLACK_S + 10
             while (held := await client_sockets(router) - nobody) > 0:
@@ -321,7 +380,9 @@ async def large(exchange: Exchange) -> None:
 
 
 async def ask_and_do_not_read(client: HttpClient, stub: EngineStub, stream: bool) -> None:
-    await client.send("POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": stream})
+    await client.send(
+        "POST", "/v1/completions", {"model": stub.model, "prompt": [1], "stream": stream}
+    )
 
 
 async def ask_again_and_again(client: HttpClient) -> None:
@@ -338,23 +399,47 @@ async def client_sockets(router: RouterProcess) -> int:
     return router.sockets - int(upstream)
 
 
-# --- what must not be seen ------------------------------------------------------------------------------------------------
+# --- what must not be seen ------------------------------------------------------------------------
 
 
 async def test_no_prompt_is_in_a_log_or_in_an_error(router: RouterProcess) -> None:
-    """Also at the level debug, and whatever goes wrong on the way; the fixture looks through the log."""
+    """Also at the level debug, and whatever goes wrong on the way; the fixture looks through the
+    log."""
     async with engines(2) as stubs, router.serving(*stubs):
         chat = {"messages": [{"role": "user", "content": SENTINEL}]}
-        ways = [answer, refusing("500 Internal Server Error"), refusing("400 Bad Request"), refusing("503 Service Unavailable")]
-        for way in (*ways, lambda exchange: exchange.send(b"HTTP/1.1 " + SENTINEL.encode() + b"\r\n\r\n")):
+        ways = [
+            answer,
+            refusing("500 Internal Server Error"),
+            refusing("400 Bad Request"),
+            refusing("503 Service Unavailable"),
+        ]
+        for way in (
+            *ways,
+            lambda exchange: exchange.send(b"HTTP/1.1 " + SENTINEL.encode() + b"\r\n\r\n"),
+        ):
             for stub in stubs:
                 stub.behaviour = stub.tokenizing = way
-            for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": SENTINEL}), ("/route", chat)):
+            for path, body in (
+                ("/v1/chat/completions", chat),
+                ("/v1/completions", {"prompt": SENTINEL}),
+                ("/route", chat),
+            ):
                 for model in (stubs[0].model, f"model {path}", None):
                     found: Answer = await router.post(path, {"model": model, **body})
                     assert SENTINEL not in found.body.decode(errors="replace")
-        for text in (f'{{"prompt": "{SENTINEL}', f'{{"prompt": ["{SENTINEL}", 1]}}', f'{{"messages": [{{"{SENTINEL}": 1}}]}}'):
-            for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/route", "/replicas"):
+        for text in (
+            f'{{"prompt": "{SENTINEL}',
+            f'{{"prompt": ["{SENTINEL}", 1]}}',
+            f'{{"messages": [{{"{SENTINEL}": 1}}]}}',
+        ):
+            for path in (
+                "/v1/completions",
+                "/v1/chat/completions",
+                "/v1/messages",
+                "/tokenize",
+                "/route",
+                "/replicas",
+            ):
                 refused = await router.post(path, text.encode())
                 assert refused.status >= 400
                 assert SENTINEL not in refused.body.decode()

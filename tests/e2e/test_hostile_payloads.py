@@ -1,4 +1,5 @@
-"""Two hundred thousand payloads that no engine would send: none may crash, hang, grow or half-apply."""
+"""Two hundred thousand payloads that no engine would send: none may crash, hang, grow or
+half-apply."""
 
 from __future__ import annotations
 
@@ -29,21 +30,28 @@ STREAMS = sorted((Path(__file__).parent.parent / "conformance" / "streams").glob
 SAMPLE_BYTES = 330
 """Small payloads break in the same ways as large ones, and faster."""
 PAYLOADS = 200_000
-LIMITS = SourceLimits(blocks=400, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100)
+LIMITS = SourceLimits(
+    blocks=400, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100
+)
 RESTART_EVERY = 5000
-"""Payloads after which a source begins anew: a layout learned from garbage would make all that follows easy."""
+"""Payloads after which a source begins anew: a layout learned from garbage would make all that
+follows easy."""
 LEARNING, ANNOUNCED = SourceId("learning"), SourceId("announced")
 
 encode_any = msgspec.msgpack.encode
 decode_any = msgspec.msgpack.decode
 
 
-# --- the raw material -----------------------------------------------------------------------------------------------------
+# --- the raw material -----------------------------------------------------------------------------
 
 
 def recorded_payloads() -> list[bytes]:
     """What real engines of many versions sent, as far as it is short."""
-    payloads = {message.payload for version in wire_samples.versions() for message in wire_samples.live(version)}
+    payloads = {
+        message.payload
+        for version in wire_samples.versions()
+        for message in wire_samples.live(version)
+    }
     for path in STREAMS:
         with RecordingReader(path) as reader:
             payloads.update(record for record in reader if not isinstance(record, Query))
@@ -55,14 +63,24 @@ def recorded_payloads() -> list[bytes]:
 def our_payloads() -> list[bytes]:
     """What our own publisher sends, layouts included."""
     prompt = Prefix(tokens(48), as_int=False)
-    groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 64), GroupSpec("mamba", 32)]
+    groups = [
+        GroupSpec("full_attention", 16),
+        GroupSpec("sliding_window", 16, 64),
+        GroupSpec("mamba", 32),
+    ]
     layout = CacheLayout("publisher-1", groups, 16, 32, "sha256_cbor", b"r" * 32, eagle=True)
     behind = BlockStored([1], None, tokens(16), "GPU", 0, lookahead_token_ids=[[5, 6]])
-    events: list[Event] = [layout, prompt.stored(0, FULL), prompt.kept(1, window(64), [48]), prompt.removed(0, [16]), behind]
+    events: list[Event] = [
+        layout,
+        prompt.stored(0, FULL),
+        prompt.kept(1, window(64), [48]),
+        prompt.removed(0, [16]),
+        behind,
+    ]
     return [encode(EventBatch(1.5, [event], 0)) for event in events]
 
 
-# --- ways to break it -----------------------------------------------------------------------------------------------------
+# --- ways to break it -----------------------------------------------------------------------------
 
 
 def _flipped(rng: random.Random, payload: bytes, _other: bytes) -> bytes:
@@ -90,7 +108,13 @@ def _random(rng: random.Random, _payload: bytes, _other: bytes) -> bytes:
 
 
 def _random_batch(rng: random.Random, _payload: bytes, _other: bytes) -> bytes:
-    return b"\x93\xcb" + rng.randbytes(8) + bytes([0x90 + rng.randrange(4)]) + rng.randbytes(rng.randrange(40)) + b"\x00"
+    return (
+        b"\x93\xcb"
+        + rng.randbytes(8)
+        + bytes([0x90 + rng.randrange(4)])
+        + rng.randbytes(rng.randrange(40))
+        + b"\x00"
+    )
 
 
 def _exchanged(rng: random.Random, payload: bytes, _other: bytes) -> bytes:
@@ -120,10 +144,47 @@ WAYS: list[Callable[[random.Random, bytes, bytes], bytes]] = [
     _untouched,
 ]
 ODD_VALUES: list[Any] = [
-    *(None, True, 0, 1, -1, 7, 255, 256, 2**31, 2**32, 2**63, 2**64 - 1, -(2**63), 1.5, float("nan"), float("inf")),
+    *(
+        None,
+        True,
+        0,
+        1,
+        -1,
+        7,
+        255,
+        256,
+        2**31,
+        2**32,
+        2**63,
+        2**64 - 1,
+        -(2**63),
+        1.5,
+        float("nan"),
+        float("inf"),
+    ),
     *("", "GPU", "CPU", "mamba", "sliding_window", "BlockStored", "x" * 300, b"", b"\xff" * 40),
-    *([], [None], [1], [1, 2, 3], [[1, 2], [3, 4]], ["x"], [[]], [[["x", 0]]], [[["x", 2**40]]], [[["x", -1]], None], [{}]),
-    *({}, {"type": "CacheLayout"}, {"type": 5}, [[5] * 40], [16] * 16, list(range(64)), msgspec.msgpack.Ext(5, b"x")),
+    *(
+        [],
+        [None],
+        [1],
+        [1, 2, 3],
+        [[1, 2], [3, 4]],
+        ["x"],
+        [[]],
+        [[["x", 0]]],
+        [[["x", 2**40]]],
+        [[["x", -1]], None],
+        [{}],
+    ),
+    *(
+        {},
+        {"type": "CacheLayout"},
+        {"type": 5},
+        [[5] * 40],
+        [16] * 16,
+        list(range(64)),
+        msgspec.msgpack.Ext(5, b"x"),
+    ),
 ]
 
 
@@ -134,7 +195,7 @@ def hostile_payloads(count: int, samples: list[bytes], seed: int) -> Iterator[by
         yield way(rng, rng.choice(samples), rng.choice(samples))
 
 
-# --- the tests ------------------------------------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------
 
 
 def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothing_else() -> None:
@@ -142,7 +203,9 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
     recorded = recorded_payloads()
     assert len(recorded) > 500
     index, seen = PrefixIndex(limits=LIMITS), Seen()
-    for seed, (source, samples) in enumerate({LEARNING: recorded, ANNOUNCED: recorded[::5] + our_payloads() * 20}.items()):
+    for seed, (source, samples) in enumerate(
+        {LEARNING: recorded, ANNOUNCED: recorded[::5] + our_payloads() * 20}.items()
+    ):
         for number, payload in enumerate(hostile_payloads(PAYLOADS // 2, samples, seed)):
             if number % RESTART_EVERY == 0:
                 seen.restart(index, source)
@@ -212,7 +275,13 @@ def test_a_refused_batch_changes_nothing_even_if_its_last_event_is_the_bad_one()
     index.apply(LEARNING, encode(EventBatch(0.0, [prompt.stored(0, FULL)])))
     before = index.statistics()[LEARNING]
     removed = msgspec.to_builtins(BlockRemoved(prompt.hashes, "GPU", 0))
-    for bad in ({"type": "BlockRemoved", "block_hashes": 5}, 7, ["BlockStored", [1], None, [-1], 16], [], {"type": None}):
+    for bad in (
+        {"type": "BlockRemoved", "block_hashes": 5},
+        7,
+        ["BlockStored", [1], None, [-1], 16],
+        [],
+        {"type": None},
+    ):
         with pytest.raises(MalformedBatch):
             index.apply(LEARNING, encode_any([0.0, [removed, ["AllBlocksCleared"], bad]]))
         assert index.statistics()[LEARNING] == before
@@ -226,7 +295,7 @@ def test_a_source_is_not_made_known_by_a_payload_that_is_refused() -> None:
     assert index.sources == {}
 
 
-# --- bombs ----------------------------------------------------------------------------------------------------------------
+# --- bombs ----------------------------------------------------------------------------------------
 
 HUGE = b"\xff\xff\xff\xff"
 NESTED = 100_000
@@ -240,8 +309,18 @@ def _field(name: str, value: bytes) -> bytes:
 
 def _event(**fields: bytes) -> bytes:
     """A batch with one event as a map of raw values."""
-    whole = {"type": encode_any("BlockStored"), "block_hashes": b"\x91\x01", "medium": b"\xc0"} | fields
-    return HEAD + b"\x91" + bytes([0x80 + len(whole)]) + b"".join(_field(*item) for item in whole.items()) + b"\x00"
+    whole = {
+        "type": encode_any("BlockStored"),
+        "block_hashes": b"\x91\x01",
+        "medium": b"\xc0",
+    } | fields
+    return (
+        HEAD
+        + b"\x91"
+        + bytes([0x80 + len(whole)])
+        + b"".join(_field(*item) for item in whole.items())
+        + b"\x00"
+    )
 
 
 def _nested(opening: bytes) -> bytes:
@@ -272,7 +351,11 @@ BOMBS: dict[str, bytes] = {
     "hashes in hashes": _event(block_hashes=_nested(b"\x91")),
     "tokens in tokens": _event(token_ids=_nested(b"\x91")),
     "depth in an unknown event": _event(type=encode_any("Tomorrow"), what=_nested(b"\x91")),
-    "depth in an array": HEAD + b"\x91\x9d" + encode_any("BlockStored") + _nested(b"\x91") * 12 + b"\x00",
+    "depth in an array": HEAD
+    + b"\x91\x9d"
+    + encode_any("BlockStored")
+    + _nested(b"\x91") * 12
+    + b"\x00",
 }
 
 
@@ -292,13 +375,17 @@ def test_a_bomb_is_refused_at_once_and_without_the_memory_it_asks_for(payload: b
     assert peak < 10 * len(payload) + 1_000_000
 
 
-@pytest.mark.parametrize("place", ["extra_keys", "tomorrow", "token_ids", "block_hashes", "lookahead_token_ids"])
+@pytest.mark.parametrize(
+    "place", ["extra_keys", "tomorrow", "token_ids", "block_hashes", "lookahead_token_ids"]
+)
 def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) -> None:
     """What the decoder just took must not be too deep for what comes behind it."""
     index = PrefixIndex()
     for depth in range(1, sys.getrecursionlimit() + 50):
         value = b"\x91" * depth + b"\xa1x"
-        payload = _event(**{"token_ids": encode_any([1, 2]), "parent_block_hash": b"\xc0", place: value})
+        payload = _event(
+            **{"token_ids": encode_any([1, 2]), "parent_block_hash": b"\xc0", place: value}
+        )
         try:
             index.apply(LEARNING, payload)
         except MalformedBatch:

@@ -1,4 +1,5 @@
-"""The live page: its endpoints over plain HTTP, and the page itself in a browser, on a real router with real stub replicas."""
+"""The live page: its endpoints over plain HTTP, and the page itself in a browser, on a real router
+with real stub replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from playwright.async_api import Page, expect
 
 from router.journal import MAX_REQUESTS
 from tests.support.browser import Watch, browser_page, needs_browser
-from tests.support.engine_stub import TOPIC, EngineStub, Exchange, begun_until, engines, hang_up, prompt_ids, unique
+from tests.support.engine_stub import (
+    TOPIC,
+    EngineStub,
+    Exchange,
+    begun_until,
+    engines,
+    hang_up,
+    prompt_ids,
+    unique,
+)
 from tests.support.http_client import Answer, connect
 from tests.support.hybrid_stub import HybridStub
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
@@ -23,7 +33,10 @@ CLIENT_KEY = "client-key-sentinel-2f90"
 OPERATOR_KEY = "operator-key-sentinel-81cd"
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 OPEN = {"health": QUICK_HEALTH}
-LOCKED = {"health": QUICK_HEALTH, "server": {"client_api_key": "${CLIENT_KEY}", "operator_api_key": "${OPERATOR_KEY}"}}
+LOCKED = {
+    "health": QUICK_HEALTH,
+    "server": {"client_api_key": "${CLIENT_KEY}", "operator_api_key": "${OPERATOR_KEY}"},
+}
 KEYS = {"CLIENT_KEY": CLIENT_KEY, "OPERATOR_KEY": OPERATOR_KEY}
 
 STATIC = sorted(path.name for path in (Path(__file__).parents[2] / "router/static").iterdir())
@@ -45,25 +58,37 @@ async def complete(router: RouterProcess, model: str, ids: list[int], **fields: 
     return await router.post("/v1/completions", {"model": model, "prompt": ids, **fields})
 
 
-# --- the endpoints --------------------------------------------------------------------------------------------------------
+# --- the endpoints --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", STATIC)
-async def test_every_file_comes_with_its_type_and_the_policy(locked: RouterProcess, name: str) -> None:
+async def test_every_file_comes_with_its_type_and_the_policy(
+    locked: RouterProcess, name: str
+) -> None:
     """Without a key, since there is nothing in it; and a browser must take it for nothing else."""
-    types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    types = {
+        "html": "text/html",
+        "css": "text/css",
+        "js": "text/javascript",
+        "svg": "image/svg+xml",
+    }
     answer = await locked.get(f"/static/{name}")
     assert answer.status == 200
     assert answer.headers["content-type"].startswith(types[name.rpartition(".")[2]])
     assert answer.headers["x-content-type-options"] == "nosniff"
-    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
     assert policy["require-trusted-types-for"] == "'script'"
 
 
-async def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(router: RouterProcess) -> None:
-    """It has to work where nothing but the router can be reached; inline code would not run under its policy."""
+async def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(
+    router: RouterProcess,
+) -> None:
+    """It has to work where nothing but the router can be reached; inline code would not run under
+    its policy."""
     answer = await router.get("/")
     text = answer.body.decode()
     assert answer.status == 200
@@ -72,7 +97,10 @@ async def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(router: 
     assert not re.findall(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", text)
 
 
-@pytest.mark.parametrize("path", ["/static/", "/static/../page.py", "/static/%2e%2e/page.py", "/static/page.py", "/static/a/b"])
+@pytest.mark.parametrize(
+    "path",
+    ["/static/", "/static/../page.py", "/static/%2e%2e/page.py", "/static/page.py", "/static/a/b"],
+)
 async def test_no_other_file_is_served(router: RouterProcess, path: str) -> None:
     """Only what was loaded at the start can be asked for."""
     answer = await router.get(path)
@@ -89,7 +117,16 @@ async def test_what_goes_on_is_told_to_the_operator_alone(locked: RouterProcess,
 
 
 @pytest.mark.parametrize(
-    "query", ["after=-1", "after=x", "after=1.5", "after=%D9%A1", f"after={2**53}", f"limit={MAX_REQUESTS + 1}", "limit="]
+    "query",
+    [
+        "after=-1",
+        "after=x",
+        "after=1.5",
+        "after=%D9%A1",
+        f"after={2**53}",
+        f"limit={MAX_REQUESTS + 1}",
+        "limit=",
+    ],
 )
 async def test_a_query_that_makes_no_sense_is_refused(router: RouterProcess, query: str) -> None:
     """With the place and the rule, as everywhere."""
@@ -99,7 +136,9 @@ async def test_a_query_that_makes_no_sense_is_refused(router: RouterProcess, que
     assert "must be a whole number from 0 to" in answer.error["message"]
 
 
-async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(router: RouterProcess) -> None:
+async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(
+    router: RouterProcess,
+) -> None:
     """Everything that the page shows of it, and nothing of the prompt."""
     async with HybridStub(unique("model")) as stub, router.serving(stub):
         ids = prompt_ids(80, 71)
@@ -114,17 +153,32 @@ async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(rout
         answer = await router.get(f"/requests?after={before}")
         (request,) = answer.json["requests"]
         assert request["request_id"] == "mine"
-        assert (request["replica"], request["model"], request["path"]) == (stub.name, stub.model, "/v1/completions")
+        assert (request["replica"], request["model"], request["path"]) == (
+            stub.name,
+            stub.model,
+            "/v1/completions",
+        )
         assert request["predicted"] == {"gpu": 80, "total": 80, "suspect": False}
-        assert (request["prompt_tokens"], request["actual"], request["verdict"]) == (81, 80, "exact")
-        assert (request["status"], request["end"], request["attempts"], request["failed"]) == (200, "completed", 1, False)
+        assert (request["prompt_tokens"], request["actual"], request["verdict"]) == (
+            81,
+            80,
+            "exact",
+        )
+        assert (request["status"], request["end"], request["attempts"], request["failed"]) == (
+            200,
+            "completed",
+            1,
+            False,
+        )
         assert request["first_byte_ms"] <= request["total_ms"]
         assert "80 of 81 tokens cached" in request["reason"]
         assert b"7100001" not in answer.body
         assert b"secret-session" not in answer.body
 
 
-async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(router: RouterProcess) -> None:
+async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(
+    router: RouterProcess,
+) -> None:
     """The prediction that counts is that of the replica that answered."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):
         holder, other = stubs
@@ -135,11 +189,17 @@ async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(rout
         before = (await router.get("/requests")).json["change"]
         assert (await complete(router, holder.model, [*ids, 7])).status == 200
         (request,) = (await router.get(f"/requests?after={before}")).json["requests"]
-        assert (request["replica"], request["attempts"], request["last_failure"]) == (other.name, 2, "closed")
+        assert (request["replica"], request["attempts"], request["last_failure"]) == (
+            other.name,
+            2,
+            "closed",
+        )
         assert request["predicted"]["total"] == request["actual"] == 0
 
 
-async def test_a_request_that_nobody_could_take_is_there_with_its_503(router: RouterProcess) -> None:
+async def test_a_request_that_nobody_could_take_is_there_with_its_503(
+    router: RouterProcess,
+) -> None:
     """Clients see a 503 and the operator looks for it here."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         await router.post(f"/replicas/{stub.name}/drain")
@@ -164,7 +224,9 @@ async def test_a_request_shows_while_it_runs(router: RouterProcess) -> None:
         while not (found := (await router.get(f"/requests?after={before}")).json["requests"]):
             await asyncio.sleep(0.01)
         assert (found[0]["end"], found[0]["status"], found[0]["replica"]) == (None, None, stub.name)
-        while (await router.get(f"/requests?after={before}")).json["requests"][0]["first_byte_ms"] is None:
+        while (await router.get(f"/requests?after={before}")).json["requests"][0][
+            "first_byte_ms"
+        ] is None:
             await asyncio.sleep(0.01)
         assert (await router.get("/overview")).json["under_way"] == 1
         gate.set()
@@ -175,9 +237,15 @@ async def test_a_request_shows_while_it_runs(router: RouterProcess) -> None:
 
 async def test_the_journal_stays_bounded_under_traffic(router: RouterProcess) -> None:
     """An answer is as large as the bound, not as the traffic."""
-    async with engines(1, has_events=True) as (stub,), router.serving(stub), connect(router.port) as client:
+    async with (
+        engines(1, has_events=True) as (stub,),
+        router.serving(stub),
+        connect(router.port) as client,
+    ):
         for _ in range(MAX_REQUESTS + 20):
-            assert (await client.ask("POST", "/v1/completions", {"model": stub.model, "prompt": [1, 2]})).status == 200
+            assert (
+                await client.ask("POST", "/v1/completions", {"model": stub.model, "prompt": [1, 2]})
+            ).status == 200
         answer = (await router.get("/requests")).json
         assert len(answer["requests"]) == MAX_REQUESTS
         assert len((await router.get("/requests?limit=5")).json["requests"]) == 5
@@ -192,14 +260,21 @@ async def test_the_overview_counts_blocks_by_group_and_tier(router: RouterProces
         stub.store(gone)
         stub.offload(gone)
         await router.until_applied(stub)
-        (replica,) = [each for each in (await router.get("/overview")).json["replicas"] if each["id"] == stub.name]
+        (replica,) = [
+            each
+            for each in (await router.get("/overview")).json["replicas"]
+            if each["id"] == stub.name
+        ]
         assert replica["blocks"] == [[0, "CPU", 2], [0, "GPU", 4], [1, "CPU", 2], [1, "GPU", 4]]
-        assert replica["groups"] == [{"kind": "full_attention", "reach": None}, {"kind": "sliding_window", "reach": 64}]
+        assert replica["groups"] == [
+            {"kind": "full_attention", "reach": None},
+            {"kind": "sliding_window", "reach": 64},
+        ]
         assert [source["state"] for source in replica["sources"]] == ["live"]
         assert (replica["state"], replica["serves"], replica["url"]) == ("healthy", 1, stub.url)
 
 
-# --- the page in a browser ------------------------------------------------------------------------------------------------
+# --- the page in a browser ------------------------------------------------------------------------
 
 
 class Fleet(EngineStub):
@@ -220,9 +295,16 @@ def settled_complaints(watch: Watch) -> list[str]:
 
 
 @needs_browser
-async def test_the_page_shows_replicas_and_requests_without_a_complaint(router: RouterProcess) -> None:
-    """Bars of every group and tier, the stream, the totals; no script error, no violation, nothing from elsewhere."""
-    async with HybridStub(unique("model")) as stub, router.serving(stub), browser_page() as (page, watch):
+async def test_the_page_shows_replicas_and_requests_without_a_complaint(
+    router: RouterProcess,
+) -> None:
+    """Bars of every group and tier, the stream, the totals; no script error, no violation, nothing
+    from elsewhere."""
+    async with (
+        HybridStub(unique("model")) as stub,
+        router.serving(stub),
+        browser_page() as (page, watch),
+    ):
         ids = prompt_ids(64, 81)
         stub.store(ids)
         await router.until_applied(stub)
@@ -247,7 +329,11 @@ async def test_the_page_shows_replicas_and_requests_without_a_complaint(router: 
 @needs_browser
 async def test_blocks_grow_and_move_to_the_tier_they_went_to(router: RouterProcess) -> None:
     """The table is live: no reload."""
-    async with HybridStub(unique("model")) as stub, router.serving(stub), browser_page() as (page, _):
+    async with (
+        HybridStub(unique("model")) as stub,
+        router.serving(stub),
+        browser_page() as (page, _),
+    ):
         await page.goto(router.url)
         row = row_of(page, stub)
         ids = prompt_ids(96, 82)
@@ -264,7 +350,11 @@ async def test_blocks_grow_and_move_to_the_tier_they_went_to(router: RouterProce
 @needs_browser
 async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -> None:
     """At 3 a.m. the first line must say which replica, and why; and take one there."""
-    async with engines(3, has_events=True) as stubs, router.serving(*stubs), browser_page() as (page, _):
+    async with (
+        engines(3, has_events=True) as stubs,
+        router.serving(*stubs),
+        browser_page() as (page, _),
+    ):
         await page.goto(router.url)
         await expect(page.locator("#trouble")).to_have_attribute("data-level", "good")
         sick, drained, _ = stubs
@@ -272,8 +362,12 @@ async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -
         await router.post(f"/replicas/{drained.name}/drain")
         await expect(row_of(page, sick)).to_have_attribute("data-level", "bad")
         await expect(row_of(page, drained)).to_have_attribute("data-level", "warn")
-        await expect(row_of(page, sick).locator(".problems")).to_contain_text("GET /health answered 500")
-        await expect(page.locator("#trouble .text")).to_contain_text(f"2 replicas have problems: {sick.name} unhealthy")
+        await expect(row_of(page, sick).locator(".problems")).to_contain_text(
+            "GET /health answered 500"
+        )
+        await expect(page.locator("#trouble .text")).to_contain_text(
+            f"2 replicas have problems: {sick.name} unhealthy"
+        )
         await expect(page.locator("#total-replicas .figure")).to_have_text("1 / 3")
         await page.click("#trouble")
         await expect(page.locator(".replica .id")).to_have_text([sick.name, drained.name])
@@ -290,7 +384,9 @@ async def test_a_stream_that_lost_events_for_good_stands_out(router: RouterProce
         row = row_of(page, stub)
         await expect(row.locator(".word")).to_have_text("suspect")
         await expect(row).to_have_attribute("data-level", "bad")
-        await expect(row.locator(".problems")).to_have_text("events were lost for good: its hits are discounted")
+        await expect(row.locator(".problems")).to_have_text(
+            "events were lost for good: its hits are discounted"
+        )
         await expect(page.locator("#total-feeds")).to_have_attribute("data-level", "bad")
         await router.delete(f"/replicas/{stub.name}")
 
@@ -298,7 +394,11 @@ async def test_a_stream_that_lost_events_for_good_stands_out(router: RouterProce
 @needs_browser
 async def test_a_misprediction_stands_out(router: RouterProcess) -> None:
     """It is the sign that something between router and engine is not as believed."""
-    async with engines(1, has_events=True) as (stub,), router.serving(stub), browser_page() as (page, _):
+    async with (
+        engines(1, has_events=True) as (stub,),
+        router.serving(stub),
+        browser_page() as (page, _),
+    ):
         ids = prompt_ids(64, 83)
         stub.store(ids)
         await router.until_applied(stub)
@@ -312,12 +412,15 @@ async def test_a_misprediction_stands_out(router: RouterProcess) -> None:
         await expect(page.locator("#request-list .where").first).to_have_text(stub.name)
         await expect(page.locator("#request-list .verdict").first).to_have_text("over 64")
         await wrong.locator(".request").click()
-        await expect(wrong.locator(".more")).to_contain_text("64 on the GPU, 0 offloaded, of 65 tokens")
+        await expect(wrong.locator(".more")).to_contain_text(
+            "64 on the GPU, 0 offloaded, of 65 tokens"
+        )
 
 
 @needs_browser
 async def test_names_from_outside_are_text_and_nothing_else(router: RouterProcess) -> None:
-    """A model's name, a request id, an error of a replica: whoever chooses them must not write into the page."""
+    """A model's name, a request id, an error of a replica: whoever chooses them must not write into
+    the page."""
     evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
     async with (
         EngineStub(f"{evil}{unique('m')}", has_events=True) as stub,
@@ -325,7 +428,9 @@ async def test_names_from_outside_are_text_and_nothing_else(router: RouterProces
         browser_page() as (page, watch),
     ):
         await page.goto(router.url)
-        await router.post("/v1/completions", {"model": stub.model, "prompt": [1, 2, 3]}, {"x-request-id": evil})
+        await router.post(
+            "/v1/completions", {"model": stub.model, "prompt": [1, 2, 3]}, {"x-request-id": evil}
+        )
         request = page.locator("#request-list li").first
         await expect(request.locator(".where")).to_have_text(stub.name)
         await request.locator(".request").click()
@@ -338,7 +443,11 @@ async def test_names_from_outside_are_text_and_nothing_else(router: RouterProces
 async def test_the_prompt_box_explains_a_route(router: RouterProcess) -> None:
     """Where it would go, what each group allows, who is left out; and nothing is sent."""
     model = unique("model")
-    async with HybridStub(model) as holder, HybridStub(model) as other, router.serving(holder, other):
+    async with (
+        HybridStub(model) as holder,
+        HybridStub(model) as other,
+        router.serving(holder, other),
+    ):
         text = "All work and no play makes Jack a dull boy. " * 4
         holder.store(list(text.encode()))
         await router.until_applied(holder)
@@ -351,22 +460,35 @@ async def test_the_prompt_box_explains_a_route(router: RouterProcess) -> None:
             await expect(page.locator("#route-summary")).to_have_text(
                 f"It would go to {holder.name}. 160 of its 176 tokens are cached there on the GPU; 16 would be computed."
             )
-            await expect(page.locator("#route-notes")).to_contain_text("full (group 0) 160, window (group 1) 160")
-            await expect(page.locator("#route-table tbody .name")).to_have_text([holder.name, other.name])
+            await expect(page.locator("#route-notes")).to_contain_text(
+                "full (group 0) 160, window (group 1) 160"
+            )
+            await expect(page.locator("#route-table tbody .name")).to_have_text(
+                [holder.name, other.name]
+            )
             await page.select_option("#route-kind", "body")
-            await page.fill("#route-prompt", json.dumps({"model": model, "token_ids": list(text.encode())[:64]}))
+            await page.fill(
+                "#route-prompt", json.dumps({"model": model, "token_ids": list(text.encode())[:64]})
+            )
             await page.click("#route-ask")
-            await expect(page.locator("#route-summary")).to_contain_text("48 of its 64 tokens are cached there")
+            await expect(page.locator("#route-summary")).to_contain_text(
+                "48 of its 64 tokens are cached there"
+            )
             await page.fill("#route-prompt", "{")
             await page.click("#route-ask")
             await expect(page.locator("#route-state")).to_have_attribute("data-level", "bad")
             assert [text for text in watch.complaints if "400" not in text] == []
-        assert {request.path for stub in (holder, other) for request in stub.requests} <= {"/tokenize"}
+        assert {request.path for stub in (holder, other) for request in stub.requests} <= {
+            "/tokenize"
+        }
 
 
 @needs_browser
-async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(locked: RouterProcess) -> None:
-    """Never in the address, never on disk; a wrong one is asked again, and the client's key is another."""
+async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(
+    locked: RouterProcess,
+) -> None:
+    """Never in the address, never on disk; a wrong one is asked again, and the client's key is
+    another."""
     async with browser_page() as (page, watch):
         await page.goto(locked.url)
         await page.fill("#key-input", "wrong")
@@ -390,7 +512,9 @@ async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(locked: Ro
 
 
 @needs_browser
-async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_one(locked: RouterProcess) -> None:
+async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_one(
+    locked: RouterProcess,
+) -> None:
     """A dialog that comes back every second could not be got rid of."""
     async with browser_page() as (page, _):
         await page.goto(locked.url)
@@ -405,7 +529,8 @@ async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_
 
 @needs_browser
 async def test_the_page_survives_a_restart_of_the_router() -> None:
-    """It says since when it is blind, and goes on with the new process by itself, whose numbers begin anew."""
+    """It says since when it is blind, and goes on with the new process by itself, whose numbers
+    begin anew."""
     async with engines(1, has_events=True) as (stub,), browser_page() as (page, watch):
         with router_process(OPEN) as first:
             async with first.serving(stub):
@@ -414,7 +539,9 @@ async def test_the_page_survives_a_restart_of_the_router() -> None:
                     await complete(first, stub.model, [1, 2, 3])
                 await expect(page.locator("#request-list li")).to_have_count(3)
             port = first.port
-        await expect(page.locator("#connection")).to_have_text(re.compile(r"^not connected since \d\d:\d\d:\d\d \(\d+ s\)$"))
+        await expect(page.locator("#connection")).to_have_text(
+            re.compile(r"^not connected since \d\d:\d\d:\d\d \(\d+ s\)$")
+        )
         await expect(page.locator("body")).to_have_class(re.compile("stale"))
         with router_process({**OPEN, "server": {"port": port}}) as second:
             assert second.port == port
@@ -428,16 +555,22 @@ async def test_the_page_survives_a_restart_of_the_router() -> None:
 
 
 @needs_browser
-async def test_256_replicas_are_paged_and_their_rows_keep_their_height(router: RouterProcess) -> None:
+async def test_256_replicas_are_paged_and_their_rows_keep_their_height(
+    router: RouterProcess,
+) -> None:
     """A table that grows without end, or moves while one reads, is no use with a large fleet."""
     async with Fleet(unique("model")) as stub:
         ids = [f"{stub.name}-{number}" for number in range(256)]
         for name in ids:
-            answer = await router.post("/replicas", {"url": f"{stub.url}/{name}", "id": name, "kv_events": []})
+            answer = await router.post(
+                "/replicas", {"url": f"{stub.url}/{name}", "id": name, "kv_events": []}
+            )
             assert answer.status == 201, answer
         async with browser_page() as (page, _):
             await page.goto(router.url)
-            await expect(page.locator("#total-replicas .figure")).to_have_text("256 / 256", timeout=20_000)
+            await expect(page.locator("#total-replicas .figure")).to_have_text(
+                "256 / 256", timeout=20_000
+            )
             await expect(page.locator("#replicas-page")).to_have_text("1–12 of 256")
             await expect(page.locator(".replica")).to_have_count(12)
             await page.click("#replicas-on")
@@ -457,7 +590,11 @@ async def test_256_replicas_are_paged_and_their_rows_keep_their_height(router: R
 @needs_browser
 async def test_a_paused_stream_stands_still_and_counts_what_is_new(router: RouterProcess) -> None:
     """Who reads a line must not chase it."""
-    async with engines(1, has_events=True) as (stub,), router.serving(stub), browser_page() as (page, _):
+    async with (
+        engines(1, has_events=True) as (stub,),
+        router.serving(stub),
+        browser_page() as (page, _),
+    ):
         await page.goto(router.url)
         await page.fill("#requests-search", stub.name)
         await complete(router, stub.model, [1, 2, 3])
@@ -475,7 +612,11 @@ async def test_a_paused_stream_stands_still_and_counts_what_is_new(router: Route
 @pytest.mark.parametrize("width", [380, 760, 1024, 1440])
 async def test_the_page_fits_its_window(router: RouterProcess, width: int) -> None:
     """Nobody scrolls sideways on a phone in the dark."""
-    async with HybridStub(unique("model")) as stub, router.serving(stub), browser_page(width) as (page, _):
+    async with (
+        HybridStub(unique("model")) as stub,
+        router.serving(stub),
+        browser_page(width) as (page, _),
+    ):
         stub.store(prompt_ids(64, 85))
         await complete(router, stub.model, prompt_ids(20, 86))
         await page.goto(router.url)

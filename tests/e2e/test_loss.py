@@ -1,4 +1,5 @@
-"""A relay that drops, delays, reorders, repeats and cuts: afterwards the index is the one that lost nothing, or says so."""
+"""A relay that drops, delays, reorders, repeats and cuts: afterwards the index is the one that lost
+nothing, or says so."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ class Router:
     async def until(self, state: SourceState, last_seq: int) -> None:
         def is_there() -> bool:
             seen = self.statistics.stream
-            return self.feed.state(SOURCE) is state and seen.last_seq is not None and seen.last_seq >= last_seq
+            return (
+                self.feed.state(SOURCE) is state
+                and seen.last_seq is not None
+                and seen.last_seq >= last_seq
+            )
 
         await until(is_there, f"{state} at {last_seq}", 20, lambda: self.statistics)
 
@@ -57,7 +62,10 @@ class Router:
     def assert_exact(self, engine: RandomEngine) -> None:
         """The same blocks, and the same answer to every prompt."""
         assert self.index.sources[SOURCE].held == self.true.sources[SOURCE].held
-        hits = [(self.index.match(prompt)[SOURCE], self.true.match(prompt)[SOURCE]) for prompt in engine.prompts]
+        hits = [
+            (self.index.match(prompt)[SOURCE], self.true.match(prompt)[SOURCE])
+            for prompt in engine.prompts
+        ]
         assert [found for found, _ in hits] == [expected for _, expected in hits]
         assert any(hit.gpu for hit, _ in hits)
 
@@ -90,7 +98,9 @@ class VllmEngine:
         return self.publisher.publish(payload)
 
 
-async def run_ours(publisher: ZmqEventPublisher, engine: RandomEngine, true: PrefixIndex, steps: int) -> int:
+async def run_ours(
+    publisher: ZmqEventPublisher, engine: RandomEngine, true: PrefixIndex, steps: int
+) -> int:
     """The engine with our publisher, as `VllmEngine.run`; returns the number of the last batch."""
     for step in range(steps + 1):
         events = engine.step() if step < steps else engine.prefill()
@@ -101,7 +111,7 @@ async def run_ours(publisher: ZmqEventPublisher, engine: RandomEngine, true: Pre
     return publisher.statistics().last_seq
 
 
-# --- what the publisher can make up for -----------------------------------------------------------------------------------
+# --- what the publisher can make up for -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -147,7 +157,8 @@ async def test_a_snapshot_makes_up_for_what_the_ring_has_forgotten(seed: int) ->
 
 
 async def test_a_snapshot_makes_up_for_what_the_publisher_itself_dropped() -> None:
-    """An engine faster than its publisher's thread drops batches before they get on the wire; no ring has them."""
+    """An engine faster than its publisher's thread drops batches before they get on the wire; no
+    ring has them."""
     async with router() as routing:
         engine = RandomEngine(7)
         with ZmqEventPublisher(replace(LOOPBACK, max_queue_size=4), LAYOUT, CHAIN) as publisher:
@@ -168,10 +179,17 @@ async def test_a_router_that_starts_late_ends_in_the_same_state(ours: bool) -> N
     """Routers are updated while engines run."""
     async with router() as routing:
         engine = RandomEngine(8)
-        with ZmqEventPublisher(replace(LOOPBACK, buffer_steps=10), LAYOUT, CHAIN) as publisher, VllmPublisher() as plain:
+        with (
+            ZmqEventPublisher(replace(LOOPBACK, buffer_steps=10), LAYOUT, CHAIN) as publisher,
+            VllmPublisher() as plain,
+        ):
             followed = publisher if ours else plain
             vllm = VllmEngine(plain, engine, routing.true)
-            half = run_ours(publisher, engine, routing.true, STEPS // 2) if ours else vllm.run(STEPS // 2)
+            half = (
+                run_ours(publisher, engine, routing.true, STEPS // 2)
+                if ours
+                else vllm.run(STEPS // 2)
+            )
             await half
             routing.follow(followed.endpoint, followed.replay_endpoint)
             last = await (run_ours(publisher, engine, routing.true, 100) if ours else vllm.run(100))
@@ -179,14 +197,19 @@ async def test_a_router_that_starts_late_ends_in_the_same_state(ours: bool) -> N
             routing.assert_exact(engine)
 
 
-# --- what it cannot -------------------------------------------------------------------------------------------------------
+# --- what it cannot -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [9, 10])
-async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleared(seed: int) -> None:
+async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleared(
+    seed: int,
+) -> None:
     """What cannot be known is said to be unknown, and known again when nothing is left of it."""
     async with router() as routing:
-        with VllmPublisher(ring=5) as publisher, LossyRelay(publisher.endpoint, seed, Faults()) as relay:
+        with (
+            VllmPublisher(ring=5) as publisher,
+            LossyRelay(publisher.endpoint, seed, Faults()) as relay,
+        ):
             engine = VllmEngine(publisher, RandomEngine(seed, with_cpu=False), routing.true)
             routing.follow(relay.endpoint, publisher.replay_endpoint)
             await routing.until_live_from_the_start()
@@ -203,7 +226,8 @@ async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleare
 
 
 async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> None:
-    """`AllBlocksCleared` speaks of the GPU alone; what the CPU tier lost meanwhile stays unknown until a restart."""
+    """`AllBlocksCleared` speaks of the GPU alone; what the CPU tier lost meanwhile stays unknown
+    until a restart."""
     async with router() as routing:
         with VllmPublisher(ring=5) as publisher:
             engine = VllmEngine(publisher, RandomEngine(11), routing.true)
@@ -223,11 +247,15 @@ async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> No
             routing.assert_exact(new.engine)
 
 
-# --- restarts -------------------------------------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("steps", "seed"), [(30, 13), (400, 14)], ids=["before its seq passes the old one", "after"])
-async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(steps: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "seed"), [(30, 13), (400, 14)], ids=["before its seq passes the old one", "after"]
+)
+async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(
+    steps: int, seed: int
+) -> None:
     """On the same address, with the old number still ahead or already passed when we hear of it."""
     async with router() as routing:
         with VllmPublisher() as publisher:
@@ -236,7 +264,9 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(steps: in
                 engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
                 routing.follow(relay.endpoint, publisher.replay_endpoint)
                 await engine.run(200)
-                await until(lambda: routing.statistics.stream.last_seq is not None, "the first batches")
+                await until(
+                    lambda: routing.statistics.stream.last_seq is not None, "the first batches"
+                )
                 publisher.close()
                 routing.true.clear(SOURCE)
                 with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
@@ -245,7 +275,9 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(steps: in
                     last = await new.run(steps)
                     relay.heal()
                     await routing.until(SourceState.LIVE, last)
-                    await until(lambda: routing.statistics.stream.last_seq == last, "the new numbers")
+                    await until(
+                        lambda: routing.statistics.stream.last_seq == last, "the new numbers"
+                    )
                     routing.assert_exact(new.engine)
                     assert routing.statistics.cleared >= 1
 
@@ -257,17 +289,21 @@ async def test_our_restarted_engine_is_known_by_its_name() -> None:
         config = replace(LOOPBACK, endpoint=addresses[0], replay_endpoint=addresses[1])
         with ZmqEventPublisher(config, LAYOUT, CHAIN) as publisher:
             routing.follow(publisher.endpoint, publisher.replay_endpoint)
-            await routing.until(SourceState.LIVE, await run_ours(publisher, RandomEngine(15), routing.true, 50))
+            await routing.until(
+                SourceState.LIVE, await run_ours(publisher, RandomEngine(15), routing.true, 50)
+            )
         routing.true.clear(SOURCE)
         with ZmqEventPublisher(config, LAYOUT, CHAIN) as again:
             engine = RandomEngine(16)
             last = await run_ours(again, engine, routing.true, 200)
             await routing.until(SourceState.LIVE, last)
-            await until(lambda: routing.statistics.stream.publisher_id == again.publisher_id, "the new name")
+            await until(
+                lambda: routing.statistics.stream.publisher_id == again.publisher_id, "the new name"
+            )
             routing.assert_exact(engine)
 
 
-# --- what is too large ----------------------------------------------------------------------------------------------------
+# --- what is too large ----------------------------------------------------------------------------
 
 
 async def test_a_frame_of_100_megabytes_is_refused_and_then_made_up_for() -> None:
@@ -276,11 +312,18 @@ async def test_a_frame_of_100_megabytes_is_refused_and_then_made_up_for() -> Non
         engine = RandomEngine(17)
         with ZmqEventPublisher(LOOPBACK, LAYOUT, CHAIN) as publisher, VllmPublisher() as plain:
             routing.follow(publisher.endpoint, publisher.replay_endpoint)
-            await routing.until(SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50))
+            await routing.until(
+                SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50)
+            )
             vllm = SourceId("replica-b")
             routing.feed.add(vllm, plain.endpoint, plain.replay_endpoint, TOPIC, "a model")
             await until(lambda: routing.feed.state(vllm) is SourceState.LIVE, "the second replica")
             plain.publish(bytes(100_000_000))
-            await until(lambda: routing.feed.statistics()[vllm].stream.connections > 1, "the end of the connection")
-            await routing.until(SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50))
+            await until(
+                lambda: routing.feed.statistics()[vllm].stream.connections > 1,
+                "the end of the connection",
+            )
+            await routing.until(
+                SourceState.LIVE, await run_ours(publisher, engine, routing.true, 50)
+            )
             routing.assert_exact(engine)

@@ -1,4 +1,5 @@
-"""An engine with lower tiers and the router's index: GPU hits and what the tiers add are both predicted, token for token."""
+"""An engine with lower tiers and the router's index: GPU hits and what the tiers add are both
+predicted, token for token."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CACHING = [(label, config) for label, config in variants() if config.enable_cach
 
 @pytest.mark.parametrize(("label", "config"), CACHING, ids=[label for label, _ in CACHING])
 def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_path: Path) -> None:
-    """Offload events carry no tokens and mix groups: what they mean must still be exact, also for coarser blocks."""
+    """Offload events carry no tokens and mix groups: what they mean must still be exact, also for
+    coarser blocks."""
     counts: Counter[str] = Counter()
     with closing(answers(config, label, tmp_path)) as found:
         for actual, predicted in found:
@@ -43,7 +45,8 @@ def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_pa
 
 
 def answers(config: CacheConfig, seed: str, root: Path) -> Generator[tuple[Hit, Hit], None, None]:
-    """What cache and tiers would give to random prompts, and what the index says, after every step. Close it."""
+    """What cache and tiers would give to random prompts, and what the index says, after every step.
+    Close it."""
     pages = TensorPages(config)
     coarse = [1 if group.kind is GroupKind.MAMBA else 2 for group in config.layout.groups]
     disk, store = disk_tier(pages, config, root, 200_000, [1] * len(coarse))
@@ -65,7 +68,9 @@ def answers(config: CacheConfig, seed: str, root: Path) -> Generator[tuple[Hit, 
         store.close()
 
 
-def asked(driver: OffloadDriver, index: PrefixIndex, workload: CacheWorkload) -> Iterator[tuple[Hit, Hit]]:
+def asked(
+    driver: OffloadDriver, index: PrefixIndex, workload: CacheWorkload
+) -> Iterator[tuple[Hit, Hit]]:
     """A few prompts put to both."""
     for job in workload.probes(3):
         request = job.request
@@ -73,4 +78,7 @@ def asked(driver: OffloadDriver, index: PrefixIndex, workload: CacheWorkload) ->
         hit = driver.connector.find_external_hit(request, computed)
         driver.connector.forget(request.request_id)
         if hit is not None:
-            yield Hit(computed.num_tokens, hit.num_tokens), index.match(request.token_ids, request.lora_name)[SOURCE]
+            yield (
+                Hit(computed.num_tokens, hit.num_tokens),
+                index.match(request.token_ids, request.lora_name)[SOURCE],
+            )

@@ -1,4 +1,5 @@
-"""Requests for which an engine computes the whole prompt, whatever it has cached; seen on a running vLLM 0.32."""
+"""Requests for which an engine computes the whole prompt, whatever it has cached; seen on a running
+vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ def router() -> Iterator[RouterProcess]:
         yield process
 
 
-async def predicted(router: RouterProcess, stub: EngineStub, body: dict[str, Any]) -> tuple[int, int]:
-    """What `/route` and the answer's header say of a prompt of which all but the last token is cached."""
+async def predicted(
+    router: RouterProcess, stub: EngineStub, body: dict[str, Any]
+) -> tuple[int, int]:
+    """What `/route` and the answer's header say of a prompt of which all but the last token is
+    cached."""
     stub.store(list(TEXT.encode()))
     await router.until_applied(stub)
     whole = {"model": stub.model, **body}
     route = await router.post("/route", whole)
-    found = await router.post("/v1/completions" if "prompt" in body else "/v1/chat/completions", whole)
+    found = await router.post(
+        "/v1/completions" if "prompt" in body else "/v1/chat/completions", whole
+    )
     assert (route.status, found.status) == (200, 200)
     return route.json["ranking"][0]["hit"]["total"], int(found.headers["x-kv-hit-tokens"])
 
@@ -38,7 +44,8 @@ WITH_PROMPT_LOGPROBS: list[dict[str, Any]] = [
     {**COMPLETIONS, "prompt_logprobs": 0},
     {**COMPLETIONS, "echo": True, "logprobs": 0},
     {**CHAT, "prompt_logprobs": 1},
-    # How many logprobs a chat wants is 0 where it does not say, and an echo asks for as many of the prompt.
+    # How many logprobs a chat wants is 0 where it does not say, and an echo asks for as many of the
+    # prompt.
     {**CHAT, "echo": True},
 ]
 WITHOUT: list[dict[str, Any]] = [
@@ -50,20 +57,26 @@ WITHOUT: list[dict[str, Any]] = [
 
 
 def fields(body: dict[str, Any]) -> str:
-    return ", ".join(name if name in ("prompt", "messages") else f"{name} {value}" for name, value in body.items())
+    return ", ".join(
+        name if name in ("prompt", "messages") else f"{name} {value}"
+        for name, value in body.items()
+    )
 
 
 @pytest.mark.parametrize("body", WITH_PROMPT_LOGPROBS, ids=fields)
 async def test_no_hit_is_predicted_where_the_logprobs_of_the_prompt_are_asked_for(
     router: RouterProcess, body: dict[str, Any]
 ) -> None:
-    """They come from computing it, so vLLM reads nothing from its cache; a prediction sends the prompt there for nothing."""
+    """They come from computing it, so vLLM reads nothing from its cache; a prediction sends the
+    prompt there for nothing."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         assert await predicted(router, stub, body) == (0, 0)
 
 
 @pytest.mark.parametrize("body", WITHOUT, ids=fields)
-async def test_a_hit_is_predicted_where_only_answers_have_logprobs(router: RouterProcess, body: dict[str, Any]) -> None:
+async def test_a_hit_is_predicted_where_only_answers_have_logprobs(
+    router: RouterProcess, body: dict[str, Any]
+) -> None:
     """Those cost nothing of the prompt, and many clients ask for them."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         assert await predicted(router, stub, body) == (HIT, HIT)

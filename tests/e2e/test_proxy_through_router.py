@@ -1,4 +1,5 @@
-"""The proxy's promises, each by name, kept by the whole router: a real process between real clients and real replicas."""
+"""The proxy's promises, each by name, kept by the whole router: a real process between real clients
+and real replicas."""
 
 from __future__ import annotations
 
@@ -38,8 +39,15 @@ from tests.support.router_process import RouterProcess, router_process
 
 HEALTH_INTERVAL_S = 0.5
 CONFIG = {
-    "server": {"timeouts": {"connect_s": 1, "first_byte_s": 20, "idle_s": 20, "client_stall_s": 20}},
-    "health": {"interval_s": HEALTH_INTERVAL_S, "timeout_s": 0.5, "unhealthy_after": 2, "discovery_interval_s": 1},
+    "server": {
+        "timeouts": {"connect_s": 1, "first_byte_s": 20, "idle_s": 20, "client_stall_s": 20}
+    },
+    "health": {
+        "interval_s": HEALTH_INTERVAL_S,
+        "timeout_s": 0.5,
+        "unhealthy_after": 2,
+        "discovery_interval_s": 1,
+    },
 }
 PATIENT = {
     "server": {"timeouts": {"connect_s": 30}},
@@ -62,28 +70,48 @@ async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
     await process.until_idle()
     upstream = "kvroute_upstream_connections"
     idle = "kvroute_upstream_idle_connections"
-    await process.until(lambda now: now.sum(upstream) == now.sum(idle), "no connection to a replica is at work")
+    await process.until(
+        lambda now: now.sum(upstream) == now.sum(idle), "no connection to a replica is at work"
+    )
 
 
-def body_for(stub: EngineStub, path: str = "/v1/completions", stream: bool = True, prompt: Any = "hello") -> dict[str, Any]:
-    content = {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
+def body_for(
+    stub: EngineStub, path: str = "/v1/completions", stream: bool = True, prompt: Any = "hello"
+) -> dict[str, Any]:
+    content = (
+        {"prompt": prompt}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": prompt}]}
+    )
     return {"model": stub.model, "stream": stream, "max_tokens": 8, **content}
 
 
 @contextlib.asynccontextmanager
-async def opened(router: RouterProcess, body: dict[str, Any], path: str = "/v1/completions") -> AsyncIterator[HttpClient]:
+async def opened(
+    router: RouterProcess, body: dict[str, Any], path: str = "/v1/completions"
+) -> AsyncIterator[HttpClient]:
     """A request under way."""
     async with connect(router.port) as client:
         await client.send("POST", path, body)
         yield client
 
 
-# --- byte for byte --------------------------------------------------------------------------------------------------------
+# --- byte for byte --------------------------------------------------------------------------------
 
 
-async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event(router: RouterProcess) -> None:
-    """Each event must be at the client before the replica makes the next one, whatever it holds and however it is cut."""
-    strange = [b": ping\n\n", b"event: x\r\ndata: \xff\xfe\r\n\r\n", "data: ü{}\n\n".encode() * 3000, b"data: x\n", b"\n", DONE]
+async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event(
+    router: RouterProcess,
+) -> None:
+    """Each event must be at the client before the replica makes the next one, whatever it holds and
+    however it is cut."""
+    strange = [
+        b": ping\n\n",
+        b"event: x\r\ndata: \xff\xfe\r\n\r\n",
+        "data: ü{}\n\n".encode() * 3000,
+        b"data: x\n",
+        b"\n",
+        DONE,
+    ]
     pieces = [token_event("/v1/completions", 0), *strange]
     arrived = asyncio.Semaphore(0)
 
@@ -94,7 +122,11 @@ async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event(router: 
             await arrived.acquire()
         await exchange.chunk(b"")
 
-    async with engines(1, behaviour=behave) as (stub,), router.serving(stub), opened(router, body_for(stub)) as client:
+    async with (
+        engines(1, behaviour=behave) as (stub,),
+        router.serving(stub),
+        opened(router, body_for(stub)) as client,
+    ):
         assert await client.read_head() == 200
         assert client.headers["content-type"] == "text/event-stream; charset=utf-8"
         for piece in pieces:
@@ -107,20 +139,26 @@ async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event(router: 
 
 
 async def test_small_events_are_not_held_back_for_larger_packets(router: RouterProcess) -> None:
-    """Nagle's algorithm against delayed acknowledgements costs 40 ms a token; TCP_NODELAY on all four ends costs none."""
+    """Nagle's algorithm against delayed acknowledgements costs 40 ms a token; TCP_NODELAY on all
+    four ends costs none."""
     rounds = 100
     arrived = asyncio.Semaphore(0)
 
     async def behave(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD)
         for index in range(rounds):
-            # Two writes in a row: the second is the one that would wait for the acknowledgement of the first.
+            # Two writes in a row: the second is the one that would wait for the acknowledgement of
+            # the first.
             await exchange.chunk(b": a\n\n")
             await exchange.chunk(token_event("/v1/completions", index))
             await arrived.acquire()
         await exchange.chunk(b"")
 
-    async with engines(1, behaviour=behave) as (stub,), router.serving(stub), opened(router, body_for(stub)) as client:
+    async with (
+        engines(1, behaviour=behave) as (stub,),
+        router.serving(stub),
+        opened(router, body_for(stub)) as client,
+    ):
         await client.read_head()
         began = time.monotonic()
         for index in range(rounds):
@@ -151,8 +189,13 @@ async def test_an_answer_that_is_not_streamed_arrives_byte_for_byte(router: Rout
 async def test_a_request_arrives_as_it_was_sent(router: RouterProcess) -> None:
     """Unknown fields, spaces, order, query and headers are between the client and the engine."""
     async with engines(1) as (stub,), router.serving(stub):
-        body = b'{ "new_field" : [1.50, "\\u00fc"],\n "prompt" : [1], "model":"%s" , "prompt": [1, 2]}' % stub.model.encode()
-        assert (await router.post("/v1/completions?trace=a%20b&x", body, {"x-tenant": "blue"})).status == 200
+        body = (
+            b'{ "new_field" : [1.50, "\\u00fc"],\n "prompt" : [1], "model":"%s" , "prompt": [1, 2]}'
+            % stub.model.encode()
+        )
+        assert (
+            await router.post("/v1/completions?trace=a%20b&x", body, {"x-tenant": "blue"})
+        ).status == 200
         request = stub.requests[-1]
         assert request.body == body
         assert request.target == "/v1/completions?trace=a%20b&x"
@@ -161,22 +204,31 @@ async def test_a_request_arrives_as_it_was_sent(router: RouterProcess) -> None:
 
 @pytest.mark.parametrize("key", ["kv_cache_report_mode", "\\u006bv_cache_report_mode"])
 async def test_a_report_mode_does_not_reach_the_engine(router: RouterProcess, key: str) -> None:
-    """It makes the engine announce every block of a hit again, which spoils the counts for everybody."""
+    """It makes the engine announce every block of a hit again, which spoils the counts for
+    everybody."""
     async with engines(1) as (stub,), router.serving(stub):
         before = (await router.metrics()).sum("kvroute_stripped_report_modes_total")
-        body = b'{"model": "%s", "prompt": [1], "vllm_xargs": {"%s": "full", "mine": 1}, "seed": 7}' % (
-            stub.model.encode(),
-            key.encode(),
+        body = (
+            b'{"model": "%s", "prompt": [1], "vllm_xargs": {"%s": "full", "mine": 1}, "seed": 7}'
+            % (
+                stub.model.encode(),
+                key.encode(),
+            )
         )
         assert (await router.post("/v1/completions", body)).status == 200
-        assert stub.requests[0].json == {"model": stub.model, "prompt": [1], "vllm_xargs": {"mine": 1}, "seed": 7}
+        assert stub.requests[0].json == {
+            "model": stub.model,
+            "prompt": [1],
+            "vllm_xargs": {"mine": 1},
+            "seed": 7,
+        }
         assert (await router.metrics()).sum("kvroute_stripped_report_modes_total") == before + 1
         deep = body.replace(b"1}", b"[" * 90_000 + b"]" * 90_000 + b"}")
         refused = await router.post("/v1/completions", deep)
         assert (refused.status, refused.error["code"]) == (400, "invalid_value")
 
 
-# --- many at once ---------------------------------------------------------------------------------------------------------
+# --- many at once ---------------------------------------------------------------------------------
 
 
 async def test_a_thousand_concurrent_streams_finish() -> None:
@@ -203,7 +255,9 @@ async def check_a_thousand_streams(router: RouterProcess) -> None:
 
     async with engines(3, behaviour=behave) as stubs, router.serving(*stubs):
         streams = [asyncio.create_task(one(number)) for number in range(count)]
-        await eventually(lambda: sum(stub.active for stub in stubs) == count, "all streams are under way", 60)
+        await eventually(
+            lambda: sum(stub.active for stub in stubs) == count, "all streams are under way", 60
+        )
         assert (await router.metrics()).sum("kvroute_in_flight_requests") == count
         go.set()
         bodies = await asyncio.gather(*streams)
@@ -222,7 +276,8 @@ async def test_a_scrape_delays_no_stream() -> None:
                 allowed_s = await longest_gap_s(router, stub) + 0.1
                 async with scraped(router):
                     gaps_s = [await longest_gap_s(router, stub)]
-                    # Other processes may cause a gap now and then; a scrape that blocks causes one in every stream.
+                    # Other processes may cause a gap now and then; a scrape that blocks causes one
+                    # in every stream.
                     while gaps_s[-1] > allowed_s and len(gaps_s) < 5:
                         gaps_s.append(await longest_gap_s(router, stub))
                 assert gaps_s[-1] <= allowed_s, gaps_s
@@ -233,7 +288,8 @@ _SCRAPER = "import sys, urllib.request\nwhile True: urllib.request.urlopen(sys.a
 
 @contextlib.asynccontextmanager
 async def scraped(router: RouterProcess) -> AsyncIterator[None]:
-    """One scrape after the other, by a process of its own: its work must not be taken for the router's."""
+    """One scrape after the other, by a process of its own: its work must not be taken for the
+    router's."""
     command = (sys.executable, "-c", _SCRAPER, f"{router.url}/metrics")
     scraper = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
     try:
@@ -253,7 +309,7 @@ async def longest_gap_s(router: RouterProcess, stub: EngineStub) -> float:
     return max(later - before for before, later in itertools.pairwise(moments))
 
 
-# --- clients that leave ---------------------------------------------------------------------------------------------------
+# --- clients that leave ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -266,7 +322,9 @@ async def test_a_client_that_leaves_before_the_first_token_ends_the_work_within_
         async with opened(router, body_for(stub, stream=stream)) as client:
             await eventually(lambda: stub.active == 1, "the replica has it")
             await left_within_a_second(client, stub, reset)
-        await router.until(lambda now: now.sum("kvroute_in_flight_requests") == 0, "nothing is in flight", 1)
+        await router.until(
+            lambda now: now.sum("kvroute_in_flight_requests") == 0, "nothing is in flight", 1
+        )
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -283,10 +341,16 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_work_within_a_second(
         assert (await router.replica(stub.name))["failed_requests"] == 0
 
 
-async def test_a_client_that_leaves_a_fast_stream_ends_the_work_within_a_second(router: RouterProcess) -> None:
+async def test_a_client_that_leaves_a_fast_stream_ends_the_work_within_a_second(
+    router: RouterProcess,
+) -> None:
     """The router is always writing then, so it must notice the close while it writes."""
     fast = streaming(1_000_000)
-    async with engines(1, behaviour=fast) as (stub,), router.serving(stub), opened(router, body_for(stub)) as client:
+    async with (
+        engines(1, behaviour=fast) as (stub,),
+        router.serving(stub),
+        opened(router, body_for(stub)) as client,
+    ):
         await client.read_head()
         await client.read_piece()
         await left_within_a_second(client, stub, reset=False)
@@ -300,21 +364,25 @@ async def left_within_a_second(client: HttpClient, stub: EngineStub, reset: bool
     await eventually(lambda: stub.active == 0, "the replica is rid of it")
 
 
-# --- replicas that fail ---------------------------------------------------------------------------------------------------
+# --- replicas that fail ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", STREAMED_PATHS)
 async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_nobody_else_notices(
     router: RouterProcess, path: str
 ) -> None:
-    """A client that meets a broken line of JSON throws; one whose stream just stops waits for ever."""
+    """A client that meets a broken line of JSON throws; one whose stream just stops waits for
+    ever."""
     go = asyncio.Event()
     async with (
         engines(2, behaviour=begun_until(go)) as (first, second),
         router.serving(first, second),
         contextlib.AsyncExitStack() as stack,
     ):
-        others = [await stack.enter_async_context(opened(router, body_for(first, path), path)) for _ in range(6)]
+        others = [
+            await stack.enter_async_context(opened(router, body_for(first, path), path))
+            for _ in range(6)
+        ]
         for client in others:
             assert await client.read_head() == 200
         dying = first if first.active > second.active else second
@@ -330,7 +398,9 @@ async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_nobody
 
 async def body_from(router: RouterProcess, stub: EngineStub, path: str) -> bytes | None:
     """The answer to a request, if it is *stub* that gives it."""
-    async with opened(router, body_for(stub, path, prompt=[1] if path == "/v1/completions" else "x"), path) as client:
+    async with opened(
+        router, body_for(stub, path, prompt=[1] if path == "/v1/completions" else "x"), path
+    ) as client:
         assert await client.read_head() == 200
         return await client.read_body() if client.headers["x-kv-replica"] == stub.name else None
 
@@ -345,11 +415,18 @@ def check_broken_off(body: bytes, path: str) -> None:
         assert json.loads(data.removeprefix(b"data: "))["type"] == "error"
     else:
         assert rest.endswith(b"\n\n" + DONE)
-        assert json.loads(rest.removesuffix(DONE).removeprefix(b"data: "))["error"]["code"] == "replica_died"
+        assert (
+            json.loads(rest.removesuffix(DONE).removeprefix(b"data: "))["error"]["code"]
+            == "replica_died"
+        )
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs up", "503 Service Unavailable", "502 Bad Gateway"])
-async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(router: RouterProcess, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["killed", "hangs up", "503 Service Unavailable", "502 Bad Gateway"]
+)
+async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(
+    router: RouterProcess, how: str
+) -> None:
     """Least of all those with a hit there, which go to it first."""
     async with engines(3, has_events=True) as stubs, router.serving(*stubs):
         dead, ids = stubs[0], prompt_ids(256, 5)
@@ -368,7 +445,9 @@ async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(rou
         assert (await router.metrics()).sum("kvroute_retries_total", replica=dead.name) >= 1
 
 
-async def test_a_replica_is_back_within_one_health_interval_of_its_return(router: RouterProcess) -> None:
+async def test_a_replica_is_back_within_one_health_interval_of_its_return(
+    router: RouterProcess,
+) -> None:
     """Every further interval is capacity paid for and not used."""
     async with engines(2) as (stub, other), router.serving(stub, other):
         for _ in range(3):
@@ -379,21 +458,30 @@ async def test_a_replica_is_back_within_one_health_interval_of_its_return(router
             returned_at = time.monotonic()
             while (await router.replica(stub.name))["state"] != "healthy":
                 await asyncio.sleep(0.01)
-            assert time.monotonic() - returned_at < HEALTH_INTERVAL_S + 0.25, "one interval, and some for a busy machine"
+            assert time.monotonic() - returned_at < HEALTH_INTERVAL_S + 0.25, (
+                "one interval, and some for a busy machine"
+            )
             await served_by(router, stub)
 
 
 async def served_by(router: RouterProcess, stub: EngineStub) -> None:
     for number in range(100):
-        found = await router.post("/v1/completions", body_for(stub, stream=False, prompt=prompt_ids(64, number)))
+        found = await router.post(
+            "/v1/completions", body_for(stub, stream=False, prompt=prompt_ids(64, number))
+        )
         if found.headers["x-kv-replica"] == stub.name:
             return
     raise AssertionError(f"{stub.name} gets nothing")
 
 
-async def test_when_every_replica_fails_the_client_is_told_to_come_again(router: RouterProcess) -> None:
+async def test_when_every_replica_fails_the_client_is_told_to_come_again(
+    router: RouterProcess,
+) -> None:
     """An error it can read and act on, not a closed connection."""
-    async with engines(2, behaviour=refusing("503 Service Unavailable")) as stubs, router.serving(*stubs):
+    async with (
+        engines(2, behaviour=refusing("503 Service Unavailable")) as stubs,
+        router.serving(*stubs),
+    ):
         for path in STREAMED_PATHS:
             refused = await router.post(path, body_for(stubs[0], path))
             assert (refused.status, refused.headers["retry-after"]) == (503, "1")
@@ -405,29 +493,49 @@ async def test_an_answer_that_is_cut_short_is_seen_to_be_cut(router: RouterProce
     """Half a JSON answer that looks whole would be taken for one."""
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n" + b"{" * 50)
+        await exchange.send(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+            + b"{" * 50
+        )
         exchange.reset()
 
-    async with engines(1, behaviour=behave) as (stub,), router.serving(stub), connect(router.port) as client:
+    async with (
+        engines(1, behaviour=behave) as (stub,),
+        router.serving(stub),
+        connect(router.port) as client,
+    ):
         await client.send("POST", "/v1/completions", body_for(stub, stream=False))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await client.read_answer()
 
 
-@pytest.mark.parametrize("status", ["400 Bad Request", "404 Not Found", "422 Unprocessable Entity", "429 Too Many Requests"])
-async def test_a_4xx_answer_never_counts_against_a_replica(router: RouterProcess, status: str) -> None:
+@pytest.mark.parametrize(
+    "status",
+    ["400 Bad Request", "404 Not Found", "422 Unprocessable Entity", "429 Too Many Requests"],
+)
+async def test_a_4xx_answer_never_counts_against_a_replica(
+    router: RouterProcess, status: str
+) -> None:
     """Else one client with a bad request could take the fleet down."""
     async with engines(2, behaviour=refusing(status)) as stubs, router.serving(*stubs):
         for stream in (False, True) * 10:
             found = await router.post("/v1/completions", body_for(stubs[0], stream=stream))
             assert found.status == int(status[:3])
-            assert found.json["error"]["message"] == "the engine says no", "it is passed on as it came"
+            assert found.json["error"]["message"] == "the engine says no", (
+                "it is passed on as it came"
+            )
         now = await router.metrics()
         for stub in stubs:
             view = await router.replica(stub.name)
-            assert (view["state"], view["failed_requests"], view["times_unhealthy"]) == ("healthy", 0, 0)
+            assert (view["state"], view["failed_requests"], view["times_unhealthy"]) == (
+                "healthy",
+                0,
+                0,
+            )
             assert now.sum("kvroute_retries_total", replica=stub.name) == 0
-        assert sum(len(stub.requests) for stub in stubs) - tokenised(*stubs) == 20, "none was tried twice"
+        assert sum(len(stub.requests) for stub in stubs) - tokenised(*stubs) == 20, (
+            "none was tried twice"
+        )
 
 
 def tokenised(*stubs: EngineStub) -> int:
@@ -436,12 +544,27 @@ def tokenised(*stubs: EngineStub) -> int:
 
 async def test_in_flight_counts_return_to_zero_after_any_end(router: RouterProcess) -> None:
     """A count that leaks sends traffic away from a replica for ever."""
-    ways: list[Behaviour] = [answer, hang, hang_up, dying_after(2), streaming(3), refusing("500 Internal Server Error")]
-    ways += [refusing("503 Service Unavailable"), refusing("400 Bad Request"), begun_until(asyncio.Event())]
+    ways: list[Behaviour] = [
+        answer,
+        hang,
+        hang_up,
+        dying_after(2),
+        streaming(3),
+        refusing("500 Internal Server Error"),
+    ]
+    ways += [
+        refusing("503 Service Unavailable"),
+        refusing("400 Bad Request"),
+        begun_until(asyncio.Event()),
+    ]
 
     async def one(stub: EngineStub, number: int) -> None:
-        async with opened(router, body_for(stub, stream=number % 2 == 0, prompt=prompt_ids(100, number))) as client:
-            with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        async with opened(
+            router, body_for(stub, stream=number % 2 == 0, prompt=prompt_ids(100, number))
+        ) as client:
+            with contextlib.suppress(
+                asyncio.TimeoutError, asyncio.IncompleteReadError, ConnectionError
+            ):
                 await client.read_head(0.3 + number % 5 / 10)
                 async with timeout(0.5):
                     await client.read_body()
@@ -463,10 +586,12 @@ async def test_in_flight_counts_return_to_zero_after_any_end(router: RouterProce
             await eventually(lambda stub=stub: stub.active == 0, "the replica is rid of all")  # type: ignore[misc]
 
 
-# --- where the load goes --------------------------------------------------------------------------------------------------
+# --- where the load goes --------------------------------------------------------------------------
 
 
-async def test_a_burst_of_equal_prompts_stays_together_before_the_first_event(router: RouterProcess) -> None:
+async def test_a_burst_of_equal_prompts_stays_together_before_the_first_event(
+    router: RouterProcess,
+) -> None:
     """To wait for a prefix that is being computed is cheaper than to compute it everywhere."""
     go = asyncio.Event()
     async with engines(3, behaviour=after(go)) as stubs, router.serving(*stubs):
@@ -474,7 +599,10 @@ async def test_a_burst_of_equal_prompts_stays_together_before_the_first_event(ro
         asking = [asyncio.create_task(router.post("/v1/completions", body)) for _ in range(12)]
         await eventually(lambda: sum(stub.active for stub in stubs) == 12, "all are under way")
         go.set()
-        assert len(Counter(found.headers["x-kv-replica"] for found in await asyncio.gather(*asking))) == 1
+        assert (
+            len(Counter(found.headers["x-kv-replica"] for found in await asyncio.gather(*asking)))
+            == 1
+        )
 
 
 async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> None:
@@ -482,7 +610,11 @@ async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> 
     go = asyncio.Event()
     async with engines(3, behaviour=after(go)) as stubs, router.serving(*stubs):
         asking = [
-            asyncio.create_task(router.post("/v1/completions", {"model": stubs[0].model, "prompt": prompt_ids(1024, 10 + n)}))
+            asyncio.create_task(
+                router.post(
+                    "/v1/completions", {"model": stubs[0].model, "prompt": prompt_ids(1024, 10 + n)}
+                )
+            )
             for n in range(12)
         ]
         await eventually(lambda: sum(stub.active for stub in stubs) == 12, "all are under way")
@@ -492,11 +624,16 @@ async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> 
 
 
 @pytest.mark.parametrize("saturation", ["requests in decode", "its own queue", "a limit"])
-async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(router: RouterProcess, saturation: str) -> None:
+async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(
+    router: RouterProcess, saturation: str
+) -> None:
     """One replica melts while the others idle: the classic failure of prefix routing."""
     settings = {"max_concurrent_requests": 40} if saturation == "a limit" else {}
     endless = begun_until(asyncio.Event())
-    async with engines(3, has_events=True, behaviour=endless) as stubs, router.serving(*stubs, **settings):
+    async with (
+        engines(3, has_events=True, behaviour=endless) as stubs,
+        router.serving(*stubs, **settings),
+    ):
         hot, ids = stubs[2], prompt_ids(2048, 7)
         hot.store(ids)
         await router.until_applied(hot)
@@ -506,14 +643,27 @@ async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(rout
             if saturation == "its own queue":
                 hot.waiting_requests = 50
                 await gauge_is_read(router, hot, 50)
-            late = Counter([await placed(stack, router, hot, ids, number) for number in range(5, 100)])
+            late = Counter(
+                [await placed(stack, router, hot, ids, number) for number in range(5, 100)]
+            )
             assert len(late) > 1, "it spilled over"
-            assert late[hot.name] <= {"its own queue": 0, "a limit": 35, "requests in decode": 80}[saturation]
+            assert (
+                late[hot.name]
+                <= {"its own queue": 0, "a limit": 35, "requests in decode": 80}[saturation]
+            )
 
 
-async def placed(stack: contextlib.AsyncExitStack, router: RouterProcess, stub: EngineStub, ids: list[int], number: int) -> str:
+async def placed(
+    stack: contextlib.AsyncExitStack,
+    router: RouterProcess,
+    stub: EngineStub,
+    ids: list[int],
+    number: int,
+) -> str:
     """Send a prompt with the hot prefix, leave it running, and say where it went."""
-    client = await stack.enter_async_context(opened(router, body_for(stub, prompt=[*ids, *prompt_ids(20, 100 + number)])))
+    client = await stack.enter_async_context(
+        opened(router, body_for(stub, prompt=[*ids, *prompt_ids(20, 100 + number)]))
+    )
     assert await client.read_head() == 200
     await client.read_piece()
     return client.headers["x-kv-replica"]
@@ -521,4 +671,7 @@ async def placed(stack: contextlib.AsyncExitStack, router: RouterProcess, stub: 
 
 async def gauge_is_read(router: RouterProcess, stub: EngineStub, waiting: int) -> None:
     name = "kvroute_engine_waiting_requests"
-    await router.until(lambda now: now.sum(name, replica=stub.name) == waiting, "the router has read the engine's gauge")
+    await router.until(
+        lambda now: now.sum(name, replica=stub.name) == waiting,
+        "the router has read the engine's gauge",
+    )

@@ -41,12 +41,21 @@ OPEN = {
     "server": {
         "max_body_bytes": MAX_BODY,
         "max_header_bytes": MAX_HEAD,
-        "timeouts": {"connect_s": 1, "client_body_s": 1, "client_stall_s": 1, "shutdown_grace_s": 10},
+        "timeouts": {
+            "connect_s": 1,
+            "client_body_s": 1,
+            "client_stall_s": 1,
+            "shutdown_grace_s": 10,
+        },
     },
     "health": QUICK_HEALTH,
 }
 LOCKED = {
-    "server": {"client_api_key": "${CLIENT_KEY}", "operator_api_key": "${OPERATOR_KEY}", "max_concurrent_requests": 2},
+    "server": {
+        "client_api_key": "${CLIENT_KEY}",
+        "operator_api_key": "${OPERATOR_KEY}",
+        "max_concurrent_requests": 2,
+    },
     "health": QUICK_HEALTH,
     "observability": {"metrics_need_key": True, "log_format": "json", "access_log": True},
 }
@@ -63,16 +72,19 @@ def router() -> Iterator[RouterProcess]:
 @pytest.fixture(scope="module")
 def locked() -> Iterator[RouterProcess]:
     """A router that asks for keys."""
-    with router_process(LOCKED, {"CLIENT_KEY": CLIENT_KEY, "OPERATOR_KEY": OPERATOR_KEY}) as process:
+    with router_process(
+        LOCKED, {"CLIENT_KEY": CLIENT_KEY, "OPERATOR_KEY": OPERATOR_KEY}
+    ) as process:
         yield process
 
 
-# --- where requests go ----------------------------------------------------------------------------------------------------
+# --- where requests go ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: bool) -> None:
-    """The purpose of it all: the events of one replica decide, and the client is told where and how much."""
+    """The purpose of it all: the events of one replica decide, and the client is told where and how
+    much."""
     async with engines(3, has_events=True) as stubs, router.serving(*stubs):
         holder, ids = stubs[1], prompt_ids(80, 1)
         holder.store(ids)
@@ -86,7 +98,10 @@ async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: b
 
         found = await router.post("/v1/completions", body, {"x-request-id": "mine-42"})
         assert found.status == 200
-        assert (found.headers["x-kv-replica"], found.headers["x-kv-hit-tokens"]) == (holder.name, "80")
+        assert (found.headers["x-kv-replica"], found.headers["x-kv-hit-tokens"]) == (
+            holder.name,
+            "80",
+        )
         assert found.headers["x-request-id"] == "mine-42"
         assert [len(stub.requests) for stub in stubs] == [0, 1, 0]
         assert holder.requests[0].headers["x-request-id"] == "mine-42"
@@ -94,11 +109,14 @@ async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: b
 
 
 async def test_a_request_without_a_usable_id_gets_a_new_one(router: RouterProcess) -> None:
-    """The id ties a client's log to the router's and the engine's; an endless one would fill all three."""
+    """The id ties a client's log to the router's and the engine's; an endless one would fill all
+    three."""
     async with engines(1) as (stub,), router.serving(stub):
         seen = set()
         for headers in ({}, {}, {"x-request-id": "x" * 129}):
-            found = await router.post("/v1/completions", {"model": stub.model, "prompt": [1]}, headers)
+            found = await router.post(
+                "/v1/completions", {"model": stub.model, "prompt": [1]}, headers
+            )
             seen.add(found.headers["x-request-id"])
             assert stub.requests[-1].headers["x-request-id"] == found.headers["x-request-id"]
         assert len(seen) == 3
@@ -107,26 +125,49 @@ async def test_a_request_without_a_usable_id_gets_a_new_one(router: RouterProces
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-async def test_predictions_are_held_against_what_engines_report(router: RouterProcess, path: str, stream: bool) -> None:
-    """Predicted versus actual exposes a wrong seed, block size or tokenizer, whatever form the answer has."""
+async def test_predictions_are_held_against_what_engines_report(
+    router: RouterProcess, path: str, stream: bool
+) -> None:
+    """Predicted versus actual exposes a wrong seed, block size or tokenizer, whatever form the
+    answer has."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         text = "a hot prefix " * 20
         stub.store(list(text.encode()))
         await router.until_applied(stub)
-        prompt: Any = [{"role": "user", "content": text + "?"}] if path == "/v1/messages" else text + "?"
-        body = {"model": stub.model, "messages" if path == "/v1/messages" else "prompt": prompt, "stream": stream}
+        prompt: Any = (
+            [{"role": "user", "content": text + "?"}] if path == "/v1/messages" else text + "?"
+        )
+        body = {
+            "model": stub.model,
+            "messages" if path == "/v1/messages" else "prompt": prompt,
+            "stream": stream,
+        }
         hit = len(text) // 16 * 16
 
-        assert (await router.post(path, {**body, "max_tokens": 1})).headers["x-kv-hit-tokens"] == str(hit)
+        assert (await router.post(path, {**body, "max_tokens": 1})).headers[
+            "x-kv-hit-tokens"
+        ] == str(hit)
         stub.forget()
         assert (await router.post(path, {**body, "max_tokens": 2})).status == 200
 
         now = await router.metrics()
-        counts = {outcome: now.sum("kvroute_predictions_total", replica=stub.name, outcome=outcome) for outcome in OUTCOMES}
+        counts = {
+            outcome: now.sum("kvroute_predictions_total", replica=stub.name, outcome=outcome)
+            for outcome in OUTCOMES
+        }
         assert counts == {"exact": 1, "over": 1, "under": 0}
         assert now.sum("kvroute_predicted_cached_tokens_total", replica=stub.name) == 2 * hit
         assert now.sum("kvroute_actual_cached_tokens_total", replica=stub.name) == hit
-        assert now.sum("kvroute_requests_total", replica=stub.name, model=stub.model, policy="prefix", status="200") == 2
+        assert (
+            now.sum(
+                "kvroute_requests_total",
+                replica=stub.name,
+                model=stub.model,
+                policy="prefix",
+                status="200",
+            )
+            == 2
+        )
 
 
 OUTCOMES = ("exact", "over", "under")
@@ -140,7 +181,9 @@ async def test_the_route_answer_is_the_same_in_json_and_msgpack(router: RouterPr
         await router.until_applied(stubs[0])
         question = {"model": stubs[0].model, "token_ids": [*ids, 1]}
         as_json = await router.post("/route", question)
-        packed = await router.post("/route", msgspec.msgpack.encode(question), {"content-type": "application/msgpack"})
+        packed = await router.post(
+            "/route", msgspec.msgpack.encode(question), {"content-type": "application/msgpack"}
+        )
         assert packed.headers["content-type"] == "application/msgpack"
         answers = [as_json.json, msgspec.msgpack.decode(packed.body)]
         for found in answers:
@@ -149,26 +192,34 @@ async def test_the_route_answer_is_the_same_in_json_and_msgpack(router: RouterPr
         assert answers[0]["replica"] == stubs[0].name
         assert answers[0]["prompt_tokens"] == 49
         asked_for_json = {"content-type": "application/msgpack", "accept": "application/json"}
-        assert (await router.post("/route", msgspec.msgpack.encode(question), asked_for_json)).json["replica"] == stubs[0].name
+        assert (await router.post("/route", msgspec.msgpack.encode(question), asked_for_json)).json[
+            "replica"
+        ] == stubs[0].name
         assert not stubs[0].requests
 
 
-async def test_a_prompt_is_routed_although_no_replica_can_tokenise_it(router: RouterProcess) -> None:
+async def test_a_prompt_is_routed_although_no_replica_can_tokenise_it(
+    router: RouterProcess,
+) -> None:
     """Not to know the tokens costs a hit; it must never cost the request."""
     async with engines(2) as stubs, router.serving(*stubs):
         for number, failing in enumerate((hang_up, _no_tokens)):
             for stub in stubs:
                 stub.tokenizing = failing
-            found = await router.post("/v1/completions", {"model": stubs[0].model, "prompt": f"text {number}"})
+            found = await router.post(
+                "/v1/completions", {"model": stubs[0].model, "prompt": f"text {number}"}
+            )
             assert (found.status, found.headers["x-kv-hit-tokens"]) == (200, "0")
-        assert (await router.metrics()).sum("kvroute_untokenized_prompts_total", model=stubs[0].model) == 2
+        assert (await router.metrics()).sum(
+            "kvroute_untokenized_prompts_total", model=stubs[0].model
+        ) == 2
 
 
 async def _no_tokens(exchange: Any) -> None:
     await exchange.whole(b'{"tokens": "none"}')
 
 
-# --- replicas that come and go --------------------------------------------------------------------------------------------
+# --- replicas that come and go --------------------------------------------------------------------
 
 
 async def test_a_replica_needs_only_its_url(router: RouterProcess) -> None:
@@ -186,26 +237,42 @@ async def test_a_replica_needs_only_its_url(router: RouterProcess) -> None:
         assert found["adapters"] == {adapter: stub.model}
         (source,) = found["sources"]
         assert source["cache"]["groups"] == [
-            {"kind": "full_attention", "block_size": 16, "sliding_window": None, "attention_chunk_size": None}
+            {
+                "kind": "full_attention",
+                "block_size": 16,
+                "sliding_window": None,
+                "attention_chunk_size": None,
+            }
         ]
-        listed = {entry["id"]: entry["parent"] for entry in (await router.get("/v1/models")).json["data"]}
+        listed = {
+            entry["id"]: entry["parent"] for entry in (await router.get("/v1/models")).json["data"]
+        }
         assert listed == {stub.model: None, adapter: stub.model}
-        assert (await router.post("/v1/completions", {"model": adapter, "prompt": [1]})).headers["x-kv-replica"] == replica_id
+        assert (await router.post("/v1/completions", {"model": adapter, "prompt": [1]})).headers[
+            "x-kv-replica"
+        ] == replica_id
         assert (await router.delete(f"/replicas/{replica_id}")).status == 200
         assert (await router.get("/v1/models")).json["data"] == []
-        assert (await router.post("/v1/completions", {"model": adapter, "prompt": [1]})).error["code"] == "model_not_found"
+        assert (await router.post("/v1/completions", {"model": adapter, "prompt": [1]})).error[
+            "code"
+        ] == "model_not_found"
 
 
 async def test_more_adapters_than_anyone_configures_are_all_served(router: RouterProcess) -> None:
-    """A replica with an adapter for each tenant has hundreds; the last one is a customer as well."""
+    """A replica with an adapter for each tenant has hundreds; the last one is a customer as
+    well."""
     adapters = tuple(unique("tenant") for _ in range(600))
     async with EngineStub(unique("model"), adapters=adapters) as stub, router.serving(stub):
         for adapter in adapters[::99]:
-            assert (await router.post("/v1/completions", {"model": adapter, "prompt": [1]})).status == 200
+            assert (
+                await router.post("/v1/completions", {"model": adapter, "prompt": [1]})
+            ).status == 200
         assert len((await router.get("/v1/models")).json["data"]) == 601
 
 
-async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(router: RouterProcess) -> None:
+async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(
+    router: RouterProcess,
+) -> None:
     """How a replica is taken out without a failed request."""
     go = asyncio.Event()
     async with engines(2) as (drained, other), router.serving(drained, other):
@@ -214,12 +281,18 @@ async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(rout
         async with connect(router.port) as client:
             await client.send("POST", "/v1/completions", body)
             await client.read_head()
-            busy, free = (drained, other) if client.headers["x-kv-replica"] == drained.name else (other, drained)
+            busy, free = (
+                (drained, other)
+                if client.headers["x-kv-replica"] == drained.name
+                else (other, drained)
+            )
             answered = await router.post(f"/replicas/{busy.name}/drain")
             assert (answered.status, answered.json["state"]) == (200, "draining")
             go.set()
             for _ in range(4):
-                assert (await router.post("/v1/completions", body)).headers["x-kv-replica"] == free.name
+                assert (await router.post("/v1/completions", body)).headers[
+                    "x-kv-replica"
+                ] == free.name
             assert (await client.read_body()).endswith(DONE)
         assert len(busy.requests) == 1
         assert (await router.post(f"/replicas/{busy.name}/undrain")).json["state"] == "healthy"
@@ -233,13 +306,19 @@ async def test_a_replica_is_added_once_and_gone_when_deleted(router: RouterProce
         same_id = await router.post("/replicas", {"url": "http://127.0.0.1:1", "id": stub.name})
         assert (same_id.status, same_id.error["code"]) == (409, "replica_exists")
         assert (await router.delete(f"/replicas/{stub.name}")).json == {"removed": stub.name}
-        for gone in (await router.get(f"/replicas/{stub.name}"), await router.delete(f"/replicas/{stub.name}")):
+        for gone in (
+            await router.get(f"/replicas/{stub.name}"),
+            await router.delete(f"/replicas/{stub.name}"),
+        ):
             assert (gone.status, gone.error["code"]) == (404, "replica_not_found")
-        assert stub.name not in [replica["id"] for replica in (await router.get("/replicas")).json["replicas"]]
+        assert stub.name not in [
+            replica["id"] for replica in (await router.get("/replicas")).json["replicas"]
+        ]
 
 
 async def test_nothing_is_left_of_a_removed_replica_in_the_metrics(router: RouterProcess) -> None:
-    """Autoscaled replicas come and go by the thousand; a stream that outlives one must not bring its series back."""
+    """Autoscaled replicas come and go by the thousand; a stream that outlives one must not bring
+    its series back."""
     go = asyncio.Event()
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         stub.store(prompt_ids(64, 3))
@@ -258,15 +337,21 @@ async def test_nothing_is_left_of_a_removed_replica_in_the_metrics(router: Route
         await router.until_idle()
         text = (await router.metrics()).text
         assert stub.name not in text
-        assert stub.model not in text or f'model="{stub.model}",policy="prefix",replica="removed"' in text
+        assert (
+            stub.model not in text
+            or f'model="{stub.model}",policy="prefix",replica="removed"' in text
+        )
 
 
 async def eventually_not(router: RouterProcess, text: str) -> None:
     await router.until(lambda now: text not in now.text, f"{text} is gone from the metrics")
 
 
-async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(router: RouterProcess) -> None:
-    """A new process has an empty cache: hits of the old one would send prompts to where nothing is."""
+async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
+    router: RouterProcess,
+) -> None:
+    """A new process has an empty cache: hits of the old one would send prompts to where nothing
+    is."""
     async with engines(2, has_events=True) as (stub, other), router.serving(stub, other):
         ids = prompt_ids(64, 4)
         question = {"model": stub.model, "token_ids": [*ids, 1]}
@@ -276,21 +361,27 @@ async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(rout
         await stub.stop()
         await stub.start()
         await router.until(
-            lambda now: now.sum("kvroute_events_restarts_total", replica=stub.name) == 1, "the restart is noticed"
+            lambda now: now.sum("kvroute_events_restarts_total", replica=stub.name) == 1,
+            "the restart is noticed",
         )
         await router.until_in_rotation(stub)
-        assert [entry["hit"]["gpu"] for entry in (await router.post("/route", question)).json["ranking"]] == [0, 0]
+        assert [
+            entry["hit"]["gpu"] for entry in (await router.post("/route", question)).json["ranking"]
+        ] == [0, 0]
         stub.store(prompt_ids(32, 4))
         await router.until_applied(stub)
         assert (await router.post("/route", question)).json["ranking"][0]["hit"]["gpu"] == 32
 
 
-# --- probes ---------------------------------------------------------------------------------------------------------------
+# --- probes ---------------------------------------------------------------------------------------
 
 
 async def test_readiness_follows_the_replicas_and_liveness_does_not(router: RouterProcess) -> None:
-    """A load balancer must not send clients to a router that would answer 503, nor restart it for that."""
-    stub = EngineStub(unique("model"), health_status="503 Service Unavailable", silent_paths=("/v1/models",))
+    """A load balancer must not send clients to a router that would answer 503, nor restart it for
+    that."""
+    stub = EngineStub(
+        unique("model"), health_status="503 Service Unavailable", silent_paths=("/v1/models",)
+    )
     async with stub:
         await router.post("/replicas", {"url": stub.url, "id": stub.name})
         try:
@@ -299,7 +390,9 @@ async def test_readiness_follows_the_replicas_and_liveness_does_not(router: Rout
             assert (not_ready.status, not_ready.json["status"]) == (503, "not ready")
             stub.health_status = "200 OK"
             await until_health(router, stub, "healthy")
-            assert (await router.get("/readyz")).status == 503, "it is healthy, but nobody knows what it serves"
+            assert (await router.get("/readyz")).status == 503, (
+                "it is healthy, but nobody knows what it serves"
+            )
             stub.silent_paths = ()
             await until_ready(router)
             found = await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
@@ -320,7 +413,7 @@ async def until_ready(router: RouterProcess) -> None:
         await asyncio.sleep(0.02)
 
 
-# --- keys -----------------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,10 +435,19 @@ async def until_ready(router: RouterProcess) -> None:
         ("GET", "/metrics", OPERATOR),
     ],
 )
-async def test_who_has_no_key_gets_401(locked: RouterProcess, method: str, path: str, right: dict[str, str]) -> None:
-    """Also with the other side's key: a client must not drain replicas, nor an operator's script send prompts."""
+async def test_who_has_no_key_gets_401(
+    locked: RouterProcess, method: str, path: str, right: dict[str, str]
+) -> None:
+    """Also with the other side's key: a client must not drain replicas, nor an operator's script
+    send prompts."""
     wrong = OPERATOR if right is not OPERATOR else CLIENT
-    for headers in ({}, {"authorization": "Bearer x"}, {"authorization": f"Basic {CLIENT_KEY}"}, {"x-api-key": "x"}, wrong):
+    for headers in (
+        {},
+        {"authorization": "Bearer x"},
+        {"authorization": f"Basic {CLIENT_KEY}"},
+        {"x-api-key": "x"},
+        wrong,
+    ):
         refused = await ask(locked.port, method, path, b"{}", headers)
         assert refused.status == 401
         assert refused.headers["www-authenticate"] == "Bearer"
@@ -356,10 +458,13 @@ async def test_who_has_no_key_gets_401(locked: RouterProcess, method: str, path:
 
 
 async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
-    """The router's key is no engine's business; an engine's key is no client's. Neither belongs into any log or answer."""
+    """The router's key is no engine's business; an engine's key is no client's. Neither belongs
+    into any log or answer."""
     async with engines(2) as (plain, keyed):
         for stub, settings in ((plain, {}), (keyed, {"api_key": REPLICA_KEY})):
-            added = await locked.post("/replicas", {"url": stub.url, "id": stub.name, **settings}, OPERATOR)
+            added = await locked.post(
+                "/replicas", {"url": stub.url, "id": stub.name, **settings}, OPERATOR
+            )
             assert added.status == 201
             assert REPLICA_KEY not in added.body.decode()
         listing = ""
@@ -367,16 +472,29 @@ async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
             listing = (await locked.get("/replicas", OPERATOR)).body.decode()
         for _ in range(8):
             for headers in (CLIENT, {"x-api-key": CLIENT_KEY}, {**CLIENT, "x-api-key": CLIENT_KEY}):
-                found = await locked.post("/v1/messages", {"model": plain.model, "messages": [], "max_tokens": 1}, headers)
+                found = await locked.post(
+                    "/v1/messages", {"model": plain.model, "messages": [], "max_tokens": 1}, headers
+                )
                 assert found.status in (200, 400)
-                found = await locked.post("/v1/completions", {"model": plain.model, "prompt": [1]}, headers)
+                found = await locked.post(
+                    "/v1/completions", {"model": plain.model, "prompt": [1]}, headers
+                )
                 assert found.status == 200
         assert plain.requests
         assert keyed.requests
-        assert not [request for request in plain.requests if {"authorization", "x-api-key"} & set(request.headers)]
-        assert {request.headers.get("authorization") for request in keyed.requests} == {f"Bearer {REPLICA_KEY}"}
+        assert not [
+            request
+            for request in plain.requests
+            if {"authorization", "x-api-key"} & set(request.headers)
+        ]
+        assert {request.headers.get("authorization") for request in keyed.requests} == {
+            f"Bearer {REPLICA_KEY}"
+        }
         assert not [request for request in keyed.requests if "x-api-key" in request.headers]
-        shown = [(await locked.get(path, OPERATOR)).body.decode() for path in ("/config", "/replicas", "/metrics")]
+        shown = [
+            (await locked.get(path, OPERATOR)).body.decode()
+            for path in ("/config", "/replicas", "/metrics")
+        ]
         for text in (*shown, listing, locked.log()):
             assert not [key for key in (CLIENT_KEY, OPERATOR_KEY, REPLICA_KEY) if key in text]
         for stub in (plain, keyed):
@@ -384,7 +502,8 @@ async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
 
 
 async def test_a_json_log_is_json_in_every_line(locked: RouterProcess) -> None:
-    """A log shipper that meets half a line of JSON drops it, and with it the one line that mattered."""
+    """A log shipper that meets half a line of JSON drops it, and with it the one line that
+    mattered."""
     await locked.get('/no"such\\path', OPERATOR)
     await locked.post("/replicas", {"url": "http://127.0.0.1:1", "id": "unreachable"}, OPERATOR)
     await eventually(lambda: "unhealthy" in locked.log(), "the router complains of the replica")
@@ -394,19 +513,27 @@ async def test_a_json_log_is_json_in_every_line(locked: RouterProcess) -> None:
     assert all(json.loads(line)["message"] for line in lines)
 
 
-# --- bounds ---------------------------------------------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/route", "/tokenize"])
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_over_the_bound_is_refused(router: RouterProcess, path: str, announced: bool) -> None:
+async def test_a_body_over_the_bound_is_refused(
+    router: RouterProcess, path: str, announced: bool
+) -> None:
     """Whether it says so beforehand or just goes on; the connection can be used again."""
     body = b'{"prompt": "' + b"x" * MAX_BODY + b'"}'
-    chunked = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:600_000], body[600_000:])) + b"0\r\n\r\n"
+    chunked = (
+        b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:600_000], body[600_000:]))
+        + b"0\r\n\r\n"
+    )
     head = f"POST {path} HTTP/1.1\r\nhost: router\r\n"
     plain = f"content-length: {len(body)}\r\n\r\n".encode() + body
     async with connect(router.port) as client:
-        await client.write(head.encode() + (plain if announced else b"transfer-encoding: chunked\r\n\r\n" + chunked))
+        await client.write(
+            head.encode()
+            + (plain if announced else b"transfer-encoding: chunked\r\n\r\n" + chunked)
+        )
         refused = await client.read_answer()
         assert (refused.status, refused.error["code"]) == (413, "body_too_large")
         assert str(MAX_BODY) in refused.error["message"]
@@ -415,15 +542,21 @@ async def test_a_body_over_the_bound_is_refused(router: RouterProcess, path: str
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/healthz"])
 @pytest.mark.parametrize("shape", ["one", "many", "target", "endless", "trailers"])
-async def test_a_head_over_the_bound_is_refused(router: RouterProcess, path: str, shape: str) -> None:
+async def test_a_head_over_the_bound_is_refused(
+    router: RouterProcess, path: str, shape: str
+) -> None:
     """httptools collects headers without end, whether in one packet or in thousands."""
     start = f"POST {path} HTTP/1.1\r\nhost: router\r\n".encode()
     data = {
         "one": start + b"x: " + b"a" * MAX_HEAD + b"\r\n\r\n",
-        "many": start + b"".join(b"x-%d: %d\r\n" % (index, index) for index in range(2000)) + b"\r\n",
+        "many": start
+        + b"".join(b"x-%d: %d\r\n" % (index, index) for index in range(2000))
+        + b"\r\n",
         "target": f"POST {path}?{'q' * MAX_HEAD} HTTP/1.1\r\nhost: router\r\n\r\n".encode(),
         "endless": start + b"x: " + b"a" * (4 * MAX_HEAD),
-        "trailers": start + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: " + b"a" * (4 * MAX_HEAD),
+        "trailers": start
+        + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "
+        + b"a" * (4 * MAX_HEAD),
     }[shape]
     before = await router.metrics()
     async with connect(router.port) as client:
@@ -444,18 +577,24 @@ async def test_a_head_within_the_bound_is_served(router: RouterProcess) -> None:
     """The bound is for the head; a body in the same packet does not count."""
     head = {"x": "a" * (MAX_HEAD - 1000)}
     async with engines(1) as (stub,), router.serving(stub):
-        found = await router.post("/v1/completions", {"model": stub.model, "prompt": [1] * 30_000}, head)
+        found = await router.post(
+            "/v1/completions", {"model": stub.model, "prompt": [1] * 30_000}, head
+        )
         assert found.status == 200
         assert len(stub.requests[0].headers["x"]) == MAX_HEAD - 1000
 
 
 async def test_trailers_do_not_become_headers(router: RouterProcess) -> None:
-    """They come after everything that was decided by the headers, so they would pass every check (RFC 9110 6.5.1)."""
+    """They come after everything that was decided by the headers, so they would pass every check
+    (RFC 9110 6.5.1)."""
     async with engines(1) as (stub,), router.serving(stub):
         body = json.dumps({"model": stub.model, "prompt": [1]}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ntransfer-encoding: chunked\r\ntrailer: x-late\r\n\r\n"
         async with connect(router.port) as client:
-            await client.write(head + b"%x\r\n%b\r\n0\r\nx-late: 1\r\nx-request-id: late\r\n\r\n" % (len(body), body))
+            await client.write(
+                head
+                + b"%x\r\n%b\r\n0\r\nx-late: 1\r\nx-request-id: late\r\n\r\n" % (len(body), body)
+            )
             assert (await client.read_answer()).status == 200
         (request,) = stub.requests
         assert request.json == {"model": stub.model, "prompt": [1]}
@@ -463,7 +602,9 @@ async def test_trailers_do_not_become_headers(router: RouterProcess) -> None:
         assert request.headers["x-request-id"] != "late"
 
 
-async def test_requests_over_the_bound_on_requests_are_told_to_come_again(locked: RouterProcess) -> None:
+async def test_requests_over_the_bound_on_requests_are_told_to_come_again(
+    locked: RouterProcess,
+) -> None:
     """More than the bound would only make all of them slow."""
     async with engines(1) as (stub,):
         await locked.post("/replicas", {"url": stub.url, "id": stub.name}, OPERATOR)
@@ -475,14 +616,18 @@ async def test_requests_over_the_bound_on_requests_are_told_to_come_again(locked
         held = [asyncio.create_task(locked.post("/v1/completions", body, CLIENT)) for _ in range(2)]
         await eventually(lambda: stub.active == 2, "both are under way")
         refused = await locked.post("/v1/completions", body, CLIENT)
-        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "overloaded", "1")
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (
+            503,
+            "overloaded",
+            "1",
+        )
         go.set()
         assert [found.status for found in await asyncio.gather(*held)] == [200, 200]
         assert (await locked.post("/v1/completions", body, CLIENT)).status == 200
         await locked.delete(f"/replicas/{stub.name}", OPERATOR)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -493,28 +638,54 @@ async def test_requests_over_the_bound_on_requests_are_told_to_come_again(locked
         ("/v1/completions", b"\xff\xfe", "$", "must be valid json"),
         ("/v1/completions", b'{"model": 5}', "$.model: an integer", "must be a string"),
         ("/v1/completions", b"{}", "$.prompt: missing", "must be a string"),
-        ("/v1/completions", b'{"prompt": [1, "x"]}', "$.prompt[1]: a string of 1 characters", "must be an integer"),
+        (
+            "/v1/completions",
+            b'{"prompt": [1, "x"]}',
+            "$.prompt[1]: a string of 1 characters",
+            "must be an integer",
+        ),
         ("/v1/completions", b'{"prompt": [-1]}', "$.prompt[0]", "from 0 to"),
-        ("/v1/completions", b'{"prompt": [1], "cache_salt": ""}', "$.cache_salt", "must not be empty"),
+        (
+            "/v1/completions",
+            b'{"prompt": [1], "cache_salt": ""}',
+            "$.cache_salt",
+            "must not be empty",
+        ),
         ("/v1/chat/completions", b'{"messages": "hi"}', "$.messages", "must be a list"),
         ("/v1/chat/completions", b'{"messages": [7]}', "$.messages[0]", "must be an object"),
         ("/v1/messages", b'{"max_tokens": 1}', "$.messages", "must be a list of objects"),
         ("/v1/embeddings", b'{"input": 5}', "$.input", "must be"),
         ("/v1/responses", b"{}", "$.input", "must be a string or"),
         ("/tokenize", b"[", "$", "must be a JSON object"),
-        ("/tokenize", b'{"model": "x", "y": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "$", "must be a JSON object"),
+        (
+            "/tokenize",
+            b'{"model": "x", "y": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "$",
+            "must be a JSON object",
+        ),
         ("/route", b"{}", "$", "must have token_ids"),
-        ("/route", b'{"token_ids": [[]], "x": ' + b"[" * 100_000, "$: nested too deep", "less deep"),
+        (
+            "/route",
+            b'{"token_ids": [[]], "x": ' + b"[" * 100_000,
+            "$: nested too deep",
+            "less deep",
+        ),
         ("/replicas", b"[]", "$", "expected a mapping"),
         ("/replicas", b'{"url": "ftp://x"}', "$.url: 'ftp://x'", "http://"),
         ("/replicas", b'{"url": "http://x", "sped": 2}', "$.sped", "did you mean speed?"),
-        ("/replicas", b'{"url": "http://x", "api_key": "${HOME}"}', "$.api_key", "configuration file only"),
+        (
+            "/replicas",
+            b'{"url": "http://x", "api_key": "${HOME}"}',
+            "$.api_key",
+            "configuration file only",
+        ),
     ],
 )
 async def test_bad_input_is_answered_with_place_and_rule(
     router: RouterProcess, path: str, body: bytes, place: str, rule: str
 ) -> None:
-    """Whoever wrote the client must be able to mend it from the answer alone; and operators see how often it happens."""
+    """Whoever wrote the client must be able to mend it from the answer alone; and operators see how
+    often it happens."""
     before = await router.metrics()
     refused = await router.post(path, body)
     assert refused.status == 400
@@ -524,10 +695,14 @@ async def test_bad_input_is_answered_with_place_and_rule(
     assert rule in refused.error["message"]
     assert (refused.json.get("type") == "error") is (path == "/v1/messages")
     name = "kvroute_rejected_requests_total"
-    assert (await router.metrics()).sum(name, code="invalid_value") == before.sum(name, code="invalid_value") + 1
+    assert (await router.metrics()).sum(name, code="invalid_value") == before.sum(
+        name, code="invalid_value"
+    ) + 1
 
 
-async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(router: RouterProcess) -> None:
+async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(
+    router: RouterProcess,
+) -> None:
     """The one will not get better by trying again, the other will."""
     unknown = await router.post("/v1/completions", {"model": "nobody-has-it", "prompt": [1]})
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
@@ -535,7 +710,11 @@ async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(rout
         await router.post(f"/replicas/{stub.name}/drain")
         for path in ("/v1/completions", "/route"):
             nobody = await router.post(path, {"model": stub.model, "prompt": [1]})
-            assert (nobody.status, nobody.error["code"], nobody.headers["retry-after"]) == (503, "no_replica", "1")
+            assert (nobody.status, nobody.error["code"], nobody.headers["retry-after"]) == (
+                503,
+                "no_replica",
+                "1",
+            )
             assert "1 draining" in nobody.error["message"]
         await stub.stop()
         await router.post(f"/replicas/{stub.name}/undrain")
@@ -566,9 +745,16 @@ async def test_a_wrong_path_or_method_has_the_same_form_of_error(
     assert (await router.metrics()).sum(name) == before.sum(name) + 1
 
 
-async def test_a_client_that_offers_an_upgrade_is_served_like_any_other(router: RouterProcess) -> None:
-    """Java's own HTTP client does so with every first request, and httptools would drop the body behind such a head."""
-    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAARAAAAAAAIAAAAA"}
+async def test_a_client_that_offers_an_upgrade_is_served_like_any_other(
+    router: RouterProcess,
+) -> None:
+    """Java's own HTTP client does so with every first request, and httptools would drop the body
+    behind such a head."""
+    offer = {
+        "connection": "Upgrade, HTTP2-Settings",
+        "upgrade": "h2c",
+        "http2-settings": "AAMAAABkAARAAAAAAAIAAAAA",
+    }
     async with engines(1) as (stub,), router.serving(stub):
         body = {"model": stub.model, "prompt": [1] * 20_000}
         data = request_bytes("POST", "/v1/completions", json.dumps(body).encode(), offer)
@@ -583,7 +769,7 @@ async def test_a_client_that_offers_an_upgrade_is_served_like_any_other(router: 
         assert (await ask(router.port, "GET", "/healthz", b"", offer)).status == 200
 
 
-# --- the description ------------------------------------------------------------------------------------------------------
+# --- the description ------------------------------------------------------------------------------
 
 ENDPOINTS = {
     "/v1/chat/completions": {"post"},
@@ -617,20 +803,30 @@ async def test_every_endpoint_is_described(router: RouterProcess) -> None:
     assert (await router.get("/docs")).status == 200
     for path, methods in ENDPOINTS.items():
         for method in methods:
-            found = await ask(router.port, method.upper(), path.replace("{replica_id}", "nobody"), b"{}")
+            found = await ask(
+                router.port, method.upper(), path.replace("{replica_id}", "nobody"), b"{}"
+            )
             assert found.status != 405
-            assert found.status != 404 or found.error["code"] in ("replica_not_found", "model_not_found"), path
+            assert found.status != 404 or found.error["code"] in (
+                "replica_not_found",
+                "model_not_found",
+            ), path
 
 
-# --- the end --------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0() -> None:
-    """A rolling update of the router must not cost one answer; nor may an idle or half-sent request hold it up."""
+    """A rolling update of the router must not cost one answer; nor may an idle or half-sent request
+    hold it up."""
     go = asyncio.Event()
     async with engines(1) as (stub,):
         with router_process(OPEN) as router:
-            async with router.serving(stub), connect(router.port) as running, connect(router.port) as kept:
+            async with (
+                router.serving(stub),
+                connect(router.port) as running,
+                connect(router.port) as kept,
+            ):
                 stub.behaviour = begun_until(go)
                 body = {"model": stub.model, "prompt": [1], "stream": True}
                 assert (await kept.ask("GET", "/healthz")).status == 200
@@ -639,7 +835,10 @@ async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0()
                 async with connect(router.port) as half, connect(router.port):
                     await half.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
                     router.tell_to_stop()
-                    await eventually(lambda: "shutting down: 1 requests" in router.log(), "it has heard the signal")
+                    await eventually(
+                        lambda: "shutting down: 1 requests" in router.log(),
+                        "it has heard the signal",
+                    )
                     await refused_or_closed(kept.ask("POST", "/v1/completions", body))
                     await eventually(lambda: is_refused(router.port), "nothing listens any more")
                     assert await half.is_closed()
@@ -652,7 +851,8 @@ async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0()
 
 
 async def refused_or_closed(asking: Any) -> None:
-    """A request on a kept connection meets either a polite 503 or the closed connection; never an answer, never silence."""
+    """A request on a kept connection meets either a polite 503 or the closed connection; never an
+    answer, never silence."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         found: Answer = await asking
         assert (found.status, found.error["code"]) == (503, "shutting_down")
@@ -676,27 +876,37 @@ async def test_what_does_not_finish_is_cut_and_the_exit_code_is_still_0(how: str
                 await eventually(lambda: stub.active == 1, "it is under way")
                 router.tell_to_stop()
                 if how == "second signal":
-                    await eventually(lambda: "shutting down" in router.log(), "it has heard the first signal")
+                    await eventually(
+                        lambda: "shutting down" in router.log(), "it has heard the first signal"
+                    )
                     router.tell_to_stop()
                 assert await router.ended(10) == 0
                 await eventually(lambda: stub.active == 0, "the engine is rid of it")
             router.check_log()
 
 
-# --- the configuration ----------------------------------------------------------------------------------------------------
+# --- the configuration ----------------------------------------------------------------------------
 
 
 def serve_with(path: Path, config: object, *options: str) -> subprocess.CompletedProcess[str]:
     path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
     command = [*COMMAND, "--config", str(path), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("options", [(), ("--check",)])
-def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_every_problem_of_a_configuration_is_told_at_once(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """Mending a file one restart per mistake is no way to spend an incident."""
     config = {
-        "server": {"port": 99999, "client_api_key": "${NOT_SET_ANYWHERE}", "timeouts": {"connect_s": -1}},
+        "server": {
+            "port": 99999,
+            "client_api_key": "${NOT_SET_ANYWHERE}",
+            "timeouts": {"connect_s": -1},
+        },
         "replicas": [{"url": "http://a:1", "id": "x"}, {"url": "nonsense", "id": "x"}, {"id": "y"}],
         "polcy": {"name": "prefix"},
         "health": {"timeout_s": 5, "interval_s": 1},
@@ -719,8 +929,11 @@ def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, option
     assert "policy" in done.stderr
 
 
-def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(tmp_path: Path) -> None:
-    """What only shows at the start is told like the rest: a place, a reason, exit code 2, no traceback."""
+def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
+    tmp_path: Path,
+) -> None:
+    """What only shows at the start is told like the rest: a place, a reason, exit code 2, no
+    traceback."""
     models = [{"name": "a", "tokenizer": "missing-a"}, {"name": "b", "tokenizer": "missing-b"}]
     done = serve_with(tmp_path / "models.yaml", {"server": {"port": 0}, "models": models})
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
@@ -735,10 +948,13 @@ def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(t
 
 
 async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() -> None:
-    """Every stream needs two sockets, and shells often begin with 1024 files: 500 streams would be the end."""
+    """Every stream needs two sockets, and shells often begin with 1024 files: 500 streams would be
+    the end."""
 
     def allow_few() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
 
     go = asyncio.Event()
     async with engines(1) as (stub,):
@@ -746,7 +962,9 @@ async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() ->
             async with router.serving(stub):
                 stub.behaviour = after(go)
                 asking = [
-                    asyncio.create_task(router.post("/v1/completions", {"model": stub.model, "prompt": [1]}))
+                    asyncio.create_task(
+                        router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
+                    )
                     for _ in range(100)
                 ]
                 await eventually(lambda: stub.active == 100, "all of them are under way")
@@ -754,10 +972,16 @@ async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() ->
                 assert {found.status for found in await asyncio.gather(*asking)} == {200}
 
 
-async def test_the_tokenizer_of_a_replica_that_is_known_by_its_url_alone_is_compared(tmp_path: Path) -> None:
-    """It is healthy before it has said what it serves: the comparison must not be missed for that."""
+async def test_the_tokenizer_of_a_replica_that_is_known_by_its_url_alone_is_compared(
+    tmp_path: Path,
+) -> None:
+    """It is healthy before it has said what it serves: the comparison must not be missed for
+    that."""
     write_tokenizer(tmp_path / "model")
-    settings = {"models": [{"name": "compared", "tokenizer": str(tmp_path / "model")}], "health": QUICK_HEALTH}
+    settings = {
+        "models": [{"name": "compared", "tokenizer": str(tmp_path / "model")}],
+        "health": QUICK_HEALTH,
+    }
     with router_process(settings) as router:
         async with EngineStub("compared") as stub, router.serving(stub):
             compared = f'kvroute_tokenizer_disagreements{{model="compared",replica="{stub.name}"}}'

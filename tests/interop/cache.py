@@ -31,7 +31,8 @@ class FirstStep(NamedTuple):
 
 
 class PrefixCache(Protocol):
-    """Requests are known by name from `add` to `forget`; a request that was freed may be admitted again."""
+    """Requests are known by name from `add` to `forget`; a request that was freed may be admitted
+    again."""
 
     def add(self, name: str, token_ids: list[int], salt: str | None) -> None: ...
 
@@ -54,7 +55,8 @@ class PrefixCache(Protocol):
     def forget(self, name: str) -> None: ...
 
     def evict(self, blocks: frozenset[CachedBlock]) -> None:
-        """Take every copy of these out of the cache, as an engine does whose load of them failed."""
+        """Take every copy of these out of the cache, as an engine does whose load of them
+        failed."""
         ...
 
     def reset(self) -> bool: ...

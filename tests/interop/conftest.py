@@ -1,4 +1,5 @@
-"""These tests need vLLM, which `make interop` installs in an environment of its own; without it they are not collected."""
+"""These tests need vLLM, which `make interop` installs in an environment of its own; without it
+they are not collected."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ else:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    # Warnings are errors here as everywhere, but what vLLM and its packages warn of while they are imported is not ours.
+    # Warnings are errors here as everywhere, but what vLLM and its packages warn of while they are
+    # imported is not ours.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("tests.interop.vllm_cache")

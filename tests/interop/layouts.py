@@ -2,8 +2,8 @@
 
 Left out is what cannot agree:
 
-- Windows of one token. vLLM's mask for such a group keeps nothing, so nothing is ever hit; ours keeps and hits. (With EAGLE
-  vLLM keeps what it needs, and both agree.)
+- Windows of one token. vLLM's mask for such a group keeps nothing, so nothing is ever hit; ours
+  keeps and hits. (With EAGLE vLLM keeps what it needs, and both agree.)
 - Chunks that are no multiple of the scheduler's block: our configuration refuses them.
 - Mamba groups with a hash finer than their block: vLLM then hits inside blocks, which we have not.
 """
@@ -49,7 +49,9 @@ def window(sliding_window: int, block_size: int = 16) -> KVCacheGroup:
 
 
 def chunked(attention_chunk_size: int, block_size: int = 16) -> KVCacheGroup:
-    return KVCacheGroup(GroupKind.CHUNKED_LOCAL, block_size, attention_chunk_size=attention_chunk_size)
+    return KVCacheGroup(
+        GroupKind.CHUNKED_LOCAL, block_size, attention_chunk_size=attention_chunk_size
+    )
 
 
 def mamba(block_size: int = 16) -> KVCacheGroup:
@@ -57,10 +59,15 @@ def mamba(block_size: int = 16) -> KVCacheGroup:
 
 
 def layout(
-    *groups: KVCacheGroup, eagle: bool = False, retention_interval: int | None = None, hash_block_size: int | None = None
+    *groups: KVCacheGroup,
+    eagle: bool = False,
+    retention_interval: int | None = None,
+    hash_block_size: int | None = None,
 ) -> Layout:
     sizes = [group.block_size for group in groups]
-    return Layout(groups, hash_block_size or math.gcd(*sizes), math.lcm(*sizes), eagle, retention_interval)
+    return Layout(
+        groups, hash_block_size or math.gcd(*sizes), math.lcm(*sizes), eagle, retention_interval
+    )
 
 
 ONE_SIZE = {
@@ -95,7 +102,9 @@ CHUNKED = {
     "full_chunk_128": layout(full(), chunked(128)),
     "full_two_chunks": layout(full(), chunked(64), chunked(160)),
     "full_chunk_window": layout(full(), chunked(64), window(50)),
-    "full_two_chunks_two_windows": layout(full(), chunked(48), chunked(112), window(33), window(100)),
+    "full_two_chunks_two_windows": layout(
+        full(), chunked(48), chunked(112), window(33), window(100)
+    ),
 }
 
 MIXED_SIZES = {
@@ -156,7 +165,9 @@ RETENTION = {
     "keep_every_64_windows_only": layout(window(33), window(100), retention_interval=64),
     "eagle_keep_ends_window": layout(window(50), eagle=True, retention_interval=0),
     "eagle_keep_ends_full_window": layout(full(), window(128), eagle=True, retention_interval=0),
-    "eagle_keep_ends_full_two_windows": layout(full(), window(33), window(100), eagle=True, retention_interval=0),
+    "eagle_keep_ends_full_two_windows": layout(
+        full(), window(33), window(100), eagle=True, retention_interval=0
+    ),
     "eagle_keep_every_64": layout(full(), window(50), eagle=True, retention_interval=64),
 }
 
@@ -164,7 +175,9 @@ RETENTION_MIXED_SIZES = {
     "keep_ends_mixed": layout(full(64), window(50), window(100, 32), retention_interval=0),
     "keep_every_128_mixed": layout(full(64), window(50), window(100, 32), retention_interval=128),
     "keep_ends_two_sizes_of_windows": layout(window(50), window(100, 32), retention_interval=0),
-    "eagle_keep_ends_mixed": layout(full(64), window(50), window(100, 32), eagle=True, retention_interval=0),
+    "eagle_keep_ends_mixed": layout(
+        full(64), window(50), window(100, 32), eagle=True, retention_interval=0
+    ),
     "eagle_keep_every_128_mixed": layout(full(64), window(50), eagle=True, retention_interval=128),
 }
 

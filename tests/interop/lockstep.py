@@ -8,10 +8,15 @@ from tests.interop.cache import PrefixCache
 
 
 class Disagreement(AssertionError):
-    """The caches differ; `history` holds every operation up to there, so that it can be replayed and shortened."""
+    """The caches differ; `history` holds every operation up to there, so that it can be replayed
+    and shortened."""
 
-    def __init__(self, fact: str, theirs: Any, mine: Any, history: list[tuple[str, tuple[Any, ...]]]) -> None:
-        super().__init__(f"operation {len(history)}, {history[-1][0]}: {fact}: vLLM {theirs}, ours {mine}")
+    def __init__(
+        self, fact: str, theirs: Any, mine: Any, history: list[tuple[str, tuple[Any, ...]]]
+    ) -> None:
+        super().__init__(
+            f"operation {len(history)}, {history[-1][0]}: {fact}: vLLM {theirs}, ours {mine}"
+        )
         self.history = history
 
 
@@ -55,7 +60,12 @@ class Lockstep:
     def _compare_state(self) -> None:
         theirs, mine = self.theirs.cached(), self.mine.cached()
         if mine != theirs and (self._same_entries or not mine <= theirs):
-            raise Disagreement("cached blocks only one holds", named(theirs - mine), named(mine - theirs), self.history)
+            raise Disagreement(
+                "cached blocks only one holds",
+                named(theirs - mine),
+                named(mine - theirs),
+                self.history,
+            )
         free = self.theirs.num_free_blocks(), self.mine.num_free_blocks()
         if free[0] != free[1]:
             raise Disagreement("free blocks", *free, self.history)

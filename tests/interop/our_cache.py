@@ -1,6 +1,7 @@
 """Our `CacheManager` behind the comparison's protocol.
 
-What is cached is read from the events alone, as a router would, and not from the manager's own books.
+What is cached is read from the events alone, as a router would, and not from the manager's own
+books.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class OurCache:
     none_hash: Root of the hash chain, as the peer has it.
     """
 
-    def __init__(self, layout: Layout, num_blocks: int, max_in_flight_tokens: int, none_hash: bytes) -> None:
+    def __init__(
+        self, layout: Layout, num_blocks: int, max_in_flight_tokens: int, none_hash: bytes
+    ) -> None:
         self.manager = build_manager(layout, num_blocks, max_in_flight_tokens, events=True)
         self._hasher = RequestHasher(HashChain("sha256", none_hash), layout.hash_block_size)
         self._requests: dict[str, CacheRequest] = {}
@@ -53,7 +56,9 @@ class OurCache:
 
     def extend(self, name: str, num_new_tokens: int, num_lookahead_tokens: int) -> bool:
         request = self._requests[name]
-        allocated = self.manager.allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+        allocated = self.manager.allocate_slots(
+            request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens
+        )
         if allocated is None:
             # A refusal of ours changes nothing; vLLM's has given back what slid out.
             self.manager.free_skipped_blocks(request)
@@ -75,7 +80,9 @@ class OurCache:
 
     def evict(self, blocks: frozenset[CachedBlock]) -> None:
         held = [block for block in self.manager.pool._blocks if block.block_hash is not None]
-        self.manager.evict_blocks([block.block_id for block in held if (block.group_idx, block.block_hash) in blocks])
+        self.manager.evict_blocks(
+            [block.block_id for block in held if (block.group_idx, block.block_hash) in blocks]
+        )
 
     def reset(self) -> bool:
         return self.manager.reset()
@@ -89,7 +96,8 @@ class OurCache:
         return self.manager.pool.num_free_blocks
 
     def _apply(self, event: Event) -> None:
-        """Raises KeyError where a block is removed that was never stored: our events are presence-exact."""
+        """Raises KeyError where a block is removed that was never stored: our events are
+        presence-exact."""
         if isinstance(event, BlockStored):
             new = named_by(event)
             assert not new & self._cached, "a block that is cached was announced again"
@@ -106,7 +114,9 @@ def named_by(event: BlockStored | BlockRemoved) -> set[CachedBlock]:
     return {CachedBlock(event.group_idx, bytes(block_hash)) for block_hash in event.block_hashes}
 
 
-def build_manager(layout: Layout, num_blocks: int, max_in_flight_tokens: int, events: bool) -> CacheManager:
+def build_manager(
+    layout: Layout, num_blocks: int, max_in_flight_tokens: int, events: bool
+) -> CacheManager:
     config = CacheConfig.build(
         layout.groups,
         num_blocks=num_blocks,

@@ -1,6 +1,8 @@
-"""One random workload through vLLM's `KVCacheManager` and ours: every answer, every cached block, every refusal is the same.
+"""One random workload through vLLM's `KVCacheManager` and ours: every answer, every cached block,
+every refusal is the same.
 
-vLLM is the engine whose caches our router predicts and whose place our manager can take, so "nearly the same" is wrong.
+vLLM is the engine whose caches our router predicts and whose place our manager can take, so "nearly
+the same" is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ PRESSURES = {
 NUM_STEPS = 150
 
 
-def workload(layout: Layout, pressure: Pressure, seed: int, partial_tails: bool = False) -> Workload:
+def workload(
+    layout: Layout, pressure: Pressure, seed: int, partial_tails: bool = False
+) -> Workload:
     longest = Workload.max_prompt_scheduler_blocks * layout.scheduler_block_size
     num_blocks = 2 + int(layout.blocks_for(longest) * pressure.sequences)
     max_in_flight_tokens = Workload.max_step_scheduler_blocks * layout.scheduler_block_size
@@ -41,17 +45,27 @@ def workload(layout: Layout, pressure: Pressure, seed: int, partial_tails: bool 
 @pytest.mark.parametrize("pressure", PRESSURES)
 @pytest.mark.parametrize("name", layouts.ALL)
 def test_every_answer_and_every_cached_block_is_the_same(name: str, pressure: str) -> None:
-    """Hits of new and of random prompts, refusals, cached (group, hash) pairs and free blocks, after every operation."""
-    run = workload(layouts.ALL[name], PRESSURES[pressure], seed=zlib.crc32(f"{name} {pressure}".encode()))
+    """Hits of new and of random prompts, refusals, cached (group, hash) pairs and free blocks,
+    after every operation."""
+    run = workload(
+        layouts.ALL[name], PRESSURES[pressure], seed=zlib.crc32(f"{name} {pressure}".encode())
+    )
     for _ in range(NUM_STEPS):
         run.step()
-    assert run.hits or pressure not in ("roomy", "ample"), "there is much to compare where there is room"
-    assert run.refusals or pressure != "starved" or name == "chunk_16", "a chunk of one block gives back all but one"
+    assert run.hits or pressure not in ("roomy", "ample"), (
+        "there is much to compare where there is room"
+    )
+    assert run.refusals or pressure != "starved" or name == "chunk_16", (
+        "a chunk of one block gives back all but one"
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, layout in layouts.ALL.items() if layout.has_coarse_groups])
+@pytest.mark.parametrize(
+    "name", [name for name, layout in layouts.ALL.items() if layout.has_coarse_groups]
+)
 def test_vllms_entries_for_half_full_blocks_change_no_hit(name: str) -> None:
-    """vLLM names a half-full block of coarse full attention; where nothing is evicted that must show in its map alone."""
+    """vLLM names a half-full block of coarse full attention; where nothing is evicted that must
+    show in its map alone."""
     run = workload(layouts.ALL[name], AMPLE, seed=zlib.crc32(name.encode()), partial_tails=True)
     for _ in range(NUM_STEPS):
         run.step()

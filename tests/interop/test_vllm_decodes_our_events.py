@@ -1,8 +1,9 @@
 """Our events on the wire, read by vLLM's own classes.
 
-What holds: removals, clears, the batch itself, and every value of a store. What does not, by the form we write: vLLM's class
-for a store requires `block_size`, `lora_id` and `lora_name`, which ours leaves out, and it knows no `CacheLayout`. A reader
-built from vLLM's class with defaults for these three reads ours.
+What holds: removals, clears, the batch itself, and every value of a store. What does not, by the
+form we write: vLLM's class for a store requires `block_size`, `lora_id` and `lora_name`, which ours
+leaves out, and it knows no `CacheLayout`. A reader built from vLLM's class with defaults for these
+three reads ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ OTHERS = list(range(1001, 1201))
 vllm_decoder = msgspec.msgpack.Decoder(vllm_events.KVEventBatch)
 
 
-def our_events(layout: Layout = LAYOUT, prompts: tuple[list[int], ...] = (TOKENS, OTHERS)) -> list[Event]:
+def our_events(
+    layout: Layout = LAYOUT, prompts: tuple[list[int], ...] = (TOKENS, OTHERS)
+) -> list[Event]:
     """Prompts one after the other through a cache that is too small for them together."""
     cache = OurCache(layout, NUM_BLOCKS, 1000, none_hash=bytes(32))
     events: list[Event] = []
@@ -52,26 +55,31 @@ def on_the_wire(events: list[Event]) -> bytes:
 
 
 def test_removals_and_clears_are_vllms_own_field_by_field() -> None:
-    """A consumer written against vLLM's classes must see our evictions, with the group they are of."""
+    """A consumer written against vLLM's classes must see our evictions, with the group they are
+    of."""
     removals = [event for event in our_events() if isinstance(event, BlockRemoved)]
     cache = OurCache(LAYOUT, NUM_BLOCKS, 1000, none_hash=bytes(32))
     assert cache.reset()
     batch = vllm_decoder.decode(on_the_wire([*removals, *cache.manager.take_events()]))
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
     assert {event.group_idx for event in removals} == {0, 1}
-    expected = [vllm_events.BlockRemoved(event.block_hashes, "GPU", event.group_idx) for event in removals]
+    expected = [
+        vllm_events.BlockRemoved(event.block_hashes, "GPU", event.group_idx) for event in removals
+    ]
     assert batch.events == [*expected, vllm_events.AllBlocksCleared()]
 
 
 def test_an_untyped_reader_of_vllms_batches_reads_every_event() -> None:
-    """vLLM's base batch leaves its events as plain values: that is how a consumer tolerates unknown and missing fields."""
+    """vLLM's base batch leaves its events as plain values: that is how a consumer tolerates unknown
+    and missing fields."""
     events = our_events()
     batch = msgspec.msgpack.decode(on_the_wire(events), type=vllm_events.EventBatch)
     assert [event["type"] for event in batch.events] == [type(event).__name__ for event in events]
 
 
 def test_vllms_class_for_a_store_refuses_ours_for_its_missing_block_size() -> None:
-    """The contract leaves block_size out, so that blocks of several sizes share an event: this is what it costs."""
+    """The contract leaves block_size out, so that blocks of several sizes share an event: this is
+    what it costs."""
     with pytest.raises(msgspec.ValidationError, match="missing required field `block_size`"):
         vllm_decoder.decode(on_the_wire(our_events()))
 
@@ -97,8 +105,12 @@ def test_with_defaults_for_three_fields_vllms_class_reads_our_stores() -> None:
     assert stores
     for event, original in zip(read, stores, strict=True):
         shared = set(event.__struct_fields__) & set(original.__struct_fields__)
-        assert {name: getattr(event, name) for name in shared} == {name: getattr(original, name) for name in shared}
-    missing = {field.name for field in msgspec.structs.fields(vllm_events.BlockStored) if field.required}
+        assert {name: getattr(event, name) for name in shared} == {
+            name: getattr(original, name) for name in shared
+        }
+    missing = {
+        field.name for field in msgspec.structs.fields(vllm_events.BlockStored) if field.required
+    }
     assert missing - sent_fields(stores) == {"block_size", "lora_id", "lora_name"}
 
 
@@ -108,7 +120,8 @@ def sent_fields(events: list[BlockStored]) -> set[str]:
 
 
 def test_a_prompt_is_announced_as_vllm_announces_it() -> None:
-    """Same hashes, parents, tokens, group, kind and window as the manager whose place ours takes."""
+    """Same hashes, parents, tokens, group, kind and window as the manager whose place ours
+    takes."""
     layout = layouts.layout(layouts.full())
     theirs = VllmCache(layout, NUM_BLOCKS, 1000, events=True)
     mine = OurCache(layout, NUM_BLOCKS, 1000, theirs.none_hash)
@@ -116,7 +129,13 @@ def test_a_prompt_is_announced_as_vllm_announces_it() -> None:
         play(cache, "first", TOKENS)
         play(cache, "longer", TOKENS + OTHERS[:60])
     assert [as_sent_by_vllm(event) for event in mine.manager.take_events()] == [
-        (event.block_hashes, event.parent_block_hash, event.token_ids, event.group_idx, event.kv_cache_spec_kind)
+        (
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.group_idx,
+            event.kv_cache_spec_kind,
+        )
         for event in theirs.manager.take_events()
     ]
 
@@ -141,11 +160,15 @@ def test_our_codec_reads_what_vllms_manager_emits(name: str) -> None:
     copies: dict[tuple[int | None, Any], int] = {}
     for index, token_ids in enumerate((TOKENS, OTHERS, TOKENS + OTHERS[:60], OTHERS + TOKENS)):
         play(cache, f"r{index}", token_ids)
-        payload = msgspec.msgpack.encode(vllm_events.KVEventBatch(ts=0.0, events=cache.manager.take_events()))
+        payload = msgspec.msgpack.encode(
+            vllm_events.KVEventBatch(ts=0.0, events=cache.manager.take_events())
+        )
         for event in codec.decode(payload).events:
             assert isinstance(event, (BlockStored, BlockRemoved))
             step = 1 if isinstance(event, BlockStored) else -1
             for block_hash in event.block_hashes:
-                copies[event.group_idx, block_hash] = copies.get((event.group_idx, block_hash), 0) + step
+                copies[event.group_idx, block_hash] = (
+                    copies.get((event.group_idx, block_hash), 0) + step
+                )
     present = {key for key, count in copies.items() if count}
     assert present == {(block.group, to_wire_int(block.block_hash)) for block in cache.cached()}

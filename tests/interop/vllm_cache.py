@@ -10,7 +10,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, register_all_kvcache_specs
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    register_all_kvcache_specs,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -32,12 +35,10 @@ MAX_MODEL_LEN = 200_000
 
 
 class VllmCache:
-    """Args:
-    layout: Groups and sizes.
-    num_blocks: Size of the pool, its null block included.
-    max_in_flight_tokens: Tokens of one step at most.
-    partial_tails: Whether full attention registers the end of a prompt inside a coarse block (see `drop_partial_tails`).
-    events: Whether the manager keeps a list of events.
+    """Args: layout: Groups and sizes. num_blocks: Size of the pool, its null block included.
+    max_in_flight_tokens: Tokens of one step at most. partial_tails: Whether full attention
+    registers the end of a prompt inside a coarse block (see `drop_partial_tails`). events: Whether
+    the manager keeps a list of events.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class VllmCache:
 
     def hit(self, name: str) -> Hit:
         _, num_tokens, boundary = self.manager.get_computed_blocks(self._requests[name])
-        # vLLM tells the boundary always, ours where it decides what is kept or where a chunk should end.
+        # vLLM tells the boundary always, ours where it decides what is kept or where a chunk should
+        # end.
         return Hit(num_tokens, boundary if self._tells_boundary else 0)
 
     def admit(self, name: str, step: FirstStep) -> bool:
@@ -87,7 +89,9 @@ class VllmCache:
 
     def extend(self, name: str, num_new_tokens: int, num_lookahead_tokens: int) -> bool:
         request = self._requests[name]
-        allocated = self.manager.allocate_slots(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens)
+        allocated = self.manager.allocate_slots(
+            request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens
+        )
         self._end_step()
         return allocated is not None
 
@@ -107,7 +111,11 @@ class VllmCache:
         del self._requests[name]
 
     def evict(self, blocks: frozenset[CachedBlock]) -> None:
-        doomed = {block.block_id for block in self._pool.blocks if block.block_hash and as_cached(block.block_hash) in blocks}
+        doomed = {
+            block.block_id
+            for block in self._pool.blocks
+            if block.block_hash and as_cached(block.block_hash) in blocks
+        }
         self.manager.evict_blocks(doomed)
 
     def reset(self) -> bool:
@@ -120,7 +128,8 @@ class VllmCache:
         return int(self._pool.get_num_free_blocks())
 
     def _end_step(self) -> None:
-        # A Mamba group gives a request new states per step; every operation here is a step of its own.
+        # A Mamba group gives a request new states per step; every operation here is a step of its
+        # own.
         self.manager.coordinator.new_step_starts()
 
 
@@ -129,7 +138,8 @@ def as_cached(key: Any) -> CachedBlock:
 
 
 def build_request(name: str, token_ids: list[int], hasher: Any, **options: Any) -> Request:
-    """A request as the engine's front end makes it; *salt* and *lora_request* isolate its blocks."""
+    """A request as the engine's front end makes it; *salt* and *lora_request* isolate its
+    blocks."""
     return Request(
         request_id=name,
         prompt_token_ids=list(token_ids),
@@ -141,11 +151,16 @@ def build_request(name: str, token_ids: list[int], hasher: Any, **options: Any) 
     )
 
 
-def build_manager(layout: Layout, num_blocks: int, max_in_flight_tokens: int, events: bool) -> KVCacheManager:
+def build_manager(
+    layout: Layout, num_blocks: int, max_in_flight_tokens: int, events: bool
+) -> KVCacheManager:
     config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer {index}"], _spec(group)) for index, group in enumerate(layout.groups)],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer {index}"], _spec(group))
+            for index, group in enumerate(layout.groups)
+        ],
         prefix_cache_retention_interval=layout.retention_interval,
     )
     return KVCacheManager(
@@ -162,9 +177,10 @@ def build_manager(layout: Layout, num_blocks: int, max_in_flight_tokens: int, ev
 def drop_partial_tails(manager: KVCacheManager) -> None:
     """Keep full attention from registering a prompt's end inside a block.
 
-    A full-attention group whose blocks are coarser than the hash registers the hash at the prompt's last hash boundary for
-    the block that is not full yet. Without partial hits (they need a Mamba group that is coarser than the hash, too) such an
-    entry never serves a hit, but it gives the block a name, so the free queue treats it as cached. We do not do that.
+    A full-attention group whose blocks are coarser than the hash registers the hash at the prompt's
+    last hash boundary for the block that is not full yet. Without partial hits (they need a Mamba
+    group that is coarser than the hash, too) such an entry never serves a hit, but it gives the
+    block a name, so the free queue treats it as cached. We do not do that.
     """
     for group in manager.coordinator.single_type_managers:
         if isinstance(group, FullAttentionManager):
@@ -174,8 +190,15 @@ def drop_partial_tails(manager: KVCacheManager) -> None:
 def _spec(group: KVCacheGroup) -> KVCacheSpec:
     size = group.block_size
     if group.kind is GroupKind.MAMBA:
-        return MambaSpec(block_size=size, shapes=((8,),), dtypes=(torch.float16,), mamba_cache_mode="align")
-    heads: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+        return MambaSpec(
+            block_size=size, shapes=((8,),), dtypes=(torch.float16,), mamba_cache_mode="align"
+        )
+    heads: dict[str, Any] = {
+        "block_size": size,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float16,
+    }
     if group.kind is GroupKind.SLIDING_WINDOW:
         return SlidingWindowSpec(**heads, sliding_window=group.sliding_window)
     if group.kind is GroupKind.CHUNKED_LOCAL:

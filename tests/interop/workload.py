@@ -1,6 +1,8 @@
-"""A small scheduler with a random workload: shared prefixes, chunked prefill, decode, preemption, evictions, resets.
+"""A small scheduler with a random workload: shared prefixes, chunked prefill, decode, preemption,
+evictions, resets.
 
-It decides by the answers of both caches, which `Lockstep` has found equal, so both see the same operations.
+It decides by the answers of both caches, which `Lockstep` has found equal, so both see the same
+operations.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Workload:
         self._running: list[Sequence] = []
         self._probes: list[str] = []
         self._names = 0
-        # vLLM caches a state that drafts ran past and puts the right one there later; we cache none that may be another's.
+        # vLLM caches a state that drafts ran past and puts the right one there later; we cache none
+        # that may be another's.
         self._speculative = 3 if layout.eagle and not layout.has_mamba else 0
         self.hits = 0
         self.refusals = 0
@@ -75,7 +78,8 @@ class Workload:
         return self.max_prompt_scheduler_blocks * self._unit
 
     def step(self) -> None:
-        """One step of the engine: requests come, running ones go on, waiting ones are admitted, what is done leaves."""
+        """One step of the engine: requests come, running ones go on, waiting ones are admitted,
+        what is done leaves."""
         random = self._random
         if len(self._waiting) < 3 and random.random() < 0.6:
             self._submit()
@@ -88,19 +92,22 @@ class Workload:
         if random.random() < self._pressure.evictions:
             self._evict()
 
-    # --- prompts ----------------------------------------------------------------------------------------------------------
+    # --- prompts ----------------------------------------------------------------------------------
 
     def _submit(self) -> None:
         token_ids, salt = self._prompt()
         for _ in range(2 if self._random.random() < 0.15 else 1):
-            sequence = Sequence(self._name("r"), list(token_ids), len(token_ids), salt, self._output_length())
+            sequence = Sequence(
+                self._name("r"), list(token_ids), len(token_ids), salt, self._output_length()
+            )
             self._do("add", sequence.name, token_ids, salt)
             self._waiting.append(sequence)
         self._remember(token_ids, salt)
         self._add_probe(token_ids, salt)
 
     def _prompt(self) -> tuple[list[int], str | None]:
-        """A new prompt, an old one again, or an old one's beginning with another end; often a multiple of a block."""
+        """A new prompt, an old one again, or an old one's beginning with another end; often a
+        multiple of a block."""
         random = self._random
         start: list[int] = []
         salt = random.choice(SALTS)
@@ -133,7 +140,7 @@ class Workload:
         self._names += 1
         return f"{letter}{self._names}"
 
-    # --- probes -----------------------------------------------------------------------------------------------------------
+    # --- probes -----------------------------------------------------------------------------------
 
     def _add_probe(self, token_ids: list[int], salt: str | None) -> None:
         if self._random.random() < 0.3:
@@ -150,10 +157,11 @@ class Workload:
             self._caches.ask("hit", name)
         return answer
 
-    # --- one step ---------------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def _extend_running(self, budget: int) -> bool:
-        """Give every running request its tokens, the oldest first; preempt the youngest where blocks are short."""
+        """Give every running request its tokens, the oldest first; preempt the youngest where
+        blocks are short."""
         preempted = False
         for sequence in list(self._running):
             if sequence not in self._running:
@@ -194,8 +202,8 @@ class Workload:
             external = self._external(sequence, hit.num_tokens)
             wanted = self._chunk(sequence, hit.num_tokens + external, budget, 0)
             if external and self._layout.has_mamba:
-                # As schedulers do that load beside the model. With new tokens too, a state is needed for each; vLLM counts
-                # one, and fails where only one is free.
+                # As schedulers do that load beside the model. With new tokens too, a state is
+                # needed for each; vLLM counts one, and fails where only one is free.
                 wanted = 0
             step = FirstStep(wanted, self._speculative, external, self._random.random() < 0.5)
             if not (wanted or external) or not self._do("admit", sequence.name, step):
@@ -218,7 +226,8 @@ class Workload:
             self._do("forget", self._waiting.pop(0).name)
 
     def _compute(self, sequence: Sequence, num_tokens: int, drafts: int) -> None:
-        """The model ran: the request has its tokens computed and, if its input is used up, new ones appended."""
+        """The model ran: the request has its tokens computed and, if its input is used up, new ones
+        appended."""
         end = sequence.num_computed_tokens + num_tokens
         if end < len(sequence.token_ids):
             self._set_computed(sequence, end)
@@ -253,16 +262,19 @@ class Workload:
         self._do("reset")
 
     def _evict(self) -> None:
-        cached = sorted(block for block in self._caches.mine.cached() if self._may_be_evicted(block))
+        cached = sorted(
+            block for block in self._caches.mine.cached() if self._may_be_evicted(block)
+        )
         if cached:
             count = max(1, len(cached) // self._random.choice((4, 8, 16)))
             self._do("evict", frozenset(self._random.sample(cached, count)))
 
     def _may_be_evicted(self, block: CachedBlock) -> bool:
-        # vLLM names the state at a prompt's end again in the request's next step, though it was evicted for being wrong.
+        # vLLM names the state at a prompt's end again in the request's next step, though it was
+        # evicted for being wrong.
         return not self._running or self._layout.groups[block.group].kind is not GroupKind.MAMBA
 
-    # --- how many tokens --------------------------------------------------------------------------------------------------
+    # --- how many tokens --------------------------------------------------------------------------
 
     def _chunk(self, sequence: Sequence, start: int, budget: int, drafts: int) -> int:
         wanted = len(sequence.token_ids) + drafts - start
@@ -272,7 +284,8 @@ class Workload:
         return self._mamba_chunk(sequence, start, wanted) if self._layout.has_mamba else wanted
 
     def _mamba_chunk(self, sequence: Sequence, start: int, wanted: int) -> int:
-        """A state exists only where a chunk ends, so chunks of a prompt end on blocks, and once where it may be resumed."""
+        """A state exists only where a chunk ends, so chunks of a prompt end on blocks, and once
+        where it may be resumed."""
         size = self._unit
         total = len(sequence.token_ids)
         prefill_end = max(sequence.num_prompt_tokens, total - 1)
@@ -281,6 +294,8 @@ class Workload:
         end = start + wanted
         if end < prefill_end:
             end -= end % size
-        last = (total if self._layout.eagle else total - 1) // size * size - (size if self._layout.eagle else 0)
+        last = (total if self._layout.eagle else total - 1) // size * size - (
+            size if self._layout.eagle else 0
+        )
         stops = (last, sequence.boundary // size * size)
         return max(0, min((stop for stop in stops if start < stop < end), default=end) - start)

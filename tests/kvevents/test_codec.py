@@ -16,7 +16,15 @@ from msgspec.structs import replace
 from kvevents import codec
 from kvevents.codec import decode, encode
 from kvevents.errors import KVEventsError, MalformedBatch
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+    GroupSpec,
+)
 from router.recording import Query, RecordingReader
 from tests.support import wire_samples
 
@@ -55,7 +63,9 @@ names = st.text(max_size=20)
 hashes = st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=1, max_size=32)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 groups = st.none() | st.integers(0, 255)
-extra_key_items = names | st.binary(max_size=8) | st.tuples(names, st.integers(-(2**31), 2**31)).map(list)
+extra_key_items = (
+    names | st.binary(max_size=8) | st.tuples(names, st.integers(-(2**31), 2**31)).map(list)
+)
 extra_keys = st.none() | st.lists(st.none() | st.lists(extra_key_items, max_size=3), max_size=4)
 
 stored_events = st.builds(
@@ -75,9 +85,15 @@ stored_events = st.builds(
 native_stored_events = st.builds(
     replace,
     stored_events,
-    lookahead_token_ids=st.none() | st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=2), max_size=4),
+    lookahead_token_ids=st.none()
+    | st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=2), max_size=4),
 )
-removed_events = st.builds(BlockRemoved, block_hashes=st.lists(hashes, max_size=4), medium=st.none() | names, group_idx=groups)
+removed_events = st.builds(
+    BlockRemoved,
+    block_hashes=st.lists(hashes, max_size=4),
+    medium=st.none() | names,
+    group_idx=groups,
+)
 group_specs = st.builds(
     GroupSpec,
     kind=names,
@@ -98,7 +114,9 @@ layouts = st.builds(
 ranks = st.none() | st.integers(0, 2**31)
 timestamps = st.floats(allow_nan=False)
 unknown_events = (
-    st.just(["BlockMoved", [1, 2], "GPU"]) | st.just({"type": "BlockPinned", "hash": b"x"}) | st.just(["BlockTouched"])
+    st.just(["BlockMoved", [1, 2], "GPU"])
+    | st.just({"type": "BlockPinned", "hash": b"x"})
+    | st.just(["BlockTouched"])
 )
 
 
@@ -116,14 +134,27 @@ def removed_array(event: BlockRemoved) -> list[Any]:
 
 def event_map(event: Event) -> dict[str, Any]:
     """The event as vLLM >= 0.24 writes it, with the fields that newer versions add."""
-    return {**msgspec.to_builtins(event, builtin_types=(bytes,)), "locality": None, "session_id": "x", "new": [1, {"a": 2}]}
+    return {
+        **msgspec.to_builtins(event, builtin_types=(bytes,)),
+        "locality": None,
+        "session_id": "x",
+        "new": [1, {"a": 2}],
+    }
 
 
-arrays = stored_events.map(stored_array) | removed_events.map(removed_array) | st.just(["AllBlocksCleared"])
-maps = (native_stored_events | removed_events | layouts | st.just(AllBlocksCleared())).map(event_map)
+arrays = (
+    stored_events.map(stored_array)
+    | removed_events.map(removed_array)
+    | st.just(["AllBlocksCleared"])
+)
+maps = (native_stored_events | removed_events | layouts | st.just(AllBlocksCleared())).map(
+    event_map
+)
 wire_batches = st.tuples(
     timestamps,
-    st.lists(arrays, max_size=4) | st.lists(maps, max_size=4) | st.lists(arrays | maps | unknown_events, max_size=4),
+    st.lists(arrays, max_size=4)
+    | st.lists(maps, max_size=4)
+    | st.lists(arrays | maps | unknown_events, max_size=4),
     ranks,
 )
 
@@ -133,11 +164,17 @@ def wire(*events: Any, tail: tuple[Any, ...] = (0,)) -> bytes:
     return msgspec.msgpack.encode([1.5, list(events), *tail])
 
 
-# --- the native form ------------------------------------------------------------------------------------------------------
+# --- the native form ------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
-@given(timestamps, st.lists(native_stored_events | removed_events | layouts | st.just(AllBlocksCleared()), max_size=5), ranks)
+@given(
+    timestamps,
+    st.lists(
+        native_stored_events | removed_events | layouts | st.just(AllBlocksCleared()), max_size=5
+    ),
+    ranks,
+)
 def test_what_we_write_we_read_again(ts: float, events: list[Event], rank: int | None) -> None:
     """Nothing is lost between our publisher and our subscriber."""
     batch = EventBatch(ts, events, rank)
@@ -149,7 +186,9 @@ def test_a_heartbeat_is_a_batch_without_events() -> None:
     assert decode(encode(EventBatch(1.5, [], 3))) == EventBatch(1.5, [], 3)
 
 
-@pytest.mark.parametrize("block_hash", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63), b"\x00", b"\xff" * 32])
+@pytest.mark.parametrize(
+    "block_hash", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63), b"\x00", b"\xff" * 32]
+)
 def test_a_hash_is_any_64_bit_integer_or_bytes(block_hash: int | bytes) -> None:
     """vLLM up to 0.10.1 sent Python's `hash()`, which is negative half of the time."""
     stored = BlockStored([block_hash], block_hash, [1], "GPU")
@@ -157,7 +196,7 @@ def test_a_hash_is_any_64_bit_integer_or_bytes(block_hash: int | bytes) -> None:
     assert decode(encode(EventBatch(0.0, events))).events == events
 
 
-# --- vLLM, old and new ----------------------------------------------------------------------------------------------------
+# --- vLLM, old and new ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(3, len(POSITIONS) + 1))
@@ -180,13 +219,17 @@ def test_elements_behind_the_known_ones_are_ignored() -> None:
     """The next release adds one."""
     whole = [*stored_array(WHOLE), "tomorrow", [1, 2], {"a": 1}]
     removed = ["BlockRemoved", [1], "GPU", 0, None, "tomorrow"]
-    batch = decode(wire(whole, removed, ["AllBlocksCleared", "tomorrow"], tail=(3, "tomorrow", [1], {"b": 2})))
+    batch = decode(
+        wire(whole, removed, ["AllBlocksCleared", "tomorrow"], tail=(3, "tomorrow", [1], {"b": 2}))
+    )
     assert batch == EventBatch(1.5, [WHOLE, BlockRemoved([1], "GPU", 0), AllBlocksCleared()], 3)
 
 
 def test_a_batch_may_lack_its_rank() -> None:
     """It is a trailing default, and trailing defaults may be trimmed."""
-    assert decode(wire(["AllBlocksCleared"], tail=())) == EventBatch(1.5, [AllBlocksCleared()], None)
+    assert decode(wire(["AllBlocksCleared"], tail=())) == EventBatch(
+        1.5, [AllBlocksCleared()], None
+    )
 
 
 def test_unknown_fields_of_a_map_are_ignored() -> None:
@@ -197,16 +240,22 @@ def test_unknown_fields_of_a_map_are_ignored() -> None:
 
 def test_a_map_may_lack_every_field_but_its_hashes() -> None:
     """Fields without a value may be absent or nil; both mean the same."""
-    assert decode(wire({"type": "BlockStored", "block_hashes": [1]})).events == [BlockStored([1], None, [], None)]
-    assert decode(wire({"type": "BlockRemoved", "block_hashes": [1]})).events == [BlockRemoved([1], None)]
-    assert decode(wire({"type": "BlockStored", "block_hashes": [1], "token_ids": None})).events[0] == BlockStored(
-        [1], None, [], None
-    )
+    assert decode(wire({"type": "BlockStored", "block_hashes": [1]})).events == [
+        BlockStored([1], None, [], None)
+    ]
+    assert decode(wire({"type": "BlockRemoved", "block_hashes": [1]})).events == [
+        BlockRemoved([1], None)
+    ]
+    assert decode(wire({"type": "BlockStored", "block_hashes": [1], "token_ids": None})).events[
+        0
+    ] == BlockStored([1], None, [], None)
 
 
 def test_the_type_of_a_map_may_come_last() -> None:
     """A map has no order."""
-    assert decode(wire({"medium": "GPU", "block_hashes": [1], "type": "BlockRemoved"})).events == [BlockRemoved([1], "GPU")]
+    assert decode(wire({"medium": "GPU", "block_hashes": [1], "type": "BlockRemoved"})).events == [
+        BlockRemoved([1], "GPU")
+    ]
 
 
 @pytest.mark.parametrize("block_size", [None, 0, 16])
@@ -216,16 +265,21 @@ def test_the_block_size_may_be_absent_zero_or_given(block_size: int | None) -> N
     assert decode(wire(event_map(stored))).events == [stored]
 
 
-# --- SGLang ---------------------------------------------------------------------------------------------------------------
+# --- SGLang ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail", [(0, None, None), (0, 1, 2, 3), (None, 1, "two", [3], {})], ids=len)
+@pytest.mark.parametrize(
+    "tail", [(0, None, None), (0, 1, 2, 3), (None, 1, "two", [3], {})], ids=len
+)
 @pytest.mark.parametrize("medium", ["GPU", "CPU_PINNED", "DISK"])
 def test_an_sglang_batch_is_read(medium: str, tail: tuple[Any, ...]) -> None:
     """Arrays, media of its own, and more elements behind the rank."""
     stored = ["BlockStored", [-5, 6], None, [1, 2], 1, None, medium]
     batch = decode(wire(stored, ["BlockRemoved", [-5], medium], tail=tail))
-    expected: list[Event] = [BlockStored([-5, 6], None, [1, 2], medium, block_size=1), BlockRemoved([-5], medium)]
+    expected: list[Event] = [
+        BlockStored([-5, 6], None, [1, 2], medium, block_size=1),
+        BlockRemoved([-5], medium),
+    ]
     assert batch == EventBatch(1.5, expected, tail[0])
 
 
@@ -235,18 +289,27 @@ def test_the_first_of_a_token_pair_is_the_prompts_token() -> None:
     assert batch.events == [BlockStored([1, 2], None, [10, 11], "GPU", block_size=1)]
 
 
-# --- batches of several kinds ---------------------------------------------------------------------------------------------
+# --- batches of several kinds ---------------------------------------------------------------------
 
 
 def test_an_event_of_unknown_type_is_skipped_and_counted_and_nothing_else() -> None:
     """A new kind of event must not cost the known ones around it."""
-    batch = decode(wire({"type": "BlockPinned", "block_hashes": [1]}, stored_array(WHOLE), ["BlockMoved", 5], event_map(WHOLE)))
+    batch = decode(
+        wire(
+            {"type": "BlockPinned", "block_hashes": [1]},
+            stored_array(WHOLE),
+            ["BlockMoved", 5],
+            event_map(WHOLE),
+        )
+    )
     assert batch == EventBatch(1.5, [WHOLE, WHOLE], 0, skipped=2)
 
 
 def test_maps_and_arrays_may_stand_in_one_batch() -> None:
     """Two engines behind one relay."""
-    batch = decode(wire(stored_array(WHOLE), event_map(BlockRemoved([1], None)), ["AllBlocksCleared"]))
+    batch = decode(
+        wire(stored_array(WHOLE), event_map(BlockRemoved([1], None)), ["AllBlocksCleared"])
+    )
     assert batch.events == [WHOLE, BlockRemoved([1], None), AllBlocksCleared()]
 
 
@@ -266,9 +329,14 @@ def test_the_quick_way_takes_what_engines_send() -> None:
         assert codec._decode_typed(payload) == codec._read_batch(payload)
 
 
-# --- malformed ------------------------------------------------------------------------------------------------------------
+# --- malformed ------------------------------------------------------------------------------------
 
-STORED_FIELDS: dict[str, Any] = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "medium": "GPU"}
+STORED_FIELDS: dict[str, Any] = {
+    "type": "BlockStored",
+    "block_hashes": [1],
+    "token_ids": [1],
+    "medium": "GPU",
+}
 
 MALFORMED: list[tuple[str, bytes, list[str]]] = [
     ("empty", b"", ["payload of 0 bytes", "not msgpack"]),
@@ -280,38 +348,112 @@ MALFORMED: list[tuple[str, bytes, list[str]]] = [
     ("time is text", msgspec.msgpack.encode(["now", []]), ["float", "$[0]"]),
     ("events are a number", msgspec.msgpack.encode([1.0, 7]), ["array", "$[1]"]),
     ("rank is text", wire(tail=("zero",)), ["int", "$[2]"]),
-    ("event is a number", wire(["AllBlocksCleared"], 7), ["events[1]", "map or a non-empty array", "int"]),
+    (
+        "event is a number",
+        wire(["AllBlocksCleared"], 7),
+        ["events[1]", "map or a non-empty array", "int"],
+    ),
     ("event is empty", wire([]), ["events[0]", "non-empty array"]),
     ("type is a number", wire([7, [1]]), ["events[0]", "type must be a string", "int"]),
     ("map without a type", wire({"block_hashes": [1]}), ["events[0]", "type must be a string"]),
     ("no hashes", wire({"type": "BlockRemoved"}), ["events[0] (BlockRemoved)", "block_hashes"]),
-    ("hashes are text", wire(["BlockRemoved", "1"]), ["events[0] (BlockRemoved)", "$.block_hashes"]),
-    ("hash is a float", wire(["BlockRemoved", [1.5]]), ["events[0] (BlockRemoved)", "int | bytes", "$.block_hashes[0]"]),
+    (
+        "hashes are text",
+        wire(["BlockRemoved", "1"]),
+        ["events[0] (BlockRemoved)", "$.block_hashes"],
+    ),
+    (
+        "hash is a float",
+        wire(["BlockRemoved", [1.5]]),
+        ["events[0] (BlockRemoved)", "int | bytes", "$.block_hashes[0]"],
+    ),
     ("hash is true", wire(["BlockRemoved", [True]]), ["events[0] (BlockRemoved)", "bool"]),
-    ("token is text", wire(["BlockStored", [1], None, ["hi"], 1]), ["events[0] (BlockStored)", "$.token_ids[0]"]),
-    ("token is negative", wire(["BlockStored", [1], None, [5, -1], 1]), ["events[0].token_ids", "[0, 4294967295]"]),
-    ("token is too large", wire(["BlockStored", [1], None, [5, 2**32], 1]), ["events[0].token_ids", "[0, 4294967295]"]),
-    ("pairs mixed with tokens", wire(["BlockStored", [1], None, [[1, 2], 3], 1]), ["events[0].token_ids", "must not be mixed"]),
-    ("empty pair", wire(["BlockStored", [1], None, [[], [1]], 1]), ["events[0].token_ids", "must not be mixed"]),
-    ("tokens are text", wire(STORED_FIELDS | {"token_ids": ""}), ["events[0] (BlockStored)", "$.token_ids"]),
-    ("tokens are false", wire(STORED_FIELDS | {"token_ids": False}), ["events[0] (BlockStored)", "$.token_ids"]),
-    ("group is negative", wire(["BlockRemoved", [1], "GPU", -1]), ["events[0].group_idx", "[0, 255]"]),
-    ("group is too large", wire(STORED_FIELDS | {"group_idx": 256}), ["events[0].group_idx", "[0, 255]"]),
-    ("block size is negative", wire(STORED_FIELDS | {"block_size": -1}), ["events[0].block_size", "[0, 2147483648]"]),
-    ("medium is too long", wire(["BlockRemoved", [1], "G" * 257]), ["events[0].medium", "257 characters", "at most 256"]),
-    ("adapter is too long", wire(STORED_FIELDS | {"lora_name": "x" * 257}), ["events[0].lora_name", "at most 256"]),
+    (
+        "token is text",
+        wire(["BlockStored", [1], None, ["hi"], 1]),
+        ["events[0] (BlockStored)", "$.token_ids[0]"],
+    ),
+    (
+        "token is negative",
+        wire(["BlockStored", [1], None, [5, -1], 1]),
+        ["events[0].token_ids", "[0, 4294967295]"],
+    ),
+    (
+        "token is too large",
+        wire(["BlockStored", [1], None, [5, 2**32], 1]),
+        ["events[0].token_ids", "[0, 4294967295]"],
+    ),
+    (
+        "pairs mixed with tokens",
+        wire(["BlockStored", [1], None, [[1, 2], 3], 1]),
+        ["events[0].token_ids", "must not be mixed"],
+    ),
+    (
+        "empty pair",
+        wire(["BlockStored", [1], None, [[], [1]], 1]),
+        ["events[0].token_ids", "must not be mixed"],
+    ),
+    (
+        "tokens are text",
+        wire(STORED_FIELDS | {"token_ids": ""}),
+        ["events[0] (BlockStored)", "$.token_ids"],
+    ),
+    (
+        "tokens are false",
+        wire(STORED_FIELDS | {"token_ids": False}),
+        ["events[0] (BlockStored)", "$.token_ids"],
+    ),
+    (
+        "group is negative",
+        wire(["BlockRemoved", [1], "GPU", -1]),
+        ["events[0].group_idx", "[0, 255]"],
+    ),
+    (
+        "group is too large",
+        wire(STORED_FIELDS | {"group_idx": 256}),
+        ["events[0].group_idx", "[0, 255]"],
+    ),
+    (
+        "block size is negative",
+        wire(STORED_FIELDS | {"block_size": -1}),
+        ["events[0].block_size", "[0, 2147483648]"],
+    ),
+    (
+        "medium is too long",
+        wire(["BlockRemoved", [1], "G" * 257]),
+        ["events[0].medium", "257 characters", "at most 256"],
+    ),
+    (
+        "adapter is too long",
+        wire(STORED_FIELDS | {"lora_name": "x" * 257}),
+        ["events[0].lora_name", "at most 256"],
+    ),
     (
         "window is negative",
         wire(STORED_FIELDS | {"kv_cache_spec_sliding_window": -1}),
         ["events[0].kv_cache_spec_sliding_window"],
     ),
-    ("next token is negative", wire(STORED_FIELDS | {"lookahead_token_ids": [[-1]]}), ["events[0].lookahead_token_ids"]),
-    ("layout without groups", wire({"type": "CacheLayout", "publisher_id": "p"}), ["events[0] (CacheLayout)", "groups"]),
-    ("the third of three", wire(["AllBlocksCleared"], ["BlockMoved"], ["BlockRemoved", 1]), ["events[2] (BlockRemoved)"]),
+    (
+        "next token is negative",
+        wire(STORED_FIELDS | {"lookahead_token_ids": [[-1]]}),
+        ["events[0].lookahead_token_ids"],
+    ),
+    (
+        "layout without groups",
+        wire({"type": "CacheLayout", "publisher_id": "p"}),
+        ["events[0] (CacheLayout)", "groups"],
+    ),
+    (
+        "the third of three",
+        wire(["AllBlocksCleared"], ["BlockMoved"], ["BlockRemoved", 1]),
+        ["events[2] (BlockRemoved)"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("payload", "parts"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
+@pytest.mark.parametrize(
+    ("payload", "parts"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED]
+)
 def test_a_malformed_batch_is_refused_with_place_and_rule(payload: bytes, parts: list[str]) -> None:
     """The operator reads one line and knows which field of which event broke which rule."""
     with pytest.raises(MalformedBatch) as caught:
@@ -323,8 +465,12 @@ ONE_GROUP = [GroupSpec("full_attention", 16)]
 UNBOUNDED: dict[str, bytes] = {
     "a kind of 10,000 characters": wire(STORED_FIELDS | {"kv_cache_spec_kind": "k" * 10_000}),
     "a layout of 257 groups": wire(event_map(CacheLayout("p", ONE_GROUP * 257, 16, 16))),
-    "a publisher's name of 10,000 characters": wire(event_map(CacheLayout("p" * 10_000, ONE_GROUP, 16, 16))),
-    "a root hash of 64 KiB": wire(event_map(CacheLayout("p", ONE_GROUP, 16, 16, "sha256", b"n" * 65536))),
+    "a publisher's name of 10,000 characters": wire(
+        event_map(CacheLayout("p" * 10_000, ONE_GROUP, 16, 16))
+    ),
+    "a root hash of 64 KiB": wire(
+        event_map(CacheLayout("p", ONE_GROUP, 16, 16, "sha256", b"n" * 65536))
+    ),
 }
 
 
@@ -335,7 +481,7 @@ def test_what_the_router_would_have_to_keep_is_bounded(payload: bytes) -> None:
         decode(payload)
 
 
-# --- nothing of a prompt in an error --------------------------------------------------------------------------------------
+# --- nothing of a prompt in an error --------------------------------------------------------------
 
 SECRET_TOKEN = 3_141_592_653
 SECRET_TEXT = "what the user asked"
@@ -371,7 +517,14 @@ def test_no_token_and_no_text_from_the_wire_is_in_an_error(event: Any, data: st.
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_no_text_is_in_the_error_of_a_damaged_payload(position: int, value: int) -> None:
     """The decoder below speaks, too; so do the errors it was chained to."""
-    stored = BlockStored([1], None, [SECRET_TOKEN] * 5, SECRET_TEXT, lora_name=SECRET_TEXT, extra_keys=[[SECRET_TEXT]])
+    stored = BlockStored(
+        [1],
+        None,
+        [SECRET_TOKEN] * 5,
+        SECRET_TEXT,
+        lora_name=SECRET_TEXT,
+        extra_keys=[[SECRET_TEXT]],
+    )
     damaged = bytearray(wire(event_map(stored)))
     damaged[position % len(damaged)] = value
     _expect_no_secret(bytes(damaged))
@@ -380,7 +533,9 @@ def test_no_text_is_in_the_error_of_a_damaged_payload(position: int, value: int)
 
 def test_text_that_is_no_utf_8_is_not_quoted() -> None:
     """Python's own error quotes the bytes it could not read."""
-    broken = wire(["BlockRemoved", [1], SECRET_TEXT]).replace(SECRET_TEXT[-3:].encode(), b"\xff\xfe\xfd")
+    broken = wire(["BlockRemoved", [1], SECRET_TEXT]).replace(
+        SECRET_TEXT[-3:].encode(), b"\xff\xfe\xfd"
+    )
     with pytest.raises(MalformedBatch):
         decode(broken)
     _expect_no_secret(broken, SECRET_TEXT[:-3])

@@ -98,7 +98,9 @@ def test_a_rank_beyond_the_last_port_is_refused() -> None:
 
 def test_an_address_of_this_machine_is_bound(socket: zmq.Socket[bytes]) -> None:
     """And the port that the system picked is told."""
-    opened = open_socket(socket, "endpoint", Endpoint.parse("endpoint", "tcp://127.0.0.1:0"), may_connect=True)
+    opened = open_socket(
+        socket, "endpoint", Endpoint.parse("endpoint", "tcp://127.0.0.1:0"), may_connect=True
+    )
     assert opened.is_bound
     assert opened.address.startswith("tcp://127.0.0.1:")
     assert not opened.address.endswith(":0")
@@ -107,12 +109,17 @@ def test_an_address_of_this_machine_is_bound(socket: zmq.Socket[bytes]) -> None:
 def test_an_ipc_path_is_bound(socket: zmq.Socket[bytes], tmp_path: Path) -> None:
     """For a router beside the engine."""
     path = f"ipc://{tmp_path}/kv"
-    assert open_socket(socket, "endpoint", Endpoint.parse("endpoint", path), may_connect=True).address == path
+    assert (
+        open_socket(socket, "endpoint", Endpoint.parse("endpoint", path), may_connect=True).address
+        == path
+    )
 
 
 def test_an_address_of_another_machine_is_connected_to(socket: zmq.Socket[bytes]) -> None:
     """There a collector binds, and the engines come to it."""
-    opened = open_socket(socket, "endpoint", Endpoint.parse("endpoint", ELSEWHERE), may_connect=True)
+    opened = open_socket(
+        socket, "endpoint", Endpoint.parse("endpoint", ELSEWHERE), may_connect=True
+    )
     assert not opened.is_bound
     assert opened.address == ELSEWHERE
 

@@ -51,7 +51,7 @@ OTHER_VALUES: list[tuple[Event, str, Any]] = [
 ONE_OF_EACH: list[Event] = [STORED, REMOVED, AllBlocksCleared(), LAYOUT]
 
 
-# --- values ---------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
@@ -63,7 +63,9 @@ def test_equal_events_have_equal_hashes(event: Event) -> None:
     assert hash(copy) == hash(event)
 
 
-@pytest.mark.parametrize(("event", "field", "value"), OTHER_VALUES, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("event", "field", "value"), OTHER_VALUES, ids=lambda value: str(value)[:24]
+)
 def test_every_field_takes_part_in_equality_and_hash(event: Event, field: str, value: Any) -> None:
     """Group 0 and no group are different events, and so are two media."""
     other = replace(event, **{field: value})
@@ -85,7 +87,7 @@ def test_extra_keys_of_any_depth_can_be_hashed() -> None:
     assert hash(nested) != hash(replace(STORED, extra_keys=[[["image", 4], "salt"], None]))
 
 
-# --- the aggregator -------------------------------------------------------------------------------------------------------
+# --- the aggregator -------------------------------------------------------------------------------
 
 
 def test_only_what_every_worker_emitted_is_common() -> None:
@@ -165,23 +167,30 @@ def test_a_number_of_workers_that_makes_no_sense_is_refused(count: int) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=8), min_size=1, max_size=4))
-def test_popped_events_are_those_every_worker_reported_at_least_once_each_pop(reports: list[list[int]]) -> None:
+def test_popped_events_are_those_every_worker_reported_at_least_once_each_pop(
+    reports: list[list[int]],
+) -> None:
     """Against counting by hand, for any number of workers that report each event at most once."""
     workers = [sorted(set(report)) for report in reports]
     aggregator = KVEventAggregator(len(workers))
     for report in workers:
         aggregator.add_events([BlockRemoved([number], "GPU", number % 2) for number in report])
     counted = Counter(number for report in workers for number in report)
-    popped = {event.block_hashes[0] for event in aggregator.pop_common_events() if isinstance(event, BlockRemoved)}
+    popped = {
+        event.block_hashes[0]
+        for event in aggregator.pop_common_events()
+        if isinstance(event, BlockRemoved)
+    }
     assert popped == {number for number, count in counted.items() if count == len(workers)}
     assert len(aggregator.get_all_events()) == sum(counted.values()) - len(popped) * len(workers)
 
 
-# --- the written form -----------------------------------------------------------------------------------------------------
+# --- the written form -----------------------------------------------------------------------------
 
 
 def test_an_event_is_written_as_a_map_with_a_type_and_without_defaults() -> None:
-    """The form of vLLM >= 0.24: what equals its default is absent, what has none is there as nil."""
+    """The form of vLLM >= 0.24: what equals its default is absent, what has none is there as
+    nil."""
     assert _written(BlockStored([1], None, [5, 6], None)) == {
         "type": "BlockStored",
         "block_hashes": [1],
@@ -189,7 +198,11 @@ def test_an_event_is_written_as_a_map_with_a_type_and_without_defaults() -> None
         "token_ids": [5, 6],
         "medium": None,
     }
-    assert _written(BlockRemoved([1], "CPU")) == {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU"}
+    assert _written(BlockRemoved([1], "CPU")) == {
+        "type": "BlockRemoved",
+        "block_hashes": [1],
+        "medium": "CPU",
+    }
     assert _written(AllBlocksCleared()) == {"type": "AllBlocksCleared"}
 
 
@@ -200,7 +213,8 @@ def test_group_0_is_written() -> None:
 
 
 def test_an_event_of_ours_carries_no_block_size() -> None:
-    """The quotient of tokens and hashes is the block size; a consumer must not find two that differ."""
+    """The quotient of tokens and hashes is the block size; a consumer must not find two that
+    differ."""
     assert "block_size" not in _written(STORED)
 
 
@@ -218,7 +232,11 @@ def test_a_layout_is_written_with_its_groups_without_defaults() -> None:
 def test_a_batch_is_written_as_timestamp_events_rank() -> None:
     """Three elements, positional; an empty list of events is a heartbeat."""
     assert msgspec.msgpack.decode(encode(EventBatch(1.5, [], 2))) == [1.5, [], 2]
-    assert msgspec.msgpack.decode(encode(EventBatch(1.5, [AllBlocksCleared()]))) == [1.5, [{"type": "AllBlocksCleared"}], None]
+    assert msgspec.msgpack.decode(encode(EventBatch(1.5, [AllBlocksCleared()]))) == [
+        1.5,
+        [{"type": "AllBlocksCleared"}],
+        None,
+    ]
 
 
 class _ConsumersStored(msgspec.Struct, tag_field="type", tag="BlockStored"):
@@ -249,13 +267,31 @@ class _ConsumersBatch(msgspec.Struct, array_like=True):
 
 def test_a_consumer_that_tolerates_a_missing_block_size_reads_our_batches() -> None:
     """Existing consumers of vLLM's stream are users, too."""
-    stored = BlockStored([b"\x01" * 32], b"\x02" * 32, [5, 6], "GPU", 3, "sql", [["sql", "salt"]], "sliding_window", 64)
-    read = msgspec.msgpack.decode(encode(EventBatch(1.0, [stored, REMOVED], 1)), type=_ConsumersBatch)
+    stored = BlockStored(
+        [b"\x01" * 32],
+        b"\x02" * 32,
+        [5, 6],
+        "GPU",
+        3,
+        "sql",
+        [["sql", "salt"]],
+        "sliding_window",
+        64,
+    )
+    read = msgspec.msgpack.decode(
+        encode(EventBatch(1.0, [stored, REMOVED], 1)), type=_ConsumersBatch
+    )
     assert read == _ConsumersBatch(
         1.0,
         [
             _ConsumersStored(
-                [b"\x01" * 32], b"\x02" * 32, [5, 6], "GPU", lora_name="sql", extra_keys=[["sql", "salt"]], group_idx=3
+                [b"\x01" * 32],
+                b"\x02" * 32,
+                [5, 6],
+                "GPU",
+                lora_name="sql",
+                extra_keys=[["sql", "salt"]],
+                group_idx=3,
             ),
             _ConsumersRemoved([1], "GPU", 0),
         ],

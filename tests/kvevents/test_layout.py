@@ -1,4 +1,5 @@
-"""The hit rule against its definition, written a second time in the words of the design, and what a layout must fulfil."""
+"""The hit rule against its definition, written a second time in the words of the design, and what a
+layout must fulfil."""
 
 from __future__ import annotations
 
@@ -27,10 +28,16 @@ from tests.support.engine_model import defined_accept, defined_hit, defined_own,
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
-OF_EVERY_KIND = [GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.MAMBA, GroupKind.NOT_CACHED]
+OF_EVERY_KIND = [
+    GroupKind.FULL,
+    GroupKind.SLIDING_WINDOW,
+    GroupKind.CHUNKED_LOCAL,
+    GroupKind.MAMBA,
+    GroupKind.NOT_CACHED,
+]
 
 
-# --- random caches --------------------------------------------------------------------------------------------------------
+# --- random caches --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -56,11 +63,16 @@ class Case:
     prompt_tokens: int
 
 
-def random_group(rng: random.Random, unit: int, kinds: list[GroupKind], sizes: list[int]) -> KVCacheGroup:
+def random_group(
+    rng: random.Random, unit: int, kinds: list[GroupKind], sizes: list[int]
+) -> KVCacheGroup:
     size = unit * rng.choice(sizes)
-    # A chunk ends where blocks end; that those of other groups end there as well is a case with a name, below.
+    # A chunk ends where blocks end; that those of other groups end there as well is a case with a
+    # name, below.
     chunk = unit * math.lcm(*sizes) * rng.randint(1, 4)
-    return KVCacheGroup(rng.choice(kinds), size, sliding_window=rng.randint(1, 40), attention_chunk_size=chunk)
+    return KVCacheGroup(
+        rng.choice(kinds), size, sliding_window=rng.randint(1, 40), attention_chunk_size=chunk
+    )
 
 
 def random_layout(rng: random.Random) -> KVCacheLayout:
@@ -68,7 +80,9 @@ def random_layout(rng: random.Random) -> KVCacheLayout:
     if rng.random() < 0.25:
         return random_layout_with_hits_inside_blocks(rng)
     unit, sizes = rng.choice([1, 2, 4]), rng.choice([[1], [1, 2], [2, 4], [2, 3]])
-    groups = [random_group(rng, unit, OF_EVERY_KIND, sizes) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))]
+    groups = [
+        random_group(rng, unit, OF_EVERY_KIND, sizes) for _ in range(rng.choice([1, 1, 2, 2, 3, 5]))
+    ]
     if all(group.kind is GroupKind.NOT_CACHED for group in groups):
         groups.append(KVCacheGroup(GroupKind.FULL, unit))
     return KVCacheLayout.build(groups, unit, None, rng.random() < 0.4, rng.random() < 0.8)
@@ -84,8 +98,11 @@ def random_layout_with_hits_inside_blocks(rng: random.Random) -> KVCacheLayout:
     return KVCacheLayout.build(groups, unit, unit, rng.random() < 0.4, rng.random() < 0.8)
 
 
-def random_ends(rng: random.Random, layout: KVCacheLayout, index: int, prompt_tokens: int) -> set[tuple[int, int]]:
-    """Blocks of one group: nearly all, half of them, or few; entries inside blocks only where hits may end there."""
+def random_ends(
+    rng: random.Random, layout: KVCacheLayout, index: int, prompt_tokens: int
+) -> set[tuple[int, int]]:
+    """Blocks of one group: nearly all, half of them, or few; entries inside blocks only where hits
+    may end there."""
     group = layout.groups[index]
     step = min(group.block_size, layout.scheduler_block_size)
     share = rng.choice([1.0, 0.97, 0.9, 0.5])
@@ -129,23 +146,34 @@ def test_only_ends_of_the_prompts_own_blocks_are_asked_for() -> None:
     """The index names blocks by position: an end outside the prompt has no name."""
     for case in random_cases(1000):
         longest_hit(case.layout, case.cache.present, case.limit, case.prompt_tokens)
-        assert all(0 < end <= case.prompt_tokens and end % case.layout.hash_block_size == 0 for end in case.cache.asked)
+        assert all(
+            0 < end <= case.prompt_tokens and end % case.layout.hash_block_size == 0
+            for end in case.cache.asked
+        )
 
 
 def test_a_groups_own_longest_prefix_is_the_longest_it_accepts() -> None:
     """What an operator is told about each group comes from the same rule."""
-    wrong = [case for case in random_cases(2500) if _own_prefixes(case) != _defined_own_prefixes(case)]
+    wrong = [
+        case for case in random_cases(2500) if _own_prefixes(case) != _defined_own_prefixes(case)
+    ]
     assert smallest(wrong) == []
 
 
 def _own_prefixes(case: Case) -> list[int]:
     groups = range(len(case.layout.groups))
-    return [longest_accepted(case.layout, index, case.cache.present, case.limit, case.prompt_tokens) for index in groups]
+    return [
+        longest_accepted(case.layout, index, case.cache.present, case.limit, case.prompt_tokens)
+        for index in groups
+    ]
 
 
 def _defined_own_prefixes(case: Case) -> list[int]:
     groups = range(len(case.layout.groups))
-    return [defined_own(case.layout, index, case.cache.has, case.limit, case.prompt_tokens) for index in groups]
+    return [
+        defined_own(case.layout, index, case.cache.has, case.limit, case.prompt_tokens)
+        for index in groups
+    ]
 
 
 def test_the_written_definition_accepts_what_the_design_says() -> None:
@@ -155,9 +183,12 @@ def test_the_written_definition_accepts_what_the_design_says() -> None:
 
 
 def _agrees_with_accepts(case: Case) -> bool:
-    plain = KVCacheLayout.build(case.layout.groups, case.layout.hash_block_size, case.layout.scheduler_block_size)
+    plain = KVCacheLayout.build(
+        case.layout.groups, case.layout.hash_block_size, case.layout.scheduler_block_size
+    )
     return all(
-        accepts(group, length, _within(case, index)) is defined_accept(group, length, 0, _within(case, index), 10**9)
+        accepts(group, length, _within(case, index))
+        is defined_accept(group, length, 0, _within(case, index), 10**9)
         for index, group in enumerate(plain.groups)
         for length in lengths(plain, case.prompt_tokens)
         if length % group.block_size == 0 or group.kind in (GroupKind.FULL, GroupKind.MAMBA)
@@ -171,7 +202,9 @@ def _within(case: Case, index: int) -> Callable[[int], bool]:
 def test_the_random_caches_give_hits_of_every_size() -> None:
     """Were all hits 0 or all of them whole, the comparisons above would say little."""
     cases = list(random_cases(2000))
-    hits = [defined_hit(case.layout, case.cache.has, case.limit, case.prompt_tokens) for case in cases]
+    hits = [
+        defined_hit(case.layout, case.cache.has, case.limit, case.prompt_tokens) for case in cases
+    ]
     longest = [lengths(case.layout, case.limit)[0] for case in cases]
     between = sum(0 < hit < most for hit, most in zip(hits, longest, strict=True))
     assert between > 400
@@ -179,7 +212,7 @@ def test_the_random_caches_give_hits_of_every_size() -> None:
     assert hits.count(0) > 100
 
 
-# --- cases worth a name ---------------------------------------------------------------------------------------------------
+# --- cases worth a name ---------------------------------------------------------------------------
 
 
 def window(size: int, block_size: int = 16) -> KVCacheGroup:
@@ -194,17 +227,37 @@ def mamba(block_size: int = 16) -> KVCacheGroup:
     return KVCacheGroup(GroupKind.MAMBA, block_size)
 
 
-def hit(*groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 161, eagle: bool = False) -> int:
+def hit(
+    *groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 161, eagle: bool = False
+) -> int:
     """The hit where all blocks are there but those *gone*, by group."""
     layout = KVCacheLayout.build(groups, eagle=eagle)
-    return longest_hit(layout, lambda group, end: end not in gone.get(group, ()), prompt_tokens - 1, prompt_tokens)
+    return longest_hit(
+        layout, lambda group, end: end not in gone.get(group, ()), prompt_tokens - 1, prompt_tokens
+    )
 
 
 @pytest.mark.parametrize(
-    ("size", "blocks"), [(1, 1), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3), (64, 4), (65, 4), (66, 5), (1000, 63)]
+    ("size", "blocks"),
+    [
+        (1, 1),
+        (2, 1),
+        (16, 1),
+        (17, 1),
+        (18, 2),
+        (33, 2),
+        (34, 3),
+        (64, 4),
+        (65, 4),
+        (66, 5),
+        (1000, 63),
+    ],
 )
-def test_a_window_needs_the_blocks_its_other_tokens_lie_in_and_at_least_one(size: int, blocks: int) -> None:
-    """A window of w sees w - 1 tokens before the next one; vLLM asks for a block even where it sees none."""
+def test_a_window_needs_the_blocks_its_other_tokens_lie_in_and_at_least_one(
+    size: int, blocks: int
+) -> None:
+    """A window of w sees w - 1 tokens before the next one; vLLM asks for a block even where it sees
+    none."""
     assert window(size).window_blocks() == blocks
     reach = 160 if blocks > 10 else blocks * 16
     assert hit(window(size), gone={0: set(range(16, 161 - reach, 16))}) == 160
@@ -219,7 +272,8 @@ def test_a_chunk_that_starts_at_the_hit_needs_nothing() -> None:
 
 
 def test_a_chunk_need_not_end_where_blocks_of_other_groups_end() -> None:
-    """Hits come every 96 tokens here, chunks every 144: it is the chunk of the hit that counts, not the one of the limit."""
+    """Hits come every 96 tokens here, chunks every 144: it is the chunk of the hit that counts, not
+    the one of the limit."""
     layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 32), chunked(144, 48)])
     assert longest_hit(layout, lambda group, end: (group, end) != (1, 96), 150, 151) == 0
 
@@ -248,8 +302,11 @@ def test_eagle_must_see_one_block_more_than_is_reused() -> None:
 
 
 def test_eagles_block_of_a_window_is_whole_also_where_hits_may_end_inside_blocks() -> None:
-    """Only full attention has entries inside a block to test; a window's next entry is at its block's end."""
-    layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 32), mamba(32), window(33, 32)], 16, 16, eagle=True)
+    """Only full attention has entries inside a block to test; a window's next entry is at its
+    block's end."""
+    layout = KVCacheLayout.build(
+        [KVCacheGroup(GroupKind.FULL, 32), mamba(32), window(33, 32)], 16, 16, eagle=True
+    )
     assert longest_hit(layout, lambda group, end: True, 99, 100) == 64
     assert longest_hit(layout, lambda group, end: (group, end) != (2, 96), 99, 100) == 32
 
@@ -268,21 +325,27 @@ def test_a_prompt_shorter_than_a_block_hits_nothing() -> None:
     assert [hit(FULL, gone={}, prompt_tokens=length) for length in range(1, 17)] == [0] * 16
 
 
-# --- groups with equal specs ----------------------------------------------------------------------------------------------
+# --- groups with equal specs ----------------------------------------------------------------------
 
 
 def test_groups_with_equal_specs_are_one_and_those_that_are_not_cached_none() -> None:
-    """Gemma's many window groups are looked up once, wherever they stand; one token of difference parts them."""
-    layout = KVCacheLayout.build([window(33), FULL, window(33), NOT_CACHED, window(34), FULL, mamba(), window(33, 32)])
+    """Gemma's many window groups are looked up once, wherever they stand; one token of difference
+    parts them."""
+    layout = KVCacheLayout.build(
+        [window(33), FULL, window(33), NOT_CACHED, window(34), FULL, mamba(), window(33, 32)]
+    )
     assert equal_groups(layout) == ((0, 2), (1, 5), (4,), (6,), (7,))
 
 
 def test_equal_groups_give_eagles_block_together() -> None:
-    """Asked one after the other, a group that gave its block would not be asked for it again when the other cut the hit."""
+    """Asked one after the other, a group that gave its block would not be asked for it again when
+    the other cut the hit."""
     gone = {0: {48}, 1: {64, 80}}
-    # A hit needs the block at its end and EAGLE's behind it, in both groups: only 16 and 32 are there.
+    # A hit needs the block at its end and EAGLE's behind it, in both groups: only 16 and 32 are
+    # there.
     assert hit(window(16), window(16), gone=gone, prompt_tokens=81, eagle=True) == 16
-    # Another spec with the same needs: 64 suits the first, which gives its block; 32 the second; and then 32 the first too.
+    # Another spec with the same needs: 64 suits the first, which gives its block; 32 the second;
+    # and then 32 the first too.
     assert hit(window(16), window(17), gone=gone, prompt_tokens=81, eagle=True) == 32
     assert hit(window(17), window(16), gone=gone, prompt_tokens=81, eagle=True) == 32
 
@@ -297,7 +360,11 @@ def test_equal_groups_must_all_have_a_block() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_group_asked_twice_changes_no_hit(seed: int) -> None:
     """A copy of a group with the same blocks has nothing to add, with EAGLE or without."""
-    wrong = [case for case in random_cases(1500, 10 + seed) if sum(_caches(case)) > 1 and _hit_with_copy(case) != _hit_of(case)]
+    wrong = [
+        case
+        for case in random_cases(1500, 10 + seed)
+        if sum(_caches(case)) > 1 and _hit_with_copy(case) != _hit_of(case)
+    ]
     assert smallest(wrong) == []
 
 
@@ -312,10 +379,15 @@ def _hit_of(case: Case) -> int:
 def _hit_with_copy(case: Case) -> int:
     count = len(case.layout.groups)
     doubled = replace(case.layout, groups=case.layout.groups * 2)
-    return longest_hit(doubled, lambda group, end: case.cache.has(group % count, end), case.limit, case.prompt_tokens)
+    return longest_hit(
+        doubled,
+        lambda group, end: case.cache.has(group % count, end),
+        case.limit,
+        case.prompt_tokens,
+    )
 
 
-# --- with lower tiers -----------------------------------------------------------------------------------------------------
+# --- with lower tiers -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -325,27 +397,39 @@ class TieredCase:
 
     @property
     def gpu_hit(self) -> int:
-        return longest_hit(self.gpu.layout, self.gpu.cache.has, self.gpu.prompt_tokens - 1, self.gpu.prompt_tokens)
+        return longest_hit(
+            self.gpu.layout, self.gpu.cache.has, self.gpu.prompt_tokens - 1, self.gpu.prompt_tokens
+        )
 
     def found(self, below: Callable[[int, int], bool] | None = None) -> int:
         case = self.gpu
-        return longest_extended_hit(case.layout, case.cache.has, below or self.below.has, self.gpu_hit, case.prompt_tokens)
+        return longest_extended_hit(
+            case.layout, case.cache.has, below or self.below.has, self.gpu_hit, case.prompt_tokens
+        )
 
     def defined(self) -> int:
-        """The design's sentence: beyond the GPU's hit a tier's blocks count, before it the GPU's."""
+        """The design's sentence: beyond the GPU's hit a tier's blocks count, before it the
+        GPU's."""
         case, gpu_hit = self.gpu, self.gpu_hit
         ends = {(group, end) for group, end in case.cache.ends if end <= gpu_hit}
         ends |= {(group, end) for group, end in self.below.ends if end > gpu_hit}
         kinds = {group.kind for group in case.layout.groups}
         limit = case.prompt_tokens - (not kinds <= {GroupKind.FULL, GroupKind.NOT_CACHED})
-        return max(gpu_hit, defined_hit(case.layout, lambda group, end: (group, end) in ends, limit, case.prompt_tokens))
+        return max(
+            gpu_hit,
+            defined_hit(
+                case.layout, lambda group, end: (group, end) in ends, limit, case.prompt_tokens
+            ),
+        )
 
 
 def tiered_cases(count: int, seed: int) -> Iterator[TieredCase]:
     rng = random.Random(seed)
     for case in random_cases(count, seed):
         groups = range(len(case.layout.groups))
-        below = set[tuple[int, int]]().union(*(random_ends(rng, case.layout, index, case.prompt_tokens) for index in groups))
+        below = set[tuple[int, int]]().union(
+            *(random_ends(rng, case.layout, index, case.prompt_tokens) for index in groups)
+        )
         yield TieredCase(case, Cache(below, set()))
 
 
@@ -361,12 +445,20 @@ def test_a_tier_extends_a_hit_as_the_design_says(seed: int) -> None:
 
 def test_an_empty_tier_changes_nothing() -> None:
     """And never makes a hit shorter."""
-    wrong = [case.gpu for case in tiered_cases(500, 30) if case.found(lambda group, end: False) != case.gpu_hit]
+    wrong = [
+        case.gpu
+        for case in tiered_cases(500, 30)
+        if case.found(lambda group, end: False) != case.gpu_hit
+    ]
     assert smallest(wrong) == []
 
 
 def extended(
-    *groups: KVCacheGroup, gpu: dict[int, set[int]], below: dict[int, set[int]], prompt_tokens: int, eagle: bool = False
+    *groups: KVCacheGroup,
+    gpu: dict[int, set[int]],
+    below: dict[int, set[int]],
+    prompt_tokens: int,
+    eagle: bool = False,
 ) -> tuple[int, int]:
     """The GPU's hit and the hit with a tier, of blocks named by group and end."""
     layout = KVCacheLayout.build(groups, eagle=eagle)
@@ -375,7 +467,9 @@ def extended(
         return end in gpu.get(group, ())
 
     gpu_hit = longest_hit(layout, on_gpu, prompt_tokens - 1, prompt_tokens)
-    found = longest_extended_hit(layout, on_gpu, lambda group, end: end in below.get(group, ()), gpu_hit, prompt_tokens)
+    found = longest_extended_hit(
+        layout, on_gpu, lambda group, end: end in below.get(group, ()), gpu_hit, prompt_tokens
+    )
     return gpu_hit, found
 
 
@@ -385,10 +479,25 @@ EVERY = set(range(16, 161, 16))
 def test_a_tiers_window_may_lean_on_the_gpus_blocks() -> None:
     """Its blocks before the GPU's hit need not be copied twice."""
     gpu = {0: {16, 32, 48, 64}, 1: {48, 64}}
-    assert extended(FULL, window(49), gpu=gpu | {1: {32, 48, 64}}, below={0: {80}, 1: {80}}, prompt_tokens=161) == (64, 80)
-    assert extended(FULL, window(49), gpu=gpu | {1: {16, 32, 48, 64}}, below={0: EVERY, 1: {96}}, prompt_tokens=161) == (64, 64)
-    # Before the GPU's hit a tier's blocks do not count: the engine has what it reads there already, or has no hit there.
-    assert extended(FULL, window(33), gpu={0: EVERY, 1: {80, 96}}, below={0: EVERY, 1: EVERY - {112}}, prompt_tokens=161) == (
+    assert extended(
+        FULL, window(49), gpu=gpu | {1: {32, 48, 64}}, below={0: {80}, 1: {80}}, prompt_tokens=161
+    ) == (64, 80)
+    assert extended(
+        FULL,
+        window(49),
+        gpu=gpu | {1: {16, 32, 48, 64}},
+        below={0: EVERY, 1: {96}},
+        prompt_tokens=161,
+    ) == (64, 64)
+    # Before the GPU's hit a tier's blocks do not count: the engine has what it reads there already,
+    # or has no hit there.
+    assert extended(
+        FULL,
+        window(33),
+        gpu={0: EVERY, 1: {80, 96}},
+        below={0: EVERY, 1: EVERY - {112}},
+        prompt_tokens=161,
+    ) == (
         96,
         160,
     )
@@ -413,8 +522,11 @@ def test_beyond_the_gpus_hit_the_gpus_blocks_do_not_count() -> None:
         ((mamba(),), 144),
     ],
 )
-def test_only_full_attention_alone_may_load_the_whole_prompt(groups: tuple[KVCacheGroup, ...], hit_tokens: int) -> None:
-    """The last token is computed again, over the same blocks; a window or a state would need what lies before its own."""
+def test_only_full_attention_alone_may_load_the_whole_prompt(
+    groups: tuple[KVCacheGroup, ...], hit_tokens: int
+) -> None:
+    """The last token is computed again, over the same blocks; a window or a state would need what
+    lies before its own."""
     everything = dict.fromkeys(range(len(groups)), EVERY)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=160) == (0, hit_tokens)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=161) == (0, 160)
@@ -423,15 +535,19 @@ def test_only_full_attention_alone_may_load_the_whole_prompt(groups: tuple[KVCac
 def test_eagle_gives_a_block_back_of_a_loaded_prompt_too() -> None:
     """The draft model needs its hidden states, wherever the rest came from."""
     assert extended(FULL, gpu={}, below={0: EVERY}, prompt_tokens=160, eagle=True) == (0, 144)
-    assert extended(FULL, gpu={0: {16, 32, 48}}, below={0: EVERY}, prompt_tokens=161, eagle=True) == (32, 144)
+    assert extended(
+        FULL, gpu={0: {16, 32, 48}}, below={0: EVERY}, prompt_tokens=161, eagle=True
+    ) == (32, 144)
 
 
 def test_a_hit_is_never_shorter_with_a_tier() -> None:
     """EAGLE's block of a GPU hit may lie on the GPU alone, beyond what counts of it."""
-    assert extended(FULL, window(17), gpu={0: EVERY, 1: EVERY}, below={}, prompt_tokens=161, eagle=True) == (144, 144)
+    assert extended(
+        FULL, window(17), gpu={0: EVERY, 1: EVERY}, below={}, prompt_tokens=161, eagle=True
+    ) == (144, 144)
 
 
-# --- layouts that are refused ---------------------------------------------------------------------------------------------
+# --- layouts that are refused ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -439,21 +555,53 @@ def test_a_hit_is_never_shorter_with_a_tier() -> None:
     [
         ([], {}, "at least one group that caches"),
         ([NOT_CACHED], {}, "at least one group that caches"),
-        ([KVCacheGroup(GroupKind.FULL, 0)], {}, r"group 0 \(full_attention\): block_size 0 must lie in \[1, 1048576\]"),
-        ([FULL, KVCacheGroup(GroupKind.FULL, -16)], {}, r"group 1 \(full_attention\): block_size -16"),
-        ([KVCacheGroup(GroupKind.FULL, 2**20 + 1)], {}, r"group 0 \(full_attention\): block_size 1048577"),
-        ([KVCacheGroup(GroupKind.SLIDING_WINDOW, 16)], {}, r"group 0 \(sliding_window\): sliding_window None must lie in"),
-        ([window(0)], {}, r"group 0 \(sliding_window\): sliding_window 0 must lie in \[1, 2147483648\]"),
-        ([KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16)], {}, r"group 0 \(chunked_local_attention\): attention_chunk_size None"),
+        (
+            [KVCacheGroup(GroupKind.FULL, 0)],
+            {},
+            r"group 0 \(full_attention\): block_size 0 must lie in \[1, 1048576\]",
+        ),
+        (
+            [FULL, KVCacheGroup(GroupKind.FULL, -16)],
+            {},
+            r"group 1 \(full_attention\): block_size -16",
+        ),
+        (
+            [KVCacheGroup(GroupKind.FULL, 2**20 + 1)],
+            {},
+            r"group 0 \(full_attention\): block_size 1048577",
+        ),
+        (
+            [KVCacheGroup(GroupKind.SLIDING_WINDOW, 16)],
+            {},
+            r"group 0 \(sliding_window\): sliding_window None must lie in",
+        ),
+        (
+            [window(0)],
+            {},
+            r"group 0 \(sliding_window\): sliding_window 0 must lie in \[1, 2147483648\]",
+        ),
+        (
+            [KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16)],
+            {},
+            r"group 0 \(chunked_local_attention\): attention_chunk_size None",
+        ),
         ([chunked(0)], {}, r"group 0 \(chunked_local_attention\): attention_chunk_size 0"),
-        ([FULL], {"hash_block_size": 24}, "scheduler_block_size 16 must be a multiple of hash_block_size 24"),
+        (
+            [FULL],
+            {"hash_block_size": 24},
+            "scheduler_block_size 16 must be a multiple of hash_block_size 24",
+        ),
         (
             [FULL, window(64, 24)],
             {"hash_block_size": 16},
             r"group 1 \(sliding_window\): block_size 24 must be a multiple of hash_block_size 16",
         ),
         ([FULL], {"hash_block_size": -1}, r"layout: hash_block_size -1 must lie in \[1, 1048576\]"),
-        ([FULL], {"scheduler_block_size": 2**21}, "layout: scheduler_block_size 2097152 must lie in"),
+        (
+            [FULL],
+            {"scheduler_block_size": 2**21},
+            "layout: scheduler_block_size 2097152 must lie in",
+        ),
         (
             [KVCacheGroup(GroupKind.FULL, 2**19 + 1), KVCacheGroup(GroupKind.FULL, 2**19 - 1)],
             {},
@@ -475,7 +623,7 @@ def test_sizes_left_out_follow_from_the_groups() -> None:
     assert (layout.hash_block_size, layout.scheduler_block_size) == (16, 96)
 
 
-# --- from the wire --------------------------------------------------------------------------------------------------------
+# --- from the wire --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -515,7 +663,12 @@ def test_an_announced_layout_is_taken_as_it_is() -> None:
         GroupSpec("cross_attention", 7),
     ]
     layout = KVCacheLayout.from_event(CacheLayout("publisher-1", specs, 8, 16, eagle=True))
-    groups = (KVCacheGroup(GroupKind.FULL, 32), window(64), chunked(128), KVCacheGroup(GroupKind.NOT_CACHED, 7))
+    groups = (
+        KVCacheGroup(GroupKind.FULL, 32),
+        window(64),
+        chunked(128),
+        KVCacheGroup(GroupKind.NOT_CACHED, 7),
+    )
     assert layout == KVCacheLayout(groups, hash_block_size=8, scheduler_block_size=16, eagle=True)
 
 
@@ -532,7 +685,11 @@ def test_an_announced_layout_is_taken_as_it_is() -> None:
         ),
     ],
 )
-def test_an_announced_layout_that_contradicts_itself_is_refused(spec: GroupSpec, message: str) -> None:
+def test_an_announced_layout_that_contradicts_itself_is_refused(
+    spec: GroupSpec, message: str
+) -> None:
     """It came from outside: nothing of it is believed unchecked."""
     with pytest.raises(LayoutError, match=message):
-        KVCacheLayout.from_event(CacheLayout("publisher-1", [GroupSpec("full_attention", 16), spec], 16, 48))
+        KVCacheLayout.from_event(
+            CacheLayout("publisher-1", [GroupSpec("full_attention", 16), spec], 16, 48)
+        )

@@ -19,13 +19,17 @@ def test_a_live_message_is_topic_number_and_payload(topic: bytes | None) -> None
     assert read_live([b"t", SEQ, b"payload"], topic) == Batch(7, b"payload")
 
 
-@pytest.mark.parametrize("frames", [[b"", b"t", SEQ, b"payload"], [b"", SEQ, b"payload"]], ids=["0.26", "before"])
+@pytest.mark.parametrize(
+    "frames", [[b"", b"t", SEQ, b"payload"], [b"", SEQ, b"payload"]], ids=["0.26", "before"]
+)
 def test_a_reply_comes_with_and_without_a_topic(frames: list[bytes]) -> None:
     """vLLM added the topic in 0.26."""
     assert read_reply(frames, b"t") == Batch(7, b"payload")
 
 
-@pytest.mark.parametrize("frames", [[b"", b"", END_MARKER, b""], [b"", END_MARKER, b""], [b"", b"t", END_MARKER, b""]])
+@pytest.mark.parametrize(
+    "frames", [[b"", b"", END_MARKER, b""], [b"", END_MARKER, b""], [b"", b"t", END_MARKER, b""]]
+)
 def test_the_number_minus_one_ends_an_answer(frames: list[bytes]) -> None:
     """Its topic is empty even where the others carry one."""
     assert read_reply(frames, b"t") is None
@@ -39,11 +43,15 @@ def test_a_start_is_a_number_or_the_word_snapshot() -> None:
 
 
 def test_what_has_no_known_form_is_refused_whatever_it_is() -> None:
-    """Either a batch that says what its frames say, or our own error; never another exception, never its contents."""
+    """Either a batch that says what its frames say, or our own error; never another exception,
+    never its contents."""
     rng = random.Random(3)
     refused = 0
     for _ in range(50_000):
-        frames = [rng.choice((b"", b"t", SEQ, END_MARKER, rng.randbytes(rng.randrange(10)))) for _ in range(rng.randrange(7))]
+        frames = [
+            rng.choice((b"", b"t", SEQ, END_MARKER, rng.randbytes(rng.randrange(10))))
+            for _ in range(rng.randrange(7))
+        ]
         refused += is_refused(lambda frames: read_live(frames, b"t"), frames)
         refused += is_refused(lambda frames: read_reply(frames, b"t"), frames)
     assert 50_000 < refused < 100_000

@@ -1,4 +1,5 @@
-"""The publisher over real sockets: what goes out, what is answered, what is dropped, and how it ends."""
+"""The publisher over real sockets: what goes out, what is answered, what is dropped, and how it
+ends."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import zmq
 
 from kvevents.codec import decode
 from kvevents.errors import EndpointError, PublisherClosed
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+)
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.messages import Batch
@@ -38,7 +46,9 @@ from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 LAYOUT = KVCacheLayout.build([FULL])
 CHAIN = HashChain.from_seed("sha256_cbor")
-QUIET = PublisherConfig("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv-events", heartbeat_s=3600.0)
+QUIET = PublisherConfig(
+    "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv-events", heartbeat_s=3600.0
+)
 PROMPT = Prefix(tokens(160))
 
 
@@ -70,7 +80,10 @@ def events_of(batches: Sequence[Batch]) -> list[Event]:
 def follow(client: Client, publisher: ZmqEventPublisher, hwm: int = 0) -> Peer:
     """A subscriber that is certain to get what is published from now on."""
     peer = client.subscribe(publisher.endpoint, hwm=hwm)
-    greeting, last = BlockRemoved([b"greeting"], "GPU", 0), BlockRemoved([b"last greeting"], "GPU", 0)
+    greeting, last = (
+        BlockRemoved([b"greeting"], "GPU", 0),
+        BlockRemoved([b"last greeting"], "GPU", 0),
+    )
     while not peer.socket.poll(20):
         publisher.publish([greeting])
     publisher.publish([last])
@@ -90,7 +103,7 @@ def settle(publisher: ZmqEventPublisher | RecordedStreamPublisher, last_seq: int
     until(lambda: publisher.statistics().last_seq >= last_seq, f"batch {last_seq} is sent")
 
 
-# --- what goes out --------------------------------------------------------------------------------------------------------
+# --- what goes out --------------------------------------------------------------------------------
 
 
 def test_the_first_batch_is_the_layout(client: Client, publisher: ZmqEventPublisher) -> None:
@@ -132,7 +145,10 @@ def test_silence_is_broken_by_an_empty_batch_in_sequence(client: Client) -> None
         first, second = peer.decoded(), peer.decoded()
         assert (first[1].events, second[1].events) == ([], [])
         assert second[0] == first[0] + 1
-        assert numbers(client.dealer(publisher.replay_endpoint).answer(first[0]))[:2] == [first[0], second[0]]
+        assert numbers(client.dealer(publisher.replay_endpoint).answer(first[0]))[:2] == [
+            first[0],
+            second[0],
+        ]
 
 
 def test_a_step_without_events_costs_no_number(publisher: ZmqEventPublisher) -> None:
@@ -143,7 +159,9 @@ def test_a_step_without_events_costs_no_number(publisher: ZmqEventPublisher) -> 
     assert publisher.statistics().last_seq == 1
 
 
-def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """One bad value must cost neither the other events nor the thread."""
     bad = BlockStored([2**64], None, tokens(16), "GPU", 0)
     strange = BlockStored([7], None, tokens(16), "GPU", 0, extra_keys=[object()])
@@ -155,7 +173,9 @@ def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(client: Client
     assert len(client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)) == 2
 
 
-def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """The mirror may have followed half of it, and says so; the thread lives on."""
     publisher.publish([BlockStored([[1]], None, tokens(16), "GPU", 0)])  # type: ignore[list-item]
     publisher.publish(stored(2))
@@ -166,11 +186,15 @@ def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(client: Clien
     assert events_of(client.dealer(publisher.replay_endpoint).answer(2)) == stored(2)
 
 
-# --- replay ---------------------------------------------------------------------------------------------------------------
+# --- replay ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("start", "expected"), [(0, range(11)), (4, range(4, 11)), (10, [10]), (11, []), (2**63, [])])
-def test_a_replay_has_everything_from_its_start_on(client: Client, start: int, expected: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    ("start", "expected"), [(0, range(11)), (4, range(4, 11)), (10, [10]), (11, []), (2**63, [])]
+)
+def test_a_replay_has_everything_from_its_start_on(
+    client: Client, start: int, expected: Sequence[int]
+) -> None:
     """And ends with the marker, whatever it brought."""
     with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
         for number in range(10):
@@ -197,7 +221,9 @@ def test_a_start_that_the_ring_has_lost_begins_with_its_oldest(client: Client) -
         assert publisher.statistics().ring_batches == 5
 
 
-def test_a_replay_from_0_begins_with_the_layout_although_the_ring_has_lost_it(client: Client) -> None:
+def test_a_replay_from_0_begins_with_the_layout_although_the_ring_has_lost_it(
+    client: Client,
+) -> None:
     """Under the number before the oldest batch, so that the consumer counts one gap and not two."""
     with ZmqEventPublisher(replace(QUIET, buffer_steps=5), LAYOUT) as publisher:
         for number in range(20):
@@ -233,7 +259,9 @@ def test_a_batch_larger_than_the_ring_leaves_it_empty(client: Client) -> None:
 
 def test_a_replay_ends_where_the_stream_was_when_it_was_asked_for(client: Client) -> None:
     """What comes later comes live; a busy engine's replay would never end."""
-    with ZmqEventPublisher(replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT) as publisher:
+    with ZmqEventPublisher(
+        replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT
+    ) as publisher:
         publish_much(publisher)
         peer = client.dealer(publisher.replay_endpoint, hwm=1)
         peer.ask(0)
@@ -250,10 +278,12 @@ def test_a_replay_longer_than_its_queue_comes_whole(client: Client) -> None:
         for number in range(600):
             publisher.publish(stored(number, padding=30))
         settle(publisher, 600)
-        assert numbers(client.dealer(publisher.replay_endpoint, hwm=1).answer(0)) == list(range(601))
+        assert numbers(client.dealer(publisher.replay_endpoint, hwm=1).answer(0)) == list(
+            range(601)
+        )
 
 
-# --- snapshots ------------------------------------------------------------------------------------------------------------
+# --- snapshots ------------------------------------------------------------------------------------
 
 
 def index_of(batches: Sequence[Batch]) -> dict[tuple[int, str], dict[Any, int]]:
@@ -263,11 +293,15 @@ def index_of(batches: Sequence[Batch]) -> dict[tuple[int, str], dict[Any, int]]:
     return index.sources[source].held
 
 
-def test_a_snapshot_and_what_follows_it_equal_the_whole_stream(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_a_snapshot_and_what_follows_it_equal_the_whole_stream(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """The promise of the number it carries: everything up to it is in, nothing behind it."""
     for step in range(40):
         publisher.publish([PROMPT.stored(0, FULL, 0, 16 + step % 9 * 16)])
-        publisher.publish([PROMPT.removed(0, [16 + step % 5 * 16]), PROMPT.offloaded(0, [16 * (1 + step % 10)])])
+        publisher.publish(
+            [PROMPT.removed(0, [16 + step % 5 * 16]), PROMPT.offloaded(0, [16 * (1 + step % 10)])]
+        )
     peer = client.dealer(publisher.replay_endpoint)
     peer.ask(SNAPSHOT)
     for step in range(40):
@@ -289,7 +323,9 @@ def test_a_snapshot_begins_with_the_layout(client: Client, publisher: ZmqEventPu
     assert block == stored(1)[0]
 
 
-def test_a_snapshot_of_an_empty_cache_is_its_layout(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_a_snapshot_of_an_empty_cache_is_its_layout(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """Empty and refused are different answers."""
     (layout,) = client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)
     assert isinstance(decode(layout.payload).events[0], CacheLayout)
@@ -310,9 +346,14 @@ def test_everybody_who_asks_gets_a_snapshot(client: Client, publisher: ZmqEventP
 
 def test_a_snapshot_under_way_is_not_what_the_next_client_gets(client: Client) -> None:
     """Readers share one state as long as nothing happens, and not a moment longer."""
-    with ZmqEventPublisher(replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT) as publisher:
+    with ZmqEventPublisher(
+        replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT
+    ) as publisher:
         publish_much(publisher)
-        slow, quick = client.dealer(publisher.replay_endpoint, hwm=1), client.dealer(publisher.replay_endpoint)
+        slow, quick = (
+            client.dealer(publisher.replay_endpoint, hwm=1),
+            client.dealer(publisher.replay_endpoint),
+        )
         slow.ask(SNAPSHOT)
         assert slow.socket.poll(10_000)
         publisher.publish([AllBlocksCleared()])
@@ -323,7 +364,7 @@ def test_a_snapshot_under_way_is_not_what_the_next_client_gets(client: Client) -
         assert index_of(snapshot) == {(0, "GPU"): dict.fromkeys(range(100), 1)}
 
 
-# --- a full queue ---------------------------------------------------------------------------------------------------------
+# --- a full queue ---------------------------------------------------------------------------------
 
 
 class GatedContent:
@@ -356,7 +397,8 @@ class GatedContent:
 
 
 def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> None:
-    """The engine's step must not depend on anybody's network; what is dropped shows in the numbers."""
+    """The engine's step must not depend on anybody's network; what is dropped shows in the
+    numbers."""
     content = GatedContent()
     stream: Stream[int] = Stream(replace(QUIET, max_queue_size=3), content, 0)
     assert stream.offer(0) is Taking.SENT
@@ -370,20 +412,28 @@ def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> 
     sent = client.dealer(stream.replay_endpoint).answer(0)
     stream.close(5.0)
     assert [int(batch.payload) for batch in sent] == [0, 1, 2, 3, 10]
-    # The three lost ones are left out as soon as the loss is known, which is before what waited at that time.
+    # The three lost ones are left out as soon as the loss is known, which is before what waited at
+    # that time.
     assert numbers(sent) == [0, 4, 5, 6, 10]
     assert (content.noted, content.losses) == ([4, 5, 6], 1)
     assert (stream.statistics().dropped, stream.statistics().lost) == (6, 3)
 
 
-def overload(publisher: ZmqEventPublisher, burst: int, wanted: int) -> tuple[list[Event], list[bool]]:
-    """Publish faster than the thread can send, until *wanted* batches are dropped; whatever is taken or not is applied."""
+def overload(
+    publisher: ZmqEventPublisher, burst: int, wanted: int
+) -> tuple[list[Event], list[bool]]:
+    """Publish faster than the thread can send, until *wanted* batches are dropped; whatever is
+    taken or not is applied."""
     events: list[Event] = []
     taken: list[bool] = []
     while publisher.statistics().dropped < wanted:
         until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
         for _ in range(burst):
-            batch = stored(len(taken)) if len(taken) % 3 else [BlockRemoved([len(taken) - 1], "GPU", 0), *stored(len(taken))]
+            batch = (
+                stored(len(taken))
+                if len(taken) % 3
+                else [BlockRemoved([len(taken) - 1], "GPU", 0), *stored(len(taken))]
+            )
             taken.append(publisher.publish(batch))
             events += batch
     until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
@@ -392,7 +442,8 @@ def overload(publisher: ZmqEventPublisher, burst: int, wanted: int) -> tuple[lis
 
 
 def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client) -> None:
-    """The gap makes consumers ask, and the answer must be right although nobody can replay the batch."""
+    """The gap makes consumers ask, and the answer must be right although nobody can replay the
+    batch."""
     with ZmqEventPublisher(replace(QUIET, max_queue_size=40), LAYOUT) as publisher:
         events, taken = overload(publisher, burst=80, wanted=30)
         peer = client.dealer(publisher.replay_endpoint)
@@ -400,7 +451,9 @@ def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client
         statistics = publisher.statistics()
     assert statistics.last_seq == len(taken)
     assert statistics.dropped == taken.count(False)
-    assert numbers(replayed) == [0] + [number for number, is_taken in enumerate(taken, start=1) if is_taken]
+    assert numbers(replayed) == [0] + [
+        number for number, is_taken in enumerate(taken, start=1) if is_taken
+    ]
     index, source = PrefixIndex(), SourceId("all")
     index.apply(source, EventBatch(0.0, events))
     assert index_of(snapshot) == index.sources[source].held
@@ -448,7 +501,9 @@ def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: C
         held.append(len(held))
         publisher.publish(stored(held[-1]))
 
-    with ZmqEventPublisher(replace(QUIET, max_queue_size=1), LAYOUT, present_state=present_state) as publisher:
+    with ZmqEventPublisher(
+        replace(QUIET, max_queue_size=1), LAYOUT, present_state=present_state
+    ) as publisher:
         while not asked:
             for _ in range(50):
                 step(publisher)
@@ -466,7 +521,7 @@ def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: C
         assert publisher.statistics().mirror_blocks == len(held)
 
 
-# --- hostile and slow clients ---------------------------------------------------------------------------------------------
+# --- hostile and slow clients ---------------------------------------------------------------------
 
 MALFORMED: list[list[bytes]] = [
     [b""],
@@ -483,7 +538,9 @@ MALFORMED: list[list[bytes]] = [
 ]
 
 
-def test_malformed_requests_are_counted_and_not_answered(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_malformed_requests_are_counted_and_not_answered(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """Anybody who reaches the port can send anything."""
     peer = client.dealer(publisher.replay_endpoint)
     for frames in MALFORMED:
@@ -492,7 +549,9 @@ def test_malformed_requests_are_counted_and_not_answered(client: Client, publish
     assert numbers(peer.answer(0)) == [0]
 
 
-def test_a_huge_request_ends_the_connection_not_the_publisher(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_a_huge_request_ends_the_connection_not_the_publisher(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """A frame beyond the limit is never held in memory."""
     peer = client.dealer(publisher.replay_endpoint)
     monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -506,10 +565,14 @@ def test_a_huge_request_ends_the_connection_not_the_publisher(client: Client, pu
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x01\x00", b"\xff" + bytes(7) + b"\x01\x7f\x01\x02"]
+    "greeting",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x01\x00", b"\xff" + bytes(7) + b"\x01\x7f\x01\x02"],
 )
-def test_a_peer_of_another_protocol_is_hung_up_on(client: Client, publisher: ZmqEventPublisher, greeting: bytes) -> None:
-    """libzmq takes it for one from before 2012, and its code for those can abort the process while a socket closes."""
+def test_a_peer_of_another_protocol_is_hung_up_on(
+    client: Client, publisher: ZmqEventPublisher, greeting: bytes
+) -> None:
+    """libzmq takes it for one from before 2012, and its code for those can abort the process while
+    a socket closes."""
     for endpoint in (publisher.endpoint, publisher.replay_endpoint):
         host, port = str(endpoint).removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as stranger:
@@ -557,7 +620,9 @@ def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_clie
     assert stalling.statistics().replies_aborted == 1
 
 
-def test_a_client_that_leaves_in_the_middle_frees_its_place(client: Client, stalling: ZmqEventPublisher) -> None:
+def test_a_client_that_leaves_in_the_middle_frees_its_place(
+    client: Client, stalling: ZmqEventPublisher
+) -> None:
     """Routers are restarted while they recover."""
     leaving = client.dealer(stalling.replay_endpoint, hwm=1)
     leaving.ask(0)
@@ -568,7 +633,8 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place(client: Client, stal
 
 
 def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
-    """A REQ socket sees only the first reply and asks on; it must not have to wait for the rest of the old one."""
+    """A REQ socket sees only the first reply and asks on; it must not have to wait for the rest of
+    the old one."""
     limits = ReplyLimits(queued_messages=4, concurrent=2)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
         publish_much(publisher)
@@ -582,10 +648,14 @@ def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
         assert 0 < len(seen) < 100
 
 
-def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """A large cache takes seconds to tell; other routers must not go blind meanwhile."""
     for first in range(0, 60_000, 600):
-        publisher.publish([BlockStored(list(range(first, first + 600)), None, tokens(9600), "GPU", 0)])
+        publisher.publish(
+            [BlockStored(list(range(first, first + 600)), None, tokens(9600), "GPU", 0)]
+        )
     live = follow(client, publisher)
     asking = client.dealer(publisher.replay_endpoint)
     asking.ask(SNAPSHOT)
@@ -597,7 +667,7 @@ def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(client: Client
     assert sum(len(hashes) for hashes in index_of(asking.reply()).values()) == 60_000
 
 
-# --- the end --------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_whatever_was_taken_is_sent_before_shutdown_returns(client: Client) -> None:
@@ -631,12 +701,17 @@ def test_shutdown_leaves_no_thread_and_no_address_behind(client: Client) -> None
     before = set(threading.enumerate())
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
     client.dealer(publisher.replay_endpoint).answer(0)
-    addresses = replace(QUIET, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+    addresses = replace(
+        QUIET, endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint
+    )
     publisher.shutdown()
     publisher.shutdown()
     assert set(threading.enumerate()) <= before
     with ZmqEventPublisher(addresses, LAYOUT) as again:
-        assert (again.endpoint, again.replay_endpoint) == (publisher.endpoint, publisher.replay_endpoint)
+        assert (again.endpoint, again.replay_endpoint) == (
+            publisher.endpoint,
+            publisher.replay_endpoint,
+        )
         assert numbers(client.dealer(again.replay_endpoint).answer(0)) == [0]
 
 
@@ -664,7 +739,7 @@ def test_nothing_is_taken_after_shutdown(kind: str) -> None:
     assert isinstance(publisher.statistics(), PublisherStatistics)
 
 
-# --- addresses ------------------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -675,7 +750,9 @@ def free_port() -> int:
 def test_a_rank_has_ports_of_its_own(client: Client) -> None:
     """Every data-parallel rank publishes for itself, from one configuration."""
     port, replay_port = free_port(), free_port()
-    config = replace(QUIET, endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{replay_port}")
+    config = replace(
+        QUIET, endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=f"tcp://127.0.0.1:{replay_port}"
+    )
     with ZmqEventPublisher(config, LAYOUT, data_parallel_rank=2) as publisher:
         assert publisher.endpoint == f"tcp://127.0.0.1:{port + 2}"
         assert publisher.replay_endpoint == f"tcp://127.0.0.1:{replay_port + 2}"
@@ -724,7 +801,10 @@ def test_an_address_in_use_is_refused_and_nothing_stays_open() -> None:
     """Two engines on one port would be one engine to the router."""
     before = set(threading.enumerate())
     with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
-        with pytest.raises(EndpointError, match=f"^endpoint: cannot bind {publisher.endpoint}: Address already in use"):
+        with pytest.raises(
+            EndpointError,
+            match=f"^endpoint: cannot bind {publisher.endpoint}: Address already in use",
+        ):
             ZmqEventPublisher(replace(QUIET, endpoint=publisher.endpoint), LAYOUT)
         with pytest.raises(EndpointError, match=r"^replay_endpoint: cannot bind"):
             ZmqEventPublisher(replace(QUIET, replay_endpoint=publisher.endpoint), LAYOUT)
@@ -738,7 +818,7 @@ def test_a_rank_out_of_range_is_refused(rank: int) -> None:
         ZmqEventPublisher(QUIET, LAYOUT, data_parallel_rank=rank)
 
 
-# --- by configuration -----------------------------------------------------------------------------------------------------
+# --- by configuration -----------------------------------------------------------------------------
 
 
 def test_no_configuration_means_no_events() -> None:
@@ -763,7 +843,9 @@ def test_further_kinds_can_be_registered_once() -> None:
     """Other transports plug in without a change here."""
     built: list[tuple[PublisherConfig, int]] = []
 
-    def build(config: PublisherConfig, layout: KVCacheLayout, chain: HashChain | None, rank: int) -> EventPublisher:
+    def build(
+        config: PublisherConfig, layout: KVCacheLayout, chain: HashChain | None, rank: int
+    ) -> EventPublisher:
         built.append((config, rank))
         return NullEventPublisher()
 
@@ -781,7 +863,7 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
         create_publisher(replace(QUIET, kind="kafka"), LAYOUT)
 
 
-# --- recordings -----------------------------------------------------------------------------------------------------------
+# --- recordings -----------------------------------------------------------------------------------
 
 
 def test_a_recording_is_played_verbatim_under_new_numbers(client: Client) -> None:

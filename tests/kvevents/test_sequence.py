@@ -100,9 +100,12 @@ def test_classifying_changes_nothing() -> None:
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """Python's own hash differs between processes, and collides on purpose-made input once its key is known."""
+    """Python's own hash differs between processes, and collides on purpose-made input once its key
+    is known."""
     code = "from kvevents.sequence import fingerprint; print(fingerprint(b'batch').hex())"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert printed == fingerprint(b"batch").hex()
     assert len(fingerprint(b"batch")) == 8
 
@@ -114,7 +117,9 @@ def test_remembering_nothing_is_refused() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 2**32), st.integers(1, 120))
-def test_memory_is_exactly_the_last_batches_whatever_came(remembered: int, seed: int, steps: int) -> None:
+def test_memory_is_exactly_the_last_batches_whatever_came(
+    remembered: int, seed: int, steps: int
+) -> None:
     """The ring of fingerprints must agree with a plain dictionary, across jumps and losses too."""
     rng = random.Random(seed)
     tracker = SequenceTracker(remembered)
@@ -128,4 +133,6 @@ def test_memory_is_exactly_the_last_batches_whatever_came(remembered: int, seed:
         tracker.advance(seq, mark(seq))
         known[seq] = mark(seq)
         known = {kept: value for kept, value in known.items() if kept > seq - remembered}
-        assert {each: tracker.recall(each) for each in range(seq + 2) if tracker.recall(each)} == known
+        assert {
+            each: tracker.recall(each) for each in range(seq + 2) if tracker.recall(each)
+        } == known

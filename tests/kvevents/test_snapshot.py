@@ -60,11 +60,12 @@ def stored(mirror: Mirror) -> list[BlockStored]:
     return [event for event in told(mirror) if isinstance(event, BlockStored)]
 
 
-# --- the whole state ------------------------------------------------------------------------------------------------------
+# --- the whole state ------------------------------------------------------------------------------
 
 
 class Engine:
-    """What an engine might do: blocks come twice, parents go first, and the CPU gets blocks that the GPU has or had."""
+    """What an engine might do: blocks come twice, parents go first, and the CPU gets blocks that
+    the GPU has or had."""
 
     def __init__(self, seed: int, groups: Sequence[KVCacheGroup]) -> None:
         self._random = Random(seed)
@@ -75,7 +76,10 @@ class Engine:
         return [self._event() for _ in range(self._random.randint(1, 40))]
 
     def _event(self) -> Event:
-        which, index = self._random.randrange(len(PROMPTS)), self._random.randrange(len(self._groups))
+        which, index = (
+            self._random.randrange(len(PROMPTS)),
+            self._random.randrange(len(self._groups)),
+        )
         prompt, group, choice = PROMPTS[which], self._groups[index], self._random.random()
         seen = self._seen.setdefault((which, index), set())
         if choice < 0.45 or not seen:
@@ -87,17 +91,24 @@ class Engine:
         if choice < 0.7:
             return prompt.removed(index, ends)
         if choice < 0.97:
-            return prompt.offloaded(index, ends) if choice < 0.85 else prompt.removed(index, ends, "CPU")
+            return (
+                prompt.offloaded(index, ends)
+                if choice < 0.85
+                else prompt.removed(index, ends, "CPU")
+            )
         return AllBlocksCleared()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(name: str, seed: int) -> None:
+def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
+    name: str, seed: int
+) -> None:
     """This is what a snapshot is for; one missing copy is a wrong hit later.
 
-    It may find more: a follower gives up the tokens of a run that waits for its parent when its blocks go.
+    It may find more: a follower gives up the tokens of a run that waits for its parent when its
+    blocks go.
     """
     events = Engine(seed, LAYOUTS[name]).history()
     mirror, index = mirror_of(LAYOUTS[name]), PrefixIndex()
@@ -120,7 +131,9 @@ def test_the_histories_reach_what_is_interesting() -> None:
         source = SourceId(str(seed))
         mirror = mirror_of([FULL])
         apply(index, source, [mirror.layout, *Engine(seed, [FULL]).history()])
-        totals["copies"] += max(max(held.values()) for held in index.sources[source].held.values() or [{0: 0}]) > 1
+        totals["copies"] += (
+            max(max(held.values()) for held in index.sources[source].held.values() or [{0: 0}]) > 1
+        )
     for prompt in PROMPTS:
         for hit in index.match([*prompt.tokens, 1], prompt.lora, prompt.salt).values():
             totals["gpu"] += hit.gpu > 0
@@ -130,18 +143,23 @@ def test_the_histories_reach_what_is_interesting() -> None:
 
 @pytest.mark.parametrize("path", STREAMS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
 def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: Path) -> None:
-    """Real engines leave holes, store twice and evict in their own order; a snapshot must carry all of it."""
+    """Real engines leave holes, store twice and evict in their own order; a snapshot must carry all
+    of it."""
     with RecordingReader(path) as recording:
         hints = recording.header.hints(learn_layout=False)
         records = list(recording)
-    layout = KVCacheLayout.build(hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle)
+    layout = KVCacheLayout.build(
+        hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
+    )
     mirror, index, late = Mirror(announce(layout)), PrefixIndex(), []
     for number, record in enumerate(records):
         if number % (len(records) // 3) == 0:
             late.append(_join(index, mirror, f"joined at {number}", hints))
         if isinstance(record, Query):
             hits = index.match(record.query, record.lora, record.salt, record.extra_keys)
-            assert {source: hits[source].total for source in late} == dict.fromkeys(late, record.hit)
+            assert {source: hits[source].total for source in late} == dict.fromkeys(
+                late, record.hit
+            )
         else:
             mirror.apply(decode(record).events)
             for source in late:
@@ -149,8 +167,11 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
     assert len(late) >= 3
 
 
-def _join(index: PrefixIndex, mirror: Mirror, name: str, hints: LayoutHints | None = None) -> SourceId:
-    """A new source made from a snapshot; with *hints* without its layout, as the recorded engines announced none."""
+def _join(
+    index: PrefixIndex, mirror: Mirror, name: str, hints: LayoutHints | None = None
+) -> SourceId:
+    """A new source made from a snapshot; with *hints* without its layout, as the recorded engines
+    announced none."""
     source = SourceId(name)
     index.add(source, hints)
     for batch in islice(mirror.capture().batches(), 0 if hints is None else 1, None):
@@ -159,7 +180,8 @@ def _join(index: PrefixIndex, mirror: Mirror, name: str, hints: LayoutHints | No
 
 
 def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
-    """Ancestors that slid out are gone, so that nothing but the engine's own hashes places what is left."""
+    """Ancestors that slid out are gone, so that nothing but the engine's own hashes places what is
+    left."""
     group = window(7, 4)
     prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
     mirror, index = mirror_of([group], HashChain.from_seed("sha256")), PrefixIndex()
@@ -168,7 +190,7 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
     assert index.match([*prompt.tokens, 1])[late].gpu == 24
 
 
-# --- how it is told -------------------------------------------------------------------------------------------------------
+# --- how it is told -------------------------------------------------------------------------------
 
 
 def test_the_layout_stands_first_and_alone() -> None:
@@ -193,8 +215,16 @@ def test_contiguous_blocks_of_several_events_become_one_run() -> None:
 def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
     """Consumers place a block by its parent: the other way round they have to wait for it."""
     prompt, mirror = PROMPTS[0], mirror_of([FULL])
-    mirror.apply([prompt.stored(0, FULL, 12, 24), prompt.stored(0, FULL, 4, 12), prompt.stored(0, FULL, 0, 4)])
-    assert [block_hash for event in stored(mirror) for block_hash in event.block_hashes] == prompt.hashes
+    mirror.apply(
+        [
+            prompt.stored(0, FULL, 12, 24),
+            prompt.stored(0, FULL, 4, 12),
+            prompt.stored(0, FULL, 0, 4),
+        ]
+    )
+    assert [
+        block_hash for event in stored(mirror) for block_hash in event.block_hashes
+    ] == prompt.hashes
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,16 +247,24 @@ def test_full_attention_and_the_gpu_come_first() -> None:
     prompt, group = PROMPTS[0], window(7, 4)
     mirror = mirror_of([group, FULL])
     mirror.apply([prompt.offloaded(1, [4]), prompt.stored(0, group), prompt.stored(1, FULL)])
-    assert [(event.medium, event.group_idx) for event in stored(mirror)] == [("GPU", 1), ("GPU", 0), ("CPU", 1)]
+    assert [(event.medium, event.group_idx) for event in stored(mirror)] == [
+        ("GPU", 1),
+        ("GPU", 0),
+        ("CPU", 1),
+    ]
 
 
 def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> None:
-    """A window of small blocks slid on, inside a larger block of full attention: what follows must find its place."""
+    """A window of small blocks slid on, inside a larger block of full attention: what follows must
+    find its place."""
     full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
     prompt, mirror, index = PROMPTS[0], mirror_of([full, small]), PrefixIndex()
     mirror.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
     late = _join(index, mirror, "late")
-    assert [event.block_hashes for event in stored(mirror)[1:]] == [prompt.hashes[1:2], prompt.hashes[2:]]
+    assert [event.block_hashes for event in stored(mirror)[1:]] == [
+        prompt.hashes[1:2],
+        prompt.hashes[2:],
+    ]
     assert index.match([*prompt.tokens, 1])[late].gpu == 24
 
 
@@ -238,7 +276,10 @@ def test_batches_and_events_are_bounded() -> None:
     mirror.apply([BlockStored([-number for number in range(1, count)], None, [], "STORAGE", 0)])
     batches = list(mirror.capture().batches())
     for batch in batches:
-        assert sum(_weight(event) for event in batch if isinstance(event, BlockStored)) < 2 * BATCH_WEIGHT
+        assert (
+            sum(_weight(event) for event in batch if isinstance(event, BlockStored))
+            < 2 * BATCH_WEIGHT
+        )
     assert sum(len(event.block_hashes) for event in stored(mirror)) == 3 * count - 1
     assert all(_weight(event) <= BATCH_WEIGHT for event in stored(mirror))
 
@@ -248,7 +289,8 @@ def _weight(event: BlockStored) -> int:
 
 
 def test_everything_a_hash_covers_is_told_again() -> None:
-    """Adapter, salt, multimodal items and lookahead decide the content of a block as much as its tokens."""
+    """Adapter, salt, multimodal items and lookahead decide the content of a block as much as its
+    tokens."""
     event = BlockStored(
         [1, 2],
         None,
@@ -278,32 +320,52 @@ def test_extra_keys_that_are_all_empty_are_told_as_such() -> None:
 def test_runs_of_different_adapters_are_not_joined() -> None:
     """One event has one adapter."""
     mirror = mirror_of([FULL])
-    mirror.apply([BlockStored([1], None, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0, lora_name="sql")])
-    assert [(event.block_hashes, event.lora_name) for event in stored(mirror)] == [([1], None), ([2], "sql")]
+    mirror.apply(
+        [
+            BlockStored([1], None, tokens(4), "GPU", 0),
+            BlockStored([2], 1, tokens(4), "GPU", 0, lora_name="sql"),
+        ]
+    )
+    assert [(event.block_hashes, event.lora_name) for event in stored(mirror)] == [
+        ([1], None),
+        ([2], "sql"),
+    ]
 
 
 def test_a_block_with_three_copies_is_told_three_times() -> None:
     """Each copy gets its own removal, and only the last of them removes the block."""
     mirror = mirror_of([FULL])
-    mirror.apply([PROMPTS[0].stored(0, FULL, 0, 8), PROMPTS[0].stored(0, FULL), PROMPTS[0].stored(0, FULL, 0, 4)])
+    mirror.apply(
+        [
+            PROMPTS[0].stored(0, FULL, 0, 8),
+            PROMPTS[0].stored(0, FULL),
+            PROMPTS[0].stored(0, FULL, 0, 4),
+        ]
+    )
     told_hashes = [block_hash for event in stored(mirror) for block_hash in event.block_hashes]
     assert [told_hashes.count(block_hash) for block_hash in PROMPTS[0].hashes] == [3, 2, 1, 1, 1, 1]
 
 
-# --- what it follows ------------------------------------------------------------------------------------------------------
+# --- what it follows ------------------------------------------------------------------------------
 
 
 def test_a_clear_empties_the_gpu_and_leaves_the_lower_tiers() -> None:
-    """`AllBlocksCleared` speaks of the GPU pool only; the offloaded blocks are still there, and so are their tokens."""
+    """`AllBlocksCleared` speaks of the GPU pool only; the offloaded blocks are still there, and so
+    are their tokens."""
     prompt, mirror = PROMPTS[0], mirror_of([FULL])
     mirror.apply([prompt.stored(0, FULL), prompt.offloaded(0, [4, 8]), AllBlocksCleared()])
     (event,) = stored(mirror)
-    assert (event.medium, event.block_hashes, event.token_ids) == ("CPU", prompt.hashes[:2], prompt.tokens[:8])
+    assert (event.medium, event.block_hashes, event.token_ids) == (
+        "CPU",
+        prompt.hashes[:2],
+        prompt.tokens[:8],
+    )
     assert mirror.blocks == 2
 
 
 def test_an_offloaded_block_is_told_with_the_tokens_of_its_gpu_event() -> None:
-    """Also when the transfer is announced after the GPU has evicted it, which is the usual order under pressure."""
+    """Also when the transfer is announced after the GPU has evicted it, which is the usual order
+    under pressure."""
     prompt, mirror = PROMPTS[0], mirror_of([FULL])
     mirror.apply([prompt.stored(0, FULL, 0, 4), prompt.removed(0, [4]), prompt.offloaded(0, [4])])
     (event,) = stored(mirror)
@@ -328,9 +390,15 @@ def test_a_removal_of_what_is_not_there_changes_nothing() -> None:
 def test_a_parent_loop_ends() -> None:
     """No engine sends one, and none may hang the publisher."""
     mirror = mirror_of([FULL])
-    mirror.apply([BlockStored([1], 2, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0)])
+    mirror.apply(
+        [BlockStored([1], 2, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0)]
+    )
     mirror.apply([BlockStored([3], 3, tokens(4), "GPU", 0)])
-    assert sorted(block_hash for event in stored(mirror) for block_hash in event.block_hashes) == [1, 2, 3]
+    assert sorted(block_hash for event in stored(mirror) for block_hash in event.block_hashes) == [
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
@@ -345,9 +413,15 @@ def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
     """Otherwise an engine's publisher would keep every prompt it ever saw."""
     mirror = mirror_of([FULL])
     for number in range(FORGOTTEN_PLACES + 2):
-        mirror.apply([BlockStored([number], None, tokens(4), "GPU", 0), BlockRemoved([number], "GPU", 0)])
+        mirror.apply(
+            [BlockStored([number], None, tokens(4), "GPU", 0), BlockRemoved([number], "GPU", 0)]
+        )
     mirror.apply([BlockStored([0, 1, 2], None, [], "CPU", 0)])
-    known = {block_hash: bool(event.token_ids) for event in stored(mirror) for block_hash in event.block_hashes}
+    known = {
+        block_hash: bool(event.token_ids)
+        for event in stored(mirror)
+        for block_hash in event.block_hashes
+    }
     assert known == {0: False, 1: False, 2: True}
 
 

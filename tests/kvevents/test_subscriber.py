@@ -1,4 +1,5 @@
-"""One subscriber, one publisher, real sockets on loopback: what is handed on, and what the state says about it."""
+"""One subscriber, one publisher, real sockets on loopback: what is handed on, and what the state
+says about it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ from kvevents.subscriber import Subscriber, SubscriberOptions
 from tests.support.following import QUICK, Notebook, following, until, until_live, until_state
 from tests.support.vllm_publisher import END, Reply, VllmPublisher, free_port, seq_frame
 
-LIVE, SUSPECT, RECOVERING, CONNECTING = SourceState.LIVE, SourceState.SUSPECT, SourceState.RECOVERING, SourceState.CONNECTING
+LIVE, SUSPECT, RECOVERING, CONNECTING = (
+    SourceState.LIVE,
+    SourceState.SUSPECT,
+    SourceState.RECOVERING,
+    SourceState.CONNECTING,
+)
 
 
 @pytest.fixture
@@ -47,7 +53,9 @@ def notebook() -> Notebook:
     return Notebook()
 
 
-def subscriber_to(publisher: VllmPublisher, notebook: Notebook, options: SubscriberOptions = QUICK) -> Subscriber:
+def subscriber_to(
+    publisher: VllmPublisher, notebook: Notebook, options: SubscriberOptions = QUICK
+) -> Subscriber:
     return Subscriber(
         publisher.endpoint,
         notebook,
@@ -62,8 +70,11 @@ def without_replay(publisher: VllmPublisher, notebook: Notebook) -> Subscriber:
 
 
 @asynccontextmanager
-async def live(publisher: VllmPublisher, notebook: Notebook, options: SubscriberOptions = QUICK) -> AsyncIterator[Subscriber]:
-    """Run a subscriber of a publisher that has said nothing yet; it is there before the first batch."""
+async def live(
+    publisher: VllmPublisher, notebook: Notebook, options: SubscriberOptions = QUICK
+) -> AsyncIterator[Subscriber]:
+    """Run a subscriber of a publisher that has said nothing yet; it is there before the first
+    batch."""
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
         await until_live(subscriber, None)
         await until(lambda: publisher.subscribers > 0, "the subscription")
@@ -72,7 +83,9 @@ async def live(publisher: VllmPublisher, notebook: Notebook, options: Subscriber
 
 def publish(publisher: VllmPublisher, count: int, name: str = "a", **loss: bool) -> int:
     """Publish so many batches; returns the last number."""
-    last = [publisher.publish(f"{name} {publisher.last_seq + 1}".encode(), **loss) for _ in range(count)][-1]
+    last = [
+        publisher.publish(f"{name} {publisher.last_seq + 1}".encode(), **loss) for _ in range(count)
+    ][-1]
     publisher.flush()
     return last
 
@@ -83,21 +96,26 @@ def restarted(publisher: VllmPublisher, **settings: Any) -> VllmPublisher:
     return VllmPublisher(port=publisher.port, replay_port=publisher.replay_port, **settings)
 
 
-# --- the ordinary course --------------------------------------------------------------------------------------------------
+# --- the ordinary course --------------------------------------------------------------------------
 
 
-async def test_batches_are_handed_on_in_order_and_once(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_batches_are_handed_on_in_order_and_once(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """The whole point."""
     async with live(publisher, notebook) as subscriber:
         last = publish(publisher, 500)
         await until_live(subscriber, last)
-        assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(500)]
+        assert [batch.payload for batch in notebook.batches] == [
+            f"a {seq}".encode() for seq in range(500)
+        ]
         assert subscriber.statistics().gaps == 0
 
 
 @pytest.mark.parametrize("with_topic", [True, False])
 async def test_who_comes_late_replays_from_zero(with_topic: bool, notebook: Notebook) -> None:
-    """A router restarts more often than an engine; replies come with and without a topic, by version."""
+    """A router restarts more often than an engine; replies come with and without a topic, by
+    version."""
     with VllmPublisher(with_topic=with_topic) as publisher:
         last = publish(publisher, 100)
         async with following(subscriber_to(publisher, notebook)) as subscriber:
@@ -119,7 +137,9 @@ async def test_who_comes_too_late_is_suspect(notebook: Notebook) -> None:
             await until_state(subscriber, SUSPECT, last)
 
 
-async def test_a_suspect_source_is_known_again_when_its_cache_was_cleared(notebook: Notebook) -> None:
+async def test_a_suspect_source_is_known_again_when_its_cache_was_cleared(
+    notebook: Notebook,
+) -> None:
     """`AllBlocksCleared` makes up for everything that was missed before."""
     with VllmPublisher(ring=10) as publisher:
         publish(publisher, 100)
@@ -143,7 +163,9 @@ async def test_a_gap_is_filled_from_the_ring(publisher: VllmPublisher, notebook:
     assert (statistics.restarts, notebook.reasons) == (0, [])
 
 
-async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """vLLM sends no heartbeats, and the last batch of a burst may stay the last for an hour."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 10)
@@ -153,7 +175,9 @@ async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(publisher: VllmP
     assert notebook.seqs == list(range(13))
 
 
-async def test_duplicates_and_stragglers_change_nothing(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_duplicates_and_stragglers_change_nothing(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """Relays repeat messages and deliver some late."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 10)
@@ -167,7 +191,9 @@ async def test_duplicates_and_stragglers_change_nothing(publisher: VllmPublisher
     assert (statistics.restarts, notebook.reasons) == (0, [])
 
 
-async def test_another_topic_with_the_same_beginning_is_not_ours(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_another_topic_with_the_same_beginning_is_not_ours(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """ZMQ subscribes to prefixes; a second engine behind a collector has its own numbers."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 3)
@@ -202,11 +228,20 @@ def _run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, Non
 
 async def test_one_process_can_hold_both_ends(notebook: Notebook) -> None:
     """`inproc` has no handshake to wait for."""
-    with zmq.Context() as context, context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as router:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as pub,
+        context.socket(zmq.ROUTER) as router,
+    ):
         pub.bind("inproc://events")
         router.bind("inproc://replay")
         subscriber = Subscriber(
-            "inproc://events", notebook, replay_endpoint="inproc://replay", topic="t", options=QUICK, context=context
+            "inproc://events",
+            notebook,
+            replay_endpoint="inproc://replay",
+            topic="t",
+            options=QUICK,
+            context=context,
         )
         async with following(subscriber):
             await until(lambda: bool(router.poll(0)), "the first question")
@@ -223,27 +258,37 @@ async def test_one_process_can_hold_both_ends(notebook: Notebook) -> None:
 
 
 async def test_after_a_snapshot_a_look_at_the_tail_asks_for_no_other(notebook: Notebook) -> None:
-    """A snapshot stands for a batch we never saw; without its fingerprint every look would end in a new snapshot."""
-    config = PublisherConfig("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_s=1000.0, buffer_steps=2)
+    """A snapshot stands for a batch we never saw; without its fingerprint every look would end in a
+    new snapshot."""
+    config = PublisherConfig(
+        "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_s=1000.0, buffer_steps=2
+    )
     full = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 16)])
     with ZmqEventPublisher(config, full) as publisher:
         for _ in range(5):
             publisher.publish([AllBlocksCleared()])
         await until(lambda: publisher.statistics().last_seq == 5, "the batches")
-        subscriber = Subscriber(publisher.endpoint, notebook, replay_endpoint=publisher.replay_endpoint, options=QUICK)
+        subscriber = Subscriber(
+            publisher.endpoint, notebook, replay_endpoint=publisher.replay_endpoint, options=QUICK
+        )
         async with following(subscriber):
             await until_live(subscriber, 5)
             questions = subscriber.statistics().questions
-            await until(lambda: subscriber.statistics().questions > questions + 2, "three looks at the tail")
+            await until(
+                lambda: subscriber.statistics().questions > questions + 2, "three looks at the tail"
+            )
             assert subscriber.statistics().snapshots == 1
             assert subscriber.statistics().publisher_id == publisher.publisher_id
 
 
-# --- restarts -------------------------------------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------------------
 
 
-async def test_a_restart_is_seen_before_the_new_process_says_anything(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """An idle engine after a restart holds nothing, and must not keep the reputation of the old one."""
+async def test_a_restart_is_seen_before_the_new_process_says_anything(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """An idle engine after a restart holds nothing, and must not keep the reputation of the old
+    one."""
     publish(publisher, 10)
     async with following(subscriber_to(publisher, notebook)) as subscriber:
         await until_live(subscriber, 9)
@@ -253,9 +298,14 @@ async def test_a_restart_is_seen_before_the_new_process_says_anything(publisher:
     assert (notebook.batches, notebook.reasons, statistics.restarts) == ([], ["restart"], 1)
 
 
-@pytest.mark.parametrize("new", [3, 10, 11, 50], ids=["before", "just before", "exactly at", "far behind"])
-async def test_a_restart_is_seen_wherever_the_new_number_stands(new: int, publisher: VllmPublisher, notebook: Notebook) -> None:
-    """Before, at and behind the old number: only the last batch, asked for again, tells the processes apart."""
+@pytest.mark.parametrize(
+    "new", [3, 10, 11, 50], ids=["before", "just before", "exactly at", "far behind"]
+)
+async def test_a_restart_is_seen_wherever_the_new_number_stands(
+    new: int, publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Before, at and behind the old number: only the last batch, asked for again, tells the
+    processes apart."""
     publish(publisher, 10)
     async with following(subscriber_to(publisher, notebook)) as subscriber:
         await until_live(subscriber, 9)
@@ -264,11 +314,15 @@ async def test_a_restart_is_seen_wherever_the_new_number_stands(new: int, publis
             await until_live(subscriber, new - 1)
             publish(again, 5, "b")
             await until_live(subscriber, new + 4)
-    assert [batch.payload for batch in notebook.batches] == [f"b {seq}".encode() for seq in range(new + 5)]
+    assert [batch.payload for batch in notebook.batches] == [
+        f"b {seq}".encode() for seq in range(new + 5)
+    ]
     assert notebook.reasons == ["restart"]
 
 
-async def test_a_restart_that_no_connection_shows_is_seen_by_its_number(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_a_restart_that_no_connection_shows_is_seen_by_its_number(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """Behind a relay the connection stays, whatever happens to the engine."""
     publish(publisher, 10)
     async with following(subscriber_to(publisher, notebook)) as subscriber:
@@ -279,15 +333,20 @@ async def test_a_restart_that_no_connection_shows_is_seen_by_its_number(publishe
     assert [batch.payload for batch in notebook.batches] == [b"b 0", b"b 1", b"b 2", b"b 3"]
 
 
-async def test_a_restart_that_no_connection_shows_is_seen_behind_a_gap(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """The new process has passed the old number: it looks like a gap, and the ring would even fill it."""
+async def test_a_restart_that_no_connection_shows_is_seen_behind_a_gap(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """The new process has passed the old number: it looks like a gap, and the ring would even fill
+    it."""
     publish(publisher, 10)
     async with following(subscriber_to(publisher, notebook)) as subscriber:
         await until_live(subscriber, 9)
         _become_another_process(publisher, 20)
         publisher.send_raw([publisher.topic, seq_frame(19), b"b 19"])
         await until_live(subscriber, 19)
-    assert [batch.payload for batch in notebook.batches] == [f"b {seq}".encode() for seq in range(20)]
+    assert [batch.payload for batch in notebook.batches] == [
+        f"b {seq}".encode() for seq in range(20)
+    ]
 
 
 def _become_another_process(publisher: VllmPublisher, count: int) -> None:
@@ -296,7 +355,9 @@ def _become_another_process(publisher: VllmPublisher, count: int) -> None:
         publisher.ring.extend((seq, f"b {seq}".encode()) for seq in range(count))
 
 
-async def test_a_publisher_that_changes_its_name_is_another_process(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_a_publisher_that_changes_its_name_is_another_process(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """The identity in a layout decides, even where the numbers fit."""
     async with live(publisher, notebook) as subscriber:
         publisher.publish(layout("first"))
@@ -332,7 +393,9 @@ async def test_without_a_replay_endpoint_a_restart_shows_by_its_number_alone(
     assert [batch.payload for batch in notebook.batches] == [b"b 0", b"b 1"]
 
 
-async def test_without_a_replay_endpoint_a_gap_leaves_the_source_suspect(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_without_a_replay_endpoint_a_gap_leaves_the_source_suspect(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """Nobody can be asked, so what is lost stays lost and is said to be."""
     async with following(without_replay(publisher, notebook)) as subscriber:
         await until_state(subscriber, SUSPECT, None)
@@ -360,8 +423,11 @@ async def test_without_a_replay_endpoint_a_reconnect_leaves_the_source_suspect(
             await until_state(subscriber, SUSPECT, 5)
 
 
-async def test_the_expected_number_proves_nothing_after_a_reconnect(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """While the replay endpoint is silent nobody says that it is the same process, however well the number fits."""
+async def test_the_expected_number_proves_nothing_after_a_reconnect(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """While the replay endpoint is silent nobody says that it is the same process, however well the
+    number fits."""
     quick = replace(QUICK, patience_s=0.05, replay=ReplayLimits(silence_s=0.05))
     async with live(publisher, notebook, quick) as subscriber:
         publish(publisher, 5)
@@ -373,8 +439,11 @@ async def test_the_expected_number_proves_nothing_after_a_reconnect(publisher: V
             await until_state(subscriber, SUSPECT, 7)
 
 
-async def test_a_straggler_makes_nothing_suspect_where_the_ring_has_moved_on(notebook: Notebook) -> None:
-    """The ring is too short to prove anything by the time we ask; but nothing is missing, and live batches go on."""
+async def test_a_straggler_makes_nothing_suspect_where_the_ring_has_moved_on(
+    notebook: Notebook,
+) -> None:
+    """The ring is too short to prove anything by the time we ask; but nothing is missing, and live
+    batches go on."""
 
     def moving_on(self: VllmPublisher, first: int) -> list[Reply]:
         if first == 4:
@@ -383,7 +452,9 @@ async def test_a_straggler_makes_nothing_suspect_where_the_ring_has_moved_on(not
         return self.replies(first)
 
     with VllmPublisher(ring=3) as publisher:
-        async with live(publisher, notebook, replace(QUICK, first_probe_s=100.0, max_probe_s=100.0)) as subscriber:
+        async with live(
+            publisher, notebook, replace(QUICK, first_probe_s=100.0, max_probe_s=100.0)
+        ) as subscriber:
             publish(publisher, 5)
             await until_live(subscriber, 4)
             publisher.answer = moving_on
@@ -393,7 +464,7 @@ async def test_a_straggler_makes_nothing_suspect_where_the_ring_has_moved_on(not
     assert notebook.seqs == list(range(8))
 
 
-# --- what cannot be had ---------------------------------------------------------------------------------------------------
+# --- what cannot be had ---------------------------------------------------------------------------
 
 
 async def test_a_loss_the_ring_has_forgotten_leaves_the_source_suspect(notebook: Notebook) -> None:
@@ -410,7 +481,9 @@ async def test_a_loss_the_ring_has_forgotten_leaves_the_source_suspect(notebook:
             await until_live(subscriber, publisher.publish(b"clear"))
 
 
-async def test_a_batch_that_was_never_sent_leaves_a_hole_that_is_passed(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_a_batch_that_was_never_sent_leaves_a_hole_that_is_passed(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """A batch that vLLM fails to encode uses up its number; nothing will ever fill the gap."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 5)
@@ -422,7 +495,9 @@ async def test_a_batch_that_was_never_sent_leaves_a_hole_that_is_passed(publishe
     assert notebook.seqs == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
 
 
-async def test_a_batch_spoiled_on_the_way_is_fetched_again(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_a_batch_spoiled_on_the_way_is_fetched_again(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """A malformed batch is a gap, and the ring may have it whole."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 5)
@@ -434,7 +509,9 @@ async def test_a_batch_spoiled_on_the_way_is_fetched_again(publisher: VllmPublis
     assert notebook.seqs == list(range(7))
 
 
-async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """It will not become better by asking again: go on, and say that something is missing."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 5)
@@ -448,8 +525,11 @@ async def test_a_batch_that_is_malformed_in_the_ring_too_is_passed(publisher: Vl
     assert notebook.seqs == [0, 1, 2, 3, 4, *range(6, 29)]
 
 
-async def test_a_ring_that_cannot_help_is_not_read_again_and_again(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """Starting over from a ring with a broken batch ends where it began, and costs the engine ten thousand replies."""
+async def test_a_ring_that_cannot_help_is_not_read_again_and_again(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Starting over from a ring with a broken batch ends where it began, and costs the engine ten
+    thousand replies."""
     publish(publisher, 5)
     publisher.publish(b"bad for good")
     last = publish(publisher, 5)
@@ -462,7 +542,8 @@ async def test_a_ring_that_cannot_help_is_not_read_again_and_again(publisher: Vl
 
 
 async def test_what_comes_between_two_questions_is_not_thrown_away(notebook: Notebook) -> None:
-    """Only an answer that was read to its end covers what came before; that there are no snapshots covers nothing."""
+    """Only an answer that was read to its end covers what came before; that there are no snapshots
+    covers nothing."""
 
     def with_news(self: VllmPublisher, first: int) -> list[Reply]:
         replies = self.replies(first)
@@ -480,7 +561,8 @@ async def test_what_comes_between_two_questions_is_not_thrown_away(notebook: Not
 
 
 async def test_a_batch_above_the_limit_is_refused_and_the_rest_goes_on(notebook: Notebook) -> None:
-    """100 MB in one frame end the connection; the same frame waits in the ring, and must not stop the stream for good."""
+    """100 MB in one frame end the connection; the same frame waits in the ring, and must not stop
+    the stream for good."""
     with VllmPublisher() as publisher:
         async with live(publisher, notebook) as subscriber:
             publish(publisher, 5)
@@ -494,7 +576,7 @@ async def test_a_batch_above_the_limit_is_refused_and_the_rest_goes_on(notebook:
             assert notebook.seqs[:5] == [0, 1, 2, 3, 4]
 
 
-# --- a replay endpoint that does not behave -------------------------------------------------------------------------------
+# --- a replay endpoint that does not behave -------------------------------------------------------
 
 
 async def test_a_replay_endpoint_that_nobody_serves_delays_the_stream_only_for_so_long(
@@ -503,7 +585,9 @@ async def test_a_replay_endpoint_that_nobody_serves_delays_the_stream_only_for_s
     """A wrong port in the configuration must show as suspect, not as a replica without events."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         silent = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        subscriber = Subscriber(publisher.endpoint, notebook, replay_endpoint=silent, topic="kv-events", options=QUICK)
+        subscriber = Subscriber(
+            publisher.endpoint, notebook, replay_endpoint=silent, topic="kv-events", options=QUICK
+        )
         async with following(subscriber):
             await until_state(subscriber, SUSPECT, None)
             await until(lambda: publisher.subscribers > 0, "the subscription")
@@ -514,7 +598,9 @@ async def test_a_replay_endpoint_that_nobody_serves_delays_the_stream_only_for_s
     assert notebook.seqs == [0, 1, 2, 3, 4, 6, 7]
 
 
-async def test_what_was_missed_while_nobody_answered_is_made_up_for_later(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_what_was_missed_while_nobody_answered_is_made_up_for_later(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """A replay endpoint that was down for a while costs time, not exactness."""
     down = True
     publisher.answer = lambda self, first: [] if down else self.replies(first)
@@ -534,21 +620,28 @@ async def test_what_was_missed_while_nobody_answered_is_made_up_for_later(publis
 
 
 async def test_a_ring_that_keeps_nothing_is_not_taken_for_a_restart(notebook: Notebook) -> None:
-    """`buffer_steps: 0` answers the end marker to everything; that must not clear an index at every look."""
+    """`buffer_steps: 0` answers the end marker to everything; that must not clear an index at every
+    look."""
     with VllmPublisher(ring=0) as publisher:
         async with live(publisher, notebook) as subscriber:
             publish(publisher, 5)
             await until_live(subscriber, 4)
             questions = subscriber.statistics().questions
-            await until(lambda: subscriber.statistics().questions > questions + 1, "two looks at a silent tail")
+            await until(
+                lambda: subscriber.statistics().questions > questions + 1,
+                "two looks at a silent tail",
+            )
             publish(publisher, 1, on_wire=False)
             await until_state(subscriber, SUSPECT, publish(publisher, 1))
     assert notebook.reasons == []
     assert notebook.seqs == [0, 1, 2, 3, 4, 6]
 
 
-async def test_a_ring_that_keeps_nothing_leaves_whoever_comes_late_suspect(notebook: Notebook) -> None:
-    """An empty answer says nothing was published; a batch with a high number says otherwise, and must not be lost."""
+async def test_a_ring_that_keeps_nothing_leaves_whoever_comes_late_suspect(
+    notebook: Notebook,
+) -> None:
+    """An empty answer says nothing was published; a batch with a high number says otherwise, and
+    must not be lost."""
     with VllmPublisher(ring=0, first_seq=57) as publisher:
         async with live(publisher, notebook) as subscriber:
             await until_state(subscriber, SUSPECT, publish(publisher, 3))
@@ -577,7 +670,9 @@ def huge(publisher: VllmPublisher, first: int) -> list[Reply]:
 
 def garbage(publisher: VllmPublisher, first: int) -> list[Reply]:
     rng = random.Random(first)
-    return [[rng.randbytes(rng.randrange(12)) for _ in range(rng.randrange(1, 9))] for _ in range(50)]
+    return [
+        [rng.randbytes(rng.randrange(12)) for _ in range(rng.randrange(1, 9))] for _ in range(50)
+    ]
 
 
 def with_a_loaded_end(publisher: VllmPublisher, first: int) -> list[Reply]:
@@ -609,9 +704,12 @@ def far_ahead(publisher: VllmPublisher, first: int) -> list[Reply]:
 async def test_an_answer_against_the_rules_is_cut_and_survived(
     answer: object, publisher: VllmPublisher, notebook: Notebook
 ) -> None:
-    """Whatever the replay endpoint says: no crash, no hang, and all is well once it says the truth."""
+    """Whatever the replay endpoint says: no crash, no hang, and all is well once it says the
+    truth."""
     limits = ReplayLimits(silence_s=0.2, total_s=2.0, batches=5000, payload_bytes=2_000_000)
-    options = replace(QUICK, replay=limits, socket=SocketLimits(message_bytes=3_000_000, connect_timeout_s=2.0))
+    options = replace(
+        QUICK, replay=limits, socket=SocketLimits(message_bytes=3_000_000, connect_timeout_s=2.0)
+    )
     publish(publisher, 5)
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
         await until_live(subscriber, 4)
@@ -619,10 +717,16 @@ async def test_an_answer_against_the_rules_is_cut_and_survived(
         publish(publisher, 1, on_wire=False)
         publish(publisher, 1)
         await until(lambda: len(publisher.requests) > 3, "questions")
-        await until(lambda: _is_hurt(subscriber), "a sign that the answer was refused", show=subscriber.statistics)
+        await until(
+            lambda: _is_hurt(subscriber),
+            "a sign that the answer was refused",
+            show=subscriber.statistics,
+        )
         publisher.answer = None
         await until_live(subscriber, publish(publisher, 1))
-        assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(8)]
+        assert [batch.payload for batch in notebook.batches] == [
+            f"a {seq}".encode() for seq in range(8)
+        ]
 
 
 def _is_hurt(subscriber: Subscriber) -> bool:
@@ -646,19 +750,28 @@ async def test_a_snapshot_against_the_rules_is_thrown_away(
 
     def answer(self: VllmPublisher, first: int) -> list[Reply]:
         is_snapshot = first == int.from_bytes(SNAPSHOT_START, "big")
-        return [self.reply(4, layout("a name")), *rest(self)] if is_snapshot else self.replies(first)
+        return (
+            [self.reply(4, layout("a name")), *rest(self)] if is_snapshot else self.replies(first)
+        )
 
     publisher.answer = answer
     last = publish(publisher, 5)
-    async with following(subscriber_to(publisher, notebook, replace(QUICK, replay=ReplayLimits(silence_s=0.2)))) as subscriber:
+    async with following(
+        subscriber_to(publisher, notebook, replace(QUICK, replay=ReplayLimits(silence_s=0.2)))
+    ) as subscriber:
         await until_live(subscriber, last)
         assert subscriber.statistics().snapshots == 0
-    assert [batch.payload for batch in notebook.batches] == [f"a {seq}".encode() for seq in range(5)]
+    assert [batch.payload for batch in notebook.batches] == [
+        f"a {seq}".encode() for seq in range(5)
+    ]
     assert notebook.reasons == ["broken snapshot"]
 
 
-async def test_an_answer_without_an_end_is_cut_by_its_length(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """Thousands of replies a second, each in order and none the last, would otherwise be one answer for ever."""
+async def test_an_answer_without_an_end_is_cut_by_its_length(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Thousands of replies a second, each in order and none the last, would otherwise be one answer
+    for ever."""
     publisher.answer = lambda self, first: endless(self, first)[:400]
     options = replace(QUICK, replay=ReplayLimits(silence_s=0.2, batches=50))
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
@@ -668,8 +781,11 @@ async def test_an_answer_without_an_end_is_cut_by_its_length(publisher: VllmPubl
         assert statistics.state is not LIVE
 
 
-async def test_an_answer_that_is_cut_short_is_continued_where_it_ended(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """A ROUTER drops what a slow reader does not take, the end marker too: what came is kept, the rest asked for again."""
+async def test_an_answer_that_is_cut_short_is_continued_where_it_ended(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """A ROUTER drops what a slow reader does not take, the end marker too: what came is kept, the
+    rest asked for again."""
     publisher.answer = lambda self, first: self.replies(first)[:20]
     publish(publisher, 100)
     quick = replace(QUICK, replay=ReplayLimits(silence_s=0.05))
@@ -678,11 +794,17 @@ async def test_an_answer_that_is_cut_short_is_continued_where_it_ended(publisher
     assert notebook.seqs == list(range(100))
 
 
-async def test_holes_in_an_answer_are_asked_for_again(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_holes_in_an_answer_are_asked_for_again(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """A ROUTER at its high-water mark drops from the middle; that is no hole in the ring."""
 
     def with_holes(self: VllmPublisher, first: int) -> list[Reply]:
-        return [reply for place, reply in enumerate(self.replies(first)) if place % 7 != 6 or reply == self.end()]
+        return [
+            reply
+            for place, reply in enumerate(self.replies(first))
+            if place % 7 != 6 or reply == self.end()
+        ]
 
     publish(publisher, 3)
     async with following(subscriber_to(publisher, notebook)) as subscriber:
@@ -694,11 +816,12 @@ async def test_holes_in_an_answer_are_asked_for_again(publisher: VllmPublisher, 
         assert notebook.reasons == []
 
 
-# --- hostile batches ------------------------------------------------------------------------------------------------------
+# --- hostile batches ------------------------------------------------------------------------------
 
 
 async def test_ten_thousand_mutated_messages_change_nothing(notebook: Notebook) -> None:
-    """Anybody who can connect a collector can send anything: every message is refused and counted, none is believed."""
+    """Anybody who can connect a collector can send anything: every message is refused and counted,
+    none is believed."""
     rng = random.Random(7)
     with VllmPublisher() as publisher:
         publish(publisher, 50)
@@ -711,7 +834,11 @@ async def test_ten_thousand_mutated_messages_change_nothing(notebook: Notebook) 
                     publisher.send_raw(_mutated(rng, publisher.topic))
                 sent += 500
                 await until_live(subscriber, publish(publisher, 1), 20)
-                await until(lambda: _refused(subscriber) >= sent, "all of them counted", show=subscriber.statistics)  # noqa: B023
+                await until(
+                    lambda: _refused(subscriber) >= sent,  # noqa: B023
+                    "all of them counted",
+                    show=subscriber.statistics,
+                )
                 gc.collect()
                 grown.append(sys.getallocatedblocks())
             statistics = subscriber.statistics()
@@ -730,11 +857,15 @@ def _refused(subscriber: Subscriber) -> int:
 
 
 def _mutated(rng: random.Random, topic: bytes) -> list[bytes]:
-    """A message with our topic's beginning, so that it passes the subscription, and something wrong with it."""
+    """A message with our topic's beginning, so that it passes the subscription, and something wrong
+    with it."""
     kind = rng.randrange(6)
     seq, payload = seq_frame(rng.randrange(1000)), rng.randbytes(rng.randrange(100))
     if kind == 0:
-        return [topic, *[rng.randbytes(rng.randrange(10)) for _ in range(rng.choice((0, 1, 3, 4, 30)))]]
+        return [
+            topic,
+            *[rng.randbytes(rng.randrange(10)) for _ in range(rng.choice((0, 1, 3, 4, 30)))],
+        ]
     if kind == 1:
         return [topic, rng.randbytes(rng.choice((0, 1, 7, 9, 100))), payload]
     if kind == 2:
@@ -749,7 +880,8 @@ def _mutated(rng: random.Random, topic: bytes) -> list[bytes]:
 async def test_a_flood_during_a_recovery_is_bounded_and_fetched_afterwards(
     publisher: VllmPublisher, notebook: Notebook
 ) -> None:
-    """Live batches wait while the ring is asked, but not without end; what is dropped is counted and not lost."""
+    """Live batches wait while the ring is asked, but not without end; what is dropped is counted
+    and not lost."""
     asked = False
 
     def slowly(self: VllmPublisher, first: int) -> list[Reply]:
@@ -757,7 +889,12 @@ async def test_a_flood_during_a_recovery_is_bounded_and_fetched_afterwards(
         asked = True
         return self.replies(first) if len(self.ring) > 500 else []
 
-    options = replace(QUICK, patience_s=10.0, backlog=BacklogLimits(batches=50), replay=ReplayLimits(silence_s=0.2))
+    options = replace(
+        QUICK,
+        patience_s=10.0,
+        backlog=BacklogLimits(batches=50),
+        replay=ReplayLimits(silence_s=0.2),
+    )
     async with live(publisher, notebook, options) as subscriber:
         publish(publisher, 5)
         await until_live(subscriber, 4)
@@ -766,14 +903,21 @@ async def test_a_flood_during_a_recovery_is_bounded_and_fetched_afterwards(
         publish(publisher, 1)
         await until(lambda: asked, "a question")
         publish(publisher, 400)
-        await until(lambda: subscriber.statistics().overflow >= 300, "an overflow", show=subscriber.statistics)
+        await until(
+            lambda: subscriber.statistics().overflow >= 300,
+            "an overflow",
+            show=subscriber.statistics,
+        )
         last = publish(publisher, 200)
         await until_live(subscriber, last)
     assert notebook.seqs == list(range(last + 1))
 
 
-async def test_nonsense_does_not_keep_us_asking(publisher: VllmPublisher, notebook: Notebook) -> None:
-    """Every number from nowhere might be a gap; a flood of them must not become a flood of questions."""
+async def test_nonsense_does_not_keep_us_asking(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Every number from nowhere might be a gap; a flood of them must not become a flood of
+    questions."""
     async with live(publisher, notebook) as subscriber:
         publish(publisher, 5)
         await until_live(subscriber, 4)
@@ -781,26 +925,41 @@ async def test_nonsense_does_not_keep_us_asking(publisher: VllmPublisher, notebo
         for seq in range(1000, 1300):
             publisher.send_raw([publisher.topic, seq_frame(seq), b"made up"])
             await asyncio.sleep(0.001)
-        await until(lambda: subscriber.statistics().discarded == 300, "all of them refused", show=subscriber.statistics)
+        await until(
+            lambda: subscriber.statistics().discarded == 300,
+            "all of them refused",
+            show=subscriber.statistics,
+        )
         most = (time.monotonic() - started) / QUICK.spacing_s + 2
         assert 2 <= subscriber.statistics().questions - before <= most
     assert notebook.seqs == [0, 1, 2, 3, 4]
 
 
-async def test_bytes_that_wait_are_bounded_too(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_bytes_that_wait_are_bounded_too(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """Fifty batches may be anything up to fifty times the largest."""
     publisher.answer = lambda self, first: self.replies(first) if len(self.ring) > 100 else []
-    options = replace(QUICK, patience_s=10.0, backlog=BacklogLimits(payload_bytes=100_000), replay=ReplayLimits(silence_s=0.2))
+    options = replace(
+        QUICK,
+        patience_s=10.0,
+        backlog=BacklogLimits(payload_bytes=100_000),
+        replay=ReplayLimits(silence_s=0.2),
+    )
     async with following(subscriber_to(publisher, notebook, options)) as subscriber:
         await until(lambda: bool(publisher.requests), "a question")
         for _ in range(20):
             publisher.publish(bytes(20_000))
-        await until(lambda: subscriber.statistics().overflow >= 15, "an overflow", show=subscriber.statistics)
+        await until(
+            lambda: subscriber.statistics().overflow >= 15,
+            "an overflow",
+            show=subscriber.statistics,
+        )
         await until_live(subscriber, publish(publisher, 100))
     assert notebook.seqs == list(range(120))
 
 
-# --- coming and going -----------------------------------------------------------------------------------------------------
+# --- coming and going -----------------------------------------------------------------------------
 
 
 async def test_it_waits_for_a_publisher_that_comes_later(notebook: Notebook) -> None:
@@ -813,36 +972,49 @@ async def test_it_waits_for_a_publisher_that_comes_later(notebook: Notebook) -> 
             await until_state(subscriber, SUSPECT, None)
             await until(lambda: publisher.subscribers > 0, "the subscription")
             await until_live(subscriber, publish(publisher, 1))
-        await until(lambda: subscriber.statistics().state is CONNECTING, "the loss of the connection")
+        await until(
+            lambda: subscriber.statistics().state is CONNECTING, "the loss of the connection"
+        )
 
 
 async def test_what_a_publisher_said_before_it_left_is_still_taken(notebook: Notebook) -> None:
-    """An engine that shuts down flushes; libzmq would rather throw away what nobody has read yet."""
+    """An engine that shuts down flushes; libzmq would rather throw away what nobody has read
+    yet."""
     with zmq.Context() as context, context.socket(zmq.XPUB) as pub:
         pub.sndhwm = 0
         pub.bind("tcp://127.0.0.1:0")
         options = replace(QUICK, socket=SocketLimits(queue_messages=100_000))
-        async with following(Subscriber(pub.last_endpoint.decode(), notebook, options=options)) as subscriber:
+        async with following(
+            Subscriber(pub.last_endpoint.decode(), notebook, options=options)
+        ) as subscriber:
             await until_state(subscriber, SUSPECT, None)
             await until(lambda: bool(pub.poll(0)), "the subscription")
             for seq in range(3000):
                 pub.send_multipart([b"", seq_frame(seq), b"a"])
             pub.close(linger=5000)
-            context.term()  # Returns when everything has left; nothing has been read on our side yet.
-            await until(lambda: subscriber.statistics().state is CONNECTING, "the end of the connection")
+            # Returns when everything has left; nothing has been read on our side yet.
+            context.term()
+            await until(
+                lambda: subscriber.statistics().state is CONNECTING, "the end of the connection"
+            )
     assert notebook.seqs == list(range(3000))
 
 
 async def test_a_host_is_found_by_its_name(publisher: VllmPublisher, notebook: Notebook) -> None:
     """Kubernetes gives names; the look-up must not stop the loop or libzmq's only thread."""
     named = publisher.endpoint.replace("127.0.0.1", "localhost")
-    async with following(Subscriber(named, notebook, topic="kv-events", options=QUICK)) as subscriber:
+    async with following(
+        Subscriber(named, notebook, topic="kv-events", options=QUICK)
+    ) as subscriber:
         await until_state(subscriber, SUSPECT, None)
         await until(lambda: publisher.subscribers > 0, "the subscription")
         await until_live(subscriber, publish(publisher, 1))
 
 
-@pytest.mark.parametrize("endpoint", ["http://host:1", "tcp://host", "tcp://*:5557", "tcp://host:0", "tcp://host:99999", ""])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://host:1", "tcp://host", "tcp://*:5557", "tcp://host:0", "tcp://host:99999", ""],
+)
 def test_an_endpoint_that_cannot_be_one_is_an_error(endpoint: str, notebook: Notebook) -> None:
     """Waiting for such a publisher would be waiting for ever."""
     with pytest.raises(EndpointError):
@@ -874,11 +1046,15 @@ async def test_a_peer_that_speaks_no_zmq_is_left_and_tried_again(notebook: Noteb
     assert notebook.states == [SourceState.DEAD]
 
 
-async def test_a_cancellation_that_meets_a_found_address_is_not_lost(publisher: VllmPublisher) -> None:
+async def test_a_cancellation_that_meets_a_found_address_is_not_lost(
+    publisher: VllmPublisher,
+) -> None:
     """A follower that did not end with its replica would go on for ever."""
     port = publisher.endpoint.rsplit(":", 1)[1]
     for passes in range(300):
-        task = asyncio.create_task(Subscriber(f"tcp://localhost:{port}", Notebook(), options=QUICK).run())
+        task = asyncio.create_task(
+            Subscriber(f"tcp://localhost:{port}", Notebook(), options=QUICK).run()
+        )
         for _ in range(passes % 60):
             await asyncio.sleep(0)
         task.cancel()
@@ -886,7 +1062,9 @@ async def test_a_cancellation_that_meets_a_found_address_is_not_lost(publisher: 
         assert task.cancelled(), f"goes on after {passes % 60} turns of the loop"
 
 
-async def test_cancelling_leaves_nothing_behind_at_any_moment(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_cancelling_leaves_nothing_behind_at_any_moment(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """Replicas come and go for months: no socket, no descriptor and no task may stay."""
     publish(publisher, 300)
     before = len(asyncio.all_tasks())
@@ -913,7 +1091,9 @@ async def test_cancelling_leaves_nothing_behind_at_any_moment(publisher: VllmPub
     assert time.monotonic() - started < 1.0
 
 
-async def test_problems_are_told_without_their_contents(publisher: VllmPublisher, notebook: Notebook) -> None:
+async def test_problems_are_told_without_their_contents(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
     """Payloads are prompts."""
     async with following(subscriber_to(publisher, notebook)) as subscriber:
         await until_live(subscriber, None)
@@ -925,17 +1105,22 @@ async def test_problems_are_told_without_their_contents(publisher: VllmPublisher
     assert len(notebook.problems) == subscriber.statistics().malformed
 
 
-@pytest.mark.parametrize("name", ["patience_s", "first_probe_s", "max_probe_s", "spacing_s", "first_retry_s", "max_retry_s"])
+@pytest.mark.parametrize(
+    "name",
+    ["patience_s", "first_probe_s", "max_probe_s", "spacing_s", "first_retry_s", "max_retry_s"],
+)
 def test_delays_must_be_positive(name: str) -> None:
     """A delay of zero is a busy loop."""
     with pytest.raises(ValueError, match=name):
         SubscriberOptions(**{name: 0.0})
 
 
-# --- sharing the loop -----------------------------------------------------------------------------------------------------
+# --- sharing the loop -----------------------------------------------------------------------------
 
 
-async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others(notebook: Notebook) -> None:
+async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others(
+    notebook: Notebook,
+) -> None:
     """One bad replica never slows the others."""
     other_notebook, pacer = Notebook(), Pacer()
     with VllmPublisher(ring=100_000) as flooding, VllmPublisher() as calm:
@@ -967,7 +1152,9 @@ async def test_a_flood_from_one_publisher_delays_neither_the_loop_nor_the_others
                 if len(pauses) == 20:
                     last = publish(calm, 1)
                     await until_live(quiet, last, 2)
-                    assert len(notebook.batches) < 30_000, "the flood was over before the other one had its turn"
+                    assert len(notebook.batches) < 30_000, (
+                        "the flood was over before the other one had its turn"
+                    )
             await until_live(flood, 29_999, 30)
     assert sorted(pauses)[len(pauses) // 2] < 0.02
 
@@ -1006,7 +1193,9 @@ def test_delays_double_up_to_their_cap_and_differ() -> None:
     """A thousand routers that lost one engine must not come back in step."""
     backoff = Backoff(1.0, 8.0)
     delays = [backoff.next_delay() for _ in range(6)]
-    assert all(most / 2 <= delay <= most for delay, most in zip(delays, (1, 2, 4, 8, 8, 8), strict=True))
+    assert all(
+        most / 2 <= delay <= most for delay, most in zip(delays, (1, 2, 4, 8, 8, 8), strict=True)
+    )
     backoff.reset()
     assert backoff.next_delay() <= 1.0
     assert len({Backoff(1.0, 8.0).next_delay() for _ in range(20)}) > 1

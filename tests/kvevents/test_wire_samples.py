@@ -9,7 +9,14 @@ from msgspec.structs import replace
 
 from kvevents.codec import decode, encode
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from tests.support.wire_samples import END_OF_REPLAY, live, number, replay_frames, replayed, versions
+from tests.support.wire_samples import (
+    END_OF_REPLAY,
+    live,
+    number,
+    replay_frames,
+    replayed,
+    versions,
+)
 
 VERSIONS = versions()
 NEWEST = VERSIONS[-1]
@@ -26,12 +33,15 @@ SINCE = {
 
 
 def test_there_are_samples_of_every_age_of_the_wire() -> None:
-    """Arrays without a medium, with one, with groups, and maps: a missing file must not pass for a passing test."""
+    """Arrays without a medium, with one, with groups, and maps: a missing file must not pass for a
+    passing test."""
     assert VERSIONS == ["0.9.2", "0.12.0", "0.16.0", "0.20.0", "0.24.0", "0.26.0", "0.32.0"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_live_stream_decodes_to_the_newest_versions_events_but_for_fields_it_does_not_send(version: str) -> None:
+def test_a_live_stream_decodes_to_the_newest_versions_events_but_for_fields_it_does_not_send(
+    version: str,
+) -> None:
     """The form changes with nearly every release; what happened in the cache does not."""
     newest = [_seen_by(batch, version) for batch in _decoded(live(NEWEST))]
     assert _decoded(live(version)) == newest
@@ -86,5 +96,7 @@ def _seen_by(batch: EventBatch, version: str) -> EventBatch:
 
 def _older(event: Event, version: str) -> Event:
     """The event as *version* would have sent it: fields that came later are silent."""
-    missing = [name for name, first in SINCE.items() if number(version) < first and hasattr(event, name)]
+    missing = [
+        name for name, first in SINCE.items() if number(version) < first and hasattr(event, name)
+    ]
     return replace(event, **dict.fromkeys(missing))

@@ -1,4 +1,5 @@
-"""The parts of a small cache, put together for a test: requests, single groups, and what a block table shows."""
+"""The parts of a small cache, put together for a test: requests, single groups, and what a block
+table shows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ GROUP_0, GROUP_1 = GroupIdx(0), GroupIdx(1)
 KEEP_ALL = Retention(None)
 
 
-def request(request_id: str, tokens: Iterable[int], hash_block_size: int = 4, **settings: Any) -> CacheRequest:
+def request(
+    request_id: str, tokens: Iterable[int], hash_block_size: int = 4, **settings: Any
+) -> CacheRequest:
     """A request whose blocks are named every *hash_block_size* tokens."""
     return CacheRequest(request_id, list(tokens), RequestHasher(CHAIN, hash_block_size), **settings)
 
@@ -44,7 +47,9 @@ def manager_of(
     return kind(GROUP_0, group, pool, step, max_in_flight_tokens, max_model_len, eagle)
 
 
-def need(num_tokens: int, computed: int = 0, blocks: Sequence[Block] = (), slots: int | None = None) -> Need:
+def need(
+    num_tokens: int, computed: int = 0, blocks: Sequence[Block] = (), slots: int | None = None
+) -> Need:
     """What a request needs to come to *num_tokens* with *computed* of them there."""
     return Need(num_tokens, num_tokens if slots is None else slots, computed, blocks)
 
@@ -57,7 +62,8 @@ def table_after(manager: GroupManager, num_tokens: int) -> list[int]:
 
 
 def cached_and_free(manager: GroupManager, prompt: CacheRequest, num_tokens: int) -> list[Block]:
-    """Cache the first *num_tokens* of a prompt for others and give them back; returns the blocks in order."""
+    """Cache the first *num_tokens* of a prompt for others and give them back; returns the blocks in
+    order."""
     manager.allocate_new_blocks(prompt.request_id, need(num_tokens))
     manager.cache_blocks(prompt, num_tokens, KEEP_ALL)
     blocks = list(manager.block_table(prompt.request_id))

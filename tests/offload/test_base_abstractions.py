@@ -23,13 +23,23 @@ def test_a_key_is_the_hash_and_four_bytes_of_group_index_with_the_highest_first(
 @given(st.binary(max_size=200), st.integers(0, 2**32 - 1))
 def test_a_key_gives_back_what_it_was_made_of(block_hash: bytes, group_idx: int) -> None:
     """Whatever hash function an engine chose, and whatever bytes its hashes end with."""
-    assert unpack_offload_key(pack_offload_key(block_hash, GroupIdx(group_idx))) == (block_hash, group_idx)
+    assert unpack_offload_key(pack_offload_key(block_hash, GroupIdx(group_idx))) == (
+        block_hash,
+        group_idx,
+    )
 
 
-@given(st.tuples(st.binary(max_size=6), st.integers(0, 300)), st.tuples(st.binary(max_size=6), st.integers(0, 300)))
-def test_two_blocks_share_a_key_only_if_they_are_one(one: tuple[bytes, int], other: tuple[bytes, int]) -> None:
+@given(
+    st.tuples(st.binary(max_size=6), st.integers(0, 300)),
+    st.tuples(st.binary(max_size=6), st.integers(0, 300)),
+)
+def test_two_blocks_share_a_key_only_if_they_are_one(
+    one: tuple[bytes, int], other: tuple[bytes, int]
+) -> None:
     """The same prefix has a block in every group, and a tier must not serve one for the other."""
-    keys = [pack_offload_key(block_hash, GroupIdx(group_idx)) for block_hash, group_idx in (one, other)]
+    keys = [
+        pack_offload_key(block_hash, GroupIdx(group_idx)) for block_hash, group_idx in (one, other)
+    ]
     assert (keys[0] == keys[1]) is (one == other)
 
 
@@ -47,14 +57,19 @@ def test_a_key_from_a_view_is_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_ids", "group_sizes", "block_indices"), [((), (), ()), ((), (0, 0), (0, 5)), ((4, 2, 9), (1, 0, 2), (7, 99, 0))]
+    ("block_ids", "group_sizes", "block_indices"),
+    [((), (), ()), ((), (0, 0), (0, 5)), ((4, 2, 9), (1, 0, 2), (7, 99, 0))],
 )
 def test_groups_without_blocks_take_no_part(
     block_ids: tuple[int, ...], group_sizes: tuple[int, ...], block_indices: tuple[int, ...]
 ) -> None:
     """A window whose blocks all slid out stores nothing beside a group that does."""
     spec = GPULoadStoreSpec(block_ids, group_sizes, block_indices)
-    assert (spec.block_ids, spec.group_sizes, spec.block_indices) == (block_ids, group_sizes, block_indices)
+    assert (spec.block_ids, spec.group_sizes, spec.block_indices) == (
+        block_ids,
+        group_sizes,
+        block_indices,
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +83,10 @@ def test_groups_without_blocks_take_no_part(
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(
-    block_ids: tuple[int, ...], group_sizes: tuple[int, ...], block_indices: tuple[int, ...], message: str
+    block_ids: tuple[int, ...],
+    group_sizes: tuple[int, ...],
+    block_indices: tuple[int, ...],
+    message: str,
 ) -> None:
     """Behind it stands a copy over raw memory."""
     with pytest.raises(TransferError, match=f"^{re.escape(message)}$") as caught:

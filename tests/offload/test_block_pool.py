@@ -23,7 +23,9 @@ def pool_of(num_blocks: int = 10, enable_events: bool = True) -> BlockPool:
 def compute(pool: BlockPool, prompt: CacheRequest, group_idx: int = GROUP_0) -> list[Block]:
     """Give a prompt blocks of four tokens and cache all that are full."""
     blocks = pool.get_new_blocks(-(-prompt.num_tokens // 4))
-    pool.cache_full_blocks(prompt, GROUP_1 if group_idx else GROUP_0, blocks, 0, prompt.num_tokens // 4)
+    pool.cache_full_blocks(
+        prompt, GROUP_1 if group_idx else GROUP_0, blocks, 0, prompt.num_tokens // 4
+    )
     return blocks
 
 
@@ -34,11 +36,14 @@ def give_back(pool: BlockPool, blocks: Sequence[Block]) -> None:
 
 def found(pool: BlockPool, prompt: CacheRequest, group_idx: int = GROUP_0) -> list[int | None]:
     """Ids of the blocks that serve a prompt."""
-    blocks = [pool.cached(GROUP_1 if group_idx else GROUP_0).get(block_hash) for block_hash in prompt.block_hashes]
+    blocks = [
+        pool.cached(GROUP_1 if group_idx else GROUP_0).get(block_hash)
+        for block_hash in prompt.block_hashes
+    ]
     return [None if block is None else block.block_id for block in blocks]
 
 
-# --- the order in which blocks go -----------------------------------------------------------------------------------------
+# --- the order in which blocks go -----------------------------------------------------------------
 
 
 def test_blocks_without_a_hash_go_first_and_the_latest_freed_before_the_others() -> None:
@@ -52,7 +57,8 @@ def test_blocks_without_a_hash_go_first_and_the_latest_freed_before_the_others()
 
 
 def test_cached_blocks_go_last_the_tail_of_a_request_before_its_head() -> None:
-    """The head of a prompt serves more requests than its end, and the end serves none without it."""
+    """The head of a prompt serves more requests than its end, and the end serves none without
+    it."""
     pool = pool_of()
     give_back(pool, compute(pool, request("a", range(14))))
     assert pool.free_block_ids() == [4, 5, 6, 7, 8, 9, 3, 2, 1]
@@ -118,11 +124,13 @@ def test_a_block_given_out_again_is_new() -> None:
     prompt = request("a", range(8))
     give_back(pool, compute(pool, prompt))
     blocks = pool.get_new_blocks(2)
-    assert {(block.block_hash, block.ref_count, block.has_slid_out) for block in blocks} == {(None, 1, False)}
+    assert {(block.block_hash, block.ref_count, block.has_slid_out) for block in blocks} == {
+        (None, 1, False)
+    }
     assert found(pool, prompt) == [None, None]
 
 
-# --- caching --------------------------------------------------------------------------------------------------------------
+# --- caching --------------------------------------------------------------------------------------
 
 
 def test_each_group_finds_its_own_blocks() -> None:
@@ -142,7 +150,9 @@ def test_only_the_asked_blocks_are_cached_and_those_that_are_kept() -> None:
     blocks = pool.get_new_blocks(8)
     pool.cache_full_blocks(prompt, GROUP_0, blocks, 2, 7, [True, False, True, True, False])
     assert found(pool, prompt) == [None, None, 3, None, 5, 6, None, None]
-    assert [(event.block_hashes, event.parent_block_hash) for event in stored(pool.take_events())] == [
+    assert [
+        (event.block_hashes, event.parent_block_hash) for event in stored(pool.take_events())
+    ] == [
         (prompt.block_hashes[2:3], prompt.block_hashes[1]),
         (prompt.block_hashes[4:6], prompt.block_hashes[3]),
     ]
@@ -180,10 +190,13 @@ def test_a_group_with_larger_blocks_is_cached_by_the_hash_at_their_end() -> None
     pool.cache_full_blocks(prompt, GROUP_1, pool.get_new_blocks(2), 0, 2)
     assert found(pool, prompt, GROUP_1) == [None, 1, None, 2, None]
     (event,) = stored(pool.take_events())
-    assert (event.block_hashes, event.token_ids) == ([prompt.block_hashes[1], prompt.block_hashes[3]], list(range(16)))
+    assert (event.block_hashes, event.token_ids) == (
+        [prompt.block_hashes[1], prompt.block_hashes[3]],
+        list(range(16)),
+    )
 
 
-# --- two requests that compute the same -----------------------------------------------------------------------------------
+# --- two requests that compute the same -----------------------------------------------------------
 
 
 def test_two_copies_are_stored_once_and_removed_with_the_last() -> None:
@@ -225,7 +238,11 @@ def test_the_part_that_two_prompts_share_is_told_by_the_first() -> None:
     compute(pool, one)
     compute(pool, other)
     first, second = stored(pool.take_events())
-    assert (first.block_hashes, first.parent_block_hash, first.token_ids) == (one.block_hashes, None, list(range(8)))
+    assert (first.block_hashes, first.parent_block_hash, first.token_ids) == (
+        one.block_hashes,
+        None,
+        list(range(8)),
+    )
     assert (second.block_hashes, second.token_ids) == (other.block_hashes[2:], [50, 51, 52, 53])
     assert second.parent_block_hash == one.block_hashes[1]
 
@@ -241,7 +258,8 @@ def test_a_block_evicted_for_its_own_content_is_no_news() -> None:
 
 
 def test_an_eviction_names_its_group_also_where_it_is_the_first() -> None:
-    """A window's eviction costs nothing where a full group's ends the prefix: group 0 is not 'no group'."""
+    """A window's eviction costs nothing where a full group's ends the prefix: group 0 is not 'no
+    group'."""
     pool = pool_of(4)
     prompt = request("a", range(4))
     for group_idx in (GROUP_1, GROUP_0):
@@ -254,11 +272,12 @@ def test_an_eviction_names_its_group_also_where_it_is_the_first() -> None:
     ]
 
 
-# --- eviction by hand, and reset ------------------------------------------------------------------------------------------
+# --- eviction by hand, and reset ------------------------------------------------------------------
 
 
 def test_a_block_evicted_by_hand_is_kept_by_its_holder_and_found_by_nobody() -> None:
-    """A load failed: who waits for the block computes it anew, and nobody else may start from it."""
+    """A load failed: who waits for the block computes it anew, and nobody else may start from
+    it."""
     pool = pool_of()
     prompt = request("a", range(12))
     blocks = compute(pool, prompt)
@@ -279,7 +298,9 @@ def test_an_id_outside_the_pool_evicts_nothing(block_id: int) -> None:
     prompt = request("a", range(8))
     compute(pool, prompt)
     pool.take_events()
-    with pytest.raises(BlockRangeError, match=rf"^evict_blocks: block id {block_id} must lie in \[1, 9\]$"):
+    with pytest.raises(
+        BlockRangeError, match=rf"^evict_blocks: block id {block_id} must lie in \[1, 9\]$"
+    ):
         pool.evict_blocks([1, block_id])
     assert found(pool, prompt) == [1, 2]
     assert pool.take_events() == []
@@ -292,7 +313,10 @@ def test_more_blocks_than_are_free_are_refused_and_none_is_given_out(count: int)
     prompt = request("a", range(8))
     blocks = compute(pool, prompt)
     free = pool.free_block_ids()
-    with pytest.raises(BlockRangeError, match=re.escape(f"get_new_blocks: count {count} must lie in [0, 7], the free blocks")):
+    with pytest.raises(
+        BlockRangeError,
+        match=re.escape(f"get_new_blocks: count {count} must lie in [0, 7], the free blocks"),
+    ):
         pool.get_new_blocks(count)
     assert pool.free_block_ids() == free
     assert ids(blocks) == found(pool, prompt) == [1, 2]
@@ -302,7 +326,10 @@ def test_more_blocks_than_are_free_are_refused_and_none_is_given_out(count: int)
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])
 def test_a_pool_has_the_null_block_and_one_to_give(num_blocks: int) -> None:
     """With less no request could ever run."""
-    with pytest.raises(BlockRangeError, match=f"^num_blocks {num_blocks} must be at least 2: the null block and one to hold$"):
+    with pytest.raises(
+        BlockRangeError,
+        match=f"^num_blocks {num_blocks} must be at least 2: the null block and one to hold$",
+    ):
         pool_of(num_blocks)
 
 
@@ -345,7 +372,7 @@ def test_what_is_stored_after_a_reset_in_the_same_step_is_told_behind_it() -> No
     assert stored([event])[0].block_hashes == prompt.block_hashes
 
 
-# --- what it tells --------------------------------------------------------------------------------------------------------
+# --- what it tells --------------------------------------------------------------------------------
 
 
 def test_without_events_nothing_is_told_and_everything_else_is_the_same() -> None:
@@ -365,13 +392,16 @@ def test_without_events_nothing_is_told_and_everything_else_is_the_same() -> Non
 
 
 def test_statistics_count_what_happened_in_each_group() -> None:
-    """An operator sees which group's blocks are evicted, and whether anybody would have missed them."""
+    """An operator sees which group's blocks are evicted, and whether anybody would have missed
+    them."""
     pool = pool_of(7)
     prompt = request("a", range(8))
     full_blocks, window_blocks = compute(pool, prompt, GROUP_0), compute(pool, prompt, GROUP_1)
     compute(pool, request("b", range(8)), GROUP_1)
     assert pool.statistics() == PoolStatistics(
-        num_blocks=6, free=0, groups=(GroupPoolStatistics(cached=2, stored=2), GroupPoolStatistics(cached=2, stored=4))
+        num_blocks=6,
+        free=0,
+        groups=(GroupPoolStatistics(cached=2, stored=2), GroupPoolStatistics(cached=2, stored=4)),
     )
     pool.free_blocks(window_blocks, have_slid_out=True)
     give_back(pool, full_blocks)
@@ -394,7 +424,9 @@ def test_a_block_used_again_after_it_slid_out_is_an_ordinary_one() -> None:
     pool.touch(blocks[:1])
     pool.free_blocks(blocks[:1])
     pool.get_new_blocks(2)
-    assert pool.statistics().groups[0] == GroupPoolStatistics(cached=0, stored=2, evicted=2, evicted_after_sliding=1)
+    assert pool.statistics().groups[0] == GroupPoolStatistics(
+        cached=0, stored=2, evicted=2, evicted_after_sliding=1
+    )
 
 
 def test_a_block_in_use_again_has_not_slid_out() -> None:
@@ -404,7 +436,9 @@ def test_a_block_in_use_again_has_not_slid_out() -> None:
     pool.free_blocks(blocks, have_slid_out=True)
     pool.touch(blocks[:1])
     pool.evict_blocks([1, 2])
-    assert pool.statistics().groups[0] == GroupPoolStatistics(cached=0, stored=2, evicted=2, evicted_after_sliding=1)
+    assert pool.statistics().groups[0] == GroupPoolStatistics(
+        cached=0, stored=2, evicted=2, evicted_after_sliding=1
+    )
 
 
 def test_a_block_another_request_still_holds_has_not_slid_out() -> None:
@@ -424,4 +458,6 @@ def test_a_block_of_one_request_given_to_another_does_not_count_as_slid() -> Non
     pool.free_blocks(compute(pool, request("a", range(4))), have_slid_out=True)
     compute(pool, request("b", range(4, 8)))
     pool.evict_blocks([1])
-    assert pool.statistics().groups[0] == GroupPoolStatistics(cached=0, stored=2, evicted=2, evicted_after_sliding=1)
+    assert pool.statistics().groups[0] == GroupPoolStatistics(
+        cached=0, stored=2, evicted=2, evicted_after_sliding=1
+    )

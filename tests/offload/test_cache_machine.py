@@ -1,4 +1,5 @@
-"""Model-based tests of the whole cache manager: whatever requests do, no page is read that holds anything else."""
+"""Model-based tests of the whole cache manager: whatever requests do, no page is read that holds
+anything else."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from offload.config import CacheConfig
 from tests.support.cache_driver import CacheDriver, Job
-from tests.support.cache_layouts import GROUPS, allows_eagle, config_of, is_sparse, variants, with_blocks
+from tests.support.cache_layouts import (
+    GROUPS,
+    allows_eagle,
+    config_of,
+    is_sparse,
+    variants,
+    with_blocks,
+)
 from tests.support.cache_workload import CacheWorkload
 
 BUDGET = st.sampled_from([1, 3, 4, 8, 16, 32])
@@ -19,7 +27,8 @@ INTERVAL = st.sampled_from([None, 0, 32])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any order of what a scheduler may do; the driver checks content, counts, hits and events after every step."""
+    """Any order of what a scheduler may do; the driver checks content, counts, hits and events
+    after every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +43,9 @@ class CacheMachine(RuleBasedStateMachine):
         interval=INTERVAL,
         caching=st.integers(0, 9),
     )
-    def build(self, name: str, blocks: int, eagle: bool, interval: int | None, caching: int) -> None:
+    def build(
+        self, name: str, blocks: int, eagle: bool, interval: int | None, caching: int
+    ) -> None:
         groups = GROUPS[name]
         self.driver = CacheDriver(
             config_of(
@@ -47,7 +58,12 @@ class CacheMachine(RuleBasedStateMachine):
             )
         )
 
-    @rule(data=st.data(), fresh=st.integers(0, 24), outputs=st.integers(1, 12), lora=st.sampled_from([None, None, "sql"]))
+    @rule(
+        data=st.data(),
+        fresh=st.integers(0, 24),
+        outputs=st.integers(1, 12),
+        lora=st.sampled_from([None, None, "sql"]),
+    )
     def arrive(self, data: st.DataObject, fresh: int, outputs: int, lora: str | None) -> None:
         """A prompt that begins like one that is known."""
         start = data.draw(st.sampled_from(self.known))
@@ -86,7 +102,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        self.driver.cache.evict_blocks(data.draw(st.lists(st.integers(1, self.driver.config.num_blocks - 1), max_size=4)))
+        self.driver.cache.evict_blocks(
+            data.draw(st.lists(st.integers(1, self.driver.config.num_blocks - 1), max_size=4))
+        )
 
     @rule()
     def reset(self) -> None:
@@ -108,14 +126,20 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=2000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=2000,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 test_any_order_of_operations_leaves_the_cache_right = CacheMachine.TestCase
 
 
 @pytest.mark.parametrize(("label", "config"), variants(), ids=[label for label, _ in variants()])
-def test_a_long_run_under_pressure_reads_only_what_is_right(label: str, config: CacheConfig) -> None:
-    """Every layout meets evictions, preemptions and resets, and requests that find their prefix again."""
+def test_a_long_run_under_pressure_reads_only_what_is_right(
+    label: str, config: CacheConfig
+) -> None:
+    """Every layout meets evictions, preemptions and resets, and requests that find their prefix
+    again."""
     counts: Counter[str] = Counter()
     for share in (4, 2, 1):
         driver = CacheDriver(with_blocks(config, config.num_blocks // share))

@@ -25,16 +25,22 @@ def cache_of(*groups: KVCacheGroup, blocks: int = 20, **settings: Any) -> CacheM
     return CacheManager(config, config.scheduler_block_size)
 
 
-def admit(cache: CacheManager, prompt: CacheRequest, tokens: int, **settings: Any) -> AllocatedBlocks | None:
+def admit(
+    cache: CacheManager, prompt: CacheRequest, tokens: int, **settings: Any
+) -> AllocatedBlocks | None:
     """Let a new request compute *tokens* behind its hit, and note how far it is."""
     hit = cache.get_computed_blocks(prompt)
     given = cache.allocate_slots(prompt, tokens, hit, **settings)
     if given is not None:
-        prompt.num_computed_tokens = hit.num_tokens + settings.get("num_external_tokens", 0) + tokens
+        prompt.num_computed_tokens = (
+            hit.num_tokens + settings.get("num_external_tokens", 0) + tokens
+        )
     return given
 
 
-def advance(cache: CacheManager, running: CacheRequest, tokens: int, **settings: Any) -> AllocatedBlocks | None:
+def advance(
+    cache: CacheManager, running: CacheRequest, tokens: int, **settings: Any
+) -> AllocatedBlocks | None:
     """Let a running request compute *tokens* more."""
     given = cache.allocate_slots(running, tokens, **settings)
     if given is not None:
@@ -44,7 +50,10 @@ def advance(cache: CacheManager, running: CacheRequest, tokens: int, **settings:
 
 def run_and_free(cache: CacheManager, prompt: CacheRequest) -> None:
     """Compute a prompt in one step and finish it."""
-    assert admit(cache, prompt, prompt.num_tokens - cache.get_computed_blocks(prompt).num_tokens) is not None
+    assert (
+        admit(cache, prompt, prompt.num_tokens - cache.get_computed_blocks(prompt).num_tokens)
+        is not None
+    )
     cache.free(prompt.request_id)
 
 
@@ -67,11 +76,14 @@ def state(cache: CacheManager, *request_ids: str) -> Sequence[object]:
         }
         for manager in cache.coordinator.managers
     ]
-    held = [[manager.holds(request_id) for manager in cache.coordinator.managers] for request_id in request_ids]
+    held = [
+        [manager.holds(request_id) for manager in cache.coordinator.managers]
+        for request_id in request_ids
+    ]
     return [blocks, cached, held, cache.pool.free_block_ids(), cache.pool.statistics(), cache.usage]
 
 
-# --- a request's way ------------------------------------------------------------------------------------------------------
+# --- a request's way ------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_computed_in_chunks_and_decoded() -> None:
@@ -80,8 +92,14 @@ def test_a_prompt_is_computed_in_chunks_and_decoded() -> None:
     assert not cache.holds("a")
     given = admit(cache, prompt, 6)
     assert given is not None
-    assert (given.new_block_ids, cache.holds("a"), tables(cache, "a")) == (([1, 2],), True, [[1, 2]])
-    assert [event.block_hashes for event in stored(cache.take_events())] == [prompt.block_hashes[:1]]
+    assert (given.new_block_ids, cache.holds("a"), tables(cache, "a")) == (
+        ([1, 2],),
+        True,
+        [[1, 2]],
+    )
+    assert [event.block_hashes for event in stored(cache.take_events())] == [
+        prompt.block_hashes[:1]
+    ]
     second = advance(cache, prompt, 4)
     assert second is not None
     assert second.new_block_ids == ([3],)
@@ -91,7 +109,10 @@ def test_a_prompt_is_computed_in_chunks_and_decoded() -> None:
     assert third.new_block_ids == ([],)
     prompt.append([71])
     advance(cache, prompt, 1)
-    assert [event.block_hashes for event in stored(cache.take_events())] == [prompt.block_hashes[1:2], prompt.block_hashes[2:3]]
+    assert [event.block_hashes for event in stored(cache.take_events())] == [
+        prompt.block_hashes[1:2],
+        prompt.block_hashes[2:3],
+    ]
     assert cache.usage == pytest.approx(3 / 20)
     cache.free("a")
     cache.free("a")
@@ -104,7 +125,10 @@ def test_a_later_prompt_reuses_what_it_shares() -> None:
     run_and_free(cache, request("old", range(20)))
     prompt = request("a", [*range(16), *range(50, 56)])
     hit = cache.get_computed_blocks(prompt)
-    assert (hit.num_tokens, [ids(table) for table in hit.blocks]) == (16, [[1, 2, 3, 4], [0, 0, 8, 9]])
+    assert (hit.num_tokens, [ids(table) for table in hit.blocks]) == (
+        16,
+        [[1, 2, 3, 4], [0, 0, 8, 9]],
+    )
     given = cache.allocate_slots(prompt, 6, hit)
     assert given is not None
     assert [len(new) for new in given.new_block_ids] == [2, 2]
@@ -136,7 +160,9 @@ def test_asking_changes_nothing() -> None:
         (0, None, 0),
     ],
 )
-def test_a_hit_leaves_the_last_token_and_keeps_to_its_limit(tokens: int, limit: int | None, hit: int) -> None:
+def test_a_hit_leaves_the_last_token_and_keeps_to_its_limit(
+    tokens: int, limit: int | None, hit: int
+) -> None:
     """Without a token to compute there is no next one."""
     cache = cache_of()
     run_and_free(cache, request("old", range(40)))
@@ -167,7 +193,7 @@ def test_blocks_that_slid_out_serve_the_same_request_again() -> None:
     assert cache.statistics().slid_out == (4,)
 
 
-# --- what does not fit ----------------------------------------------------------------------------------------------------
+# --- what does not fit ----------------------------------------------------------------------------
 
 
 def test_a_new_request_that_does_not_fit_leaves_no_trace() -> None:
@@ -189,7 +215,8 @@ def test_a_new_request_that_does_not_fit_leaves_no_trace() -> None:
 
 
 def test_a_running_request_that_does_not_fit_keeps_also_what_could_slide_out() -> None:
-    """None means preempt somebody: the one that is asked for may be asked again in the same step."""
+    """None means preempt somebody: the one that is asked for may be asked again in the same
+    step."""
     cache, prompt = cache_of(window(9), blocks=5), request("a", range(40))
     admit(cache, prompt, 16)
     admit(cache, request("other", range(50, 54)), 4)
@@ -202,15 +229,23 @@ def test_a_running_request_that_does_not_fit_keeps_also_what_could_slide_out() -
     assert advance(cache, prompt, 8) is not None
 
 
-@pytest.mark.parametrize("groups", [[full()], [window(9)], [chunked(16)], [mamba()], [full(), window(9), mamba(), cross(8)]])
+@pytest.mark.parametrize(
+    "groups",
+    [[full()], [window(9)], [chunked(16)], [mamba()], [full(), window(9), mamba(), cross(8)]],
+)
 @pytest.mark.parametrize("external", [0, 8])
-def test_a_request_fits_or_is_refused_at_every_size_of_the_pool(groups: list[KVCacheGroup], external: int) -> None:
-    """What is counted beforehand is what is taken: one block more, and an admission breaks off half way."""
+def test_a_request_fits_or_is_refused_at_every_size_of_the_pool(
+    groups: list[KVCacheGroup], external: int
+) -> None:
+    """What is counted beforehand is what is taken: one block more, and an admission breaks off half
+    way."""
     outcomes = set()
     for blocks in range(2, 30):
         cache, prompt = cache_of(*groups, blocks=blocks), request("a", range(30))
         before = state(cache, "a")
-        given = cache.allocate_slots(prompt, 30 - external, num_external_tokens=external, num_encoder_tokens=10)
+        given = cache.allocate_slots(
+            prompt, 30 - external, num_external_tokens=external, num_encoder_tokens=10
+        )
         outcomes.add(given is None)
         assert given is not None or state(cache, "a") == before
     assert False in outcomes
@@ -245,15 +280,23 @@ def test_a_whole_prompt_of_a_window_is_what_it_holds_at_a_time() -> None:
 
 def test_a_whole_sequence_is_never_less_than_the_tokens_asked_for() -> None:
     """Drafts may reach behind the prompt."""
-    assert cache_of(blocks=2).allocate_slots(request("a", range(4)), 12, full_sequence_must_fit=True) is None
-    assert cache_of(blocks=3).allocate_slots(request("a", range(4)), 12, full_sequence_must_fit=True) is not None
+    assert (
+        cache_of(blocks=2).allocate_slots(request("a", range(4)), 12, full_sequence_must_fit=True)
+        is None
+    )
+    assert (
+        cache_of(blocks=3).allocate_slots(request("a", range(4)), 12, full_sequence_must_fit=True)
+        is not None
+    )
 
 
 @pytest.mark.parametrize(("reserved", "fits"), [(0, True), (6, True), (7, False)])
 def test_reserved_blocks_are_left_to_others(reserved: int, fits: bool) -> None:
     """A load that is on its way must find its blocks."""
     cache = cache_of(blocks=10)
-    assert (cache.allocate_slots(request("a", range(16)), 16, reserved_blocks=reserved) is not None) is fits
+    assert (
+        cache.allocate_slots(request("a", range(16)), 16, reserved_blocks=reserved) is not None
+    ) is fits
 
 
 def test_a_state_written_in_this_step_makes_its_reader_wait_for_the_next() -> None:
@@ -270,7 +313,7 @@ def test_a_state_written_in_this_step_makes_its_reader_wait_for_the_next() -> No
     assert cache.allocate_slots(reader, 4, hit) is not None
 
 
-# --- drafts, loads, encoders ----------------------------------------------------------------------------------------------
+# --- drafts, loads, encoders ----------------------------------------------------------------------
 
 
 def test_drafts_get_slots_up_to_the_longest_request() -> None:
@@ -317,10 +360,19 @@ def test_a_load_continues_a_hit() -> None:
     given = cache.allocate_slots(prompt, 5, hit, num_external_tokens=8)
     assert given is not None
     full_table, window_table = tables(cache, "a")
-    assert (full_table[:2], window_table[:2], len(full_table), len(window_table)) == ([1, 2], [0, 0], 6, 6)
+    assert (full_table[:2], window_table[:2], len(full_table), len(window_table)) == (
+        [1, 2],
+        [0, 0],
+        6,
+        6,
+    )
     assert len({*full_table, *window_table}) == 6 + 4 + 1
     statistics = cache.statistics()
-    assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (8 + 21, 8, 8)
+    assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (
+        8 + 21,
+        8,
+        8,
+    )
 
 
 def test_an_encoders_tokens_are_given_once() -> None:
@@ -333,7 +385,7 @@ def test_an_encoders_tokens_are_given_once() -> None:
     assert [len(table) for table in tables(cache, "a")] == [2, 2]
 
 
-# --- calls that do not fit ------------------------------------------------------------------------------------------------
+# --- calls that do not fit ------------------------------------------------------------------------
 
 
 def hit_of(cache: CacheManager, tokens: int) -> ComputedBlocks:
@@ -345,8 +397,16 @@ def hit_of(cache: CacheManager, tokens: int) -> ComputedBlocks:
     ("new", "settings", "message"),
     [
         (-1, {}, "request 'a': num_new_tokens -1 must not be negative"),
-        (4, {"num_external_tokens": -4}, "request 'a': num_external_tokens -4 must not be negative"),
-        (4, {"num_lookahead_tokens": -9}, "request 'a': num_lookahead_tokens -9 must not be negative"),
+        (
+            4,
+            {"num_external_tokens": -4},
+            "request 'a': num_external_tokens -4 must not be negative",
+        ),
+        (
+            4,
+            {"num_lookahead_tokens": -9},
+            "request 'a': num_lookahead_tokens -9 must not be negative",
+        ),
         (4, {"num_encoder_tokens": -1}, "request 'a': num_encoder_tokens -1 must not be negative"),
         (4, {"reserved_blocks": -1}, "request 'a': reserved_blocks -1 must not be negative"),
         (0, {}, "request 'a': no tokens to allocate for"),
@@ -369,7 +429,10 @@ def test_a_new_requests_call_that_makes_no_sense_is_refused_before_anything_chan
 def test_the_longest_request_is_allowed() -> None:
     """The rule says exceed."""
     assert cache_of(blocks=60).allocate_slots(request("a", range(8)), 200) is not None
-    assert cache_of(blocks=60).allocate_slots(request("a", range(8)), 0, num_external_tokens=200) is not None
+    assert (
+        cache_of(blocks=60).allocate_slots(request("a", range(8)), 0, num_external_tokens=200)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("how", ["another request took them", "they were evicted", "all was reset"])
@@ -421,7 +484,10 @@ def test_a_request_without_blocks_has_computed_nothing() -> None:
     """Its tokens would be read from blocks that it does not have."""
     cache, prompt = cache_of(), request("a", range(12))
     prompt.num_computed_tokens = 4
-    with pytest.raises(RequestStateError, match=r"^request 'a' holds no blocks, so its num_computed_tokens 4 must be 0$"):
+    with pytest.raises(
+        RequestStateError,
+        match=r"^request 'a' holds no blocks, so its num_computed_tokens 4 must be 0$",
+    ):
         cache.allocate_slots(prompt, 4)
 
 
@@ -429,7 +495,9 @@ def test_a_running_request_stays_within_the_longest() -> None:
     """What it has computed counts."""
     cache, prompt = cache_of(max_model_len=10), request("a", range(10))
     admit(cache, prompt, 8)
-    with pytest.raises(RequestStateError, match=r"^request 'a': 11 tokens exceed max_model_len 10$"):
+    with pytest.raises(
+        RequestStateError, match=r"^request 'a': 11 tokens exceed max_model_len 10$"
+    ):
         cache.allocate_slots(prompt, 3)
     assert cache.allocate_slots(prompt, 2) is not None
 
@@ -438,7 +506,9 @@ def test_a_hit_alone_is_enough_to_be_admitted() -> None:
     """A request may wait with its prefix until there is room for more."""
     cache = cache_of()
     hit, prompt = hit_of(cache, 8), request("a", range(12))
-    with pytest.raises(RequestStateError, match=r"^request 'a': 208 tokens exceed max_model_len 200$"):
+    with pytest.raises(
+        RequestStateError, match=r"^request 'a': 208 tokens exceed max_model_len 200$"
+    ):
         cache.allocate_slots(prompt, 200, hit)
     given = cache.allocate_slots(prompt, 0, hit)
     assert given is not None
@@ -448,17 +518,22 @@ def test_a_hit_alone_is_enough_to_be_admitted() -> None:
 def test_only_a_request_that_holds_blocks_can_cache_them() -> None:
     """After a preemption a late load must not name blocks that are someone else's."""
     cache, prompt = cache_of(), request("a", range(8))
-    with pytest.raises(RequestStateError, match=r"^request 'a' holds no blocks to cache: call allocate_slots first$"):
+    with pytest.raises(
+        RequestStateError,
+        match=r"^request 'a' holds no blocks to cache: call allocate_slots first$",
+    ):
         cache.cache_blocks(prompt, 8)
 
 
 def test_the_scheduler_and_the_configuration_must_mean_the_same_block_size() -> None:
     """Two sizes would be two opinions on where hits end."""
-    with pytest.raises(OffloadError, match=r"^scheduler_block_size 8 must be the configuration's, 4$"):
+    with pytest.raises(
+        OffloadError, match=r"^scheduler_block_size 8 must be the configuration's, 4$"
+    ):
         CacheManager(config_of([full()]), 8)
 
 
-# --- the cache as a whole -------------------------------------------------------------------------------------------------
+# --- the cache as a whole -------------------------------------------------------------------------
 
 
 def test_a_reset_is_refused_while_a_request_runs() -> None:
@@ -485,7 +560,9 @@ def test_a_block_whose_load_failed_is_found_by_nobody() -> None:
     cache.take_events()
     cache.evict_blocks([2])
     assert cache.get_computed_blocks(request("b", range(12))).num_tokens == 4
-    assert [event.block_hashes for event in removed(cache.take_events())] == [prompt.block_hashes[1:2]]
+    assert [event.block_hashes for event in removed(cache.take_events())] == [
+        prompt.block_hashes[1:2]
+    ]
     with pytest.raises(BlockRangeError):
         cache.evict_blocks([21])
 
@@ -525,7 +602,11 @@ def test_statistics_tell_what_happened() -> None:
     assert cache.reset()
     statistics = cache.statistics()
     assert (statistics.requests, statistics.refused, statistics.resets) == (3, 1, 1)
-    assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (20 + 16 + 56, 12, 4)
+    assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (
+        20 + 16 + 56,
+        12,
+        4,
+    )
     assert statistics.slid_out == (0, 4)
     assert [group.stored for group in statistics.pool.groups] == [5 + 1 + 7, 5 + 1 + 7]
     assert [group.cached for group in statistics.pool.groups] == [0, 0]
@@ -536,15 +617,25 @@ def test_a_new_caches_statistics_are_all_zero() -> None:
     """A counter that starts elsewhere shows work nobody did."""
     pool = PoolStatistics(num_blocks=20, free=20, groups=(GroupPoolStatistics(cached=0),))
     assert cache_of().statistics() == CacheStatistics(
-        pool=pool, slid_out=(0,), requests=0, queried_tokens=0, hit_tokens=0, external_tokens=0, refused=0, resets=0
+        pool=pool,
+        slid_out=(0,),
+        requests=0,
+        queried_tokens=0,
+        hit_tokens=0,
+        external_tokens=0,
+        refused=0,
+        resets=0,
     )
 
 
 def test_evictions_behind_a_window_are_told_from_those_that_cost_a_hit() -> None:
-    """A window's old blocks go for nothing; an operator who sees them evicted need not buy memory."""
+    """A window's old blocks go for nothing; an operator who sees them evicted need not buy
+    memory."""
     cache, prompt = cache_of(window(5), blocks=6), request("a", range(24))
     admit(cache, prompt, 16)
-    assert advance(cache, prompt, 8) is not None  # blocks 1 to 3 slide out, and two others are given
+    assert (
+        advance(cache, prompt, 8) is not None
+    )  # blocks 1 to 3 slide out, and two others are given
     assert advance(cache, prompt, 4) is not None
     (group,) = cache.statistics().pool.groups
     assert (group.evicted, group.evicted_after_sliding) == (1, 1)

@@ -57,7 +57,8 @@ def test_clearing_forgets_every_copy() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([A, B]), st.integers(0, 4)), max_size=40))
 def test_any_order_of_copies_is_counted_right(toggles: list[tuple[bytes, int]]) -> None:
-    """What `add` and `discard` answer becomes events: one wrong answer and a router is wrong for good."""
+    """What `add` and `discard` answer becomes events: one wrong answer and a router is wrong for
+    good."""
     cached, blocks = CachedBlocks(), [Block(index) for index in range(5)]
     copies: dict[bytes, list[Block]] = {A: [], B: []}
     for block_hash, index in toggles:
@@ -68,5 +69,7 @@ def test_any_order_of_copies_is_counted_right(toggles: list[tuple[bytes, int]]) 
         else:
             assert cached.add(block_hash, block) is (not mine)
             mine.append(block)
-        assert {key: cached.get(key) for key in (A, B)} == {key: next(iter(copies[key]), None) for key in (A, B)}
+        assert {key: cached.get(key) for key in (A, B)} == {
+            key: next(iter(copies[key]), None) for key in (A, B)
+        }
         assert len(cached) == sum(bool(found) for found in copies.values())

@@ -13,10 +13,18 @@ from offload.errors import CacheConfigError
 from tests.support.cache_layouts import chunked, cross, full, mamba, window
 
 
-def build(*groups: KVCacheGroup, scheduler: int = 4, hashes: int = 4, **settings: Any) -> CacheConfig:
+def build(
+    *groups: KVCacheGroup, scheduler: int = 4, hashes: int = 4, **settings: Any
+) -> CacheConfig:
     return CacheConfig.build(
         groups,
-        **{"num_blocks": 10, "max_model_len": 100, "scheduler_block_size": scheduler, "hash_block_size": hashes, **settings},
+        **{
+            "num_blocks": 10,
+            "max_model_len": 100,
+            "scheduler_block_size": scheduler,
+            "hash_block_size": hashes,
+            **settings,
+        },
     )
 
 
@@ -35,9 +43,17 @@ def test_a_configuration_keeps_what_it_was_given() -> None:
         retention_interval=48,
     )
     assert config.layout.groups == (full(4), window(9, 8), cross(7))
-    assert (config.scheduler_block_size, config.layout.scheduler_block_size, config.layout.hash_block_size) == (16, 16, 2)
+    assert (
+        config.scheduler_block_size,
+        config.layout.scheduler_block_size,
+        config.layout.hash_block_size,
+    ) == (16, 16, 2)
     assert (config.num_blocks, config.max_model_len, config.max_in_flight_tokens) == (10, 100, 32)
-    assert (config.enable_caching, config.enable_events, config.layout.eagle) == (False, False, True)
+    assert (config.enable_caching, config.enable_events, config.layout.eagle) == (
+        False,
+        False,
+        True,
+    )
     assert config.retention_interval == 48
 
 
@@ -55,15 +71,39 @@ MULTIPLE = "scheduler_block_size {} must be a multiple of {}"
 @pytest.mark.parametrize(
     ("groups", "sizes", "message"),
     [
-        ([full()], {"scheduler": 0}, "scheduler_block_size 0 must be at least 1: hits end at its multiples"),
-        ([full()], {"scheduler": -4}, "scheduler_block_size -4 must be at least 1: hits end at its multiples"),
-        ([full()], {"hashes": 0}, "hash_block_size 0 must be at least 1: hashes end at its multiples"),
-        ([full()], {"hashes": -1}, "hash_block_size -1 must be at least 1: hashes end at its multiples"),
+        (
+            [full()],
+            {"scheduler": 0},
+            "scheduler_block_size 0 must be at least 1: hits end at its multiples",
+        ),
+        (
+            [full()],
+            {"scheduler": -4},
+            "scheduler_block_size -4 must be at least 1: hits end at its multiples",
+        ),
+        (
+            [full()],
+            {"hashes": 0},
+            "hash_block_size 0 must be at least 1: hashes end at its multiples",
+        ),
+        (
+            [full()],
+            {"hashes": -1},
+            "hash_block_size -1 must be at least 1: hashes end at its multiples",
+        ),
         ([full()], {"scheduler": 6}, MULTIPLE.format(6, "hash_block_size 4")),
         ([full()], {"scheduler": 4, "hashes": 8}, MULTIPLE.format(4, "hash_block_size 8")),
-        ([full(), full(8)], {"scheduler": 12}, MULTIPLE.format(12, "group 1 (full_attention): block_size 8")),
+        (
+            [full(), full(8)],
+            {"scheduler": 12},
+            MULTIPLE.format(12, "group 1 (full_attention): block_size 8"),
+        ),
         ([full(), window(9, 8)], {}, MULTIPLE.format(4, "group 1 (sliding_window): block_size 8")),
-        ([full(), chunked(32, 8)], {}, MULTIPLE.format(4, "group 1 (chunked_local_attention): block_size 8")),
+        (
+            [full(), chunked(32, 8)],
+            {},
+            MULTIPLE.format(4, "group 1 (chunked_local_attention): block_size 8"),
+        ),
         ([mamba(16), full()], {}, MULTIPLE.format(4, "group 0 (mamba): block_size 16")),
         ([full(0)], {}, MULTIPLE.format(4, "group 0 (full_attention): block_size 0")),
         ([full(), full(-4)], {}, MULTIPLE.format(4, "group 1 (full_attention): block_size -4")),
@@ -74,10 +114,26 @@ MULTIPLE = "scheduler_block_size {} must be a multiple of {}"
         ),
         ([cross(0), full()], {}, "group 0 (not_cached): block_size 0 must lie in [1, 1048576]"),
         ([window(0)], {}, "group 0 (sliding_window): sliding_window 0 must lie in [1, 2147483648]"),
-        ([KVCacheGroup(GroupKind.SLIDING_WINDOW, 4)], {}, "group 0 (sliding_window): sliding_window None must lie in"),
-        ([full(), chunked(0)], {}, "group 1 (chunked_local_attention): attention_chunk_size 0 must lie in [1, 2147483648]"),
-        ([KVCacheGroup(GroupKind.CHUNKED_LOCAL, 4)], {}, "group 0 (chunked_local_attention): attention_chunk_size None must"),
-        ([full()], {"scheduler": 2**22, "hashes": 2**22}, "layout: hash_block_size 4194304 must lie in [1, 1048576]"),
+        (
+            [KVCacheGroup(GroupKind.SLIDING_WINDOW, 4)],
+            {},
+            "group 0 (sliding_window): sliding_window None must lie in",
+        ),
+        (
+            [full(), chunked(0)],
+            {},
+            "group 1 (chunked_local_attention): attention_chunk_size 0 must lie in [1, 2147483648]",
+        ),
+        (
+            [KVCacheGroup(GroupKind.CHUNKED_LOCAL, 4)],
+            {},
+            "group 0 (chunked_local_attention): attention_chunk_size None must",
+        ),
+        (
+            [full()],
+            {"scheduler": 2**22, "hashes": 2**22},
+            "layout: hash_block_size 4194304 must lie in [1, 1048576]",
+        ),
         ([], {}, "groups: a layout needs at least one group that caches"),
         ([cross()], {}, "groups: a layout needs at least one group that caches"),
     ],
@@ -100,8 +156,14 @@ def test_an_encoders_blocks_need_not_fit_the_schedulers() -> None:
     [
         ({"num_blocks": 1}, "num_blocks 1 must be at least 2: the null block and one to hold"),
         ({"max_model_len": 0}, "max_model_len 0 must be at least 1: a request has a token"),
-        ({"max_in_flight_tokens": 0}, "max_in_flight_tokens 0 must be at least 1: a step computes a token"),
-        ({"max_in_flight_tokens": -1}, "max_in_flight_tokens -1 must be at least 1: a step computes a token"),
+        (
+            {"max_in_flight_tokens": 0},
+            "max_in_flight_tokens 0 must be at least 1: a step computes a token",
+        ),
+        (
+            {"max_in_flight_tokens": -1},
+            "max_in_flight_tokens -1 must be at least 1: a step computes a token",
+        ),
     ],
 )
 def test_a_cache_that_could_hold_nothing_is_refused(settings: dict[str, int], message: str) -> None:
@@ -139,9 +201,14 @@ def test_an_interval_without_a_group_it_concerns_is_refused(groups: list[KVCache
 
 @pytest.mark.parametrize("group", [window(9), mamba()])
 @pytest.mark.parametrize("interval", [None, 0, 16, 32])
-def test_an_interval_is_none_or_nothing_or_a_multiple(group: KVCacheGroup, interval: int | None) -> None:
+def test_an_interval_is_none_or_nothing_or_a_multiple(
+    group: KVCacheGroup, interval: int | None
+) -> None:
     """All three say something else about what is kept."""
-    assert build(full(), group, scheduler=16, retention_interval=interval).retention_interval == interval
+    assert (
+        build(full(), group, scheduler=16, retention_interval=interval).retention_interval
+        == interval
+    )
 
 
 @pytest.mark.parametrize(("chunk", "scheduler"), [(24, 16), (6, 4), (8, 16)])
@@ -154,10 +221,9 @@ def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) ->
 
 
 def test_eagle_with_chunks_is_refused() -> None:
-    """The block it needs beyond a hit may belong to the next chunk, which proves nothing of this one."""
-    message = (
-        "group 0 (chunked_local_attention): eagle must be off: vLLM does not support it with chunked local attention either"
-    )
+    """The block it needs beyond a hit may belong to the next chunk, which proves nothing of this
+    one."""
+    message = "group 0 (chunked_local_attention): eagle must be off: vLLM does not support it with chunked local attention either"
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}$"):
         build(chunked(16), full(), eagle=True)
     assert build(chunked(16), full()).layout.groups[0] == chunked(16)

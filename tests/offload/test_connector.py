@@ -34,10 +34,17 @@ def sizes_for(config: CacheConfig, size: int) -> list[int]:
     return [1 if group.kind is GroupKind.MAMBA else size for group in config.layout.groups]
 
 
-def run(driver: OffloadDriver, seed: int | str, steps: int = 100, until: Callable[[], object] = lambda: True) -> Counter[str]:
-    """A random workload until all copies have ended; the GPU loses all that it cached again and again.
+def run(
+    driver: OffloadDriver,
+    seed: int | str,
+    steps: int = 100,
+    until: Callable[[], object] = lambda: True,
+) -> Counter[str]:
+    """A random workload until all copies have ended; the GPU loses all that it cached again and
+    again.
 
-    How much comes of so many *steps* depends on how soon copies end: it goes on *until* something has happened, within limits.
+    How much comes of so many *steps* depends on how soon copies end: it goes on *until* something
+    has happened, within limits.
     """
     workload = CacheWorkload(driver, seed)
     for step in range(20 * steps):
@@ -61,34 +68,51 @@ def shut_down(tiers: Sequence[TierUnderTest]) -> Iterator[None]:
             under_test.worker.shutdown()
 
 
-# --- whatever is loaded is right ------------------------------------------------------------------------------------------
+# --- whatever is loaded is right ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("label", "config"), CACHING, ids=[label for label, _ in CACHING])
 def test_what_comes_back_is_what_was_computed(label: str, config: CacheConfig) -> None:
-    """Over every layout and several sizes of offloaded blocks: pages, hits and events are checked at every step."""
+    """Over every layout and several sizes of offloaded blocks: pages, hits and events are checked
+    at every step."""
     counts: Counter[str] = Counter()
-    for size, policy, scope in ((1, "lru", StoreScope.ALL), (2, "arc", StoreScope.PROMPT), (3, "lru", StoreScope.ALL)):
+    for size, policy, scope in (
+        (1, "lru", StoreScope.ALL),
+        (2, "arc", StoreScope.PROMPT),
+        (3, "lru", StoreScope.ALL),
+    ):
         config = with_blocks(config, config.num_blocks // 2 + 10 * size)
         pages = TensorPages(config)
         tier = cpu_tier(pages, config, 100 * size, sizes_for(config, size), policy)
         driver = OffloadDriver(config, pages, [tier], f"{label} {size}", scope)
         with shut_down([tier]):
             # The last one goes on until at least one of them has loaded something.
-            counts += run(driver, f"{label} {size}", until=lambda: size < 3 or counts["loaded"] or driver.counts["loaded"])  # noqa: B023
+            counts += run(
+                driver,
+                f"{label} {size}",
+                until=lambda: size < 3 or counts["loaded"] or driver.counts["loaded"],  # noqa: B023
+            )
     assert counts["loaded"] > 0
 
 
-@pytest.mark.parametrize("name", ["full", "full and two windows", "every kind", "blocks of three sizes"])
+@pytest.mark.parametrize(
+    "name", ["full", "full and two windows", "every kind", "blocks of three sizes"]
+)
 def test_two_tiers_fill_one_prefix_together(name: str, tmp_path: Path) -> None:
-    """A prefix may lie in parts on the GPU, in memory and on disk; its copies are jobs of several workers."""
+    """A prefix may lie in parts on the GPU, in memory and on disk; its copies are jobs of several
+    workers."""
     config = config_of(GROUPS[name], num_blocks=25 * len(GROUPS[name]), max_in_flight_tokens=32)
     pages = TensorPages(config)
     memory = cpu_tier(pages, config, 10 * len(GROUPS[name]), sizes_for(config, 2))
     disk, store = disk_tier(pages, config, tmp_path, 400_000, sizes_for(config, 1))
     driver = OffloadDriver(config, pages, [memory, disk], name)
     with shut_down([memory, disk]):
-        counts = run(driver, name, 200, lambda: driver.counts["loaded"] > 3 and driver.loaded_from >= {CPU, STORAGE})
+        counts = run(
+            driver,
+            name,
+            200,
+            lambda: driver.counts["loaded"] > 3 and driver.loaded_from >= {CPU, STORAGE},
+        )
     store.close()
     assert counts["loaded"] > 3
     assert driver.loaded_from >= {CPU, STORAGE}
@@ -113,11 +137,12 @@ def test_blocks_on_disk_serve_the_next_process(size: int, tmp_path: Path) -> Non
     assert min(hits[1:]) > 0
 
 
-# --- copies that fail or take their time ----------------------------------------------------------------------------------
+# --- copies that fail or take their time ----------------------------------------------------------
 
 
 class Faults:
-    """Fails a share of all chunks in the copying thread, from the seam that a worker has for pacing."""
+    """Fails a share of all chunks in the copying thread, from the seam that a worker has for
+    pacing."""
 
     def __init__(self, share: float) -> None:
         self._rng = random.Random(share)
@@ -128,13 +153,22 @@ class Faults:
             raise OSError(f"a copy of {chunk_bytes} bytes fails")
 
 
-@pytest.mark.parametrize("name", ["full", "full and two windows", "full and states", "blocks of three sizes"])
+@pytest.mark.parametrize(
+    "name", ["full", "full and two windows", "full and states", "blocks of three sizes"]
+)
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_failed_copies_are_never_served(name: str, share: float) -> None:
-    """A failed store leaves nothing behind; a failed load sends its request back to the start, and the bad blocks are gone."""
+    """A failed store leaves nothing behind; a failed load sends its request back to the start, and
+    the bad blocks are gone."""
     config = config_of(GROUPS[name], num_blocks=30 * len(GROUPS[name]), max_in_flight_tokens=32)
     pages = TensorPages(config)
-    tier = cpu_tier(pages, config, 200, sizes_for(config, 1), options=TransferOptions(staging_bytes=64, pace=Faults(share)))
+    tier = cpu_tier(
+        pages,
+        config,
+        200,
+        sizes_for(config, 1),
+        options=TransferOptions(staging_bytes=64, pace=Faults(share)),
+    )
     driver = OffloadDriver(config, pages, [tier], name)
     with shut_down([tier]):
         counts = run(driver, name, 200, lambda: driver.counts["failed loads"])
@@ -145,7 +179,8 @@ def test_failed_copies_are_never_served(name: str, share: float) -> None:
 
 
 def test_files_that_rot_are_never_served(tmp_path: Path) -> None:
-    """Bits flip and files get cut: the checksum fails the load, and the request computes instead."""
+    """Bits flip and files get cut: the checksum fails the load, and the request computes
+    instead."""
     config = config_of(GROUPS["full and a window"], num_blocks=50, max_in_flight_tokens=32)
     pages = TensorPages(config)
     disk, store = disk_tier(pages, config, tmp_path, 1_000_000, sizes_for(config, 1))
@@ -158,7 +193,14 @@ def test_files_that_rot_are_never_served(tmp_path: Path) -> None:
             driver.came_back = []
             driver.drain()
             spoil(
-                rng.choice([path for path in tmp_path.rglob("*") if path.is_file() and path.name != "manifest.json"] or [None]),
+                rng.choice(
+                    [
+                        path
+                        for path in tmp_path.rglob("*")
+                        if path.is_file() and path.name != "manifest.json"
+                    ]
+                    or [None]
+                ),
                 rng,
             )
         driver.drain()
@@ -207,11 +249,12 @@ def computed_and_evicted(driver: OffloadDriver, prompt: list[int]) -> object:
     return driver.new(prompt)
 
 
-# --- small facts ----------------------------------------------------------------------------------------------------------
+# --- small facts ----------------------------------------------------------------------------------
 
 
 def test_a_prompt_that_is_all_there_is_hit_to_its_end_with_full_attention_alone() -> None:
-    """Its last token is computed again over the same block; a window's last token would need what lies before the window."""
+    """Its last token is computed again over the same block; a window's last token would need what
+    lies before the window."""
     for name, expected in (("full", 40), ("full and a window", 36)):
         config = config_of(GROUPS[name], num_blocks=80)
         pages = TensorPages(config)
@@ -219,7 +262,9 @@ def test_a_prompt_that_is_all_there_is_hit_to_its_end_with_full_attention_alone(
         driver = OffloadDriver(config, pages, [tier], 1)
         with shut_down([tier]):
             request = computed_and_evicted(driver, list(range(40))).request  # type: ignore[attr-defined]
-            hit = driver.connector.find_external_hit(request, driver.cache.get_computed_blocks(request))
+            hit = driver.connector.find_external_hit(
+                request, driver.cache.get_computed_blocks(request)
+            )
             assert hit is not None
             assert (hit.num_tokens, hit.num_external_tokens) == (expected, expected)
 
@@ -239,7 +284,8 @@ def test_a_window_loads_only_what_its_hit_needs() -> None:
 
 
 def test_a_block_is_looked_up_once() -> None:
-    """The rule asks first, and the copies are planned of what it found: a tier's statistics must not count that twice."""
+    """The rule asks first, and the copies are planned of what it found: a tier's statistics must
+    not count that twice."""
     config = config_of(GROUPS["full"], num_blocks=80)
     pages = TensorPages(config)
     tier = cpu_tier(pages, config, 100, [1])
@@ -284,13 +330,17 @@ def test_two_tiers_of_one_medium_are_refused() -> None:
 def test_a_result_of_no_job_is_refused() -> None:
     """A worker that reports twice would free blocks twice."""
     config = config_of(GROUPS["full"])
-    connector = OffloadingConnector(CacheManager(config, 4), [Tier(CPUOffloadingManager(4), config.layout.groups)])
+    connector = OffloadingConnector(
+        CacheManager(config, 4), [Tier(CPUOffloadingManager(4), config.layout.groups)]
+    )
     with pytest.raises(TierStateError, match="job 7 is not on its way"):
         connector.complete([TransferResult(7, Direction.STORE, True, 0, 0.0)])
 
 
 @pytest.mark.parametrize(("sizes", "name"), [([1, 1], "full"), ([0], "full"), (2, "states")])
-def test_sizes_that_do_not_fit_the_groups_are_refused(sizes: Sequence[int] | int, name: str) -> None:
+def test_sizes_that_do_not_fit_the_groups_are_refused(
+    sizes: Sequence[int] | int, name: str
+) -> None:
     """Every block would be looked for in the wrong place."""
     with pytest.raises(CacheConfigError, match="blocks_per_offloaded_block"):
         Tier(CPUOffloadingManager(4), GROUPS[name], sizes)

@@ -25,7 +25,16 @@ from offload.groups.sliding_window import SlidingWindowManager
 from offload.request import CacheRequest
 from tests.offload.small_cache import ids, request
 from tests.support.cache_driver import positions_read
-from tests.support.cache_layouts import GROUPS, allows_eagle, chunked, config_of, cross, full, mamba, window
+from tests.support.cache_layouts import (
+    GROUPS,
+    allows_eagle,
+    chunked,
+    config_of,
+    cross,
+    full,
+    mamba,
+    window,
+)
 from tests.support.engine_model import Has, defined_hit, defined_own
 
 
@@ -38,7 +47,9 @@ def prompt_of(config: CacheConfig, tokens: int, request_id: str = "a") -> CacheR
     return request(request_id, range(tokens), config.layout.hash_block_size)
 
 
-def need_of(coordinator: Coordinator, tokens: int, computed: int = 0, encoder: int = 0) -> RequestNeed:
+def need_of(
+    coordinator: Coordinator, tokens: int, computed: int = 0, encoder: int = 0
+) -> RequestNeed:
     return RequestNeed(tokens, tokens, computed, encoder, coordinator.no_blocks.blocks)
 
 
@@ -64,11 +75,17 @@ def cached_ends(coordinator: Coordinator, prompt: CacheRequest) -> list[list[int
     found = []
     for manager in coordinator.managers:
         cached, size = coordinator.pool.cached(manager.group_idx), manager.block_size
-        found.append([end for end in range(size, prompt.num_tokens + 1, size) if prompt.hash_at(end) in cached])
+        found.append(
+            [
+                end
+                for end in range(size, prompt.num_tokens + 1, size)
+                if prompt.hash_at(end) in cached
+            ]
+        )
     return found
 
 
-# --- three forms ----------------------------------------------------------------------------------------------------------
+# --- three forms ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,7 +99,9 @@ def cached_ends(coordinator: Coordinator, prompt: CacheRequest) -> list[list[int
         ([full(), window(9)], False, Coordinator),
     ],
 )
-def test_the_form_follows_from_the_configuration(groups: list[KVCacheGroup], caching: bool, form: type[Coordinator]) -> None:
+def test_the_form_follows_from_the_configuration(
+    groups: list[KVCacheGroup], caching: bool, form: type[Coordinator]
+) -> None:
     """Nobody pays for agreement among groups that has one, or for hashes that nobody asks for."""
     assert type(coordinator_of(config_of(groups, enable_caching=caching))) is form
 
@@ -90,13 +109,23 @@ def test_the_form_follows_from_the_configuration(groups: list[KVCacheGroup], cac
 def test_every_kind_of_group_has_a_manager_of_its_own() -> None:
     """A wrong one would free blocks that are still read."""
     kinds = [
-        type(manager) for manager in coordinator_of(config_of([full(), window(9), chunked(16), mamba(), cross()])).managers
+        type(manager)
+        for manager in coordinator_of(
+            config_of([full(), window(9), chunked(16), mamba(), cross()])
+        ).managers
     ]
-    assert kinds == [FullAttentionManager, SlidingWindowManager, ChunkedLocalManager, MambaManager, CrossAttentionManager]
+    assert kinds == [
+        FullAttentionManager,
+        SlidingWindowManager,
+        ChunkedLocalManager,
+        MambaManager,
+        CrossAttentionManager,
+    ]
 
 
 def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
-    """The scheduler says at which multiples hits end: whoever computes it again may come to another answer."""
+    """The scheduler says at which multiples hits end: whoever computes it again may come to another
+    answer."""
     config = CacheConfig.build(
         [full(4), window(9, 8), mamba(16), cross(7)],
         num_blocks=20,
@@ -111,9 +140,10 @@ def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
     # An encoder's blocks take no part in hits: its group is told its own size.
     assert [manager.scheduler_block_size for manager in coordinator.managers] == [48, 48, 48, 7]
     assert [manager.group_idx for manager in coordinator.managers] == [0, 1, 2, 3]
-    assert {(manager.max_in_flight_tokens, manager.max_model_len, manager.eagle) for manager in coordinator.managers} == {
-        (5, 77, True)
-    }
+    assert {
+        (manager.max_in_flight_tokens, manager.max_model_len, manager.eagle)
+        for manager in coordinator.managers
+    } == {(5, 77, True)}
 
 
 def test_without_caching_nothing_is_found_or_cached() -> None:
@@ -121,19 +151,23 @@ def test_without_caching_nothing_is_found_or_cached() -> None:
     coordinator = coordinator_of(config_of([full(), window(9)], enable_caching=False))
     prompt = request("a", range(20))
     compute(coordinator, prompt, 20)
-    assert [ids(manager.block_table("a")) for manager in coordinator.managers] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    assert [ids(manager.block_table("a")) for manager in coordinator.managers] == [
+        [1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10],
+    ]
     assert cached_ends(coordinator, prompt) == [[], []]
     assert coordinator.find_longest_hit(request("b", range(20)), 19) == coordinator.no_blocks
     assert coordinator.group_hits(request("b", range(20)), 19) == (0, 0)
     assert coordinator.no_blocks.blocks == ((), ())
 
 
-# --- finding --------------------------------------------------------------------------------------------------------------
+# --- finding --------------------------------------------------------------------------------------
 
 
 @st.composite
 def caches(draw: st.DrawFn) -> tuple[CacheConfig, int, int, list[set[int]]]:
-    """A layout, a prompt's length, a limit, and per group the blocks that are there: most of them, or few."""
+    """A layout, a prompt's length, a limit, and per group the blocks that are there: most of them,
+    or few."""
     groups = GROUPS[draw(st.sampled_from(sorted(GROUPS)))]
     eagle = draw(st.booleans()) and allows_eagle(groups)
     tokens = draw(st.integers(1, 100))
@@ -141,7 +175,12 @@ def caches(draw: st.DrawFn) -> tuple[CacheConfig, int, int, list[set[int]]]:
     for _ in groups:
         chosen = draw(st.sets(st.integers(0, 25), max_size=8))
         keep.append(set(range(26)) - chosen if draw(st.integers(0, 3)) else chosen)
-    return config_of(groups, eagle=eagle, num_blocks=200), tokens, draw(st.integers(0, tokens)), keep
+    return (
+        config_of(groups, eagle=eagle, num_blocks=200),
+        tokens,
+        draw(st.integers(0, tokens)),
+        keep,
+    )
 
 
 def presence(coordinator: Coordinator, prompt: CacheRequest) -> Has:
@@ -151,17 +190,24 @@ def presence(coordinator: Coordinator, prompt: CacheRequest) -> Has:
 
 @given(caches())
 @settings(max_examples=400, deadline=None)
-def test_the_hit_is_the_longest_that_every_group_accepts(case: tuple[CacheConfig, int, int, list[set[int]]]) -> None:
+def test_the_hit_is_the_longest_that_every_group_accepts(
+    case: tuple[CacheConfig, int, int, list[set[int]]],
+) -> None:
     """Whatever was evicted where: the rule of the design, over what is there."""
     config, tokens, limit, keep = case
     coordinator = coordinator_of(config)
     fill(coordinator, prompt_of(config, tokens, "old"), keep)
     prompt = prompt_of(config, tokens)
-    has, reach = presence(coordinator, prompt), len(prompt.block_hashes) * config.layout.hash_block_size
+    has, reach = (
+        presence(coordinator, prompt),
+        len(prompt.block_hashes) * config.layout.hash_block_size,
+    )
     hit = coordinator.find_longest_hit(prompt, limit)
     assert hit.num_tokens == defined_hit(config.layout, has, limit, reach)
     groups = range(len(config.layout.groups))
-    assert coordinator.group_hits(prompt, limit) == tuple(defined_own(config.layout, i, has, limit, reach) for i in groups)
+    assert coordinator.group_hits(prompt, limit) == tuple(
+        defined_own(config.layout, i, has, limit, reach) for i in groups
+    )
     for manager, table in zip(coordinator.managers, hit.blocks, strict=True):
         group = manager.group
         if group.kind is GroupKind.NOT_CACHED or not hit.num_tokens:
@@ -171,7 +217,10 @@ def test_the_hit_is_the_longest_that_every_group_accepts(case: tuple[CacheConfig
         needed = {position // group.block_size for position in read}
         cached, null = coordinator.pool.cached(manager.group_idx), coordinator.pool.null_block
         ends = range(group.block_size, hit.num_tokens + 1, group.block_size)
-        expected = [cached.get(prompt.hash_at(end)) if index in needed else null for index, end in enumerate(ends)]
+        expected = [
+            cached.get(prompt.hash_at(end)) if index in needed else null
+            for index, end in enumerate(ends)
+        ]
         assert list(table) == expected
 
 
@@ -187,7 +236,9 @@ def test_the_hit_is_the_longest_that_every_group_accepts(case: tuple[CacheConfig
         ([full(), mamba(8)], [[1, 2, 3, 4, 5, 6], [0, 0, 9]]),
     ],
 )
-def test_a_hits_tables_have_null_blocks_where_nothing_is_needed(groups: list[KVCacheGroup], tables: list[list[int]]) -> None:
+def test_a_hits_tables_have_null_blocks_where_nothing_is_needed(
+    groups: list[KVCacheGroup], tables: list[list[int]]
+) -> None:
     """A block nobody will read must not be kept from others."""
     config = config_of(groups)
     coordinator = coordinator_of(config)
@@ -223,13 +274,15 @@ def test_blocks_at_the_end_of_a_chunk_are_no_part_of_a_hit_that_ends_there() -> 
         (mamba(), 400, [99]),
     ],
 )
-def test_a_request_behind_a_hit_reads_these_blocks(group: KVCacheGroup, tokens: int, blocks: list[int]) -> None:
+def test_a_request_behind_a_hit_reads_these_blocks(
+    group: KVCacheGroup, tokens: int, blocks: list[int]
+) -> None:
     """Offloading loads these and no others."""
     (manager,) = coordinator_of(config_of([group])).managers
     assert list(manager.needed_blocks(tokens)) == blocks
 
 
-# --- what is worth keeping ------------------------------------------------------------------------------------------------
+# --- what is worth keeping ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -272,14 +325,22 @@ def test_several_groups_keep_blocks_up_to_where_a_hit_can_end(
         (10, 16, True, (0,)),
     ],
 )
-def test_a_later_prompt_resumes_at_the_end_of_this_one(tokens: int, step: int, eagle: bool, positions: tuple[int, ...]) -> None:
-    """The same prompt again stops before its last token, a longer one does not, and EAGLE gives a block back."""
+def test_a_later_prompt_resumes_at_the_end_of_this_one(
+    tokens: int, step: int, eagle: bool, positions: tuple[int, ...]
+) -> None:
+    """The same prompt again stops before its last token, a longer one does not, and EAGLE gives a
+    block back."""
     assert resume_positions(tokens, step, eagle) == positions
 
 
-@pytest.mark.parametrize(("prompt_tokens", "output", "ends"), [(21, 0, [16, 20]), (20, 0, [12, 16]), (21, 9, [16, 20])])
-def test_sparse_retention_keeps_the_window_before_the_prompts_end(prompt_tokens: int, output: int, ends: list[int]) -> None:
-    """There the same prompt will resume; the answer's end is nobody's prefix under an interval of 0."""
+@pytest.mark.parametrize(
+    ("prompt_tokens", "output", "ends"), [(21, 0, [16, 20]), (20, 0, [12, 16]), (21, 9, [16, 20])]
+)
+def test_sparse_retention_keeps_the_window_before_the_prompts_end(
+    prompt_tokens: int, output: int, ends: list[int]
+) -> None:
+    """There the same prompt will resume; the answer's end is nobody's prefix under an interval of
+    0."""
     config = config_of([full(), window(9)], retention_interval=0)
     coordinator = coordinator_of(config)
     prompt = prompt_of(config, prompt_tokens)
@@ -298,7 +359,8 @@ def test_an_interval_keeps_windows_along_the_way() -> None:
 
 
 def test_a_junction_is_found_where_sparse_retention_cut_a_hit() -> None:
-    """Full attention shows that others share this prefix: from the second request on its end is worth a window."""
+    """Full attention shows that others share this prefix: from the second request on its end is
+    worth a window."""
     config = config_of([full(), window(5)], retention_interval=0)
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(41)), 41)
@@ -335,25 +397,32 @@ def test_without_a_cut_there_is_no_junction(interval: int | None) -> None:
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(65)), 65)
     assert coordinator.find_longest_hit(request("a", range(65)), 64).shared_prefix_boundary == 0
-    assert coordinator.find_longest_hit(request("b", range(500, 540)), 39).shared_prefix_boundary == 0
+    assert (
+        coordinator.find_longest_hit(request("b", range(500, 540)), 39).shared_prefix_boundary == 0
+    )
 
 
 def test_an_eviction_is_no_junction_where_everything_is_kept() -> None:
-    """Without sparse retention a short hit was cut by pressure, and keeping more would add to it."""
+    """Without sparse retention a short hit was cut by pressure, and keeping more would add to
+    it."""
     config = config_of([full(), window(9)])
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(33)), 33)
-    coordinator.pool.evict_blocks(block.block_id for block in coordinator.managers[1].block_table("old"))
+    coordinator.pool.evict_blocks(
+        block.block_id for block in coordinator.managers[1].block_table("old")
+    )
     hit = coordinator.find_longest_hit(request("a", range(33)), 32)
     assert (hit.num_tokens, hit.shared_prefix_boundary) == (0, 0)
 
 
-# --- blocks for a request -------------------------------------------------------------------------------------------------
+# --- blocks for a request -------------------------------------------------------------------------
 
 
 def test_groups_counts_are_added_up() -> None:
     """One pool serves them all; the encoder's tokens are one group's alone."""
-    coordinator = coordinator_of(config_of([full(), window(9), mamba(), cross(8)], max_in_flight_tokens=16))
+    coordinator = coordinator_of(
+        config_of([full(), window(9), mamba(), cross(8)], max_in_flight_tokens=16)
+    )
     need = need_of(coordinator, 41, encoder=20)
     assert coordinator.num_blocks_to_allocate("a", need) == 11 + 11 + 1 + 3
     assert coordinator.num_blocks_to_allocate("a", need, is_admission=True) == 11 + 7 + 1 + 3
@@ -378,7 +447,8 @@ def test_a_skipped_block_that_another_request_reads_is_not_free() -> None:
 
 
 def test_all_groups_hits_are_taken_before_anything_new() -> None:
-    """A new block for one group's load must not be another group's hit, which lies first in the free queue."""
+    """A new block for one group's load must not be another group's hit, which lies first in the
+    free queue."""
     config = config_of([full(), window(9)], num_blocks=9)
     coordinator = coordinator_of(config)
     for prompt in (request("old", range(8)), request("newer", range(50, 58))):

@@ -18,7 +18,9 @@ PROMPT = request("a", range(100, 140))
 HASHES = PROMPT.block_hashes
 
 
-def store(log: EventLog, first_block: int, appeared: Sequence[bool], group_idx: GroupIdx = GROUP_0) -> None:
+def store(
+    log: EventLog, first_block: int, appeared: Sequence[bool], group_idx: GroupIdx = GROUP_0
+) -> None:
     """Tell the log of a run of `PROMPT`'s blocks of four tokens; *appeared* has a flag for each."""
     log.start_run(group_idx, first_block, PROMPT)
     for block_hash, has_appeared in zip(HASHES[first_block:], appeared, strict=False):
@@ -90,7 +92,9 @@ def test_a_later_run_names_the_hash_before_it(log: EventLog) -> None:
         (mamba(), "mamba", None),
     ],
 )
-def test_every_event_says_what_kind_of_group_it_is_of(group: KVCacheGroup, kind: str, sliding_window: int | None) -> None:
+def test_every_event_says_what_kind_of_group_it_is_of(
+    group: KVCacheGroup, kind: str, sliding_window: int | None
+) -> None:
     """A reader that never saw the layout judges hits by these."""
     log = EventLog([group])
     store(log, 0, [True])
@@ -101,7 +105,8 @@ def test_every_event_says_what_kind_of_group_it_is_of(group: KVCacheGroup, kind:
 
 
 def test_a_group_with_larger_blocks_uses_every_second_hash_and_its_own_parent() -> None:
-    """Two groups have the same hash at the same boundary: the parent is the hash right before the run."""
+    """Two groups have the same hash at the same boundary: the parent is the hash right before the
+    run."""
     log = EventLog([full(4), mamba(8)])
     log.start_run(GROUP_1, 1, PROMPT)
     for end in (16, 24):
@@ -138,11 +143,15 @@ def test_a_run_is_split_where_a_block_was_there_already(
 
 
 def test_removals_of_a_group_travel_together_and_name_it(log: EventLog) -> None:
-    """Group 0 is a group like any other: a removal without an index would be taken for one of every group."""
+    """Group 0 is a group like any other: a removal without an index would be taken for one of every
+    group."""
     for group_idx, block in ((GROUP_1, 4), (GROUP_0, 2), (GROUP_1, 1), (GROUP_0, 3)):
         log.add_removed(group_idx, HASHES[block])
     events = log.take()
-    assert events == [BlockRemoved([HASHES[2], HASHES[3]], GPU, 0), BlockRemoved([HASHES[4], HASHES[1]], GPU, 1)]
+    assert events == [
+        BlockRemoved([HASHES[2], HASHES[3]], GPU, 0),
+        BlockRemoved([HASHES[4], HASHES[1]], GPU, 1),
+    ]
     assert all(isinstance(event, BlockRemoved) and event.group_idx is not None for event in events)
     assert events[0] != BlockRemoved([HASHES[2], HASHES[3]], GPU, None)
 
@@ -174,7 +183,9 @@ def test_what_went_and_came_back_in_one_step_is_not_told(log: EventLog) -> None:
         ("-+-+", []),
     ],
 )
-def test_only_the_difference_between_two_steps_is_told(log: EventLog, changes: str, events: list[tuple[object, ...]]) -> None:
+def test_only_the_difference_between_two_steps_is_told(
+    log: EventLog, changes: str, events: list[tuple[object, ...]]
+) -> None:
     """A block may change hands many times in one step."""
     for change in changes:
         if change == "+":
@@ -248,7 +259,9 @@ def stored_whole(prompt: CacheRequest, group: KVCacheGroup) -> BlockStored:
 def test_an_event_carries_what_besides_tokens_decides_each_block() -> None:
     """A router names blocks itself: what it is not told it cannot tell apart."""
     keys: list[ExtraKeys] = [None, (("image", 1),)]
-    event = stored_whole(request("b", range(12), lora_name="sql", cache_salt="pepper", extra_keys=keys), full())
+    event = stored_whole(
+        request("b", range(12), lora_name="sql", cache_salt="pepper", extra_keys=keys), full()
+    )
     assert event.lora_name == "sql"
     assert event.extra_keys == [("sql", "pepper"), ("sql", ("image", 1)), ("sql",)]
 

@@ -59,7 +59,11 @@ def test_a_removal_touches_the_neighbours_and_nothing_else() -> None:
     queue = FreeQueue(everything)
     links = {block.block_id: (block.previous_free, block.next_free) for block in everything}
     queue.remove(everything[50])
-    changed = [block.block_id for block in everything if links[block.block_id] != (block.previous_free, block.next_free)]
+    changed = [
+        block.block_id
+        for block in everything
+        if links[block.block_id] != (block.previous_free, block.next_free)
+    ]
     assert changed == [49, 50, 51]
     assert (everything[50].previous_free, everything[50].next_free) == (None, None)
 
@@ -75,7 +79,9 @@ def test_the_queue_does_what_a_plain_list_does(data: st.DataObject, count: int) 
     """Every order of the operations, held against the form anybody understands."""
     everything = blocks(12)
     queue, expected = FreeQueue(everything[:count]), everything[:count]
-    for step in data.draw(st.lists(st.sampled_from(["pop", "remove", "append", "prepend"]), max_size=25)):
+    for step in data.draw(
+        st.lists(st.sampled_from(["pop", "remove", "append", "prepend"]), max_size=25)
+    ):
         outside = [block for block in everything if block not in expected]
         if step == "pop":
             taken = data.draw(st.integers(0, len(expected)))

@@ -14,7 +14,9 @@ from offload.request import CacheRequest, RequestHasher
 from tests.offload.small_cache import CHAIN, request
 
 
-def chained(tokens: Sequence[int], extra_keys: Sequence[ExtraKeys] = (), size: int = 4) -> list[bytes]:
+def chained(
+    tokens: Sequence[int], extra_keys: Sequence[ExtraKeys] = (), size: int = 4
+) -> list[bytes]:
     return list(CHAIN.block_hashes(tokens, size, extra_keys))
 
 
@@ -33,7 +35,11 @@ def test_output_is_named_as_if_it_had_been_prompt(pieces: list[list[int]]) -> No
         grown.append(piece)
     everything = [token for piece in pieces for token in piece]
     assert grown.block_hashes == request("b", everything).block_hashes == chained(everything)
-    assert (grown.token_ids, grown.num_tokens, grown.num_prompt_tokens) == (everything, len(everything), 0)
+    assert (grown.token_ids, grown.num_tokens, grown.num_prompt_tokens) == (
+        everything,
+        len(everything),
+        0,
+    )
 
 
 def test_a_prompts_length_stays_when_output_comes() -> None:
@@ -56,7 +62,11 @@ def test_the_callers_list_is_its_own() -> None:
 def test_a_hash_stands_for_the_tokens_up_to_its_end_whatever_the_blocks_size() -> None:
     """Groups with larger blocks use every second, third ... name of the same chain."""
     made = request("a", range(24))
-    assert [made.hash_at(end) for end in (4, 8, 24)] == [made.block_hashes[0], made.block_hashes[1], made.block_hashes[5]]
+    assert [made.hash_at(end) for end in (4, 8, 24)] == [
+        made.block_hashes[0],
+        made.block_hashes[1],
+        made.block_hashes[5],
+    ]
 
 
 SQL = ("lora", "sql")
@@ -68,12 +78,28 @@ SQL = ("lora", "sql")
         ({}, [None, None, None], [None, None, None]),
         ({"lora_name": "sql"}, [("sql",)] * 3, [(SQL,)] * 3),
         ({"lora_name": ""}, [("",)] * 3, [(("lora", ""),)] * 3),
-        ({"cache_salt": "pepper"}, [("pepper",), None, None], [(("cache_salt", "pepper"),), None, None]),
-        ({"cache_salt": ""}, [None, None, None], [None, None, None]),
-        ({"extra_keys": [None, (("image", 2),)]}, [None, (("image", 2),), None], [None, (("mm", "image", 2),), None]),
-        ({"extra_keys": [None, (b"embeds",)]}, [None, (b"embeds",), None], [None, (("prompt_embeds", b"embeds"),), None]),
         (
-            {"lora_name": "sql", "cache_salt": "pepper", "extra_keys": [(b"embeds", ("image", -1), ("sound", 3))]},
+            {"cache_salt": "pepper"},
+            [("pepper",), None, None],
+            [(("cache_salt", "pepper"),), None, None],
+        ),
+        ({"cache_salt": ""}, [None, None, None], [None, None, None]),
+        (
+            {"extra_keys": [None, (("image", 2),)]},
+            [None, (("image", 2),), None],
+            [None, (("mm", "image", 2),), None],
+        ),
+        (
+            {"extra_keys": [None, (b"embeds",)]},
+            [None, (b"embeds",), None],
+            [None, (("prompt_embeds", b"embeds"),), None],
+        ),
+        (
+            {
+                "lora_name": "sql",
+                "cache_salt": "pepper",
+                "extra_keys": [(b"embeds", ("image", -1), ("sound", 3))],
+            },
             [("sql", ("image", -1), ("sound", 3), "pepper", b"embeds"), ("sql",), ("sql",)],
             [
                 (
@@ -92,7 +118,8 @@ SQL = ("lora", "sql")
 def test_what_else_decides_a_blocks_content_is_part_of_its_name(
     settings: dict[str, Any], told: list[ExtraKeys], hashed: list[ExtraKeys]
 ) -> None:
-    """Another adapter, picture or tenant must never be served this one's blocks; order and names of sources are vLLM's."""
+    """Another adapter, picture or tenant must never be served this one's blocks; order and names of
+    sources are vLLM's."""
     made = request("a", range(12), **settings)
     assert [made.extra_keys_between(start, start + 4) for start in (0, 4, 8)] == told
     assert made.block_hashes == chained(range(12), hashed)
@@ -103,12 +130,17 @@ def test_what_else_decides_a_blocks_content_is_part_of_its_name(
 
 
 def test_a_salt_is_not_taken_for_an_adapter_of_its_name() -> None:
-    """One is a tenant's secret, the other a public name: who guesses it must not get the tenant's blocks."""
-    assert request("a", range(4), lora_name="sql").block_hashes != request("b", range(4), cache_salt="sql").block_hashes
+    """One is a tenant's secret, the other a public name: who guesses it must not get the tenant's
+    blocks."""
+    assert (
+        request("a", range(4), lora_name="sql").block_hashes
+        != request("b", range(4), cache_salt="sql").block_hashes
+    )
 
 
 def test_a_picture_counts_from_the_start_of_the_larger_block() -> None:
-    """A group with blocks of two hash blocks reports a pair for the whole block, shifted by where it lay."""
+    """A group with blocks of two hash blocks reports a pair for the whole block, shifted by where
+    it lay."""
     pictures: list[ExtraKeys] = [(("one", -3),), (("two", 1),), None, (("three", 2), b"digest")]
     made = request("a", range(16), lora_name="sql", cache_salt="pepper", extra_keys=pictures)
     assert made.extra_keys_between(0, 8) == ("sql", ("one", -3), ("two", 5), "pepper")

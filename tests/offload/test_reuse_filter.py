@@ -36,7 +36,8 @@ def test_a_block_is_taken_when_enough_requests_used_it(min_uses: int) -> None:
 
 
 def test_one_request_counts_once_however_often_it_comes_back() -> None:
-    """A request offers again after a refusal, and again after a preemption; nobody else wants its block for that."""
+    """A request offers again after a refusal, and again after a preemption; nobody else wants its
+    block for that."""
     tier = filtered()
     for _ in range(5):
         assert offer(tier, "a", 1) == []
@@ -53,7 +54,8 @@ def test_interleaved_requests_count_once_each() -> None:
 
 
 def test_a_touch_is_a_use_and_a_lookup_is_none() -> None:
-    """A request whose prefix lies in the GPU touches and never offers it; one that waits is looked up at every step."""
+    """A request whose prefix lies in the GPU touches and never offers it; one that waits is looked
+    up at every step."""
     tier = filtered()
     tier.lookup(key(1), RequestContext("a"))
     assert offer(tier, "b", 1) == []
@@ -89,7 +91,11 @@ def test_a_prompts_tail_is_forgotten_before_its_head() -> None:
     assert offer(tier, "b", 1, 2, 3) == keys(1, 2, 3)
 
 
-@given(calls=st.lists(st.tuples(st.sampled_from(["touch", "offer"]), st.lists(st.integers(0, 30), max_size=9))))
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["touch", "offer"]), st.lists(st.integers(0, 30), max_size=9))
+    )
+)
 def test_memory_is_bounded(calls: list[tuple[str, list[int]]]) -> None:
     """It sees every prompt there is, most of them once."""
     tier = filtered(max_tracked=7)

@@ -111,8 +111,16 @@ class ProxyServer:
             message = await receive()
             body += message["body"]
             more = message["more_body"]
-        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        request = ProxyRequest(scope["method"].encode(), target, scope["headers"], body, abort_client=client_abort(scope))
+        target = scope["raw_path"] + (
+            b"?" + scope["query_string"] if scope["query_string"] else b""
+        )
+        request = ProxyRequest(
+            scope["method"].encode(),
+            target,
+            scope["headers"],
+            body,
+            abort_client=client_abort(scope),
+        )
         recorder = Recorder()
         self.recorders.append(recorder)
         assert self.proxy is not None
@@ -129,7 +137,11 @@ class ProxyServer:
 
     async def recorder(self, end: End, within_s: float = 5.0) -> Recorder:
         """The first recorder, once its request has ended; it must have ended so, and once."""
-        await eventually(lambda: self.recorders and self.recorders[0].ends, f"the request ends as {end}", within_s)
+        await eventually(
+            lambda: self.recorders and self.recorders[0].ends,
+            f"the request ends as {end}",
+            within_s,
+        )
         recorder = self.recorders[0]
         assert recorder.outcome.end is end
         return recorder
@@ -141,7 +153,9 @@ class ProxyServer:
 
     async def check_all_is_over(self) -> None:
         """Every request ended exactly once and left nothing at work."""
-        await eventually(lambda: all(recorder.ends for recorder in self.recorders), "every request has ended")
+        await eventually(
+            lambda: all(recorder.ends for recorder in self.recorders), "every request has ended"
+        )
         assert [len(recorder.ends) for recorder in self.recorders] == [1] * len(self.recorders)
         await eventually(lambda: self.statistics()[0].active == 0, "no request is under way")
         await eventually(lambda: self.statistics()[1].active == 0, "no exchange is under way")
@@ -167,7 +181,8 @@ async def proxy_server(
     limits: PoolLimits | None = None,
     rewrite: Rewrite = lambda request: request,
 ) -> AsyncIterator[ProxyServer]:
-    """Serve until the block ends; then every request must be over, and uvicorn must have had nothing to complain of."""
+    """Serve until the block ends; then every request must be over, and uvicorn must have had
+    nothing to complain of."""
     settings = ProxySettings(timeouts, client_stall_s)
     app = ProxyServer(plan, settings, limits or PoolLimits(), rewrite)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)

@@ -61,7 +61,9 @@ class RawConnection:
         first, *lines = head.decode("latin-1").split("\r\n")[:-2]
         method, target, _ = first.split(" ")
         headers = [(name, value) for name, _, value in (line.partition(": ") for line in lines)]
-        length = int(next((value for name, value in headers if name.lower() == "content-length"), "0"))
+        length = int(
+            next((value for name, value in headers if name.lower() == "content-length"), "0")
+        )
         return RawRequest(method, target, headers, await self.reader.readexactly(length))
 
     async def send(self, data: bytes) -> None:
@@ -87,7 +89,8 @@ Handler = Callable[[RawConnection], Awaitable[None]]
 
 @dataclass
 class RawServer:
-    """A listening server whose handler owns each connection; what it received and how often stands here."""
+    """A listening server whose handler owns each connection; what it received and how often stands
+    here."""
 
     port: int
     accepted: int = 0
@@ -104,7 +107,9 @@ class RawServer:
 
 
 @contextlib.asynccontextmanager
-async def raw_server(handler: Handler, port: int = 0, tls: object = None) -> AsyncIterator[RawServer]:
+async def raw_server(
+    handler: Handler, port: int = 0, tls: object = None
+) -> AsyncIterator[RawServer]:
     """Serve until the block ends; an assertion that failed in the handler fails the test."""
     tasks: set[asyncio.Task[None]] = set()
     writers: set[asyncio.StreamWriter] = set()
@@ -141,7 +146,9 @@ async def raw_server(handler: Handler, port: int = 0, tls: object = None) -> Asy
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _ in range(3):  # what was just being accepted, and tasks that were cancelled before they began, close nothing
+        for _ in range(
+            3
+        ):  # what was just being accepted, and tasks that were cancelled before they began, close nothing
             for writer in writers:
                 writer.transport.abort()
             await asyncio.sleep(0)
@@ -152,11 +159,15 @@ async def raw_server(handler: Handler, port: int = 0, tls: object = None) -> Asy
 
 @contextlib.contextmanager
 def full_listener() -> Iterator[Origin]:
-    """An address where connections neither come about nor are refused, as with a host that drops packets.
+    """An address where connections neither come about nor are refused, as with a host that drops
+    packets.
 
     Linux takes backlog + 1 connections that nobody accepts, and leaves further ones unanswered.
     """
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as listener,
+        contextlib.ExitStack() as stack,
+    ):
         for _ in range(4):
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
@@ -166,7 +177,12 @@ def full_listener() -> Iterator[Origin]:
 
 def answer(body: bytes = b"{}", status: str = "200 OK", *headers: str) -> bytes:
     """A whole answer with a content-length."""
-    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "content-type: application/json", *headers]
+    lines = [
+        f"HTTP/1.1 {status}",
+        f"content-length: {len(body)}",
+        "content-type: application/json",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -193,8 +209,15 @@ class RawClient:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def request(self, body: bytes = b"{}", *headers: str, target: str = "/v1/completions") -> None:
-        lines = [f"POST {target} HTTP/1.1", "host: router", f"content-length: {len(body)}", *headers]
+    async def request(
+        self, body: bytes = b"{}", *headers: str, target: str = "/v1/completions"
+    ) -> None:
+        lines = [
+            f"POST {target} HTTP/1.1",
+            "host: router",
+            f"content-length: {len(body)}",
+            *headers,
+        ]
         self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
         await self.writer.drain()
 
@@ -221,7 +244,9 @@ class RawClient:
             body += piece
         return body
 
-    async def ask(self, body: bytes = b"{}", *headers: str, target: str = "/v1/completions") -> bytes:
+    async def ask(
+        self, body: bytes = b"{}", *headers: str, target: str = "/v1/completions"
+    ) -> bytes:
         await self.request(body, *headers, target=target)
         await self.read_head()
         return await self.read_body()

@@ -69,7 +69,11 @@ events: {max_frame_bytes: 4194304}
 observability: {log_format: json}
 """
 
-ENVIRON = {"CLIENT_KEY": "sk-client-1", "OPERATOR_KEY": "sk-operator-2", "REPLICA_KEY": "sk-replica-3"}
+ENVIRON = {
+    "CLIENT_KEY": "sk-client-1",
+    "OPERATOR_KEY": "sk-operator-2",
+    "REPLICA_KEY": "sk-replica-3",
+}
 
 
 def read(text: str, **environ: str) -> RouterConfig:
@@ -82,13 +86,17 @@ def problems(text: str, **environ: str) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-# --- what is right --------------------------------------------------------------------------------------------------------
+# --- what is right --------------------------------------------------------------------------------
 
 
 def test_a_full_file_is_read_value_by_value() -> None:
     """Every section, nested and in lists."""
     config = RouterConfig.from_yaml(FULL, ENVIRON)
-    assert (config.server.host, config.server.port, config.server.max_body_bytes) == ("0.0.0.0", 9000, 1048576)
+    assert (config.server.host, config.server.port, config.server.max_body_bytes) == (
+        "0.0.0.0",
+        9000,
+        1048576,
+    )
     assert config.server.client_api_key == Secret("sk-client-1")
     assert config.server.timeouts == TimeoutsConfig(connect_s=1.5, idle_s=30.0)
     assert [model.name for model in config.models] == ["google/gemma-3-27b-it", "bamba"]
@@ -97,7 +105,10 @@ def test_a_full_file_is_read_value_by_value() -> None:
     assert first.api_key is not None
     assert first.api_key.reveal() == "sk-replica-3"
     assert [source.dp_rank for source in first.kv_events or ()] == [0, 1]
-    assert (second.replica_id, str(second.origin)) == ("replica.example:8443", "https://replica.example:8443/base")
+    assert (second.replica_id, str(second.origin)) == (
+        "replica.example:8443",
+        "https://replica.example:8443/base",
+    )
     assert (second.models, second.kv_events) == (None, None)
     assert config.policy.weights.decode_request == 32
     assert config.health == HealthConfig(interval_s=5, timeout_s=1, healthy_after=2)
@@ -106,7 +117,8 @@ def test_a_full_file_is_read_value_by_value() -> None:
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "server:\nhealth:\n"])
 def test_what_is_left_out_has_its_default(text: str) -> None:
-    """A router without a file starts, on loopback; a section whose lines are all commented out is no error."""
+    """A router without a file starts, on loopback; a section whose lines are all commented out is
+    no error."""
     config = read(text)
     assert config == RouterConfig()
     assert config.server.host == "127.0.0.1"
@@ -155,24 +167,35 @@ def test_the_policy_of_every_known_name_can_be_configured() -> None:
     """The list in the configuration and the one of the policies are the same."""
     for name in policy_names():
         config = read(f"policy: {{name: {name}}}")
-        assert make_policy(config.policy.name, PolicySettings(config.policy.weights, config.policy.options, Random(1)))
+        assert make_policy(
+            config.policy.name,
+            PolicySettings(config.policy.weights, config.policy.options, Random(1)),
+        )
 
 
 def test_an_empty_list_of_sources_is_not_the_same_as_none() -> None:
     """Empty means that the replica publishes nothing; left out means that it is asked."""
-    config = read("replicas: [{url: 'http://a:1', kv_events: []}, {url: 'http://b:1', kv_events: null}]")
+    config = read(
+        "replicas: [{url: 'http://a:1', kv_events: []}, {url: 'http://b:1', kv_events: null}]"
+    )
     assert config.replicas[0].kv_events == ()
     assert config.replicas[1].kv_events is None
 
 
-# --- secrets --------------------------------------------------------------------------------------------------------------
+# --- secrets --------------------------------------------------------------------------------------
 
 
 def test_no_secret_is_in_anything_that_may_be_printed() -> None:
     """Configurations are logged, shown at /replicas, and pasted into issues."""
     config = RouterConfig.from_yaml(FULL, ENVIRON)
     public = config.to_public_dict()
-    text = repr(config) + str(config) + repr(public) + msgspec.json.encode(public).decode() + yaml.safe_dump(str(public))
+    text = (
+        repr(config)
+        + str(config)
+        + repr(public)
+        + msgspec.json.encode(public).decode()
+        + yaml.safe_dump(str(public))
+    )
     assert not any(value in text for value in ENVIRON.values())
     assert public["server"]["client_api_key"] == public["replicas"][0]["api_key"] == "***"
     assert public["replicas"][1]["api_key"] is None
@@ -182,8 +205,14 @@ def test_no_secret_is_in_anything_that_may_be_printed() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ('"${MISSING}"', "server.client_api_key: ${MISSING}; this environment variable is not set, or empty"),
-        ('"${EMPTY}"', "server.client_api_key: ${EMPTY}; this environment variable is not set, or empty"),
+        (
+            '"${MISSING}"',
+            "server.client_api_key: ${MISSING}; this environment variable is not set, or empty",
+        ),
+        (
+            '"${EMPTY}"',
+            "server.client_api_key: ${EMPTY}; this environment variable is not set, or empty",
+        ),
         (
             '"${sk-secret}"',
             "server.client_api_key: not shown; between the braces stands the name of an environment variable",
@@ -199,7 +228,9 @@ def test_no_secret_is_in_anything_that_may_be_printed() -> None:
         ("12345", "server.client_api_key: a int; expected a key or ${NAME} in quotes"),
     ],
 )
-def test_a_key_that_cannot_be_used_is_refused_without_being_shown(value: str, expected: str) -> None:
+def test_a_key_that_cannot_be_used_is_refused_without_being_shown(
+    value: str, expected: str
+) -> None:
     """The message of a failed start is the first thing that is shared."""
     found = problems(f"server: {{client_api_key: {value}}}", EMPTY="", SPACED="sk secret")
     assert found == [expected]
@@ -224,7 +255,7 @@ def test_a_secret_is_compared_whole() -> None:
     assert len({secret, Secret("sk-1")}) == 1
 
 
-# --- what is wrong --------------------------------------------------------------------------------------------------------
+# --- what is wrong --------------------------------------------------------------------------------
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -288,7 +319,10 @@ def test_the_message_has_a_line_for_each_problem() -> None:
             "replicas: [{url: 'http://a'}, {url: 'http://A:80/', id: r}]",
             "replicas[1].url: 'http://a:80'; replicas[0].url has it already",
         ),
-        ("models: [{name: a}, {name: b, aliases: [a]}]", "models[1].aliases[0]: 'a'; models[0].name has it already"),
+        (
+            "models: [{name: a}, {name: b, aliases: [a]}]",
+            "models[1].aliases[0]: 'a'; models[0].name has it already",
+        ),
         (
             "models: [{name: a, lora_adapters: [x, x]}]",
             "models[0].lora_adapters[1]: 'x'; models[0].lora_adapters[0] has it already",
@@ -301,9 +335,18 @@ def test_the_message_has_a_line_for_each_problem() -> None:
             "replicas: [{url: 'http://a', kv_events: [{endpoint: 'tcp://a:1'}, {endpoint: 'tcp://a:2'}]}]",
             "replicas[0].kv_events[1].dp_rank: 0; kv_events[0] has it already",
         ),
-        ("health: {interval_s: 1, timeout_s: 2}", "health.timeout_s: 2; must be at most interval_s (1)"),
-        ("health: {interval_s: 10}", "health.gauges_stale_after_s: 10; must exceed interval_s (10)"),
-        ("policy: {options: {a: 1}}", "policy.options: a mapping of 1; the built-in policies take none"),
+        (
+            "health: {interval_s: 1, timeout_s: 2}",
+            "health.timeout_s: 2; must be at most interval_s (1)",
+        ),
+        (
+            "health: {interval_s: 10}",
+            "health.gauges_stale_after_s: 10; must exceed interval_s (10)",
+        ),
+        (
+            "policy: {options: {a: 1}}",
+            "policy.options: a mapping of 1; the built-in policies take none",
+        ),
         (
             "models: [{name: a, layout: {authoritative: true}}]",
             "models[0].layout.authoritative: true; there must be groups for that",
@@ -338,12 +381,18 @@ def test_problems_between_sections_are_told_beside_those_inside() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("server: {port: 1}\nserver: {port: 2}", "line 2, column 1: the key 'server' stands here twice"),
+        (
+            "server: {port: 1}\nserver: {port: 2}",
+            "line 2, column 1: the key 'server' stands here twice",
+        ),
         ("server: {port: 1, port: 2}", "line 1, column 19: the key 'port' stands here twice"),
         ("server: [", "line 1, column 10: expected the node content, but found '<stream end>'"),
         ("server: *nowhere", "line 1, column 9: found undefined alias 'nowhere'"),
         ("? [a]\n: 1", "line 1, column 3: found unhashable key"),
-        ("server: !!python/object/apply:os.system [id]", "line 1, column 9: could not determine a constructor"),
+        (
+            "server: !!python/object/apply:os.system [id]",
+            "line 1, column 9: could not determine a constructor",
+        ),
         ("[1, 2]", "a list of 2; expected a mapping"),
         ("just text", "'just text'; expected a mapping"),
         ("a\x00b", "is no YAML: ReaderError"),
@@ -360,7 +409,10 @@ def test_what_is_no_yaml_is_refused_with_its_line(text: str, expected: str) -> N
 def test_merged_mappings_may_be_overridden() -> None:
     """YAML's own way of sharing settings is no duplicate."""
     text = "replicas:\n- &one {url: 'http://a', speed: 2}\n- {<<: *one, url: 'http://b'}"
-    assert [(replica.url, replica.speed) for replica in read(text).replicas] == [("http://a", 2.0), ("http://b", 2.0)]
+    assert [(replica.url, replica.speed) for replica in read(text).replicas] == [
+        ("http://a", 2.0),
+        ("http://b", 2.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +424,9 @@ def test_merged_mappings_may_be_overridden() -> None:
     ],
     ids=["missing", "binary", "huge"],
 )
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_file_that_cannot_be_read_says_why(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     """The wrong path is the commonest mistake of all."""
     file = tmp_path / "kvroute.yaml"
     if content is not None:
@@ -383,14 +437,26 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | No
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 known = st.dictionaries(
-    st.sampled_from(["server", "models", "replicas", "policy", "health", "events", "observability"]),
+    st.sampled_from(
+        ["server", "models", "replicas", "policy", "health", "events", "observability"]
+    ),
     plain
-    | st.lists(st.dictionaries(st.sampled_from(["name", "url", "id", "layout", "kv_events", "models", "aliases"]), plain))
-    | st.dictionaries(st.sampled_from(["port", "host", "timeouts", "name", "weights", "interval_s", "options"]), plain),
+    | st.lists(
+        st.dictionaries(
+            st.sampled_from(["name", "url", "id", "layout", "kv_events", "models", "aliases"]),
+            plain,
+        )
+    )
+    | st.dictionaries(
+        st.sampled_from(["port", "host", "timeouts", "name", "weights", "interval_s", "options"]),
+        plain,
+    ),
     max_size=4,
 )
 
@@ -403,12 +469,17 @@ def test_any_document_is_read_or_refused(document: Any) -> None:
         assert isinstance(read(yaml.safe_dump(document)), RouterConfig)
 
 
-# --- a replica in a request -----------------------------------------------------------------------------------------------
+# --- a replica in a request -----------------------------------------------------------------------
 
 
 def test_a_replica_in_a_request_has_the_same_form() -> None:
     """What POST /replicas takes can be moved to the file as it is."""
-    data = {"url": "http://h:1", "id": "r", "api_key": "sk-1", "kv_events": [{"endpoint": "tcp://*:5557"}]}
+    data = {
+        "url": "http://h:1",
+        "id": "r",
+        "api_key": "sk-1",
+        "kv_events": [{"endpoint": "tcp://*:5557"}],
+    }
     replica = read_replica(data)
     assert isinstance(replica, ReplicaConfig)
     assert (replica.replica_id, replica.api_key) == ("r", Secret("sk-1"))
@@ -416,7 +487,9 @@ def test_a_replica_in_a_request_has_the_same_form() -> None:
 
 def test_a_request_cannot_read_the_routers_environment() -> None:
     """It would send any variable, as a key, to any URL."""
-    with pytest.raises(BadRequest, match=r"\$\.api_key: a \$\{\.\.\.\}; environment variables can be named") as caught:
+    with pytest.raises(
+        BadRequest, match=r"\$\.api_key: a \$\{\.\.\.\}; environment variables can be named"
+    ) as caught:
         read_replica({"url": "http://h:1", "api_key": "${HOME}"})
     assert caught.value.status == 400
 

@@ -69,7 +69,9 @@ async def until_live(feed: Feed, source: SourceId, last_seq: int | None) -> None
     await until_state(feed, source, SourceState.LIVE, last_seq)
 
 
-async def until_state(feed: Feed, source: SourceId, state: SourceState, last_seq: int | None) -> None:
+async def until_state(
+    feed: Feed, source: SourceId, state: SourceState, last_seq: int | None
+) -> None:
     def is_there() -> bool:
         statistics = feed.statistics()[source]
         return statistics.state is state and statistics.stream.last_seq == last_seq
@@ -115,7 +117,8 @@ async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:
 
 
 async def test_a_source_nobody_follows_is_dead_and_has_no_hits_to_suspect(feed: Feed) -> None:
-    """Whoever asks for a replica that was just removed, or publishes nothing, gets an answer and no exception."""
+    """Whoever asks for a replica that was just removed, or publishes nothing, gets an answer and no
+    exception."""
     assert feed.state(A) is SourceState.DEAD
     assert not feed.is_suspect(A)
 
@@ -135,7 +138,9 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
         assert models.hit(A) == Hit(64, 64)
 
 
-async def test_a_source_that_is_removed_and_added_at_once_is_followed(feed: Feed, models: Models) -> None:
+async def test_a_source_that_is_removed_and_added_at_once_is_followed(
+    feed: Feed, models: Models
+) -> None:
     """A replica is configured anew in one go; what ends late must not take the new one's blocks."""
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
@@ -151,7 +156,9 @@ async def test_a_source_that_is_removed_and_added_at_once_is_followed(feed: Feed
         assert models.hit(A) == Hit(48, 48)
 
 
-async def test_what_the_configuration_says_of_a_layout_survives_a_restart(feed: Feed, models: Models) -> None:
+async def test_what_the_configuration_says_of_a_layout_survives_a_restart(
+    feed: Feed, models: Models
+) -> None:
     """A cleared source starts from the same hints as a new one."""
     hints = LayoutHints(eagle=True)
     with VllmPublisher() as publisher:
@@ -198,7 +205,9 @@ async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models
         await feed.close()
 
 
-async def test_a_cleared_cache_makes_a_suspect_source_known_unless_it_has_a_lower_tier(feed: Feed) -> None:
+async def test_a_cleared_cache_makes_a_suspect_source_known_unless_it_has_a_lower_tier(
+    feed: Feed,
+) -> None:
     """`AllBlocksCleared` says nothing of what a lower tier stored while we did not hear."""
     with VllmPublisher(ring=1) as plain, VllmPublisher(ring=1) as tiered:
         for source, publisher in ((A, plain), (B, tiered)):
@@ -234,13 +243,17 @@ async def test_a_malformed_batch_is_logged_once_a_replica_and_without_its_conten
             await until(lambda: feed.statistics()[rank].stream.last_seq == 4, "all of them")  # noqa: B023
             assert feed.statistics()[rank].stream.malformed >= 5
             assert feed.is_suspect(rank)
-    warnings = [record.getMessage() for record in caplog.records if "only counted" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "only counted" in record.getMessage()
+    ]
     assert len(warnings) == 1
     assert "replica-a" in warnings[0]
     assert "secret" not in caplog.text
 
 
-async def test_a_source_that_becomes_suspect_is_a_warning_once(feed: Feed, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_source_that_becomes_suspect_is_a_warning_once(
+    feed: Feed, caplog: pytest.LogCaptureFixture
+) -> None:
     """An operator wants to know, and not again at every gap until it is known again."""
     caplog.set_level(logging.INFO)
     with VllmPublisher(ring=1) as publisher:
@@ -254,13 +267,18 @@ async def test_a_source_that_becomes_suspect_is_a_warning_once(feed: Feed, caplo
             await until_state(feed, A, SourceState.SUSPECT, last)
         publisher.publish(batch(AllBlocksCleared()))
         await until_live(feed, A, 13)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert warnings == ["replica replica-a rank 0: suspect"]
     assert caplog.text.count("rank 0: recovering") > 3
 
 
-async def test_a_replica_that_misbehaves_does_not_slow_the_others(feed: Feed, models: Models) -> None:
-    """Broken batches, wrong numbers and a replay that never ends, as fast as one replica can send them."""
+async def test_a_replica_that_misbehaves_does_not_slow_the_others(
+    feed: Feed, models: Models
+) -> None:
+    """Broken batches, wrong numbers and a replay that never ends, as fast as one replica can send
+    them."""
 
     def endless(publisher: VllmPublisher, first: int) -> list[list[bytes]]:
         return [publisher.reply(first + step, stored(64)) for step in range(2000)]
@@ -281,9 +299,15 @@ async def test_a_replica_that_misbehaves_does_not_slow_the_others(feed: Feed, mo
     assert slowest < 2.0
 
 
-async def test_an_endpoint_that_cannot_be_one_is_refused_at_once(feed: Feed, models: Models) -> None:
+async def test_an_endpoint_that_cannot_be_one_is_refused_at_once(
+    feed: Feed, models: Models
+) -> None:
     """A mistake in the configuration belongs to whoever made it, not to a log."""
-    for endpoint, replay_endpoint in (("tcp://host", None), ("http://host:1", None), ("tcp://host:1", "tcp://*:1")):
+    for endpoint, replay_endpoint in (
+        ("tcp://host", None),
+        ("http://host:1", None),
+        ("tcp://host:1", "tcp://*:1"),
+    ):
         with pytest.raises(EndpointError):
             feed.add(A, endpoint, replay_endpoint, TOPIC, "one")
     assert feed.statistics() == {}
@@ -298,7 +322,9 @@ async def test_a_source_is_followed_once(feed: Feed) -> None:
             follow(feed, A, publisher)
 
 
-async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
     """A mistake of ours stops one source, visibly; its message may quote a prompt."""
 
     class Broken(PrefixIndex):
@@ -322,7 +348,8 @@ async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(models: Models
 
 
 async def test_many_sources_fit() -> None:
-    """libzmq allows a thousand sockets where nobody asks for more, and each source takes several."""
+    """libzmq allows a thousand sockets where nobody asks for more, and each source takes
+    several."""
     models = Models()
     feed = Feed(models, QUICK)
     with VllmPublisher() as publisher:

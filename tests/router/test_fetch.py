@@ -35,14 +35,17 @@ async def test_a_question_given_up_while_it_fails_leaves_no_error_that_nobody_re
 
 
 async def test_a_question_given_up_while_its_answer_comes_is_given_up() -> None:
-    """Before Python 3.12 `asyncio.wait_for` swallows a cancellation that meets the end of what it waits for."""
+    """Before Python 3.12 `asyncio.wait_for` swallows a cancellation that meets the end of what it
+    waits for."""
     client = UpstreamClient()
     fetch = UpstreamFetch(client)
     ends: Counter[str] = Counter()
     async with engines(1) as (stub,):
         origin = Origin.parse(stub.url)
         for passes in range(40):
-            await fetch(origin, "/health", (), 5.0, 1024)  # the next takes its connection, which makes it quick
+            await fetch(
+                origin, "/health", (), 5.0, 1024
+            )  # the next takes its connection, which makes it quick
             question = asyncio.create_task(fetch(origin, "/health", (), 5.0, 1024))
             for _ in range(passes):
                 await asyncio.sleep(0)

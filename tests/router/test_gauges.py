@@ -44,7 +44,9 @@ def test_older_vllm_and_sglang_name_them_differently() -> None:
 def test_what_the_prometheus_client_writes_is_read() -> None:
     """vLLM uses that library, so its spelling is the one that counts."""
     registry = CollectorRegistry()
-    running = Gauge("vllm:num_requests_running", "Running.", ["model_name", "engine"], registry=registry)
+    running = Gauge(
+        "vllm:num_requests_running", "Running.", ["model_name", "engine"], registry=registry
+    )
     running.labels("org/model", "0").set(17)
     Gauge("vllm:num_requests_waiting", "Waiting.", registry=registry).set(1e5)
     assert parse_gauges(generate_latest(registry)) == EngineGauges(17, 100_000, None)
@@ -78,16 +80,26 @@ def test_a_share_above_one_is_one() -> None:
     assert gauges.kv_cache_usage == 1.0
 
 
-@given(st.lists(st.sampled_from([b"vllm:num_requests_running", b"{", b"}", b" ", b"\n", b"1", b'"', b"\xff"]), max_size=40))
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"vllm:num_requests_running", b"{", b"}", b" ", b"\n", b"1", b'"', b"\xff"]
+        ),
+        max_size=40,
+    )
+)
 def test_no_text_makes_it_fail(pieces: list[bytes]) -> None:
     """Metrics are text from the network."""
     gauges = parse_gauges(b"".join(pieces))
     assert gauges is None or gauges.running >= 0
 
 
-@pytest.mark.parametrize("filler", [b"}", b"{", b" ", b"}\t", b"1", b"\nvllm:num_requests_running{"])
+@pytest.mark.parametrize(
+    "filler", [b"}", b"{", b" ", b"}\t", b"1", b"\nvllm:num_requests_running{"]
+)
 def test_the_largest_answer_is_read_in_no_time(filler: bytes) -> None:
-    """It is read on the event loop, where streams wait meanwhile; a slow pattern would be a way to stall the router."""
+    """It is read on the event loop, where streams wait meanwhile; a slow pattern would be a way to
+    stall the router."""
     text = b"vllm:num_requests_running{" + filler * (8 * 1024 * 1024 // len(filler))
     began = time.process_time()
     parse_gauges(text)

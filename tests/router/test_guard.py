@@ -1,4 +1,5 @@
-"""What one client's connection may cost: uvicorn's protocol on real sockets, with the clock in the test's hands."""
+"""What one client's connection may cost: uvicorn's protocol on real sockets, with the clock in the
+test's hands."""
 
 from __future__ import annotations
 
@@ -69,7 +70,13 @@ class GuardedServer:
 @contextlib.asynccontextmanager
 async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
     app = GuardedServer(body)
-    config = uvicorn.Config(app, http=guarded_protocol(LIMITS, app.refusals.append), ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app,
+        http=guarded_protocol(LIMITS, app.refusals.append),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+    )
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))
     # Connections inherit it: what the kernel does not take stays where the protocol can see it.
@@ -88,7 +95,9 @@ async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
         for connection in tuple(app.state.connections):
             assert isinstance(connection, GuardedHttpProtocol)
             connection.abort()
-        await eventually(lambda: not app.state.connections and not app.state.tasks, "nothing is left")
+        await eventually(
+            lambda: not app.state.connections and not app.state.tasks, "nothing is left"
+        )
 
 
 async def until_connected(app: GuardedServer) -> None:
@@ -133,9 +142,12 @@ async def test_a_body_has_its_time_and_no_more() -> None:
         assert await client.is_closed()
 
 
-@pytest.mark.parametrize("behind", [b"", b"\r\n", b"GET /next HTTP/1.1\r\nx: ", request_bytes("GET", "/next")])
+@pytest.mark.parametrize(
+    "behind", [b"", b"\r\n", b"GET /next HTTP/1.1\r\nx: ", request_bytes("GET", "/next")]
+)
 async def test_a_long_answer_is_not_taken_for_a_slow_request(behind: bytes) -> None:
-    """A stream may last for an hour, and what its client sends meanwhile has to wait for us, not we for it."""
+    """A stream may last for an hour, and what its client sends meanwhile has to wait for us, not we
+    for it."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.send("POST", "/x", b"{}")
         await eventually(lambda: app.requests, "the request is there")
@@ -150,8 +162,12 @@ async def test_a_long_answer_is_not_taken_for_a_slow_request(behind: bytes) -> N
 
 
 async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
-    """The application is done with it, so nobody else would notice; the socket and its buffer would stay for ever."""
-    async with guarded_server(b"x" * 60_000) as app, connect(app.port, receive_buffer=2048) as client:
+    """The application is done with it, so nobody else would notice; the socket and its buffer would
+    stay for ever."""
+    async with (
+        guarded_server(b"x" * 60_000) as app,
+        connect(app.port, receive_buffer=2048) as client,
+    ):
         app.go.set()
         client.reader._limit = 1  # type: ignore[attr-defined]
         await client.send("GET", "/x")
@@ -165,7 +181,10 @@ async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
 
 async def test_an_answer_that_is_read_slowly_is_not_taken_for_one_that_is_not_read() -> None:
     """A thin line is no crime."""
-    async with guarded_server(b"x" * 60_000) as app, connect(app.port, receive_buffer=2048) as client:
+    async with (
+        guarded_server(b"x" * 60_000) as app,
+        connect(app.port, receive_buffer=2048) as client,
+    ):
         app.go.set()
         await client.send("GET", "/x")
         await client.read_head()
@@ -180,7 +199,9 @@ async def test_an_answer_that_is_read_slowly_is_not_taken_for_one_that_is_not_re
         assert not app.refusals
 
 
-async def test_a_client_that_leaves_behind_a_row_of_requests_is_noticed_by_the_one_under_way() -> None:
+async def test_a_client_that_leaves_behind_a_row_of_requests_is_noticed_by_the_one_under_way() -> (
+    None
+):
     """uvicorn tells only the last one it has read; the engine would work on for nobody."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(request_bytes("GET", "/under-way") + request_bytes("GET", "/waits") * 3)
@@ -208,7 +229,8 @@ async def test_too_many_pipelined_requests_are_refused() -> None:
 
 @pytest.mark.parametrize("cut", [1, 30, 100, 150])
 async def test_an_offer_to_upgrade_is_declined_and_the_body_read(cut: int) -> None:
-    """httptools takes what follows such a head for another protocol (Java's client offers h2c with its first request)."""
+    """httptools takes what follows such a head for another protocol (Java's client offers h2c with
+    its first request)."""
     offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAAA"}
     data = request_bytes("POST", "/x", b"the body", offer)
     async with guarded_server() as app, connect(app.port) as client:
@@ -224,19 +246,24 @@ async def test_an_offer_to_upgrade_is_declined_and_the_body_read(cut: int) -> No
 
 
 @pytest.mark.parametrize(
-    "framing", ["transfer-encoding: chunked\r\ncontent-length: 5", "content-length: 5\r\ncontent-length: 6"]
+    "framing",
+    ["transfer-encoding: chunked\r\ncontent-length: 5", "content-length: 5\r\ncontent-length: 6"],
 )
 async def test_an_offer_to_upgrade_hides_no_framing_that_makes_no_sense(framing: str) -> None:
-    """Two readers of one message that disagree about its end are how requests are smuggled (RFC 9112 6.3)."""
+    """Two readers of one message that disagree about its end are how requests are smuggled (RFC
+    9112 6.3)."""
     async with guarded_server() as app, connect(app.port) as client:
         app.go.set()
-        await client.write(f"POST /x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n{framing}\r\n\r\n0\r\n\r\n".encode())
+        await client.write(
+            f"POST /x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n{framing}\r\n\r\n0\r\n\r\n".encode()
+        )
         assert await client.is_closed()
         assert app.refusals == ["malformed_http"]
 
 
 async def test_a_client_that_is_refused_gets_to_read_why() -> None:
-    """Closed at once, the connection would be reset by what the client is still sending, and the answer lost with it."""
+    """Closed at once, the connection would be reset by what the client is still sending, and the
+    answer lost with it."""
     async with guarded_server() as app, connect(app.port) as client:
         writing = asyncio.create_task(write_on(client))
         assert await client.read_head() == 431
@@ -264,7 +291,9 @@ async def test_a_body_that_is_no_http_is_answered_in_its_requests_place() -> Non
         found = await client.read_answer()
         assert (found.status, found.error["code"]) == (400, "malformed_http")
         assert await client.is_closed()
-        await eventually(lambda: not app.state.tasks, "the application has heard that nothing more will come")
+        await eventually(
+            lambda: not app.state.tasks, "the application has heard that nothing more will come"
+        )
 
 
 async def test_nonsense_behind_a_request_is_not_taken_for_its_answer() -> None:
@@ -278,7 +307,9 @@ async def test_nonsense_behind_a_request_is_not_taken_for_its_answer() -> None:
         assert app.refusals == ["malformed_http"]
 
 
-@pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n"])
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n"]
+)
 async def test_what_is_no_http_is_answered_once_and_counted(data: bytes) -> None:
     """Scanners and TLS clients on the wrong port come by every day."""
     async with guarded_server() as app, connect(app.port) as client:

@@ -50,7 +50,9 @@ LAYOUTS: dict[str, KVCacheLayout] = {
     "states before full": KVCacheLayout.build([mamba(), full()]),
     "a window, states and full": KVCacheLayout.build([window(9), mamba(), full()]),
     "blocks of three sizes": KVCacheLayout.build([full(8), window(9), window(14, 2)]),
-    "a group that is not cached": KVCacheLayout.build([KVCacheGroup(GroupKind.NOT_CACHED, 1), full(), window(9)]),
+    "a group that is not cached": KVCacheLayout.build(
+        [KVCacheGroup(GroupKind.NOT_CACHED, 1), full(), window(9)]
+    ),
     "eagle": KVCacheLayout.build([full()], eagle=True),
     "eagle with a window and states": KVCacheLayout.build([full(), window(9), mamba()], eagle=True),
 }
@@ -58,7 +60,9 @@ LAYOUTS: dict[str, KVCacheLayout] = {
 
 def prompt_of(segments: Sequence[int], lora: str | None = None, salt: str | None = None) -> Prompt:
     """A path through a tree of prompts: paths with a common start share their blocks."""
-    return Prompt(tuple(10 * segment + token for segment in segments for token in range(SEGMENT)), lora, salt)
+    return Prompt(
+        tuple(10 * segment + token for segment in segments for token in range(SEGMENT)), lora, salt
+    )
 
 
 prompts = st.builds(
@@ -110,10 +114,18 @@ class Pair:
 
 def announcement(layout: KVCacheLayout) -> CacheLayout:
     groups = [
-        GroupSpec(group.kind.value, group.block_size, group.sliding_window, group.attention_chunk_size)
+        GroupSpec(
+            group.kind.value, group.block_size, group.sliding_window, group.attention_chunk_size
+        )
         for group in layout.groups
     ]
-    return CacheLayout("publisher-1", groups, layout.hash_block_size, layout.scheduler_block_size, eagle=layout.eagle)
+    return CacheLayout(
+        "publisher-1",
+        groups,
+        layout.hash_block_size,
+        layout.scheduler_block_size,
+        eagle=layout.eagle,
+    )
 
 
 def hints_of(layout: KVCacheLayout) -> LayoutHints:
@@ -121,20 +133,24 @@ def hints_of(layout: KVCacheLayout) -> LayoutHints:
     return LayoutHints(layout.groups, *sizes, eagle=layout.eagle, authoritative=True, hash_seeds=())
 
 
-# --- step by step, whatever the steps -------------------------------------------------------------------------------------
+# --- step by step, whatever the steps -------------------------------------------------------------
 
 
 class IndexAgainstModel(RuleBasedStateMachine):
     """Any sequence of stores, evictions, offloads, resets and restarts, in batches of any size."""
 
-    @initialize(layout=st.sampled_from(list(LAYOUTS.values())), as_int=st.booleans(), is_ours=st.booleans())
+    @initialize(
+        layout=st.sampled_from(list(LAYOUTS.values())), as_int=st.booleans(), is_ours=st.booleans()
+    )
     def begin(self, layout: KVCacheLayout, as_int: bool, is_ours: bool) -> None:
         self.pair = Pair(layout, as_int, is_ours)
         self.model = self.pair.model
         self.waiting: list[Event] = []
         self.asked: list[Prompt] = [prompt_of([0] * DEPTH), prompt_of([1, 0])]
 
-    @rule(prompt=prompts, group=st.integers(0, 9), start=st.integers(0, 20), count=st.integers(1, 12))
+    @rule(
+        prompt=prompts, group=st.integers(0, 9), start=st.integers(0, 20), count=st.integers(1, 12)
+    )
     def store(self, prompt: Prompt, group: int, start: int, count: int) -> None:
         index = group % len(self.model.layout.groups)
         size = self.model.layout.groups[index].block_size
@@ -218,7 +234,7 @@ IndexAgainstModel.TestCase.settings = settings(
 TestIndexAgainstModel = IndexAgainstModel.TestCase
 
 
-# --- long runs ------------------------------------------------------------------------------------------------------------
+# --- long runs ------------------------------------------------------------------------------------
 
 
 class RandomEngine:
@@ -231,7 +247,11 @@ class RandomEngine:
     def prompt(self) -> Prompt:
         """Few enough prompts that they share blocks and come again."""
         segments = self.rng.choices((0, 1), k=self.rng.randint(1, DEPTH))
-        return prompt_of(segments, self.rng.choice([None] * 7 + ["sql"]), self.rng.choice([None] * 7 + ["tenant-a"]))
+        return prompt_of(
+            segments,
+            self.rng.choice([None] * 7 + ["sql"]),
+            self.rng.choice([None] * 7 + ["tenant-a"]),
+        )
 
     def step(self) -> list[Event]:
         """What one engine step does to the cache."""
@@ -246,12 +266,19 @@ class RandomEngine:
         return [self._store(group, prompt) for group in range(len(self.model.layout.groups))]
 
     def _store(self, group: int, prompt: Prompt) -> Event:
-        known = [end for end in self._ends(group, prompt)[:-1] if prompt.upto(end) in self.model.described]
+        known = [
+            end
+            for end in self._ends(group, prompt)[:-1]
+            if prompt.upto(end) in self.model.described
+        ]
         return self.model.store(group, prompt, self.rng.choice([0, 0, *known]), len(prompt.tokens))
 
     def _evict(self) -> list[Event]:
         held = sorted(self.model.copies.elements(), key=repr)
-        return [self.model.evict(block) for block in self.rng.sample(held, min(len(held), self.rng.randint(1, 8)))]
+        return [
+            self.model.evict(block)
+            for block in self.rng.sample(held, min(len(held), self.rng.randint(1, 8)))
+        ]
 
     def _offload(self) -> list[Event]:
         group, prompt = self.rng.randrange(len(self.model.layout.groups)), self.prompt()
@@ -287,10 +314,12 @@ def test_the_index_is_exact_after_every_batch_of_a_long_run(name: str, is_ours: 
     pair.check_memory()
 
 
-# --- events in another order ----------------------------------------------------------------------------------------------
+# --- events in another order ----------------------------------------------------------------------
 
 
-def runs_of(rng: random.Random, model: EngineModel, prompts: Sequence[Prompt]) -> list[tuple[int, Prompt, int, int]]:
+def runs_of(
+    rng: random.Random, model: EngineModel, prompts: Sequence[Prompt]
+) -> list[tuple[int, Prompt, int, int]]:
     """Every group's blocks of every prompt, cut into runs as chunked prefill cuts them."""
     runs = []
     for prompt in prompts:
@@ -303,11 +332,17 @@ def runs_of(rng: random.Random, model: EngineModel, prompts: Sequence[Prompt]) -
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", ["full", "full and a window", "blocks of three sizes", "a window, states and full"])
+@pytest.mark.parametrize(
+    "name", ["full", "full and a window", "blocks of three sizes", "a window, states and full"]
+)
 def test_stores_in_any_order_lead_to_the_same_hits(name: str, seed: int) -> None:
-    """A late join hears children first and their parents with the snapshot: no subtree may be lost for good."""
+    """A late join hears children first and their parents with the snapshot: no subtree may be lost
+    for good."""
     rng, pair = random.Random(seed), Pair(LAYOUTS[name])
-    prompts = [prompt_of(rng.choices((0, 1), k=DEPTH), salt=rng.choice([None, "tenant-a"])) for _ in range(4)]
+    prompts = [
+        prompt_of(rng.choices((0, 1), k=DEPTH), salt=rng.choice([None, "tenant-a"]))
+        for _ in range(4)
+    ]
     runs = runs_of(rng, pair.model, prompts)
     rng.shuffle(runs)
     for run in runs:
@@ -325,7 +360,9 @@ def test_holes_and_offloaded_blocks_are_placed_whenever_the_dense_event_comes(se
     """Before it they count as held and not placed; behind it they are found."""
     rng, pair = random.Random(seed), Pair(LAYOUTS["full and a window"])
     prompts = [prompt_of(rng.choices((0, 1), k=DEPTH)) for _ in range(3)]
-    events: list[tuple[str, Prompt]] = [(what, prompt) for prompt in prompts for what in ("dense", "keep", "offload")]
+    events: list[tuple[str, Prompt]] = [
+        (what, prompt) for prompt in prompts for what in ("dense", "keep", "offload")
+    ]
     rng.shuffle(events)
     for what, prompt in events:
         ends = range(4, len(prompt.tokens) + 1, 4)
@@ -339,17 +376,27 @@ def test_holes_and_offloaded_blocks_are_placed_whenever_the_dense_event_comes(se
     assert pair.unplaced() == 0
 
 
-def test_a_block_that_was_evicted_while_its_parent_was_unknown_is_found_when_the_lower_tier_announces_it() -> None:
-    """Its tokens were seen, and so was its parent in the end: the place is known, and the CPU's copy can be found."""
+def test_a_block_that_was_evicted_while_its_parent_was_unknown_is_found_when_the_lower_tier_announces_it() -> (
+    None
+):
+    """Its tokens were seen, and so was its parent in the end: the place is known, and the CPU's
+    copy can be found."""
     pair, prompt = Pair(LAYOUTS["full"]), prompt_of([0, 1])
     late, early = pair.model.store(0, prompt, 8, 16), pair.model.store(0, prompt, 0, 8)
-    pair.apply([late, pair.model.evict(Block(0, GPU, prompt)), pair.model.evict(Block(0, GPU, prompt.upto(12)))])
+    pair.apply(
+        [
+            late,
+            pair.model.evict(Block(0, GPU, prompt)),
+            pair.model.evict(Block(0, GPU, prompt.upto(12))),
+        ]
+    )
     pair.apply([early, pair.model.offload(0, prompt, [12, 16], CPU)])
     pair.check([prompt, prompt._replace(tokens=(*prompt.tokens, 7))])
 
 
 def test_events_delivered_twice_count_twice() -> None:
-    """The index cannot know a duplicate from a second copy: the feed must not hand on a batch twice."""
+    """The index cannot know a duplicate from a second copy: the feed must not hand on a batch
+    twice."""
     pair, prompt = Pair(LAYOUTS["full"]), prompt_of([0])
     stored = pair.model.store(0, prompt, 0, 8)
     pair.apply([stored])
@@ -358,11 +405,12 @@ def test_events_delivered_twice_count_twice() -> None:
     assert pair.index.match((*prompt.tokens, 7))[SOURCE].gpu == 8
 
 
-# --- several sources ------------------------------------------------------------------------------------------------------
+# --- several sources ------------------------------------------------------------------------------
 
 
 def test_sources_are_exact_side_by_side() -> None:
-    """Engines with other seeds, forms and layouts share one index, and none sees another's blocks."""
+    """Engines with other seeds, forms and layouts share one index, and none sees another's
+    blocks."""
     index = PrefixIndex(keys=KeySpace())
     engines = {}
     for number, layout in enumerate(LAYOUTS.values()):

@@ -17,7 +17,13 @@ class Clock:
 
 
 def request(**fields: object) -> RoutedRequest:
-    known = {"request_id": "id", "path": "/v1/completions", "model": "m", "policy": "prefix", "stream": False}
+    known = {
+        "request_id": "id",
+        "path": "/v1/completions",
+        "model": "m",
+        "policy": "prefix",
+        "stream": False,
+    }
     return RoutedRequest(**{**known, "prompt_tokens": 100, "unknown": None, **fields})  # type: ignore[arg-type]
 
 
@@ -35,7 +41,7 @@ def numbers(found: list[RoutedRequest]) -> list[int]:
     return [routed.number for routed in found]
 
 
-# --- what is held ---------------------------------------------------------------------------------------------------------
+# --- what is held ---------------------------------------------------------------------------------
 
 
 def test_the_latest_change_comes_first_and_only_what_is_new_is_told() -> None:
@@ -53,7 +59,8 @@ def test_the_latest_change_comes_first_and_only_what_is_new_is_told() -> None:
 
 
 def test_the_journal_is_bounded_and_forgets_what_changed_longest_ago() -> None:
-    """Memory must not grow with traffic; a long request that just told something is not the oldest."""
+    """Memory must not grow with traffic; a long request that just told something is not the
+    oldest."""
     journal = Journal(max_requests=3)
     long = request()
     journal.opened(long)
@@ -98,9 +105,12 @@ def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("predicted", "actual", "verdict"), [(64, 64, "exact"), (64, 32, "over"), (32, 64, "under"), (64, None, None)]
+    ("predicted", "actual", "verdict"),
+    [(64, 64, "exact"), (64, 32, "over"), (32, 64, "under"), (64, None, None)],
 )
-def test_a_prediction_is_held_against_what_the_engine_tells(predicted: int, actual: int | None, verdict: str | None) -> None:
+def test_a_prediction_is_held_against_what_the_engine_tells(
+    predicted: int, actual: int | None, verdict: str | None
+) -> None:
     """`over` is the one that costs: a hit was promised that was not there."""
     assert request(total_tokens=predicted, actual_tokens=actual).verdict == verdict
 
@@ -117,12 +127,14 @@ def test_a_prediction_is_held_against_what_the_engine_tells(predicted: int, actu
         (None, None, False),
     ],
 )
-def test_what_a_client_did_is_no_failure(status: int | None, end: str | None, has_failed: bool) -> None:
+def test_what_a_client_did_is_no_failure(
+    status: int | None, end: str | None, has_failed: bool
+) -> None:
     """The figure must not light up because somebody closed a window."""
     assert request(status=status, end=end).has_failed is has_failed
 
 
-# --- the last minute ------------------------------------------------------------------------------------------------------
+# --- the last minute ------------------------------------------------------------------------------
 
 
 def test_the_minute_sums_what_was_settled() -> None:
@@ -133,7 +145,13 @@ def test_the_minute_sums_what_was_settled() -> None:
     settled(journal, total_tokens=32)
     settled(journal, status=503, end="no_replica")
     total = journal.minute.total()
-    assert (total.requests, total.failed, total.compared, total.over, total.under) == (4, 1, 2, 1, 0)
+    assert (total.requests, total.failed, total.compared, total.over, total.under) == (
+        4,
+        1,
+        2,
+        1,
+        0,
+    )
     assert (total.compared_tokens, total.predicted_tokens, total.actual_tokens) == (200, 128, 80)
     assert (total.routed_tokens, total.promised_tokens) == (400, 160)
 
@@ -143,7 +161,12 @@ def test_one_that_nobody_could_take_is_in_the_journal() -> None:
     journal = Journal()
     journal.turned_away(request(), 503, "no_replica")
     (routed,) = journal.since(0)
-    assert (routed.replica, routed.status, routed.end, routed.has_failed) == (None, 503, "no_replica", True)
+    assert (routed.replica, routed.status, routed.end, routed.has_failed) == (
+        None,
+        503,
+        "no_replica",
+        True,
+    )
 
 
 def test_what_is_older_than_a_minute_no_longer_counts() -> None:
@@ -153,7 +176,9 @@ def test_what_is_older_than_a_minute_no_longer_counts() -> None:
     for _ in range(90):
         minute.now.requests += 1
         clock.now += 1
-    assert minute.total().requests == SECONDS - 1, "the second that has just begun takes the place of the oldest"
+    assert minute.total().requests == SECONDS - 1, (
+        "the second that has just begun takes the place of the oldest"
+    )
     clock.now += 30
     assert minute.total().requests == SECONDS - 31
     clock.now += 10_000

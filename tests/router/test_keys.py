@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.index import keys as keys_module
-from router.index.keys import KeySpace, Mark, besides_lora, digest, marks_of, pack_tokens, plain, tagged
+from router.index.keys import (
+    KeySpace,
+    Mark,
+    besides_lora,
+    digest,
+    marks_of,
+    pack_tokens,
+    plain,
+    tagged,
+)
 
 MODULUS = 0xFFFFFFFFFFFFFFC5
 """The largest prime below 2**64: keys of these tests are the same in every run."""
@@ -24,7 +33,9 @@ def space() -> KeySpace:
     return KeySpace(MODULUS)
 
 
-def chain(space: KeySpace, token_ids: list[int], ends: list[int], marks: list[Mark] | None = None) -> list[int]:
+def chain(
+    space: KeySpace, token_ids: list[int], ends: list[int], marks: list[Mark] | None = None
+) -> list[int]:
     """Keys of a prompt's prefixes."""
     return list(space.chain(space.root(None), pack_tokens(token_ids), ends, marks or []))
 
@@ -34,7 +45,7 @@ def cut(sizes: list[int], length: int) -> list[int]:
     return [end for end in accumulate(sizes) if end <= length]
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -68,11 +79,15 @@ def test_a_key_is_the_prefix_read_as_one_number(token_ids: list[int], steps: lis
 
 @settings(deadline=None)
 @given(tokens, sizes, sizes, st.integers(0, 60))
-def test_a_prefix_has_one_key_however_it_is_split(token_ids: list[int], one: list[int], other: list[int], at: int) -> None:
+def test_a_prefix_has_one_key_however_it_is_split(
+    token_ids: list[int], one: list[int], other: list[int], at: int
+) -> None:
     """Engines announce it in runs and blocks of any size; prompts come whole."""
     space, length = KeySpace(MODULUS), len(token_ids)
     by_one = dict(zip(cut(one, length), chain(space, token_ids, cut(one, length)), strict=True))
-    by_other = dict(zip(cut(other, length), chain(space, token_ids, cut(other, length)), strict=True))
+    by_other = dict(
+        zip(cut(other, length), chain(space, token_ids, cut(other, length)), strict=True)
+    )
     assert all(by_one[end] == by_other[end] for end in by_one.keys() & by_other.keys())
 
     middle = min(at, length)
@@ -84,7 +99,9 @@ def test_a_prefix_has_one_key_however_it_is_split(token_ids: list[int], one: lis
 marked_prompts = st.integers(1, 40).flatmap(
     lambda length: st.tuples(
         st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length),
-        st.lists(st.builds(Mark, st.integers(0, length - 1), st.integers(0, 2**64 - 1)), max_size=4).map(sorted),
+        st.lists(
+            st.builds(Mark, st.integers(0, length - 1), st.integers(0, 2**64 - 1)), max_size=4
+        ).map(sorted),
         st.integers(1, length),
     )
 )
@@ -92,24 +109,34 @@ marked_prompts = st.integers(1, 40).flatmap(
 
 @settings(deadline=None)
 @given(marked_prompts, sizes)
-def test_marks_too_may_come_in_any_split(prompt: tuple[list[int], list[Mark], int], steps: list[int]) -> None:
+def test_marks_too_may_come_in_any_split(
+    prompt: tuple[list[int], list[Mark], int], steps: list[int]
+) -> None:
     """A mark lies at a token, wherever the blocks around it begin."""
     (token_ids, marks, middle), space = prompt, KeySpace(MODULUS)
     length = len(token_ids)
     (whole,) = chain(space, token_ids, [length], marks)
     assert chain(space, token_ids, [*cut(steps, length - 1), length], marks)[-1] == whole
 
-    (key,) = chain(space, token_ids[:middle], [middle], [mark for mark in marks if mark.position < middle])
-    behind = [Mark(mark.position - middle, mark.digest) for mark in marks if mark.position >= middle]
+    (key,) = chain(
+        space, token_ids[:middle], [middle], [mark for mark in marks if mark.position < middle]
+    )
+    behind = [
+        Mark(mark.position - middle, mark.digest) for mark in marks if mark.position >= middle
+    ]
     continued = list(space.chain(key, pack_tokens(token_ids[middle:]), [length - middle], behind))
     assert continued == [whole]
 
 
 @pytest.mark.parametrize("position", [8, 9, 11])
 def test_a_mark_changes_every_key_behind_it_and_none_before(space: KeySpace, position: int) -> None:
-    """An image in the third block says nothing of the first two, also where it starts right behind them."""
+    """An image in the third block says nothing of the first two, also where it starts right behind
+    them."""
     token_ids, ends = list(range(100, 116)), [4, 8, 12, 16]
-    without, with_mark = chain(space, token_ids, ends), chain(space, token_ids, ends, [Mark(position, 77)])
+    without, with_mark = (
+        chain(space, token_ids, ends),
+        chain(space, token_ids, ends, [Mark(position, 77)]),
+    )
     assert with_mark[:2] == without[:2]
     assert not set(with_mark[2:]) & set(without)
 
@@ -123,7 +150,8 @@ def test_marks_at_different_tokens_give_different_keys(space: KeySpace, position
 
 @pytest.mark.parametrize("salt", ["tenant-a", "b"])
 def test_tokens_cannot_imitate_a_mark(space: KeySpace, salt: str) -> None:
-    """Whoever knows a salt can compute its digest; two tokens that spell it must not lead to the salted prompt's key."""
+    """Whoever knows a salt can compute its digest; two tokens that spell it must not lead to the
+    salted prompt's key."""
     high, low = divmod(digest(salt), 2**32)
     (salted,) = chain(space, [5, 6], [2], marks_of(None, 2, cache_salt=salt))
     (imitated,) = chain(space, [high, low, 5, 6], [4])
@@ -131,7 +159,8 @@ def test_tokens_cannot_imitate_a_mark(space: KeySpace, salt: str) -> None:
 
 
 def test_different_prefixes_have_different_keys() -> None:
-    """A thousand prompts of one block, and every prefix of a long one, under a modulus nobody knows."""
+    """A thousand prompts of one block, and every prefix of a long one, under a modulus nobody
+    knows."""
     space, rng = KeySpace(), random.Random(3)
     prompts = {tuple(rng.choices(range(2000), k=16)) for _ in range(1000)}
     assert len({chain(space, list(prompt), [16])[0] for prompt in prompts}) == len(prompts)
@@ -145,7 +174,7 @@ def test_two_spaces_have_nothing_to_do_with_each_other() -> None:
     assert chain(one, [1, 2, 3], [3]) != chain(other, [1, 2, 3], [3])
 
 
-# --- what besides tokens decides a block ----------------------------------------------------------------------------------
+# --- what besides tokens decides a block ----------------------------------------------------------
 
 
 def test_an_adapter_changes_the_root(space: KeySpace) -> None:
@@ -155,31 +184,53 @@ def test_an_adapter_changes_the_root(space: KeySpace) -> None:
 
 
 def test_a_salt_from_the_event_and_one_from_the_request_are_the_same_mark() -> None:
-    """The event carries it among the first block's extra keys, the request as a field of its own."""
-    assert marks_of([["tenant-a"], None], 16) == marks_of(None, 16, cache_salt="tenant-a") == [Mark(0, digest("tenant-a"))]
-    assert marks_of([["tenant-a"], None], 16, cache_salt="tenant-a") == [Mark(0, digest("tenant-a"))]
+    """The event carries it among the first block's extra keys, the request as a field of its
+    own."""
+    assert (
+        marks_of([["tenant-a"], None], 16)
+        == marks_of(None, 16, cache_salt="tenant-a")
+        == [Mark(0, digest("tenant-a"))]
+    )
+    assert marks_of([["tenant-a"], None], 16, cache_salt="tenant-a") == [
+        Mark(0, digest("tenant-a"))
+    ]
     assert marks_of(None, 16, cache_salt="tenant-b") != marks_of(None, 16, cache_salt="tenant-a")
-    assert marks_of(None, 16) == marks_of([None, [], ()], 16) == marks_of(None, 16, cache_salt="") == []
+    assert (
+        marks_of(None, 16)
+        == marks_of([None, [], ()], 16)
+        == marks_of(None, 16, cache_salt="")
+        == []
+    )
 
 
 def test_an_adapters_name_in_the_extra_keys_is_no_mark() -> None:
     """It is in the root already, and stands first in every block's entry."""
     assert marks_of([["sql"], ["sql"]], 16, lora_name="sql") == []
-    assert marks_of([["sql", "tenant-a"], ["sql"]], 16, lora_name="sql") == [Mark(0, digest("tenant-a"))]
+    assert marks_of([["sql", "tenant-a"], ["sql"]], 16, lora_name="sql") == [
+        Mark(0, digest("tenant-a"))
+    ]
     assert marks_of([["sql", "sql"]], 16, lora_name="sql") == [Mark(0, digest("sql"))]
     assert marks_of([["sql"]], 16) == [Mark(0, digest("sql"))]
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 63), st.integers(1, 40)), max_size=4), st.sampled_from([1, 2, 4, 8, 16, 32, 64]))
-def test_images_make_the_same_marks_at_any_block_size(images: list[tuple[int, int]], block_size: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 63), st.integers(1, 40)), max_size=4),
+    st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
+)
+def test_images_make_the_same_marks_at_any_block_size(
+    images: list[tuple[int, int]], block_size: int
+) -> None:
     """A window with blocks of 16 and full attention with blocks of 64 announce the same prompt."""
-    expected = sorted({Mark(start, digest(f"image-{number}")) for number, (start, _) in enumerate(images)})
+    expected = sorted(
+        {Mark(start, digest(f"image-{number}")) for number, (start, _) in enumerate(images)}
+    )
     assert marks_of(image_keys(images, block_size), block_size) == expected
 
 
 def image_keys(images: list[tuple[int, int]], block_size: int) -> list[list[list[object]]]:
-    """Extra keys of a prompt with `(start, length)` images, as an engine writes them: offsets count from the block's start."""
+    """Extra keys of a prompt with `(start, length)` images, as an engine writes them: offsets count
+    from the block's start."""
     last = max((start + length for start, length in images), default=0)
     return [
         [
@@ -229,11 +280,12 @@ def test_digests_tell_values_and_types_apart() -> None:
     assert all(0 <= digest(value) < 2**64 for value in values)
 
 
-# --- the modulus ----------------------------------------------------------------------------------------------------------
+# --- the modulus ----------------------------------------------------------------------------------
 
 
 def test_the_modulus_is_a_prime_between_2_63_and_2_64() -> None:
-    """By Fermat's test to bases of its own choosing, which no composite of this size passes by chance."""
+    """By Fermat's test to bases of its own choosing, which no composite of this size passes by
+    chance."""
     rng = random.Random(5)
     moduli = [KeySpace().modulus for _ in range(20)]
     assert len(set(moduli)) == 20
@@ -244,9 +296,20 @@ def test_the_modulus_is_a_prime_between_2_63_and_2_64() -> None:
 
 
 def test_primality_is_decided_right() -> None:
-    """Every number up to 20,000 by trial division; composites that fool weaker tests; primes near the top."""
+    """Every number up to 20,000 by trial division; composites that fool weaker tests; primes near
+    the top."""
     for number in range(41, 20_000, 2):
-        assert keys_module._is_prime(number) == all(number % small for small in range(3, int(number**0.5) + 1, 2))
-    fooling = [561, 1729, 3215031751, 341550071728321, 3825123056546413051, (2**31 - 1) ** 2, 4294967291 * 4294967279]
+        assert keys_module._is_prime(number) == all(
+            number % small for small in range(3, int(number**0.5) + 1, 2)
+        )
+    fooling = [
+        561,
+        1729,
+        3215031751,
+        341550071728321,
+        3825123056546413051,
+        (2**31 - 1) ** 2,
+        4294967291 * 4294967279,
+    ]
     assert not any(map(keys_module._is_prime, fooling))
     assert all(map(keys_module._is_prime, [2**61 - 1, MODULUS, 2**63 + 29, 9223372036854775783]))

@@ -59,7 +59,7 @@ def silent(event: BlockStored) -> BlockStored:
     return replace(event, kv_cache_spec_kind=None, kv_cache_spec_sliding_window=None)
 
 
-# --- who is believed ------------------------------------------------------------------------------------------------------
+# --- who is believed ------------------------------------------------------------------------------
 
 
 def test_nothing_is_known_before_anything_was_said() -> None:
@@ -71,7 +71,9 @@ def test_nothing_is_known_before_anything_was_said() -> None:
 
 def test_events_name_kinds_windows_and_block_sizes() -> None:
     """A current vLLM needs no configuration."""
-    learner = learned(PROMPT.stored(0, window(64)), PROMPT.stored(1, KVCacheGroup(GroupKind.FULL, 32)))
+    learner = learned(
+        PROMPT.stored(0, window(64)), PROMPT.stored(1, KVCacheGroup(GroupKind.FULL, 32))
+    )
     assert groups_of(learner) == (window(64), KVCacheGroup(GroupKind.FULL, 32))
     assert learner.layout is not None
     assert (learner.layout.hash_block_size, learner.layout.scheduler_block_size) == (16, 32)
@@ -86,16 +88,26 @@ def test_events_are_believed_before_the_configuration() -> None:
 
 def test_the_configuration_fills_in_what_events_leave_out() -> None:
     """Up to vLLM 0.21 an event has a group and a block size, and no kind."""
-    learner = learned(silent(PROMPT.stored(0, FULL)), silent(PROMPT.stored(1, FULL)), hints=LayoutHints((FULL, window(64))))
+    learner = learned(
+        silent(PROMPT.stored(0, FULL)),
+        silent(PROMPT.stored(1, FULL)),
+        hints=LayoutHints((FULL, window(64))),
+    )
     assert groups_of(learner) == (FULL, window(64))
 
 
 def test_a_group_of_unknown_kind_is_taken_as_full_attention_and_this_is_said() -> None:
     """Full attention never promises too much: it needs every block."""
-    learner = learned(silent(PROMPT.stored(0, FULL)), replace(PROMPT.stored(1, FULL), kv_cache_spec_kind="attention of 2031"))
+    learner = learned(
+        silent(PROMPT.stored(0, FULL)),
+        replace(PROMPT.stored(1, FULL), kv_cache_spec_kind="attention of 2031"),
+    )
     assert groups_of(learner) == (FULL, FULL)
     assert len(learner.assumptions()) == 2
-    assert all(f"group {index}: kind" in text and "full attention" in text for index, text in enumerate(learner.assumptions()))
+    assert all(
+        f"group {index}: kind" in text and "full attention" in text
+        for index, text in enumerate(learner.assumptions())
+    )
 
 
 def test_facts_from_the_configuration_are_not_changed_by_events() -> None:
@@ -108,7 +120,10 @@ def test_facts_from_the_configuration_are_not_changed_by_events() -> None:
 
 def test_an_announced_layout_is_believed_before_all_else() -> None:
     """It is the publisher's own word."""
-    specs = [GroupSpec("mamba", 32), GroupSpec("chunked_local_attention", 16, attention_chunk_size=128)]
+    specs = [
+        GroupSpec("mamba", 32),
+        GroupSpec("chunked_local_attention", 16, attention_chunk_size=128),
+    ]
     learner = LayoutLearner(LayoutHints((FULL,), eagle=True, authoritative=True))
     learn(learner, PROMPT.stored(0, window(64)))
     learner.see_announcement(CacheLayout("publisher-1", specs, 16, 32, eagle=False))
@@ -123,11 +138,14 @@ def test_an_announced_layout_that_contradicts_itself_is_said_to() -> None:
     learner = learned(PROMPT.stored(0, FULL))
     learner.see_announcement(CacheLayout("publisher-1", [GroupSpec("full_attention", 24)], 16, 48))
     assert learner.layout is None
-    assert learner.error == "group 0 (full_attention): block_size 24 must be a multiple of hash_block_size 16"
+    assert (
+        learner.error
+        == "group 0 (full_attention): block_size 24 must be a multiple of hash_block_size 16"
+    )
     assert learner.assumptions() == (learner.error,)
 
 
-# --- groups that no event has named ---------------------------------------------------------------------------------------
+# --- groups that no event has named ---------------------------------------------------------------
 
 
 def test_a_configured_group_that_no_event_has_named_exists_all_the_same() -> None:
@@ -160,7 +178,7 @@ def test_an_event_without_a_group_is_of_group_0() -> None:
     assert groups_of(learned(replace(PROMPT.stored(0, FULL), group_idx=None))) == (FULL,)
 
 
-# --- what is missing for a kind -------------------------------------------------------------------------------------------
+# --- what is missing for a kind -------------------------------------------------------------------
 
 
 def test_chunk_sizes_come_from_the_configuration_of_the_group_or_of_another() -> None:
@@ -177,7 +195,9 @@ def test_chunks_of_unknown_size_are_taken_as_full_attention_and_this_is_said() -
     """Too low a hit, never one too high."""
     learner = learned(PROMPT.stored(0, CHUNKED))
     assert groups_of(learner) == (FULL,)
-    assert learner.assumptions() == ("group 0: attention_chunk_size unknown, taken as full attention",)
+    assert learner.assumptions() == (
+        "group 0: attention_chunk_size unknown, taken as full attention",
+    )
 
 
 def test_a_window_of_unknown_size_is_taken_as_full_attention_and_this_is_said() -> None:
@@ -208,7 +228,7 @@ def test_eagle_drops_nothing_where_hashes_cover_the_next_tokens() -> None:
     assert learner.lookahead == 2
 
 
-# --- block sizes ----------------------------------------------------------------------------------------------------------
+# --- block sizes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,7 +271,8 @@ def test_hashes_are_as_far_apart_as_the_smallest_common_step_of_all_blocks() -> 
 
 
 def test_smaller_entries_of_states_let_hits_end_inside_blocks() -> None:
-    """vLLM's `--prefix-match-unit`: they are announced with a smaller block size than the group's own."""
+    """vLLM's `--prefix-match-unit`: they are announced with a smaller block size than the group's
+    own."""
     wide = KVCacheGroup(GroupKind.FULL, 32)
     whole = [PROMPT.stored(0, wide, 0, 64), PROMPT.stored(1, mamba(32), 0, 64)]
     inside = [PROMPT.stored(0, FULL, 64, 80), PROMPT.stored(1, mamba(16), 64, 80)]
@@ -262,7 +283,11 @@ def test_smaller_entries_of_states_let_hits_end_inside_blocks() -> None:
 def test_smaller_entries_without_states_change_no_granularity() -> None:
     """Hits inside blocks exist only where states are kept there."""
     wide = KVCacheGroup(GroupKind.FULL, 32)
-    learner = learned(PROMPT.stored(0, wide, 0, 64), PROMPT.stored(1, window(64, 32), 0, 64), PROMPT.stored(0, FULL, 64, 80))
+    learner = learned(
+        PROMPT.stored(0, wide, 0, 64),
+        PROMPT.stored(1, window(64, 32), 0, 64),
+        PROMPT.stored(0, FULL, 64, 80),
+    )
     assert learner.layout == KVCacheLayout((wide, window(64, 32)), 16, 32)
 
 
@@ -270,25 +295,43 @@ def test_sizes_that_contradict_each_other_leave_no_layout_and_a_reason() -> None
     """The operator reads which group breaks which rule."""
     learner = learned(PROMPT.stored(0, FULL), hints=LayoutHints(hash_block_size=24))
     assert learner.layout is None
-    assert learner.assumptions()[0].startswith("layout: scheduler_block_size 16 must be a multiple of hash_block_size 24")
+    assert learner.assumptions()[0].startswith(
+        "layout: scheduler_block_size 16 must be a multiple of hash_block_size 24"
+    )
 
 
-# --- hash functions -------------------------------------------------------------------------------------------------------
+# --- hash functions -------------------------------------------------------------------------------
 
 
 def finder(*seeds: str) -> HashFinder:
     return HashFinder(LayoutHints(hash_seeds=seeds or LayoutHints().hash_seeds))
 
 
-def first_event(algorithm: str, seed: str, as_int: bool, kept: list[int] | None = None, lookahead: int = 0) -> BlockStored:
-    """The start of a prompt, as an engine with that hash function announces it; *kept* blocks, or all."""
+def first_event(
+    algorithm: str, seed: str, as_int: bool, kept: list[int] | None = None, lookahead: int = 0
+) -> BlockStored:
+    """The start of a prompt, as an engine with that hash function announces it; *kept* blocks, or
+    all."""
     token_ids, size = tokens(64), 16
     chain = HashChain.from_seed(algorithm, seed)
     digests = list(chain.block_hashes([*token_ids, *range(lookahead)], size, lookahead=lookahead))
-    names: list[BlockHash] = [to_wire_int(digest) for digest in digests] if as_int else list(digests)
+    names: list[BlockHash] = (
+        [to_wire_int(digest) for digest in digests] if as_int else list(digests)
+    )
     chosen = names if kept is None else [names[end // size - 1] for end in kept]
-    behind = [[*token_ids, *range(lookahead)][end : end + lookahead] for end in (kept or range(16, 65, 16))]
-    return BlockStored(chosen, None, token_ids, "GPU", 0, block_size=size, lookahead_token_ids=behind if lookahead else None)
+    behind = [
+        [*token_ids, *range(lookahead)][end : end + lookahead]
+        for end in (kept or range(16, 65, 16))
+    ]
+    return BlockStored(
+        chosen,
+        None,
+        token_ids,
+        "GPU",
+        0,
+        block_size=size,
+        lookahead_token_ids=behind if lookahead else None,
+    )
 
 
 @pytest.mark.parametrize("lookahead", [0, 3])
@@ -309,7 +352,8 @@ def test_every_known_function_is_found_from_an_event(
 
 
 def test_a_function_is_found_from_a_prompt() -> None:
-    """Blocks of a model without a dense group tell nothing by themselves; the prompt that made them comes again."""
+    """Blocks of a model without a dense group tell nothing by themselves; the prompt that made them
+    comes again."""
     found, prompt = finder(), Prefix(tokens(160), seed=DEFAULT_SEED)
     found.try_prompt(prompt.tokens, [[]], 16, 0, {prompt.hash_at(112)})
     assert found.chain == HashChain.from_seed()
@@ -318,10 +362,14 @@ def test_a_function_is_found_from_a_prompt() -> None:
 def test_what_an_announcement_says_needs_no_search() -> None:
     """Ours names its function and the root of its chain."""
     found = finder()
-    found.see_announcement(CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16, "sha256_cbor", b"root"))
+    found.see_announcement(
+        CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16, "sha256_cbor", b"root")
+    )
     assert found.chain == HashChain("sha256_cbor", b"root")
     unknown = finder()
-    unknown.see_announcement(CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16, "md5", b"root"))
+    unknown.see_announcement(
+        CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16, "md5", b"root")
+    )
     assert unknown.chain is None
     assert unknown.may_find
 
@@ -347,7 +395,9 @@ def test_a_seed_that_was_not_configured_is_not_found() -> None:
     ],
     ids=["behind a parent", "an adapter", "a salt", "no hashes"],
 )
-def test_an_event_whose_hashes_cover_more_than_is_shown_is_not_tried(change: dict[str, object]) -> None:
+def test_an_event_whose_hashes_cover_more_than_is_shown_is_not_tried(
+    change: dict[str, object],
+) -> None:
     """It costs effort and proves nothing."""
     found = finder()
     found.try_event(replace(first_event("sha256", "0", as_int=True), **change), 16)
@@ -363,12 +413,21 @@ def test_one_right_hash_among_wrong_ones_proves_nothing() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(0, 2**64 - 1) | st.binary(min_size=1, max_size=32), min_size=1, max_size=4), st.booleans())
-def test_hashes_of_an_unknown_function_are_never_taken_for_a_known_ones(hashes: list[BlockHash], is_dense: bool) -> None:
+@given(
+    st.lists(
+        st.integers(0, 2**64 - 1) | st.binary(min_size=1, max_size=32), min_size=1, max_size=4
+    ),
+    st.booleans(),
+)
+def test_hashes_of_an_unknown_function_are_never_taken_for_a_known_ones(
+    hashes: list[BlockHash], is_dense: bool
+) -> None:
     """A wrong function finds nothing, or worse, other blocks."""
     size = 16 if is_dense else 4
     found = finder()
-    found.try_event(BlockStored(hashes, None, tokens(len(hashes) * 16), "GPU", 0, block_size=size), 16)
+    found.try_event(
+        BlockStored(hashes, None, tokens(len(hashes) * 16), "GPU", 0, block_size=size), 16
+    )
     found.try_prompt(tokens(64), [[]], 16, 0, set(hashes))
     assert found.chain is None
 
@@ -378,7 +437,10 @@ def test_the_search_ends_when_it_has_proved_useless() -> None:
     found, rng = finder(), random.Random(1)
     events = 0
     while found.may_find:
-        found.try_event(BlockStored([rng.getrandbits(64)], None, tokens(16, events), "GPU", 0, block_size=16), 16)
+        found.try_event(
+            BlockStored([rng.getrandbits(64)], None, tokens(16, events), "GPU", 0, block_size=16),
+            16,
+        )
         events += 1
         assert events < 20_000
     assert events > 100

@@ -1,4 +1,5 @@
-"""In-flight accounting: whatever way requests take, the sums are right on the way and exactly zero at the end."""
+"""In-flight accounting: whatever way requests take, the sums are right on the way and exactly zero
+at the end."""
 
 from __future__ import annotations
 
@@ -33,11 +34,17 @@ def test_a_retried_request_leaves_the_replica_that_failed() -> None:
     assert flight.replica_id == "b"
     flight.ended()
     statistics = load.statistics()
-    assert (statistics.replicas, statistics.in_flight, statistics.started, statistics.retried) == ({}, 0, 1, 1)
+    assert (statistics.replicas, statistics.in_flight, statistics.started, statistics.retried) == (
+        {},
+        0,
+        1,
+        1,
+    )
 
 
 def test_every_step_may_be_repeated() -> None:
-    """The proxy's paths meet in more than one place; the books must not depend on who calls first."""
+    """The proxy's paths meet in more than one place; the books must not depend on who calls
+    first."""
     load = LoadTracker()
     flight = load.started("a", 300, 1000)
     flight.first_token()
@@ -83,7 +90,12 @@ replica_ids = st.sampled_from("abc")
 tokens = st.integers(0, 10_000)
 steps = st.one_of(
     st.tuples(st.just("start"), replica_ids, tokens),
-    st.tuples(st.sampled_from(["first_token", "generated", "retried", "ended"]), st.integers(0, 9), replica_ids, tokens),
+    st.tuples(
+        st.sampled_from(["first_token", "generated", "retried", "ended"]),
+        st.integers(0, 9),
+        replica_ids,
+        tokens,
+    ),
 )
 
 
@@ -99,7 +111,9 @@ def take(flight: InFlight, what: str, replica_id: str, count: int) -> None:
 
 
 @given(st.lists(steps, max_size=60))
-def test_after_any_history_the_sums_return_to_exactly_zero(history: list[tuple[object, ...]]) -> None:
+def test_after_any_history_the_sums_return_to_exactly_zero(
+    history: list[tuple[object, ...]],
+) -> None:
     """A leak of one request an hour would, in a week, keep traffic away from a healthy replica."""
     load, flights = LoadTracker(), []
     for what, *rest in history:
@@ -108,17 +122,32 @@ def test_after_any_history_the_sums_return_to_exactly_zero(history: list[tuple[o
             flights.append(load.started(str(replica_id), int(str(count)), 2 * int(str(count))))
         elif flights:
             number, replica_id, count = rest
-            take(flights[int(str(number)) % len(flights)], str(what), str(replica_id), int(str(count)))
+            take(
+                flights[int(str(number)) % len(flights)],
+                str(what),
+                str(replica_id),
+                int(str(count)),
+            )
         statistics = load.statistics()
-        assert sum(replica.requests for replica in statistics.replicas.values()) == statistics.in_flight
-        assert all(min(replica.prefill_tokens, replica.context_tokens) >= 0 for replica in statistics.replicas.values())
+        assert (
+            sum(replica.requests for replica in statistics.replicas.values())
+            == statistics.in_flight
+        )
+        assert all(
+            min(replica.prefill_tokens, replica.context_tokens) >= 0
+            for replica in statistics.replicas.values()
+        )
     for flight in flights:
         flight.ended()
     assert load.statistics().replicas == {}
     assert load.statistics().in_flight == 0
 
 
-@given(st.lists(st.tuples(replica_ids, tokens, st.sampled_from(["prefill", "decode", "ended"])), max_size=20))
+@given(
+    st.lists(
+        st.tuples(replica_ids, tokens, st.sampled_from(["prefill", "decode", "ended"])), max_size=20
+    )
+)
 def test_the_sums_are_those_of_the_requests(requests: list[tuple[str, int, str]]) -> None:
     """Checked against adding up by hand."""
     load = LoadTracker()

@@ -1,4 +1,5 @@
-"""The proxy between real clients and real servers: nothing changed, nothing lost, nothing left behind."""
+"""The proxy between real clients and real servers: nothing changed, nothing lost, nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from tests.router.raw_http import (
     raw_server,
 )
 
-CHUNKED_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED_JSON = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -52,7 +55,8 @@ def dead() -> Attempt:
 
 
 def streaming(*events: bytes, then: str = "end") -> Handler:
-    """A handler that streams *events* and then ends the body, closes, resets, or waits until the peer has closed."""
+    """A handler that streams *events* and then ends the body, closes, resets, or waits until the
+    peer has closed."""
 
     async def handle(connection: RawConnection) -> None:
         while await connection.read_request() is not None:
@@ -77,7 +81,9 @@ async def streaming_now(connection: RawConnection, *pieces: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def one_replica(handler: Handler, **options: Any) -> AsyncIterator[tuple[Any, RawClient, RawServer]]:
+async def one_replica(
+    handler: Handler, **options: Any
+) -> AsyncIterator[tuple[Any, RawClient, RawServer]]:
     """A replica, the proxy before it, and a client."""
     async with (
         raw_server(handler) as replica,
@@ -91,8 +97,17 @@ async def one_replica(handler: Handler, **options: Any) -> AsyncIterator[tuple[A
 
 
 async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event() -> None:
-    """Each event must be at the client before the replica makes the next one: no buffering anywhere."""
-    pieces = [event("a"), b": ping\n\n", b"event: x\r\ndata: \xff\xfe\r\n\r\n", event("ü" * 9000), b"data: x\n", b"\n", DONE]
+    """Each event must be at the client before the replica makes the next one: no buffering
+    anywhere."""
+    pieces = [
+        event("a"),
+        b": ping\n\n",
+        b"event: x\r\ndata: \xff\xfe\r\n\r\n",
+        event("ü" * 9000),
+        b"data: x\n",
+        b"\n",
+        DONE,
+    ]
     arrived = asyncio.Semaphore(0)
 
     async def handle(connection: RawConnection) -> None:
@@ -120,11 +135,15 @@ async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event() -> Non
 async def test_an_event_stream_cut_anywhere_arrives_byte_for_byte() -> None:
     """TCP cuts where it likes; also a stream that ends without a line end is passed on whole."""
     whole = event("héllo") + b"data: a\r\n\r\n" + DONE + b"data: no end"
-    async with one_replica(streaming(*(whole[index : index + 1] for index in range(len(whole))))) as (_, client, _):
+    async with one_replica(
+        streaming(*(whole[index : index + 1] for index in range(len(whole))))
+    ) as (_, client, _):
         assert await client.ask() == whole
 
 
-async def test_a_last_line_without_an_end_is_passed_on_when_the_end_of_the_body_comes_later() -> None:
+async def test_a_last_line_without_an_end_is_passed_on_when_the_end_of_the_body_comes_later() -> (
+    None
+):
     """Held back while more might follow, it was lost where the end came in a packet of its own."""
     whole, has_come = event("a") + b"data: no end", asyncio.Event()
 
@@ -178,7 +197,9 @@ async def test_a_body_with_a_length_keeps_it(size: int) -> None:
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
 async def test_an_answer_without_a_body_goes_through(status: str) -> None:
     """A 304 may tell the length of a body it does not have."""
-    raw = f"HTTP/1.1 {status}\r\netag: x\r\n".encode() + (b"content-length: 5\r\n\r\n" if "304" in status else b"\r\n")
+    raw = f"HTTP/1.1 {status}\r\netag: x\r\n".encode() + (
+        b"content-length: 5\r\n\r\n" if "304" in status else b"\r\n"
+    )
     async with one_replica(answering(raw)) as (_, client, _):
         await client.request()
         assert await client.read_head() == int(status[:3])
@@ -186,18 +207,37 @@ async def test_an_answer_without_a_body_goes_through(status: str) -> None:
 
 
 async def test_headers_go_through_but_for_those_of_the_hop() -> None:
-    """RFC 9110 7.6.1, both ways, with what Connection names; everything else is none of the proxy's business."""
+    """RFC 9110 7.6.1, both ways, with what Connection names; everything else is none of the proxy's
+    business."""
     seen: list[RawRequest] = []
-    hop = ["keep-alive: timeout=5", "te: trailers", "proxy-connection: x", "upgrade: h2c", "trailer: x-end"]
+    hop = [
+        "keep-alive: timeout=5",
+        "te: trailers",
+        "proxy-connection: x",
+        "upgrade: h2c",
+        "trailer: x-end",
+    ]
 
     async def handle(connection: RawConnection) -> None:
         while (request := await connection.read_request()) is not None:
             seen.append(request)
-            extra = ["Connection: keep-alive, X-Private", "X-Private: 1", "X-Public: A b", "Server: engine", *hop]
+            extra = [
+                "Connection: keep-alive, X-Private",
+                "X-Private: 1",
+                "X-Public: A b",
+                "Server: engine",
+                *hop,
+            ]
             await connection.send(answer(b"{}", "200 OK", *extra, "proxy-authenticate: Basic"))
 
     async with one_replica(handle) as (_, client, _):
-        mine = ["Connection: X-Secret , keep-alive", "X-Secret: 1", "X-Open: A b", "Accept-Encoding: br", "cookie: a=b"]
+        mine = [
+            "Connection: X-Secret , keep-alive",
+            "X-Secret: 1",
+            "X-Open: A b",
+            "Accept-Encoding: br",
+            "cookie: a=b",
+        ]
         await client.ask(b"{}", *mine, *hop, "proxy-authorization: Basic x", "expect: 100-continue")
     (request,) = seen
     assert sorted(request.headers) == [
@@ -207,7 +247,12 @@ async def test_headers_go_through_but_for_those_of_the_hop() -> None:
         ("host", request.header("host")),
         ("x-open", "A b"),
     ]
-    assert client.headers == {"content-length": "2", "content-type": "application/json", "x-public": "A b", "server": "engine"}
+    assert client.headers == {
+        "content-length": "2",
+        "content-type": "application/json",
+        "x-public": "A b",
+        "server": "engine",
+    }
 
 
 async def test_host_length_and_authorization_are_the_replicas_own() -> None:
@@ -226,7 +271,12 @@ async def test_host_length_and_authorization_are_the_replicas_own() -> None:
         override = ((b"authorization", b"Bearer engine"), (b"cookie", None), (b"x-new", b"1"))
         plan = [Attempt("r0", Origin.parse(replica.url + "/base"), override)]
         async with proxy_server(plan, rewrite=rewrite) as proxy, raw_client(proxy.port) as client:
-            await client.ask(b"{}", "Authorization: Bearer router", "Cookie: a", target="/v1/chat/completions?a=%20b&c")
+            await client.ask(
+                b"{}",
+                "Authorization: Bearer router",
+                "Cookie: a",
+                target="/v1/chat/completions?a=%20b&c",
+            )
     (request,) = seen
     assert request.target == "/base/v1/chat/completions?a=%20b&c"
     assert request.body == b"{} and more"
@@ -237,13 +287,22 @@ async def test_host_length_and_authorization_are_the_replicas_own() -> None:
 
 
 async def test_the_callers_headers_are_added_once_also_to_errors() -> None:
-    """`x-request-id` ties a complaint to a log line, whoever answered; a replica's own copy gives way."""
+    """`x-request-id` ties a complaint to a log line, whoever answered; a replica's own copy gives
+    way."""
 
     def rewrite(request: ProxyRequest) -> ProxyRequest:
         return request._replace(response_headers=((b"x-request-id", b"abc"),))
 
-    async with raw_server(answering(answer(b"{}", "200 OK", "X-Request-Id: other", "x-kv-replica: other"))) as replica:
-        plan = [Attempt("r0", replica.origin, response_headers=((b"x-kv-replica", b"r0"), (b"x-kv-hit-tokens", b"64")))]
+    async with raw_server(
+        answering(answer(b"{}", "200 OK", "X-Request-Id: other", "x-kv-replica: other"))
+    ) as replica:
+        plan = [
+            Attempt(
+                "r0",
+                replica.origin,
+                response_headers=((b"x-kv-replica", b"r0"), (b"x-kv-hit-tokens", b"64")),
+            )
+        ]
         async with proxy_server(plan, rewrite=rewrite) as proxy, raw_client(proxy.port) as client:
             await client.ask()
             mine = {name: value for name, value in client.headers.items() if name.startswith("x-")}
@@ -318,13 +377,27 @@ async def send_headers_only(connection: RawConnection) -> None:
         (answering(answer(b"no engine", "502 Bad Gateway")), Failure.UNAVAILABLE),
         (answering(answer(b"no engine", "504 Gateway Timeout")), Failure.UNAVAILABLE),
     ],
-    ids=["closes", "closes after headers", "nonsense", "silent", "silent after headers", "503", "502", "504"],
+    ids=[
+        "closes",
+        "closes after headers",
+        "nonsense",
+        "silent",
+        "silent after headers",
+        "503",
+        "502",
+        "504",
+    ],
 )
-async def test_a_replica_that_fails_before_its_first_byte_is_followed_by_the_next(handler: Handler, failure: Failure) -> None:
+async def test_a_replica_that_fails_before_its_first_byte_is_followed_by_the_next(
+    handler: Handler, failure: Failure
+) -> None:
     """The client has seen nothing yet, so it need not know."""
     async with raw_server(handler) as bad, raw_server(streaming(event("a"), DONE)) as good:
         plan = [attempt(bad, "bad"), attempt(good, "good"), attempt(bad, "never asked")]
-        async with proxy_server(plan, replace(TIMEOUTS, first_byte_s=0.2)) as proxy, raw_client(proxy.port) as client:
+        async with (
+            proxy_server(plan, replace(TIMEOUTS, first_byte_s=0.2)) as proxy,
+            raw_client(proxy.port) as client,
+        ):
             assert await client.ask() == event("a") + DONE
             recorder = await proxy.recorder(End.COMPLETED)
             assert recorder.attempts == ["bad", "good"]
@@ -332,7 +405,9 @@ async def test_a_replica_that_fails_before_its_first_byte_is_followed_by_the_nex
             assert [name for name, _ in recorder.first_bytes] == ["good"]
             assert (recorder.outcome.attempts, recorder.outcome.attempt) == (2, plan[1])
             if "answer" not in handler.__qualname__:
-                await eventually(lambda: bad.closed == bad.accepted, "the failed replica's connection is closed")
+                await eventually(
+                    lambda: bad.closed == bad.accepted, "the failed replica's connection is closed"
+                )
 
 
 async def test_a_dead_replica_is_followed_by_the_next() -> None:
@@ -345,10 +420,17 @@ async def test_a_dead_replica_is_followed_by_the_next() -> None:
             assert recorder.failures == [("dead", Failure.CONNECT)] * 2
 
 
-@pytest.mark.parametrize("status", ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 X", "429 Too Many Requests"])
+@pytest.mark.parametrize(
+    "status",
+    ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 X", "429 Too Many Requests"],
+)
 async def test_a_4xx_goes_through_and_never_counts_against_the_replica(status: str) -> None:
     """A client must not be able to get a replica taken out of rotation."""
-    async with one_replica(answering(answer(b'{"error": "yours"}', status))) as (proxy, client, replica):
+    async with one_replica(answering(answer(b'{"error": "yours"}', status))) as (
+        proxy,
+        client,
+        replica,
+    ):
         assert await client.ask() == b'{"error": "yours"}'
         assert client.status == int(status[:3])
         recorder = await proxy.recorder(End.COMPLETED)
@@ -357,8 +439,13 @@ async def test_a_4xx_goes_through_and_never_counts_against_the_replica(status: s
 
 
 async def test_a_500_goes_through_and_counts_against_the_replica() -> None:
-    """The engine tried and failed: another would be asked to fail as well, but operators want to know."""
-    async with one_replica(answering(answer(b"oops", "500 Internal Server Error"))) as (proxy, client, _):
+    """The engine tried and failed: another would be asked to fail as well, but operators want to
+    know."""
+    async with one_replica(answering(answer(b"oops", "500 Internal Server Error"))) as (
+        proxy,
+        client,
+        _,
+    ):
         assert await client.ask() == b"oops"
         assert client.status == 500
         recorder = await proxy.recorder(End.COMPLETED)
@@ -366,9 +453,14 @@ async def test_a_500_goes_through_and_counts_against_the_replica() -> None:
 
 
 @pytest.mark.parametrize("dialect", Dialect)
-async def test_when_every_candidate_fails_the_client_gets_an_error_it_can_read(dialect: Dialect) -> None:
+async def test_when_every_candidate_fails_the_client_gets_an_error_it_can_read(
+    dialect: Dialect,
+) -> None:
     """The shape that SDKs parse, and Retry-After, which they obey."""
-    async with raw_server(close_at_once) as bad, raw_server(answering(answer(b"", "503 X"))) as busy:
+    async with (
+        raw_server(close_at_once) as bad,
+        raw_server(answering(answer(b"", "503 X"))) as busy,
+    ):
         plans: list[tuple[list[Attempt], int]] = [
             ([dead(), attempt(bad)], 502),
             ([attempt(busy), dead()], 503),
@@ -376,10 +468,16 @@ async def test_when_every_candidate_fails_the_client_gets_an_error_it_can_read(d
         ]
         for plan, status in plans:
             rewrite = lambda request: request._replace(dialect=dialect)  # noqa: E731
-            async with proxy_server(plan, rewrite=rewrite) as proxy, raw_client(proxy.port) as client:
+            async with (
+                proxy_server(plan, rewrite=rewrite) as proxy,
+                raw_client(proxy.port) as client,
+            ):
                 body = json.loads(await client.ask())
                 assert client.status == status
-                assert (client.headers["content-type"], client.headers["retry-after"]) == ("application/json", "1")
+                assert (client.headers["content-type"], client.headers["retry-after"]) == (
+                    "application/json",
+                    "1",
+                )
                 assert body["error"].keys() == {"message", "type", "code"}
                 assert body["error"]["code"] == "no_replica_available"
                 assert body.get("type") == (None if dialect is Dialect.OPENAI else "error")
@@ -412,12 +510,22 @@ def split_events(body: bytes) -> list[bytes]:
     return [part.removeprefix(b"data: ") for part in body.split(b"\n\n") if part]
 
 
-CUTS = [b"", b'data: {"choi', b"data: ", b"d", b": comment\n", b'data: {"x": 1}', b'data: {"x": 1}\n', b'data: {"x": 1}\r\n']
+CUTS = [
+    b"",
+    b'data: {"choi',
+    b"data: ",
+    b"d",
+    b": comment\n",
+    b'data: {"x": 1}',
+    b'data: {"x": 1}\n',
+    b'data: {"x": 1}\r\n',
+]
 
 
 @pytest.mark.parametrize("then", ["close", "reset"])
 async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_done(then: str) -> None:
-    """Wherever it was cut: every event the client sees is whole, the last two are the error and [DONE]."""
+    """Wherever it was cut: every event the client sees is whole, the last two are the error and
+    [DONE]."""
 
     async def handle(connection: RawConnection) -> None:
         request = await connection.read_request()
@@ -435,7 +543,10 @@ async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_done(t
             assert json.loads(error)["error"].keys() == {"message", "type", "code"}
             assert all(json.loads(data) for data in seen if not data.startswith(b":"))
             assert body.endswith(DONE)
-            await eventually(lambda: len(proxy.recorders) == index + 1 and proxy.recorders[index].ends, "it has ended")  # noqa: B023
+            await eventually(
+                lambda: len(proxy.recorders) == index + 1 and proxy.recorders[index].ends,  # noqa: B023
+                "it has ended",
+            )
             assert proxy.recorders[index].outcome.end is End.REPLICA_DIED
             assert proxy.recorders[index].failures == [("r0", Failure.DIED)]
 
@@ -443,7 +554,11 @@ async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_done(t
 async def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
     """A hung replica must not hang its clients."""
     timeouts = replace(TIMEOUTS, idle_s=0.2)
-    async with one_replica(streaming(event("a"), then="wait"), timeouts=timeouts) as (proxy, client, replica):
+    async with one_replica(streaming(event("a"), then="wait"), timeouts=timeouts) as (
+        proxy,
+        client,
+        replica,
+    ):
         body = await client.ask()
         assert body.startswith(event("a") + b'data: {"error": {')
         assert body.endswith(b"}}\n\n" + DONE)
@@ -455,7 +570,9 @@ async def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
 async def test_an_anthropic_stream_ends_with_an_error_event_of_that_form() -> None:
     """Those SDKs go by the event's name and would take anything else for a regular end."""
     rewrite = lambda request: request._replace(dialect=Dialect.ANTHROPIC)  # noqa: E731
-    async with one_replica(streaming(b"event: ping\ndata: {}\n\n", then="close"), rewrite=rewrite) as (_, client, _):
+    async with one_replica(
+        streaming(b"event: ping\ndata: {}\n\n", then="close"), rewrite=rewrite
+    ) as (_, client, _):
         body = await client.ask()
     *_, name, data = body.rstrip().split(b"\n")
     assert name == b"event: error"
@@ -487,7 +604,8 @@ async def test_any_other_body_cut_short_is_seen_to_be_cut(head: bytes, then: str
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
         await connection.send(head + b'{"a":')
-        # Long enough for the proxy to be listening for the client, whose end must not be taken for its leaving.
+        # Long enough for the proxy to be listening for the client, whose end must not be taken for
+        # its leaving.
         await asyncio.sleep(0.3)
         if then == "reset":
             connection.reset()
@@ -517,7 +635,11 @@ async def test_none_of_the_other_streams_notices_a_death() -> None:
         await connection.send_chunk(b"")
         await connection.wait_closed()
 
-    async with raw_server(handle) as replica, proxy_server([attempt(replica)]) as proxy, contextlib.AsyncExitStack() as stack:
+    async with (
+        raw_server(handle) as replica,
+        proxy_server([attempt(replica)]) as proxy,
+        contextlib.AsyncExitStack() as stack,
+    ):
         clients = [await stack.enter_async_context(raw_client(proxy.port)) for _ in range(20)]
         for index, client in enumerate(clients):
             await client.request(b"die" if index % 2 else b"live")
@@ -532,26 +654,36 @@ async def test_none_of_the_other_streams_notices_a_death() -> None:
 # A client that leaves
 
 
-@pytest.mark.parametrize("handler", [say_nothing, send_headers_only, streaming(event("a"), then="wait")])
+@pytest.mark.parametrize(
+    "handler", [say_nothing, send_headers_only, streaming(event("a"), then="wait")]
+)
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-async def test_a_client_that_leaves_ends_the_work_at_the_replica_within_a_second(handler: Handler, how: str) -> None:
-    """Before the first token, streaming or not, and in mid-stream: tokens nobody reads cost a GPU."""
+async def test_a_client_that_leaves_ends_the_work_at_the_replica_within_a_second(
+    handler: Handler, how: str
+) -> None:
+    """Before the first token, streaming or not, and in mid-stream: tokens nobody reads cost a
+    GPU."""
     async with one_replica(handler) as (proxy, client, replica):
         await client.request()
-        await eventually(lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is asked")
+        await eventually(
+            lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is asked"
+        )
         await eventually(lambda: replica.accepted == 1, "the replica is at work")
         if "streaming" in handler.__qualname__:
             await client.read_head()
         left_at = time.monotonic()
         {"close": client.leave, "reset": client.reset, "half-close": client.writer.write_eof}[how]()
-        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1)
+        await eventually(
+            lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1
+        )
         assert time.monotonic() - left_at < 1
         recorder = await proxy.recorder(End.CLIENT_LEFT)
         assert recorder.failures == []
 
 
 async def test_a_client_that_leaves_a_stream_at_full_speed_ends_it_within_a_second() -> None:
-    """The replica writes all the time, so nothing ever waits; the leaving must be seen all the same."""
+    """The replica writes all the time, so nothing ever waits; the leaving must be seen all the
+    same."""
 
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
@@ -564,7 +696,9 @@ async def test_a_client_that_leaves_a_stream_at_full_speed_ends_it_within_a_seco
         await client.request()
         await client.read_head()
         client.reset()
-        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1)
+        await eventually(
+            lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1
+        )
         await proxy.recorder(End.CLIENT_LEFT)
 
 
@@ -572,9 +706,14 @@ async def test_a_client_that_leaves_while_its_replica_is_being_connected_to_is_n
     """A replica that does not answer the knock must not hold the request, nor be blamed."""
     with full_listener() as origin:
         plan = [Attempt("r0", origin), dead()]
-        async with proxy_server(plan, replace(TIMEOUTS, connect_s=30)) as proxy, raw_client(proxy.port) as client:
+        async with (
+            proxy_server(plan, replace(TIMEOUTS, connect_s=30)) as proxy,
+            raw_client(proxy.port) as client,
+        ):
             await client.request()
-            await eventually(lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is knocked at")
+            await eventually(
+                lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is knocked at"
+            )
             client.leave()
             recorder = await proxy.recorder(End.CLIENT_LEFT, within_s=1)
             assert (recorder.attempts, recorder.failures) == (["r0"], [])
@@ -582,7 +721,8 @@ async def test_a_client_that_leaves_while_its_replica_is_being_connected_to_is_n
 
 
 async def test_a_client_that_never_reads_is_bounded_and_ended() -> None:
-    """It must cost a bounded amount of memory for a bounded time, and its socket must not stay behind."""
+    """It must cost a bounded amount of memory for a bounded time, and its socket must not stay
+    behind."""
     sent = 0
 
     async def handle(connection: RawConnection) -> None:
@@ -602,7 +742,9 @@ async def test_a_client_that_never_reads_is_bounded_and_ended() -> None:
         # Two pairs of kernel buffers; without backpressure it would be gigabytes.
         assert sent < 64_000_000
         assert recorder.failures == []
-        await eventually(lambda: proxy.open_sockets == 0, "its socket is gone, although it has not read")
+        await eventually(
+            lambda: proxy.open_sockets == 0, "its socket is gone, although it has not read"
+        )
         client.writer.transport.resume_reading()
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await client.reader.readexactly(100_000_000)
@@ -623,7 +765,8 @@ async def test_a_client_that_reads_slowly_is_not_taken_for_a_stalled_one() -> No
 
 
 async def test_a_thousand_concurrent_streams_finish() -> None:
-    """More than a select() or a small pool can hold; each stream is under way while all the others are."""
+    """More than a select() or a small pool can hold; each stream is under way while all the others
+    are."""
     count = 1000
     all_asked = asyncio.Event()
     asked = 0
@@ -651,7 +794,9 @@ async def test_a_thousand_concurrent_streams_finish() -> None:
 
     async with raw_server(handle) as replica, proxy_server([attempt(replica)]) as proxy:
         await asyncio.gather(*(one(proxy.port, index) for index in range(count)))
-        await eventually(lambda: proxy.statistics()[0].ended[End.COMPLETED] == count, "all are counted")
+        await eventually(
+            lambda: proxy.statistics()[0].ended[End.COMPLETED] == count, "all are counted"
+        )
 
 
 async def test_first_byte_and_total_times_are_told() -> None:
@@ -697,7 +842,8 @@ REQUEST = ProxyRequest(b"POST", b"/v1/completions", [], b"{}")
 
 
 async def test_a_cancelled_call_ends_once_and_closes_the_replicas_connection() -> None:
-    """A shutdown cancels tasks; the cancellation must go through, and the counts must return to zero."""
+    """A shutdown cancels tasks; the cancellation must go through, and the counts must return to
+    zero."""
     recorder = Recorder()
 
     async def send(message: Any) -> None:
@@ -721,7 +867,10 @@ async def test_a_send_that_says_the_client_is_gone_ends_the_request() -> None:
         if message["type"] == "http.response.body":
             raise OSError
 
-    async with raw_server(streaming(event("a"), then="wait")) as replica, bare_proxy() as (proxy, _):
+    async with (
+        raw_server(streaming(event("a"), then="wait")) as replica,
+        bare_proxy() as (proxy, _),
+    ):
         outcome = await proxy.stream([attempt(replica)], REQUEST, never, send, recorder)
         assert outcome.end is End.CLIENT_LEFT
         assert recorder.ends == [outcome]
@@ -739,7 +888,10 @@ async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden()
         pass
 
     recorder = Faulty()
-    async with raw_server(streaming(event("a"), then="wait")) as replica, bare_proxy() as (proxy, _):
+    async with (
+        raw_server(streaming(event("a"), then="wait")) as replica,
+        bare_proxy() as (proxy, _),
+    ):
         with pytest.raises(KeyError, match="bug"):
             await proxy.stream([attempt(replica)], REQUEST, never, send, recorder)
         assert recorder.outcome.end is End.ABANDONED
@@ -747,7 +899,8 @@ async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden()
 
 
 async def test_a_task_can_go_on_after_its_client_has_left() -> None:
-    """The proxy ends its own waiting by a cancellation; none of it may be left for what the caller does next."""
+    """The proxy ends its own waiting by a cancellation; none of it may be left for what the caller
+    does next."""
     gone = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -772,7 +925,8 @@ async def test_a_task_can_go_on_after_its_client_has_left() -> None:
 
 
 async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_leaving() -> None:
-    """A server may report the disconnect that we caused before the call returns; the blame is the replica's."""
+    """A server may report the disconnect that we caused before the call returns; the blame is the
+    replica's."""
     gone = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
@@ -790,13 +944,16 @@ async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_lea
 
     recorder = Recorder()
     async with raw_server(handle) as replica, bare_proxy() as (proxy, _):
-        await proxy.stream([attempt(replica)], REQUEST._replace(abort_client=gone.set), receive, send, recorder)
+        await proxy.stream(
+            [attempt(replica)], REQUEST._replace(abort_client=gone.set), receive, send, recorder
+        )
     assert recorder.outcome.end is End.REPLICA_DIED
     assert recorder.failures == [("r0", Failure.DIED)]
 
 
 async def test_a_short_request_starts_no_task() -> None:
-    """Listening for the client costs a task; an answer that is there at once must not pay for it."""
+    """Listening for the client costs a task; an answer that is there at once must not pay for
+    it."""
     before: set[asyncio.Task[Any]] = set()
     during: set[asyncio.Task[Any]] = set()
 
@@ -828,7 +985,9 @@ async def test_a_request_that_is_over_leaves_no_task_behind() -> None:
             before = asyncio.all_tasks()
             outcome = await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
         assert outcome.end is End.COMPLETED
-        await eventually(lambda: asyncio.all_tasks() == before, "only the tasks from before are left")
+        await eventually(
+            lambda: asyncio.all_tasks() == before, "only the tasks from before are left"
+        )
 
 
 class Wire(asyncio.Transport):
@@ -855,7 +1014,8 @@ class Wire(asyncio.Transport):
 
 
 async def test_what_is_written_in_one_turn_is_one_write_and_precedes_a_close() -> None:
-    """Headers and body of a short answer in one packet; and nothing of it lost when the connection is not kept."""
+    """Headers and body of a short answer in one packet; and nothing of it lost when the connection
+    is not kept."""
     wire = Wire()
     transport = JoiningTransport(wire, asyncio.get_running_loop())
     transport.write(b"head")
@@ -870,7 +1030,8 @@ async def test_what_is_written_in_one_turn_is_one_write_and_precedes_a_close() -
 
 
 async def test_what_is_written_before_an_abort_is_dropped() -> None:
-    """An abort is for a client that is to see a cut; a late piece of body would be written to a closed socket."""
+    """An abort is for a client that is to see a cut; a late piece of body would be written to a
+    closed socket."""
     wire = Wire()
     transport = JoiningTransport(wire, asyncio.get_running_loop())
     transport.write(b"body")
@@ -880,7 +1041,8 @@ async def test_what_is_written_before_an_abort_is_dropped() -> None:
 
 
 async def test_what_was_written_before_the_connection_was_lost_is_dropped() -> None:
-    """uvloop raises at a write to a socket that it has closed, and the error would land in the event loop's log."""
+    """uvloop raises at a write to a socket that it has closed, and the error would land in the
+    event loop's log."""
     wire = Wire()
     transport = JoiningTransport(wire, asyncio.get_running_loop())
     transport.write(b"body")
@@ -911,9 +1073,17 @@ def test_an_endless_line_is_let_through_and_not_kept() -> None:
 
 @pytest.mark.parametrize(
     ("sent", "separator"),
-    [(b"", b""), (b"data: x\n\n", b""), (b"data: x\r\n\r\n", b""), (b"data: x\n", b"\n"), (b"a\r\n", b"\n")],
+    [
+        (b"", b""),
+        (b"data: x\n\n", b""),
+        (b"data: x\r\n\r\n", b""),
+        (b"data: x\n", b"\n"),
+        (b"a\r\n", b"\n"),
+    ],
 )
-def test_the_missing_line_ends_before_an_error_event_are_counted(sent: bytes, separator: bytes) -> None:
+def test_the_missing_line_ends_before_an_error_event_are_counted(
+    sent: bytes, separator: bytes
+) -> None:
     """One too few and the error becomes part of another event."""
     lines = EventLines()
     for index in range(len(sent)):

@@ -1,4 +1,5 @@
-"""The memory of recent prompts: the longest leading run, exactly as long as it counts, in bounded memory."""
+"""The memory of recent prompts: the longest leading run, exactly as long as it counts, in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_memory_is_given_back_when_time_has_passed() -> None:
 
 
 def test_at_the_bound_the_oldest_go_first() -> None:
-    """A flood of new prompts must not make the router grow, nor forget what was sent a moment ago."""
+    """A flood of new prompts must not make the router grow, nor forget what was sent a moment
+    ago."""
     recent = RecentPrefixes(ttl_s=5, max_entries=10)
     recent.remember("a", chain("old", "1", "2", "3", "4", "5"), now=0)
     recent.remember("a", chain("new", "1", "2"), now=5.5)
@@ -174,5 +176,7 @@ def test_at_the_bound_it_never_says_more_than_was_sent(
         recent.remember(replica, keys, now)
         plain.remember(replica, keys, now)
         allowed = plain.match(keys, STEP, now)
-        assert all(tokens <= allowed[name] for name, tokens in recent.match(keys, STEP, now).items())
+        assert all(
+            tokens <= allowed[name] for name, tokens in recent.match(keys, STEP, now).items()
+        )
         assert recent.statistics().entries <= max_entries

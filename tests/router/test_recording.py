@@ -16,7 +16,14 @@ from router.index.learning import LayoutHints
 from router.recording import Header, Query, Record, RecordingError, RecordingReader, RecordingWriter
 from router.replay import ReplaySummary, replay
 
-HEADER = Header([GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 64)], 16, 32, True, "a name", "vllm 0.33.0")
+HEADER = Header(
+    [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 64)],
+    16,
+    32,
+    True,
+    "a name",
+    "vllm 0.33.0",
+)
 HEADER_LINE = '{"groups": [{"kind": "full_attention", "block_size": 16}]}'
 QUERY = Query([1, 2, 3], 2, "tenant-a", "sql", [["sql", "tenant-a"]])
 
@@ -31,7 +38,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / str(request.param)
 
 
-# --- written and read -----------------------------------------------------------------------------------------------------
+# --- written and read -----------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read_again(path: Path) -> None:
@@ -53,7 +60,9 @@ def test_every_line_is_in_the_file_before_the_next_one_is_taken(tmp_path: Path) 
         assert read(tmp_path / "live.jsonl") == (HEADER, [b"one", QUERY])
 
 
-def test_a_gzipped_recording_that_was_cut_off_gives_all_whole_lines_and_then_says_so(tmp_path: Path) -> None:
+def test_a_gzipped_recording_that_was_cut_off_gives_all_whole_lines_and_then_says_so(
+    tmp_path: Path,
+) -> None:
     """The writer flushes the compressor with every line, too."""
     with RecordingWriter(tmp_path / "live.jsonl.gz", HEADER) as writer:
         writer.frame(b"one")
@@ -87,13 +96,16 @@ def test_fields_of_other_recorders_are_ignored(tmp_path: Path) -> None:
     assert records == [b"hi", Query([1], 0)]
 
 
-# --- the header's layout --------------------------------------------------------------------------------------------------
+# --- the header's layout --------------------------------------------------------------------------
 
 
 def test_a_headers_layout_is_a_fact_or_only_what_no_event_says() -> None:
-    """`--learn-layout` takes kinds where events have none, chunk sizes and eagle, and no group that was not seen."""
+    """`--learn-layout` takes kinds where events have none, chunk sizes and eagle, and no group that
+    was not seen."""
     groups = (KVCacheGroup(GroupKind.FULL, 16), KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, 64))
-    assert HEADER.hints(learn_layout=False) == LayoutHints(groups, 16, 32, eagle=True, authoritative=True)
+    assert HEADER.hints(learn_layout=False) == LayoutHints(
+        groups, 16, 32, eagle=True, authoritative=True
+    )
     assert HEADER.hints(learn_layout=True) == LayoutHints(groups, eagle=True, assume_unseen=False)
 
 
@@ -104,11 +116,13 @@ def test_a_header_without_groups_leaves_them_to_the_events() -> None:
 
 def test_a_header_with_groups_that_contradict_themselves_is_refused() -> None:
     """In the file's words: line, group, value, rule."""
-    with pytest.raises(RecordingError, match=r"line 1, header: group 0 \(sliding_window\): sliding_window None"):
+    with pytest.raises(
+        RecordingError, match=r"line 1, header: group 0 \(sliding_window\): sliding_window None"
+    ):
         Header([GroupSpec("sliding_window", 16)]).hints(learn_layout=True)
 
 
-# --- damaged files --------------------------------------------------------------------------------------------------------
+# --- damaged files --------------------------------------------------------------------------------
 
 DAMAGED_HEADERS: dict[str, bytes] = {
     "empty": b"",
@@ -123,7 +137,9 @@ DAMAGED_HEADERS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("content", DAMAGED_HEADERS.values(), ids=DAMAGED_HEADERS.keys())
-def test_a_file_without_a_header_is_refused_by_name_and_line(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_header_is_refused_by_name_and_line(
+    tmp_path: Path, content: bytes
+) -> None:
     """Somebody gave the wrong file; a traceback does not tell them so."""
     (tmp_path / "wrong.jsonl").write_bytes(content)
     with pytest.raises(RecordingError, match=r"wrong\.jsonl, line 1: no header of a recording"):
@@ -154,7 +170,9 @@ DAMAGED_LINES: dict[str, bytes] = {
 def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, line: bytes) -> None:
     """The lines before it were fine, and have been read."""
     good = b'{"frame": "aGk="}'
-    (tmp_path / "damaged.jsonl").write_bytes(b"\n".join([HEADER_LINE.encode(), good, line, good]) + b"\n")
+    (tmp_path / "damaged.jsonl").write_bytes(
+        b"\n".join([HEADER_LINE.encode(), good, line, good]) + b"\n"
+    )
     with RecordingReader(tmp_path / "damaged.jsonl") as reader:
         records = iter(reader)
         assert next(records) == b"hi"
@@ -164,9 +182,16 @@ def test_a_damaged_line_is_refused_with_its_number(tmp_path: Path, line: bytes) 
 
 def test_an_error_shows_nothing_of_a_prompt(tmp_path: Path) -> None:
     """Recordings hold prompts, and errors end up in tickets."""
-    secret: dict[str, Any] = {"query": [3_141_592_653, "3141592653"], "hit": 0, "salt": "3141592653"}
+    secret: dict[str, Any] = {
+        "query": [3_141_592_653, "3141592653"],
+        "hit": 0,
+        "salt": "3141592653",
+    }
     (tmp_path / "damaged.jsonl").write_text(HEADER_LINE + "\n" + json.dumps(secret) + "\n")
-    with RecordingReader(tmp_path / "damaged.jsonl") as reader, pytest.raises(RecordingError) as caught:
+    with (
+        RecordingReader(tmp_path / "damaged.jsonl") as reader,
+        pytest.raises(RecordingError) as caught,
+    ):
         list(reader)
     assert "3141592653" not in str(caught.value)
 
@@ -174,7 +199,10 @@ def test_an_error_shows_nothing_of_a_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["from the start on", "from the middle on"])
 def test_a_damaged_gzip_file_is_refused(tmp_path: Path, place: str) -> None:
     """A broken disk or download: the compressor's own errors are of three kinds."""
-    lines = [HEADER_LINE, *(json.dumps({"frame": base64.b64encode(bytes([i] * 300)).decode()}) for i in range(250))]
+    lines = [
+        HEADER_LINE,
+        *(json.dumps({"frame": base64.b64encode(bytes([i] * 300)).decode()}) for i in range(250)),
+    ]
     whole = gzip.compress("\n".join(lines).encode())
     for position in range(10 if place == "from the start on" else len(whole) // 2, len(whole), 97):
         damaged = bytearray(whole)
@@ -214,7 +242,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         RecordingWriter(tmp_path / "folder.jsonl", HEADER)
 
 
-# --- replayed -------------------------------------------------------------------------------------------------------------
+# --- replayed -------------------------------------------------------------------------------------
 
 
 def test_a_replay_counts_what_is_malformed_and_goes_on(tmp_path: Path) -> None:

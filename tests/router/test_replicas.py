@@ -19,7 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import HealthConfig, ReplicaConfig, read_replica
-from router.errors import BadRequest, ReplicaAnswerInvalid, ReplicaExists, ShuttingDown, UnknownReplica
+from router.errors import (
+    BadRequest,
+    ReplicaAnswerInvalid,
+    ReplicaExists,
+    ShuttingDown,
+    UnknownReplica,
+)
 from router.load import LoadTracker
 from router.replicas import (
     EventSource,
@@ -36,7 +42,13 @@ from router.replicas.health import HealthRecord
 from router.replicas.registry import MAX_REPLICAS
 from router.upstream import UpstreamClient
 
-FAST = HealthConfig(interval_s=0.25, timeout_s=0.25, unhealthy_after=2, discovery_interval_s=0.3, gauges_stale_after_s=5)
+FAST = HealthConfig(
+    interval_s=0.25,
+    timeout_s=0.25,
+    unhealthy_after=2,
+    discovery_interval_s=0.3,
+    gauges_stale_after_s=5,
+)
 
 GAUGES = b'vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc 0.5\n'
 
@@ -57,12 +69,19 @@ def zmq_config(port: int, **more: object) -> dict[str, object]:
 
 
 def models(*names: str, **adapters: str) -> dict[str, object]:
-    base = [{"id": name, "object": "model", "root": name, "parent": None, "max_model_len": 1024} for name in names]
-    return {"object": "list", "data": base + [{"id": name, "parent": parent} for name, parent in adapters.items()]}
+    base = [
+        {"id": name, "object": "model", "root": name, "parent": None, "max_model_len": 1024}
+        for name in names
+    ]
+    return {
+        "object": "list",
+        "data": base + [{"id": name, "parent": parent} for name, parent in adapters.items()],
+    }
 
 
 class Engine:
-    """A small HTTP server with an engine's face. It can hang, die, and come back at the same address."""
+    """A small HTTP server with an engine's face. It can hang, die, and come back at the same
+    address."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -84,7 +103,10 @@ class Engine:
         return f"http://127.0.0.1:{self.port}"
 
     def answer(self, path: str, body: object, status: int = 200) -> None:
-        self.answers[path] = (status, body if isinstance(body, bytes) else json.dumps(body).encode())
+        self.answers[path] = (
+            status,
+            body if isinstance(body, bytes) else json.dumps(body).encode(),
+        )
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -112,10 +134,16 @@ class Engine:
             self._writers.discard(writer)
             writer.transport.abort()
 
-    async def _reply(self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _reply(
+        self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         path = head.split(" ", 2)[1]
         self.asked[path] += 1
-        self.keys.update(line.partition(": ")[2] for line in head.split("\r\n") if line.startswith("authorization:"))
+        self.keys.update(
+            line.partition(": ")[2]
+            for line in head.split("\r\n")
+            if line.startswith("authorization:")
+        )
         self._at_once[path] += 1
         self.most_at_once[path] = max(self.most_at_once[path], self._at_once[path])
         if path in self.hanging:
@@ -190,7 +218,7 @@ def is_in(replica: Replica, state: ReplicaState) -> Callable[[], bool]:
     return lambda: replica.state is state
 
 
-# --- discovery ------------------------------------------------------------------------------------------------------------
+# --- discovery ------------------------------------------------------------------------------------
 
 
 async def test_a_replica_needs_only_its_url() -> None:
@@ -203,7 +231,9 @@ async def test_a_replica_needs_only_its_url() -> None:
         assert replica.id == f"127.0.0.1:{engine.port}"
         assert replica.state is ReplicaState.HEALTHY
         assert replica.served == ServedModels(("gemma",), (("sql", "gemma"),))
-        assert replica.sources == (EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events"),)
+        assert replica.sources == (
+            EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events"),
+        )
         assert here.registry.serving("gemma") == here.registry.serving("sql") == (replica,)
         assert here.registry.serving("other") == ()
         assert here.registry.models() == {"gemma": None, "sql": "gemma"}
@@ -233,21 +263,27 @@ async def test_what_is_configured_is_not_asked() -> None:
     async with setting() as here:
         engine = await here.engine()
         source = {"endpoint": "tcp://0.0.0.0:7000", "dp_rank": 1}
-        config = read_replica({"url": engine.url, "id": "r", "models": ["gemma"], "kv_events": [source]})
+        config = read_replica(
+            {"url": engine.url, "id": "r", "models": ["gemma"], "kv_events": [source]}
+        )
         replica = here.registry.add(config)
         assert replica.sources == (EventSource(1, "tcp://127.0.0.1:7000"),)
         assert here.diary.entries == [("models", "r", (), ("gemma",)), ("sources", "r", 0, 1)]
         await until(lambda: replica.discoveries)
         assert engine.asked["/kv_event_sources"] == 0
         assert replica.sources == (EventSource(1, "tcp://127.0.0.1:7000"),)
-        assert replica.served.adapters == (("sql", "gemma"),), "adapters come at run time, so they are asked for all the same"
+        assert replica.served.adapters == (("sql", "gemma"),), (
+            "adapters come at run time, so they are asked for all the same"
+        )
 
 
 async def test_configured_sources_wait_for_discovered_models() -> None:
     """Half of it configured, half of it discovered."""
     async with setting() as here:
         engine = await here.engine()
-        replica = here.registry.add(read_replica({"url": engine.url, "kv_events": [{"endpoint": "tcp://*:7000"}]}))
+        replica = here.registry.add(
+            read_replica({"url": engine.url, "kv_events": [{"endpoint": "tcp://*:7000"}]})
+        )
         assert replica.sources == ()
         await until(lambda: replica.sources)
         assert replica.sources == (EventSource(0, "tcp://127.0.0.1:7000"),)
@@ -263,7 +299,9 @@ async def test_an_engine_that_does_not_know_the_question_has_no_sources() -> Non
         await until(lambda: replica.discoveries)
         assert here.registry.serving("gemma") == (replica,)
         assert replica.sources == ()
-        assert replica.notes == ("GET /kv_event_sources answered 404: configure kv_events, or its cache stays unknown",)
+        assert replica.notes == (
+            "GET /kv_event_sources answered 404: configure kv_events, or its cache stays unknown",
+        )
         assert replica.failed_discoveries == 0
 
 
@@ -275,12 +313,17 @@ async def test_a_restart_on_other_ports_is_discovered() -> None:
         await until(lambda: replica.sources)
         await engine.stop()
         await until(is_in(replica, ReplicaState.UNHEALTHY))
-        assert replica.sources[0].endpoint == "tcp://127.0.0.1:5557", "while it is away, the streams may still come back"
+        assert replica.sources[0].endpoint == "tcp://127.0.0.1:5557", (
+            "while it is away, the streams may still come back"
+        )
         engine.answer("/kv_event_sources", {"0": zmq_config(6001), "1": zmq_config(6002)})
         engine.answer("/v1/models", models("bamba"))
         await engine.start()
         await until(lambda: len(replica.sources) == 2)
-        assert [source.endpoint for source in replica.sources] == ["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"]
+        assert [source.endpoint for source in replica.sources] == [
+            "tcp://127.0.0.1:6001",
+            "tcp://127.0.0.1:6002",
+        ]
         assert here.registry.serving("gemma") == ()
         assert here.registry.serving("bamba") == (replica,)
 
@@ -297,7 +340,9 @@ async def test_an_adapter_loaded_later_is_found_without_a_restart() -> None:
         assert replica.state is ReplicaState.HEALTHY
 
 
-@pytest.mark.parametrize("nonsense", [b"[", b"[" * 500_000, b'{"data": []}', b'{"data": [{"id": 5}]}', b"x" * 2_000_000])
+@pytest.mark.parametrize(
+    "nonsense", [b"[", b"[" * 500_000, b'{"data": []}', b'{"data": [{"id": 5}]}', b"x" * 2_000_000]
+)
 async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: bytes) -> None:
     """A proxy's error page with status 200 must not take a model out of service."""
     async with setting() as here:
@@ -320,20 +365,36 @@ async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: byt
         ({}, ()),
         ([], ()),
         ({"0": zmq_config(5557, publisher="null")}, ()),
-        ({"0": zmq_config(5557, replay_endpoint=None, topic="")}, (EventSource(0, "tcp://host:5557"),)),
         (
-            {"1": {"endpoint": "tcp://0.0.0.0:2"}, "0": {"endpoint": "tcp://[::]:1", "new_field": 1}},
+            {"0": zmq_config(5557, replay_endpoint=None, topic="")},
+            (EventSource(0, "tcp://host:5557"),),
+        ),
+        (
+            {
+                "1": {"endpoint": "tcp://0.0.0.0:2"},
+                "0": {"endpoint": "tcp://[::]:1", "new_field": 1},
+            },
             (EventSource(0, "tcp://host:1"), EventSource(1, "tcp://host:2")),
         ),
         (
-            [{"data_parallel_rank": 3, "endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": None, "topic": ""}],
+            [
+                {
+                    "data_parallel_rank": 3,
+                    "endpoint": "tcp://10.0.0.1:5557",
+                    "replay_endpoint": None,
+                    "topic": "",
+                }
+            ],
             (EventSource(3, "tcp://10.0.0.1:5557"),),
         ),
         ([{"endpoint": "ipc:///run/kv"}], (EventSource(0, "ipc:///run/kv"),)),
     ],
 )
-def test_event_sources_of_every_form_are_read(body: object, expected: tuple[EventSource, ...]) -> None:
-    """As vLLM 0.32 answers, without events, with the address that port 0 became, and as its development branches did."""
+def test_event_sources_of_every_form_are_read(
+    body: object, expected: tuple[EventSource, ...]
+) -> None:
+    """As vLLM 0.32 answers, without events, with the address that port 0 became, and as its
+    development branches did."""
     assert parse_sources(json.dumps(body).encode(), "host") == expected
 
 
@@ -351,13 +412,18 @@ def test_event_sources_of_every_form_are_read(body: object, expected: tuple[Even
         ({"9" * 5000: {"endpoint": "tcp://a:1"}}, "expected a number"),
         ({"0": {"endpoint": "tcp://a:1"}, "00": {"endpoint": "tcp://a:2"}}, "rank 0 appears twice"),
         ({"0": {"endpoint": "inproc://x"}}, "rank 0 endpoint: 'inproc://x'; expected tcp"),
-        ({"0": {"endpoint": "tcp://a:1", "replay_endpoint": "http://b"}}, "rank 0 replay_endpoint: 'http://b'"),
+        (
+            {"0": {"endpoint": "tcp://a:1", "replay_endpoint": "http://b"}},
+            "rank 0 replay_endpoint: 'http://b'",
+        ),
         ({"0": {"endpoint": "tcp://a:1" + "1" * 2000}}, "rank 0 endpoint"),
         ({"0": {"endpoint": "tcp://a:1", "topic": "t" * 2000}}, "topic of 2000 characters"),
         ([{"endpoint": "tcp://a:1"}] * 1025, "1025 ranks; at most 1024"),
     ],
 )
-def test_event_sources_that_make_no_sense_are_refused_with_their_place(body: object, message: str) -> None:
+def test_event_sources_that_make_no_sense_are_refused_with_their_place(
+    body: object, message: str
+) -> None:
     """The text goes to the operator; sockets are opened for what passes."""
     with pytest.raises(ReplicaAnswerInvalid, match="/kv_event_sources.*" + message):
         parse_sources(body if isinstance(body, bytes) else json.dumps(body).encode(), "host")
@@ -380,8 +446,13 @@ def test_models_that_make_no_sense_are_refused_with_their_place(body: object, me
         parse_models(json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("parse", [lambda body: parse_sources(body, "host"), parse_models], ids=["sources", "models"])
-@given(body=st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789abdeint', max_size=60).map(str.encode))
+@pytest.mark.parametrize(
+    "parse", [lambda body: parse_sources(body, "host"), parse_models], ids=["sources", "models"]
+)
+@given(
+    body=st.binary(max_size=60)
+    | st.text(alphabet='{}[]":,0123456789abdeint', max_size=60).map(str.encode)
+)
 def test_no_answer_raises_anything_else(parse: Callable[[bytes], object], body: bytes) -> None:
     """One malformed answer must not end the task that watches the replica."""
     with contextlib.suppress(ReplicaAnswerInvalid):
@@ -405,7 +476,7 @@ def test_a_wildcard_becomes_the_replicas_host(endpoint: str, host: str, expected
     assert reachable(endpoint, host) == expected
 
 
-# --- health ---------------------------------------------------------------------------------------------------------------
+# --- health ---------------------------------------------------------------------------------------
 
 
 async def test_a_dead_replica_leaves_and_is_back_within_one_interval_of_its_return() -> None:
@@ -428,7 +499,8 @@ async def test_a_dead_replica_leaves_and_is_back_within_one_interval_of_its_retu
 
 @pytest.mark.parametrize("status", [500, 503, 404, 301])
 async def test_only_a_2xx_is_well(status: int) -> None:
-    """vLLM answers 503 when its engine has died behind a living server; a redirect answers for somebody else."""
+    """vLLM answers 503 when its engine has died behind a living server; a redirect answers for
+    somebody else."""
     async with setting() as here:
         engine = await here.engine()
         engine.answer("/health", b"", status=status)
@@ -462,7 +534,9 @@ async def test_one_bad_replica_does_not_slow_the_others() -> None:
             here.add(engine, name)
         await until(lambda: well.asked["/health"] >= 1)
         began, before = time.monotonic(), well.asked["/health"]
-        await until(lambda: well.asked["/health"] >= before + 6 and half_dead.asked["/health"] >= before + 6)
+        await until(
+            lambda: well.asked["/health"] >= before + 6 and half_dead.asked["/health"] >= before + 6
+        )
         assert time.monotonic() - began < 7 * FAST.interval_s + 0.5
         assert here.registry.get("half").state is ReplicaState.HEALTHY
         assert here.registry.get("well").sources
@@ -478,11 +552,14 @@ async def test_an_unhealthy_replica_is_asked_for_its_health_only() -> None:
         await until(is_in(replica, ReplicaState.UNHEALTHY))
         checks, others = engine.asked["/health"], engine.asked.total() - engine.asked["/health"]
         await until(lambda: engine.asked["/health"] >= checks + 4)
-        assert engine.asked.total() - engine.asked["/health"] <= others + 3, "at most the round that was under way"
+        assert engine.asked.total() - engine.asked["/health"] <= others + 3, (
+            "at most the round that was under way"
+        )
 
 
 async def test_failed_requests_take_a_replica_out_before_its_next_check() -> None:
-    """Between two checks lie seconds, and in them hundreds of requests that would all be retried."""
+    """Between two checks lie seconds, and in them hundreds of requests that would all be
+    retried."""
     slow = msgspec.structs.replace(FAST, interval_s=60.0, timeout_s=1.0, unhealthy_after=3)
     async with setting(slow) as here:
         engine = await here.engine()
@@ -498,7 +575,8 @@ async def test_failed_requests_take_a_replica_out_before_its_next_check() -> Non
 
 
 async def test_a_failed_request_asks_for_a_check_soon() -> None:
-    """Whether the replica is dead or one connection was unlucky is known in a moment, not in an interval."""
+    """Whether the replica is dead or one connection was unlucky is known in a moment, not in an
+    interval."""
     rare = msgspec.structs.replace(FAST, interval_s=4.0, timeout_s=1.0)
     async with setting(rare) as here:
         engine = await here.engine()
@@ -533,14 +611,20 @@ async def test_reports_about_a_replica_that_is_gone_are_nothing() -> None:
 def test_a_replica_is_starting_until_it_is_well_or_has_failed_often_enough() -> None:
     """The state that nobody routes to, and that is no alarm."""
     record = HealthRecord(unhealthy_after=3, healthy_after=2)
-    assert [record.check_failed("x"), record.check_passed(), record.check_failed("x"), record.check_passed()] == [False] * 4
+    assert [
+        record.check_failed("x"),
+        record.check_passed(),
+        record.check_failed("x"),
+        record.check_passed(),
+    ] == [False] * 4
     assert record.health is Health.STARTING
     assert record.check_passed() is True
     assert record.health is Health.HEALTHY
 
 
 def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
-    """Now and then one check is lost, and a server whose health page works may still fail every request."""
+    """Now and then one check is lost, and a server whose health page works may still fail every
+    request."""
     record = HealthRecord(unhealthy_after=2, healthy_after=1)
     assert record.check_passed()
     for _ in range(5):
@@ -554,7 +638,7 @@ def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
     assert record.health is Health.HEALTHY
 
 
-# --- the operator ---------------------------------------------------------------------------------------------------------
+# --- the operator ---------------------------------------------------------------------------------
 
 
 async def test_draining_overrules_health_and_ends_when_the_operator_says() -> None:
@@ -573,7 +657,11 @@ async def test_draining_overrules_health_and_ends_when_the_operator_says() -> No
         here.registry.undrain("r")
         assert replica.state is ReplicaState.UNHEALTHY
         states = [entry[2:] for entry in here.diary.entries if entry[0] == "state"]
-        assert states == [("starting", "healthy"), ("healthy", "draining"), ("draining", "unhealthy")]
+        assert states == [
+            ("starting", "healthy"),
+            ("healthy", "draining"),
+            ("draining", "unhealthy"),
+        ]
 
 
 async def test_a_removed_replica_is_gone_at_once() -> None:
@@ -584,9 +672,19 @@ async def test_a_removed_replica_is_gone_at_once() -> None:
         await until(lambda: first.sources)
         here.registry.remove("r")
         assert here.diary.entries[-2:] == [("sources", "r", 1, 0), ("removed", "r")]
-        assert here.registry.serving("gemma") == here.registry.replicas() == here.registry.snapshot() == ()
+        assert (
+            here.registry.serving("gemma")
+            == here.registry.replicas()
+            == here.registry.snapshot()
+            == ()
+        )
         assert here.registry.models() == {}
-        for act in (here.registry.get, here.registry.remove, here.registry.drain, here.registry.undrain):
+        for act in (
+            here.registry.get,
+            here.registry.remove,
+            here.registry.drain,
+            here.registry.undrain,
+        ):
             with pytest.raises(UnknownReplica, match="there is none with the id 'r'"):
                 act("r")
         second = here.add(engine, "r")
@@ -615,7 +713,9 @@ async def test_an_id_or_url_cannot_be_taken_twice() -> None:
         here.add(engine, "r")
         with pytest.raises(ReplicaExists, match=r"id: 'r' belongs to the replica 'r' already"):
             here.registry.add(ReplicaConfig(url="http://127.0.0.1:1", id="r"))
-        with pytest.raises(ReplicaExists, match=r"url: .* belongs to the replica 'r' already") as caught:
+        with pytest.raises(
+            ReplicaExists, match=r"url: .* belongs to the replica 'r' already"
+        ) as caught:
             here.registry.add(ReplicaConfig(url=engine.url + "/", id="s"))
         assert caught.value.status == 409
         assert len(here.registry.replicas()) == 1
@@ -631,24 +731,33 @@ async def test_there_is_a_bound_on_replicas(monkeypatch: pytest.MonkeyPatch) -> 
             here.add(await here.engine(), "s")
 
 
-async def test_the_key_reaches_the_replica_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_key_reaches_the_replica_and_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Checks need it where the engine was started with --api-key; views and logs do not."""
     caplog.set_level(logging.DEBUG)
     async with setting() as here:
         engine = await here.engine()
-        replica = here.registry.add(read_replica({"url": engine.url, "id": "r", "api_key": "sk-very-secret"}))
+        replica = here.registry.add(
+            read_replica({"url": engine.url, "id": "r", "api_key": "sk-very-secret"})
+        )
         await until(lambda: replica.sources and replica.gauges)
         assert engine.keys == {"Bearer sk-very-secret"}
-        shown = msgspec.json.encode(here.registry.snapshot()).decode() + repr(replica.config) + caplog.text
+        shown = (
+            msgspec.json.encode(here.registry.snapshot()).decode()
+            + repr(replica.config)
+            + caplog.text
+        )
         assert "replica r" in caplog.text
         assert "secret" not in shown
 
 
-# --- load -----------------------------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------
 
 
 async def test_requests_in_the_gauges_that_are_not_ours_are_foreign() -> None:
-    """The gauges count our own requests too, and counting them twice would make a busy replica look twice as busy."""
+    """The gauges count our own requests too, and counting them twice would make a busy replica look
+    twice as busy."""
     async with setting() as here:
         engine = await here.engine()
         ours = [here.load.started("r", 100, 200) for _ in range(3)]
@@ -656,10 +765,16 @@ async def test_requests_in_the_gauges_that_are_not_ours_are_foreign() -> None:
         await until(lambda: replica.gauges)
         now = replica.gauges_at
         assert replica.foreign_requests == 5 + 2 - 3
-        candidate = replica.candidate(here.load.load_of("r"), now + 5, 5, gpu_tokens=64, recent_tokens=32, dp_rank=1)
+        candidate = replica.candidate(
+            here.load.load_of("r"), now + 5, 5, gpu_tokens=64, recent_tokens=32, dp_rank=1
+        )
         assert (candidate.foreign_requests, candidate.waiting_requests) == (4, 2)
         assert (candidate.queued_prefill_tokens, candidate.prefilling_requests) == (300, 3)
-        assert (candidate.gpu_tokens, candidate.total_tokens, candidate.recent_tokens) == (64, 64, 32)
+        assert (candidate.gpu_tokens, candidate.total_tokens, candidate.recent_tokens) == (
+            64,
+            64,
+            32,
+        )
         assert (candidate.speed, candidate.dp_rank, candidate.healthy) == (2.0, 1, True)
         assert candidate.at_capacity, "three of three"
         ours.pop().ended()
@@ -674,7 +789,9 @@ async def test_old_gauges_are_not_believed() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.gauges)
-        stale = replica.candidate(here.load.load_of("r"), replica.gauges_at + 5.1, gauges_stale_after_s=5)
+        stale = replica.candidate(
+            here.load.load_of("r"), replica.gauges_at + 5.1, gauges_stale_after_s=5
+        )
         assert (stale.foreign_requests, stale.waiting_requests) == (0, 0)
         engine.answer("/metrics", b"", status=404)
         await until(lambda: replica.failed_scrapes)
@@ -698,15 +815,29 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
         await until(lambda: replica.sources and replica.gauges)
         flight = here.load.started("r", 100, 200)
         (view,) = json.loads(msgspec.json.encode(here.registry.snapshot()))
-        assert (view["id"], view["url"], view["state"], view["health"]) == ("r", engine.url, "healthy", "healthy")
-        assert (view["models"], view["adapters"], view["models_configured"]) == (["gemma"], {"sql": "gemma"}, False)
+        assert (view["id"], view["url"], view["state"], view["health"]) == (
+            "r",
+            engine.url,
+            "healthy",
+            "healthy",
+        )
+        assert (view["models"], view["adapters"], view["models_configured"]) == (
+            ["gemma"],
+            {"sql": "gemma"},
+            False,
+        )
         assert view["sources"][0] == {
             "dp_rank": 0,
             "endpoint": "tcp://127.0.0.1:5557",
             "replay_endpoint": "tcp://127.0.0.1:6557",
             "topic": "kv-events",
         }
-        assert view["load"] == {"prefilling_requests": 1, "prefill_tokens": 100, "decoding_requests": 0, "context_tokens": 0}
+        assert view["load"] == {
+            "prefilling_requests": 1,
+            "prefill_tokens": 100,
+            "decoding_requests": 0,
+            "context_tokens": 0,
+        }
         assert view["gauges"] == {"running": 5, "waiting": 2, "kv_cache_usage": 0.5}
         assert view["checks"] >= 1
         assert 0 <= view["seconds_since_check"] < 10
@@ -716,7 +847,7 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
         flight.ended()
 
 
-# --- the end --------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
@@ -742,7 +873,8 @@ async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
 
 
 async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> None:
-    """Before Python 3.12 `wait_for` swallows a cancellation that meets the end of what it waits for."""
+    """Before Python 3.12 `wait_for` swallows a cancellation that meets the end of what it waits
+    for."""
     asked = asyncio.Event()
 
     async def deaf_fetch(*anything: object) -> tuple[int, bytes]:
@@ -760,7 +892,8 @@ async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> Non
 
 
 async def test_a_watcher_that_crashes_is_heard_of(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in a listener would otherwise leave a replica unwatched, and nobody would know why it never returns."""
+    """A bug in a listener would otherwise leave a replica unwatched, and nobody would know why it
+    never returns."""
 
     class Broken(NullListener):
         def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
@@ -771,7 +904,9 @@ async def test_a_watcher_that_crashes_is_heard_of(caplog: pytest.LogCaptureFixtu
     await engine.start()
     registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker(), Broken())
     registry.add(ReplicaConfig(url=engine.url, id="r"))
-    await until(lambda: "replica r: health ended, and the replica is not watched any more" in caplog.text)
+    await until(
+        lambda: "replica r: health ended, and the replica is not watched any more" in caplog.text
+    )
     await registry.close()
     await client.close()
     await engine.stop()

@@ -21,9 +21,12 @@ class Connection:
 
 
 async def test_an_answer_that_has_begun_is_not_cut_for_a_late_first_byte() -> None:
-    """After a stall, bytes and the deadline's timer are served in one pass of the loop, and the reader runs after both."""
+    """After a stall, bytes and the deadline's timer are served in one pass of the loop, and the
+    reader runs after both."""
     loop, connection = asyncio.get_running_loop(), Connection()
-    response = UpstreamResponse(connection, Origin.parse("http://127.0.0.1:1"), Timeouts(1.0, 1e-9, 60.0), loop)
+    response = UpstreamResponse(
+        connection, Origin.parse("http://127.0.0.1:1"), Timeouts(1.0, 1e-9, 60.0), loop
+    )
     reader = asyncio.create_task(response.wait_for_first_byte())
     await asyncio.sleep(0)
     response.add(b"first")

@@ -26,29 +26,40 @@ from router.scoring import (
 )
 
 
-def request(prompt_tokens: int = 1000, session: str | None = None, model: str = "gemma") -> RouteRequest:
+def request(
+    prompt_tokens: int = 1000, session: str | None = None, model: str = "gemma"
+) -> RouteRequest:
     return RouteRequest(model=model, prompt_tokens=prompt_tokens, session=session)
 
 
-def order(name: str, asked: RouteRequest, candidates: Sequence[Candidate], seed: int = 1) -> list[str]:
+def order(
+    name: str, asked: RouteRequest, candidates: Sequence[Candidate], seed: int = 1
+) -> list[str]:
     policy = make_policy(name, PolicySettings(random=Random(seed)))
     return [entry.candidate.replica_id for entry in rank(policy, asked, candidates).ranked]
 
 
 def cached(replica_id: str, gpu: int, **more: object) -> Candidate:
-    return Candidate(replica_id=replica_id, gpu_tokens=gpu, total_tokens=more.pop("total", gpu), **more)  # type: ignore[arg-type]
+    return Candidate(
+        replica_id=replica_id, gpu_tokens=gpu, total_tokens=more.pop("total", gpu), **more
+    )  # type: ignore[arg-type]
 
 
-# --- the default policy's costs -------------------------------------------------------------------------------------------
+# --- the default policy's costs -------------------------------------------------------------------
 
 
 def test_among_idle_replicas_the_longest_hit_wins() -> None:
     """What the whole router is for."""
-    assert order("prefix", request(), [cached("a", 0), cached("b", 640), cached("c", 320)]) == ["b", "c", "a"]
+    assert order("prefix", request(), [cached("a", 0), cached("b", 640), cached("c", 320)]) == [
+        "b",
+        "c",
+        "a",
+    ]
 
 
 def test_a_hit_is_given_up_when_waiting_for_it_costs_more_than_computing() -> None:
-    """A queue of 4,000 tokens costs half of that, which is more than the 800 tokens that the hit saves."""
+    """A queue of 4,000 tokens costs half of that, which is more than the 800 tokens that the hit
+    saves."""
     busy = cached("warm", 800, queued_prefill_tokens=4000, prefilling_requests=4)
     assert order("prefix", request(), [busy, cached("cold", 0)]) == ["cold", "warm"]
     less_busy = cached("warm", 800, queued_prefill_tokens=1000, prefilling_requests=1)
@@ -62,7 +73,8 @@ def test_an_offloaded_token_is_worth_less_than_a_gpu_token_and_more_than_none() 
 
 
 def test_a_hit_of_a_suspect_replica_counts_half() -> None:
-    """Events were lost there, so the blocks may be gone; an equal hit elsewhere is better, half of it is not."""
+    """Events were lost there, so the blocks may be gone; an equal hit elsewhere is better, half of
+    it is not."""
     suspect = cached("suspect", 640, suspect=True)
     assert order("prefix", request(), [suspect, cached("sure", 640)]) == ["sure", "suspect"]
     assert order("prefix", request(), [suspect, cached("sure", 300)]) == ["suspect", "sure"]
@@ -96,31 +108,46 @@ def test_a_replica_twice_as_fast_takes_twice_the_queue() -> None:
 
 def test_equal_costs_go_to_the_replica_with_fewer_requests() -> None:
     """Requests whose prompts are fully cached cost nothing in tokens, but still take a place."""
-    candidates = [Candidate(replica_id="two", prefilling_requests=2), Candidate(replica_id="one", prefilling_requests=1)]
+    candidates = [
+        Candidate(replica_id="two", prefilling_requests=2),
+        Candidate(replica_id="one", prefilling_requests=1),
+    ]
     assert order("prefix", request(), candidates) == ["one", "two"]
 
 
 def test_what_is_equal_in_every_way_is_drawn_at_random() -> None:
     """Several routers that see the same must not all send to the same replica."""
-    firsts = {order("prefix", request(), [cached("a", 0), cached("b", 0)], seed)[0] for seed in range(20)}
+    firsts = {
+        order("prefix", request(), [cached("a", 0), cached("b", 0)], seed)[0] for seed in range(20)
+    }
     assert firsts == {"a", "b"}
 
 
 def test_a_hit_beyond_the_prompt_is_no_gain_and_no_negative_cost() -> None:
-    """Speculation and tiers may claim the whole prompt, and a shorter prompt must not come out below zero."""
+    """Speculation and tiers may claim the whole prompt, and a shorter prompt must not come out
+    below zero."""
     found = estimate(100, cached("a", 5000, total=9000, recent_tokens=7000), Weights())
     assert (found.uncached_tokens, found.cost) == (0, 0)
 
 
 def test_a_prompt_of_unknown_length_goes_by_load() -> None:
-    """Images and foreign tokenizers leave nothing to match, and the request must still go somewhere sensible."""
+    """Images and foreign tokenizers leave nothing to match, and the request must still go somewhere
+    sensible."""
     candidates = [cached("busy", 0, queued_prefill_tokens=500), cached("idle", 0)]
     assert order("prefix", request(prompt_tokens=0), candidates) == ["idle", "busy"]
 
 
 def test_the_reason_names_hit_discount_load_and_wait() -> None:
     """It is what `/route` shows to a person who asks why."""
-    busy = cached("a", 512, total=640, suspect=True, queued_prefill_tokens=2048, decoding_requests=3, waiting_requests=1)
+    busy = cached(
+        "a",
+        512,
+        total=640,
+        suspect=True,
+        queued_prefill_tokens=2048,
+        decoding_requests=3,
+        waiting_requests=1,
+    )
     policy = make_policy("prefix")
     [entry] = policy.rank(request(2000), [busy])
     assert entry.reason == (
@@ -129,7 +156,7 @@ def test_the_reason_names_hit_discount_load_and_wait() -> None:
     )
 
 
-# --- what follows from the costs ------------------------------------------------------------------------------------------
+# --- what follows from the costs ------------------------------------------------------------------
 
 
 class Cluster:
@@ -148,7 +175,11 @@ class Cluster:
         """Route one prompt that begins with the prefix; it stays in flight, its answer begun."""
         asked = request(prompt_tokens)
         recent = self.recent.match(self.keys, self.step, now=0)
-        best = rank(self.policy, asked, [self._candidate(name, recent) for name in self.names]).ranked[0].candidate
+        best = (
+            rank(self.policy, asked, [self._candidate(name, recent) for name in self.names])
+            .ranked[0]
+            .candidate
+        )
         self.recent.remember(best.replica_id, self.keys, now=0)
         known = max(best.gpu_tokens, best.recent_tokens)
         self.flight = self.load.started(best.replica_id, prompt_tokens - known, prompt_tokens)
@@ -177,7 +208,8 @@ HOT_PREFIX = list(range(1, 129))  # 8,192 tokens at a step of 64
 
 
 def test_one_hot_prefix_spills_over_once_its_replica_is_saturated() -> None:
-    """A system prompt that everybody uses must not pin the whole traffic to one replica, and a little must stay together."""
+    """A system prompt that everybody uses must not pin the whole traffic to one replica, and a
+    little must stay together."""
     cluster = Cluster(3, HOT_PREFIX)
     chosen = []
     for _ in range(300):
@@ -193,7 +225,8 @@ def test_one_hot_prefix_spills_over_once_its_replica_is_saturated() -> None:
 
 
 def test_a_burst_of_equal_prompts_stays_together_before_the_first_event() -> None:
-    """All of them arrive within one prefill: spread out, each replica would compute the same prefix."""
+    """All of them arrive within one prefill: spread out, each replica would compute the same
+    prefix."""
     cluster = Cluster(4, HOT_PREFIX)
     assert len({cluster.send(prompt_tokens=8192) for _ in range(50)}) == 1
 
@@ -204,7 +237,7 @@ def test_without_the_memory_of_recent_prompts_the_burst_would_scatter() -> None:
     assert len({cluster.send(prompt_tokens=8192) for _ in range(50)}) == 4
 
 
-# --- the other policies ---------------------------------------------------------------------------------------------------
+# --- the other policies ---------------------------------------------------------------------------
 
 
 def test_round_robin_takes_turns() -> None:
@@ -216,10 +249,14 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_round_robin_keeps_turns_per_model() -> None:
-    """With one turn for all, two models whose requests alternate would each always meet the same replica."""
+    """With one turn for all, two models whose requests alternate would each always meet the same
+    replica."""
     policy = make_policy("round_robin")
     candidates = [Candidate(replica_id=name) for name in "ab"]
-    firsts = [policy.rank(request(model=model), candidates)[0].candidate.replica_id for model in ["m", "n"] * 3]
+    firsts = [
+        policy.rank(request(model=model), candidates)[0].candidate.replica_id
+        for model in ["m", "n"] * 3
+    ]
     assert firsts == ["a", "a", "b", "b", "a", "a"]
 
 
@@ -242,7 +279,9 @@ SESSIONS = [f"session-{number}" for number in range(2000)]
 
 def placed(names: Sequence[str], **speeds: float) -> dict[str, str]:
     candidates = [Candidate(replica_id=name, speed=speeds.get(name, 1.0)) for name in names]
-    return {session: order("session", request(session=session), candidates)[0] for session in SESSIONS}
+    return {
+        session: order("session", request(session=session), candidates)[0] for session in SESSIONS
+    }
 
 
 def test_a_session_stays_where_it_is() -> None:
@@ -292,7 +331,7 @@ def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
     assert order("session", request(session=""), candidates)[0] == "idle"
 
 
-# --- policies by name -----------------------------------------------------------------------------------------------------
+# --- policies by name -----------------------------------------------------------------------------
 
 PLUG_IN = """
 class Reversed:
@@ -316,7 +355,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "kvroute_test_plug_in.py").write_text(PLUG_IN)
     info = tmp_path / "kvroute_test_plug_in-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvroute-test-plug-in\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kvroute-test-plug-in\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text(
         "[kvroute.policies]\n"
         "reversed = kvroute_test_plug_in:Reversed\n"
@@ -356,7 +397,9 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: str) -> No
         ("nobody", "'nobody' is none of prefix, round_robin, random, least_loaded, session"),
     ],
 )
-def test_a_plug_in_that_cannot_be_used_says_what_is_wrong(installed: str, name: str, message: str) -> None:
+def test_a_plug_in_that_cannot_be_used_says_what_is_wrong(
+    installed: str, name: str, message: str
+) -> None:
     """It is met at start-up, by somebody who did not write it."""
     with pytest.raises(PolicyError, match=message):
         make_policy(name)
@@ -364,7 +407,9 @@ def test_a_plug_in_that_cannot_be_used_says_what_is_wrong(installed: str, name: 
 
 def test_options_for_a_built_in_policy_are_refused() -> None:
     """Silently ignored options look like a policy that does not work."""
-    with pytest.raises(PolicyError, match=r"policy.options: \['depth'\]; the built-in policy 'prefix' takes none"):
+    with pytest.raises(
+        PolicyError, match=r"policy.options: \['depth'\]; the built-in policy 'prefix' takes none"
+    ):
         make_policy("prefix", PolicySettings(options={"depth": 3}))
 
 
@@ -386,7 +431,10 @@ A, B = Candidate(replica_id="a"), Candidate(replica_id="b")
     [
         ([Ranked(A, 1, "")], r"ranked \['a'\]; it must rank each of \['a', 'b'\] exactly once"),
         ([Ranked(A, 1, ""), Ranked(A, 1, "")], "exactly once"),
-        ([Ranked(A, 1, ""), Ranked(B, 1, ""), Ranked(Candidate(replica_id="c"), 1, "")], "exactly once"),
+        (
+            [Ranked(A, 1, ""), Ranked(B, 1, ""), Ranked(Candidate(replica_id="c"), 1, "")],
+            "exactly once",
+        ),
         ([Ranked(A, 2, ""), Ranked(B, 1, "")], "cost 1 after 2"),
         ([Ranked(A, 0, ""), Ranked(B, float("nan"), "")], "costs must be finite and ascend"),
         ([Ranked(A, 0, ""), Ranked(B, float("inf"), "")], "costs must be finite and ascend"),

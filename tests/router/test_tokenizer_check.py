@@ -22,7 +22,10 @@ def trained(directory: Path, corpus: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([corpus], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        [corpus],
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    )
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))
     return tokenizer
@@ -40,7 +43,9 @@ async def result_of(check: TokenizerCheck, model: Model) -> dict[tuple[str, str]
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:9", id="r", models=("m",)))
     try:
         check.start(replica, model)
-        await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "tokenizer r"))
+        await asyncio.gather(
+            *(task for task in asyncio.all_tasks() if task.get_name() == "tokenizer r")
+        )
     finally:
         await registry.close()
         model.tokenization.close()

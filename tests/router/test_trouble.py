@@ -46,7 +46,9 @@ def replica(**changes: Any) -> ReplicaView:
     return ReplicaView(**{**values, **changes})
 
 
-def source(state: str | None = "live", dp_rank: int = 0, unplaced: int = 0, incomplete: bool = False) -> SourceGlance:
+def source(
+    state: str | None = "live", dp_rank: int = 0, unplaced: int = 0, incomplete: bool = False
+) -> SourceGlance:
     return SourceGlance(dp_rank=dp_rank, state=state, unplaced=unplaced, incomplete=incomplete)
 
 
@@ -89,12 +91,17 @@ def test_each_problem_has_its_sentence(
 def test_of_many_ranks_some_are_named() -> None:
     """A line stays a line."""
     (found,) = problems_of(replica(), [source("dead", rank) for rank in range(9)], 0)
-    assert found == Problem(Level.BAD, "its events are not followed any more (rank 0, 1, 2, 3, 4, 5, 6, 7 and more)")
+    assert found == Problem(
+        Level.BAD, "its events are not followed any more (rank 0, 1, 2, 3, 4, 5, 6, 7 and more)"
+    )
 
 
 @pytest.mark.parametrize(("seed", "unplaced"), [(None, 3), ("a seed", 0)])
-def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown(seed: str | None, unplaced: int) -> None:
-    """After a restart of the router a window's blocks come without those before them; by their hashes they are found."""
+def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown(
+    seed: str | None, unplaced: int
+) -> None:
+    """After a restart of the router a window's blocks come without those before them; by their
+    hashes they are found."""
     layout = KVCacheLayout.build([FULL, window(64)])
     prefix = Prefix(list(range(128)), seed=seed or "a seed nobody knows")
     announcement = announce(layout, HashChain.from_seed("sha256", seed) if seed else None)
@@ -107,7 +114,15 @@ def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(-1, "0 s"), (0.9, "0 s"), (89.9, "89 s"), (90, "1 min"), (5399, "89 min"), (5400, "1 h"), (172_800, "2 days")],
+    [
+        (-1, "0 s"),
+        (0.9, "0 s"),
+        (89.9, "89 s"),
+        (90, "1 min"),
+        (5399, "89 min"),
+        (5400, "1 h"),
+        (172_800, "2 days"),
+    ],
 )
 def test_times_are_said_in_one_unit(seconds: float, words: str) -> None:
     """For whom seconds of days would have to be divided."""

@@ -30,7 +30,14 @@ from router.upstream import (
     UpstreamResponse,
 )
 from router.upstream.connection import Connection
-from tests.router.raw_http import RawConnection, answer, answering, eventually, full_listener, raw_server
+from tests.router.raw_http import (
+    RawConnection,
+    answer,
+    answering,
+    eventually,
+    full_listener,
+    raw_server,
+)
 
 PATIENT = Timeouts(connect_s=5, first_byte_s=5, idle_s=5)
 HASTY = Timeouts(connect_s=0.1, first_byte_s=0.1, idle_s=0.1)
@@ -45,8 +52,12 @@ async def client() -> AsyncIterator[UpstreamClient]:
     assert client.statistics().connections == client.statistics().active == 0
 
 
-async def post(client: UpstreamClient, origin: Origin, body: bytes = b"{}", timeouts: Timeouts = PATIENT) -> UpstreamResponse:
-    return await client.send(origin, b"POST", b"/v1/x", [(b"content-type", b"application/json")], body, timeouts)
+async def post(
+    client: UpstreamClient, origin: Origin, body: bytes = b"{}", timeouts: Timeouts = PATIENT
+) -> UpstreamResponse:
+    return await client.send(
+        origin, b"POST", b"/v1/x", [(b"content-type", b"application/json")], body, timeouts
+    )
 
 
 async def read_all(response: UpstreamResponse) -> bytes:
@@ -102,14 +113,19 @@ def test_a_base_url_is_taken_apart(url: str, key: str, host_header: bytes, prefi
         ("http://" + "a" * 300, "host name"),
     ],
 )
-def test_a_base_url_that_cannot_work_is_refused_with_place_value_and_rule(url: str, rule: str) -> None:
+def test_a_base_url_that_cannot_work_is_refused_with_place_value_and_rule(
+    url: str, rule: str
+) -> None:
     """A typo in the configuration must show at the start, not with the first request."""
     with pytest.raises(OriginError, match=rule) as caught:
         Origin.parse(url, "replicas[2].url")
     assert str(caught.value).startswith(f"replicas[2].url: {url!r}")
 
 
-@pytest.mark.parametrize("url", ["http://user:hunter2@engine", "http://user:hun/ter2@engine", "http://u:hunter2@engine:99999"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://user:hunter2@engine", "http://user:hun/ter2@engine", "http://u:hunter2@engine:99999"],
+)
 def test_a_base_url_with_a_password_is_refused_without_showing_it(url: str) -> None:
     """Errors end in logs."""
     with pytest.raises(OriginError) as caught:
@@ -140,12 +156,25 @@ async def test_the_request_arrives_with_host_length_and_base_path(client: Upstre
     async with raw_server(handle) as server:
         origin = Origin.parse(f"http://localhost:{server.port}/base/")
         body = b"x" * 1_000_000
-        await read_all(await client.send(origin, b"POST", b"/v1/x?y=%20", [(b"x-a", b"1"), (b"x-a", b"2")], body, PATIENT))
+        await read_all(
+            await client.send(
+                origin, b"POST", b"/v1/x?y=%20", [(b"x-a", b"1"), (b"x-a", b"2")], body, PATIENT
+            )
+        )
         await read_all(await client.send(origin, b"GET", b"/models", [], b"", PATIENT))
     first, second = seen
     assert (first.method, first.target, first.body) == ("POST", "/base/v1/x?y=%20", body)
-    assert first.headers == [("host", f"localhost:{server.port}"), ("x-a", "1"), ("x-a", "2"), ("content-length", "1000000")]
-    assert (second.method, second.target, second.headers) == ("GET", "/base/models", [("host", f"localhost:{server.port}")])
+    assert first.headers == [
+        ("host", f"localhost:{server.port}"),
+        ("x-a", "1"),
+        ("x-a", "2"),
+        ("content-length", "1000000"),
+    ]
+    assert (second.method, second.target, second.headers) == (
+        "GET",
+        "/base/models",
+        [("host", f"localhost:{server.port}")],
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,13 +217,19 @@ async def test_upstream_sockets_have_tcp_nodelay(client: UpstreamClient) -> None
         (answer(b"hello"), b"hello"),
         (answer(b""), b""),
         (CHUNKED + b"5\r\nhello\r\n6;ext=1\r\n world\r\n0\r\ntrailer: x\r\n\r\n", b"hello world"),
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + answer(b"hello"), b"hello"),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+            + answer(b"hello"),
+            b"hello",
+        ),
         (b"HTTP/1.1 204 No Content\r\nx-a: 1\r\n\r\n", b""),
         (b"HTTP/1.0 200 OK\r\nconnection: keep-alive\r\ncontent-length: 2\r\n\r\nhi", b"hi"),
     ],
     ids=["length", "empty", "chunked", "interim", "no content", "http/1.0"],
 )
-async def test_every_framing_is_read_whole_and_keeps_the_connection(client: UpstreamClient, raw: bytes, body: bytes) -> None:
+async def test_every_framing_is_read_whole_and_keeps_the_connection(
+    client: UpstreamClient, raw: bytes, body: bytes
+) -> None:
     """Servers and gateways use them all; also one byte at a time."""
 
     async def handle(connection: RawConnection) -> None:
@@ -216,7 +251,12 @@ async def test_every_framing_is_read_whole_and_keeps_the_connection(client: Upst
 
 
 @pytest.mark.parametrize(
-    "head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"]
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.0 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n",
+    ],
 )
 async def test_a_body_may_end_with_the_connection(client: UpstreamClient, head: bytes) -> None:
     """Without a length the close is the end, and the connection is spent."""
@@ -237,7 +277,12 @@ async def test_headers_come_as_they_are_with_names_in_lower_case(client: Upstrea
     async with raw_server(answering(raw)) as server:
         response = await post(client, server.origin)
     assert response.status == 418
-    assert response.headers[:4] == [(b"x-one", b"Two"), (b"set-cookie", b"a"), (b"set-cookie", b"b"), (b"x-latin", b"\xe9")]
+    assert response.headers[:4] == [
+        (b"x-one", b"Two"),
+        (b"set-cookie", b"a"),
+        (b"set-cookie", b"b"),
+        (b"x-latin", b"\xe9"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,8 +308,11 @@ async def test_headers_come_as_they_are_with_names_in_lower_case(client: Upstrea
         CHUNKED + b"1;" + b"b" * 1_000_000,
     ],
 )
-async def test_a_malformed_or_boundless_answer_is_an_error_and_ends_the_connection(client: UpstreamClient, raw: bytes) -> None:
-    """A replica is not trusted: what it sends is bounded, and what cannot be framed is not passed on."""
+async def test_a_malformed_or_boundless_answer_is_an_error_and_ends_the_connection(
+    client: UpstreamClient, raw: bytes
+) -> None:
+    """A replica is not trusted: what it sends is bounded, and what cannot be framed is not passed
+    on."""
 
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
@@ -281,7 +329,9 @@ async def test_a_malformed_or_boundless_answer_is_an_error_and_ends_the_connecti
 
 
 @pytest.mark.parametrize("extra", [answer(b"smuggled"), b"garbage", b"\x00"])
-async def test_bytes_after_the_answer_never_reach_the_next_request(client: UpstreamClient, extra: bytes) -> None:
+async def test_bytes_after_the_answer_never_reach_the_next_request(
+    client: UpstreamClient, extra: bytes
+) -> None:
     """A second answer to one request would be given to somebody else."""
     seen = []
 
@@ -314,7 +364,9 @@ async def test_bytes_on_an_idle_connection_close_it(client: UpstreamClient) -> N
         await eventually(lambda: client.statistics().connections == 0, "the connection is closed")
 
 
-@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n", CHUNKED + b"a\r\n"])
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n", CHUNKED + b"a\r\n"]
+)
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_an_answer_cut_in_mid_body_gives_what_came_and_then_an_error(
     client: UpstreamClient, head: bytes, how: str
@@ -337,7 +389,9 @@ async def test_an_answer_cut_in_mid_body_gives_what_came_and_then_an_error(
             await response.read_chunk()
 
 
-async def test_a_reset_is_no_end_of_a_body_that_ends_with_the_connection(client: UpstreamClient) -> None:
+async def test_a_reset_is_no_end_of_a_body_that_ends_with_the_connection(
+    client: UpstreamClient,
+) -> None:
     """A crashed server resets; only an orderly close may stand for the end."""
     read = asyncio.Event()
 
@@ -355,7 +409,9 @@ async def test_a_reset_is_no_end_of_a_body_that_ends_with_the_connection(client:
             await response.read_chunk()
 
 
-async def test_a_server_that_hangs_up_on_accepting_is_noticed_at_once(client: UpstreamClient) -> None:
+async def test_a_server_that_hangs_up_on_accepting_is_noticed_at_once(
+    client: UpstreamClient,
+) -> None:
     """The close may be known before the request is written; no timeout may be needed to see it."""
 
     async def handle(connection: RawConnection) -> None:
@@ -363,7 +419,9 @@ async def test_a_server_that_hangs_up_on_accepting_is_noticed_at_once(client: Up
 
     async with raw_server(handle) as server:
         started = time.monotonic()
-        results = await asyncio.gather(*(post(client, server.origin) for _ in range(100)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(post(client, server.origin) for _ in range(100)), return_exceptions=True
+        )
         assert {type(result) for result in results} <= {ClosedBeforeResponse, ConnectFailed}
         assert time.monotonic() - started < PATIENT.first_byte_s
 
@@ -383,7 +441,9 @@ async def test_a_close_before_any_byte_says_that_none_was_received(client: Upstr
 # The pool
 
 
-async def test_a_kept_connection_that_was_closed_is_replaced_by_a_fresh_one(client: UpstreamClient) -> None:
+async def test_a_kept_connection_that_was_closed_is_replaced_by_a_fresh_one(
+    client: UpstreamClient,
+) -> None:
     """The server may close an idle connection in the very moment a request is written to it."""
     answered = []
 
@@ -392,7 +452,8 @@ async def test_a_kept_connection_that_was_closed_is_replaced_by_a_fresh_one(clie
         await connection.send(answer(b"%d" % len(answered)))
         answered.append(connection)
         if len(answered) == 1:
-            # Close only once the next request is under way: the race itself, not a close that was noticed before.
+            # Close only once the next request is under way: the race itself, not a close that was
+            # noticed before.
             await connection.read_request()
         else:
             await connection.wait_closed()
@@ -425,7 +486,9 @@ async def test_idle_connections_are_bounded_in_number_and_age() -> None:
         responses = await asyncio.gather(*(post(client, server.origin) for _ in range(10)))
         assert [await read_all(response) for response in responses] == [b"{}"] * 10
         assert client.statistics().idle == 3
-        await eventually(lambda: client.statistics().connections == 0, "idle connections grow too old")
+        await eventually(
+            lambda: client.statistics().connections == 0, "idle connections grow too old"
+        )
         await eventually(lambda: server.closed == 10, "the server sees them closed")
     await client.close()
 
@@ -459,7 +522,9 @@ async def test_the_idle_connections_of_a_removed_origin_are_closed(client: Upstr
         await eventually(lambda: server.closed == 1, "the server sees it closed")
 
 
-async def test_a_thousand_requests_at_once_leave_no_connection_at_work(client: UpstreamClient) -> None:
+async def test_a_thousand_requests_at_once_leave_no_connection_at_work(
+    client: UpstreamClient,
+) -> None:
     """Counts that drift are found first under load."""
     async with raw_server(answering(answer(b"x" * 5000))) as server:
 
@@ -475,7 +540,9 @@ async def test_a_thousand_requests_at_once_leave_no_connection_at_work(client: U
 # Time
 
 
-async def test_a_name_that_does_not_resolve_and_a_closed_port_are_connect_failures(client: UpstreamClient) -> None:
+async def test_a_name_that_does_not_resolve_and_a_closed_port_are_connect_failures(
+    client: UpstreamClient,
+) -> None:
     """The request was not sent, so any other replica may have it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -497,7 +564,9 @@ async def test_a_connection_that_does_not_come_about_is_given_up(client: Upstrea
 
 
 @pytest.mark.parametrize("begun", [b"", CHUNKED], ids=["nothing", "headers only"])
-async def test_the_first_byte_of_the_body_has_its_own_timeout(client: UpstreamClient, begun: bytes) -> None:
+async def test_the_first_byte_of_the_body_has_its_own_timeout(
+    client: UpstreamClient, begun: bytes
+) -> None:
     """Engines send the headers before the prefill: they are no sign of life."""
 
     async def handle(connection: RawConnection) -> None:
@@ -541,10 +610,15 @@ async def test_a_slow_but_steady_body_outlives_the_idle_timeout(client: Upstream
         await connection.send_chunk(b"")
 
     async with raw_server(handle) as server:
-        assert await read_all(await post(client, server.origin, timeouts=Timeouts(1, 0.2, 0.2))) == b"a" * 10
+        assert (
+            await read_all(await post(client, server.origin, timeouts=Timeouts(1, 0.2, 0.2)))
+            == b"a" * 10
+        )
 
 
-async def test_a_reader_that_pauses_is_not_taken_for_a_silent_server(client: UpstreamClient) -> None:
+async def test_a_reader_that_pauses_is_not_taken_for_a_silent_server(
+    client: UpstreamClient,
+) -> None:
     """Behind a slow client the upstream is silent because we do not read."""
 
     async def handle(connection: RawConnection) -> None:
@@ -580,7 +654,8 @@ async def test_a_reader_that_stops_stops_the_server_within_a_bound(client: Upstr
         while last != sent:
             last = sent
             await asyncio.sleep(0.1)
-        # Two kernel buffers and both event loops' own; an unbounded client takes gigabytes in the same time.
+        # Two kernel buffers and both event loops' own; an unbounded client takes gigabytes in the
+        # same time.
         assert sent < 32_000_000
         assert response.buffered_bytes < 1_000_000
         while sent == last:
@@ -605,11 +680,15 @@ async def test_cancelling_a_send_closes_the_connection(client: UpstreamClient) -
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await eventually(lambda: server.closed == 1, "the server sees the connection closed", within_s=1)
+        await eventually(
+            lambda: server.closed == 1, "the server sees the connection closed", within_s=1
+        )
     assert client.statistics().active == 0
 
 
-async def test_cancelling_a_send_that_connects_leaves_nothing_behind(client: UpstreamClient) -> None:
+async def test_cancelling_a_send_that_connects_leaves_nothing_behind(
+    client: UpstreamClient,
+) -> None:
     """Clients leave in that moment too, and a replica that hangs sees many of them."""
     with full_listener() as origin:
         before = asyncio.all_tasks()
@@ -622,12 +701,16 @@ async def test_cancelling_a_send_that_connects_leaves_nothing_behind(client: Ups
         assert client.statistics().connections == 0
 
 
-async def test_a_connection_nobody_wants_any_more_is_closed_when_it_comes_about(client: UpstreamClient) -> None:
+async def test_a_connection_nobody_wants_any_more_is_closed_when_it_comes_about(
+    client: UpstreamClient,
+) -> None:
     """The cancellation and the end of the handshake may meet."""
     async with raw_server(RawConnection.wait_closed) as server:
         connection = Connection(client, server.origin)
         connection.abort()
-        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", server.port)
+        await asyncio.get_running_loop().create_connection(
+            lambda: connection, "127.0.0.1", server.port
+        )
         await eventually(lambda: server.closed == 1, "the server sees it closed")
 
 
@@ -679,7 +762,9 @@ async def test_closing_the_client_also_ends_what_is_being_connected() -> None:
 async def test_fetch_returns_status_headers_and_body(client: UpstreamClient) -> None:
     """Health checks, /tokenize and scrapes want one small whole answer."""
     async with raw_server(answering(answer(b"hello", "404 Not Found", "x-a: b"))) as server:
-        status, headers, body = await client.fetch(server.origin, b"GET", b"/health", b"", PATIENT, max_bytes=5)
+        status, headers, body = await client.fetch(
+            server.origin, b"GET", b"/health", b"", PATIENT, max_bytes=5
+        )
     assert (status, dict(headers)[b"x-a"], body) == (404, b"b", b"hello")
 
 
@@ -725,7 +810,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tls") / "localhost.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
     name = ["-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([*command.split(), *name, "-keyout", path, "-out", f"{path}.cert"], check=True, capture_output=True)
+    subprocess.run(
+        [*command.split(), *name, "-keyout", path, "-out", f"{path}.cert"],
+        check=True,
+        capture_output=True,
+    )
     path.write_bytes(path.read_bytes() + Path(f"{path}.cert").read_bytes())
     return path
 

@@ -1,4 +1,5 @@
-"""The usage in an answer: every form, cut anywhere, in bounded memory, and never taken from the wrong place."""
+"""The usage in an answer: every form, cut anywhere, in bounded memory, and never taken from the
+wrong place."""
 
 from __future__ import annotations
 
@@ -11,8 +12,15 @@ from hypothesis import strategies as st
 
 from router.usage import MAX_KEPT_BYTES, Usage, UsageReader
 
-CHAT_USAGE = {"prompt_tokens": 40, "completion_tokens": 3, "total_tokens": 43, "prompt_tokens_details": {"cached_tokens": 32}}
-CHAT_BODY = json.dumps({"id": "c", "choices": [{"message": {"content": "hi"}}], "usage": CHAT_USAGE}).encode()
+CHAT_USAGE = {
+    "prompt_tokens": 40,
+    "completion_tokens": 3,
+    "total_tokens": 43,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+CHAT_BODY = json.dumps(
+    {"id": "c", "choices": [{"message": {"content": "hi"}}], "usage": CHAT_USAGE}
+).encode()
 
 
 def event(body: object) -> bytes:
@@ -30,14 +38,28 @@ def read(*pieces: bytes) -> Usage:
     return reader.usage()
 
 
-CHAT_STREAM = delta("a", usage=None) + delta("b") + event({"choices": [], "usage": CHAT_USAGE}) + b"data: [DONE]\n\n"
-RESPONSES_USAGE = {"input_tokens": 40, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 32}}
+CHAT_STREAM = (
+    delta("a", usage=None)
+    + delta("b")
+    + event({"choices": [], "usage": CHAT_USAGE})
+    + b"data: [DONE]\n\n"
+)
+RESPONSES_USAGE = {
+    "input_tokens": 40,
+    "output_tokens": 3,
+    "input_tokens_details": {"cached_tokens": 32},
+}
 RESPONSES_STREAM = event({"type": "response.created", "response": {"usage": None}}) + event(
     {"type": "response.completed", "response": {"output": ["x"], "usage": RESPONSES_USAGE}}
 )
 MESSAGES_STREAM = (
     b"event: message_start\n"
-    + event({"type": "message_start", "message": {"usage": {"input_tokens": 8, "cache_read_input_tokens": 32}}})
+    + event(
+        {
+            "type": "message_start",
+            "message": {"usage": {"input_tokens": 8, "cache_read_input_tokens": 32}},
+        }
+    )
     + b"event: content_block_delta\n"
     + event({"type": "content_block_delta", "delta": {"text": "hi"}})
     + b"event: message_delta\n"
@@ -74,13 +96,20 @@ def test_the_pieces_may_be_cut_anywhere(form: str, cuts: list[int]) -> None:
 
 def test_a_stream_with_a_usage_in_every_event_gives_the_last_one() -> None:
     """`continuous_usage_stats` counts up; only the end is true."""
-    pieces = [delta("x", usage={"prompt_tokens": 9, "completion_tokens": count}) for count in (1, 2, 3)]
+    pieces = [
+        delta("x", usage={"prompt_tokens": 9, "completion_tokens": count}) for count in (1, 2, 3)
+    ]
     assert read(*pieces) == Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=None)
 
 
 def test_an_empty_usage_beside_a_real_one_does_not_hide_it() -> None:
     """Events that repeat parts of the answer may hold both."""
-    assert read(event({"response": {"output": [{"usage": None}], "usage": RESPONSES_USAGE}})).cached_tokens == 32
+    assert (
+        read(
+            event({"response": {"output": [{"usage": None}], "usage": RESPONSES_USAGE}})
+        ).cached_tokens
+        == 32
+    )
 
 
 def test_a_stream_cut_before_its_last_line_end_still_counts_that_line() -> None:
@@ -106,12 +135,19 @@ def test_a_usage_in_the_generated_text_is_not_believed(text: str) -> None:
     reader = UsageReader()
     reader.feed(delta(text) + delta("\n" + text))
     assert reader.usage() == Usage()
-    assert read(json.dumps({"choices": [{"text": text}], "usage": CHAT_USAGE}).encode()).prompt_tokens == 40
+    assert (
+        read(json.dumps({"choices": [{"text": text}], "usage": CHAT_USAGE}).encode()).prompt_tokens
+        == 40
+    )
 
 
 def test_a_usage_inside_another_object_is_not_believed() -> None:
     """Answers echo what clients sent: metadata, tool schemas."""
-    body = {"metadata": {"usage": {"prompt_tokens": 1}}, "usage": CHAT_USAGE, "tools": [{"usage": {"prompt_tokens": 2}}]}
+    body = {
+        "metadata": {"usage": {"prompt_tokens": 1}},
+        "usage": CHAT_USAGE,
+        "tools": [{"usage": {"prompt_tokens": 2}}],
+    }
     assert read(json.dumps(body).encode()).prompt_tokens == 40
     assert read(event(body)).prompt_tokens == 40
 
@@ -126,17 +162,25 @@ def test_the_usage_behind_a_body_of_megabytes_is_found_in_the_tail() -> None:
     """Embeddings are long; their usage stands at the end."""
     numbers = ",".join(["0.25"] * 400_000)
     body = f'{{"data":[{{"embedding":[{numbers}]}}],"usage":{{"prompt_tokens":12,"total_tokens":12}}}}'.encode()
-    assert read(*(body[start : start + 5000] for start in range(0, len(body), 5000))).prompt_tokens == 12
+    assert (
+        read(*(body[start : start + 5000] for start in range(0, len(body), 5000))).prompt_tokens
+        == 12
+    )
 
 
 def test_the_usage_behind_an_event_of_megabytes_is_found_in_the_tail() -> None:
     """`response.completed` repeats the whole output before its usage."""
     body = event({"response": {"output": "x" * 3_000_000, "usage": RESPONSES_USAGE}})
     for size in (1000, 100_000, len(body)):
-        assert read(*(body[start : start + size] for start in range(0, len(body), size))).cached_tokens == 32
+        assert (
+            read(*(body[start : start + size] for start in range(0, len(body), size))).cached_tokens
+            == 32
+        )
 
 
-@pytest.mark.parametrize("start", [b'{"a":"', b'data: {"a":"', b"data: ", b'"usage":{', b'data: "usage":'])
+@pytest.mark.parametrize(
+    "start", [b'{"a":"', b'data: {"a":"', b"data: ", b'"usage":{', b'data: "usage":']
+)
 def test_an_endless_line_is_kept_only_in_part(start: bytes) -> None:
     """A replica that never ends a line must not fill the router's memory."""
     reader = UsageReader()
@@ -166,6 +210,12 @@ def test_any_bytes_are_survived(pieces: list[bytes]) -> None:
 def test_data_events_are_counted_also_across_pieces_and_not_inside_text() -> None:
     """The count stands in for decoded tokens while an answer is running."""
     reader = UsageReader()
-    for piece in (delta("a"), delta("data: x\ndata: y") + delta("c"), b": ping\n\n", b"data: [DO", b"NE]\n\n"):
+    for piece in (
+        delta("a"),
+        delta("data: x\ndata: y") + delta("c"),
+        b": ping\n\n",
+        b"data: [DO",
+        b"NE]\n\n",
+    ):
         reader.feed(piece)
     assert reader.data_events == 4

@@ -32,7 +32,8 @@ def hits(answer: Answer) -> tuple[int, int]:
 
 
 async def until_told(router: RouterProcess, engine: EngineProcess) -> None:
-    """The router has applied all that *engine* has published so far: its replay endpoint has nothing beyond."""
+    """The router has applied all that *engine* has published so far: its replay endpoint has
+    nothing beyond."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + DEADLINE_S
     while True:

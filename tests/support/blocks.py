@@ -45,7 +45,12 @@ class Prefix:
         return self.hashes[end // self.hash_block_size - 1]
 
     def stored(
-        self, index: int, group: KVCacheGroup, start: int = 0, end: int | None = None, medium: str | None = "GPU"
+        self,
+        index: int,
+        group: KVCacheGroup,
+        start: int = 0,
+        end: int | None = None,
+        medium: str | None = "GPU",
     ) -> BlockStored:
         """A dense event for the blocks of `[start, end)` in group *index*."""
         size = group.block_size
@@ -65,7 +70,14 @@ class Prefix:
             block_size=size,
         )
 
-    def kept(self, index: int, group: KVCacheGroup, ends: Sequence[int], start: int = 0, end: int | None = None) -> BlockStored:
+    def kept(
+        self,
+        index: int,
+        group: KVCacheGroup,
+        ends: Sequence[int],
+        start: int = 0,
+        end: int | None = None,
+    ) -> BlockStored:
         """An event with holes: the range's tokens, and only the blocks that end at *ends*."""
         whole = self.stored(index, group, start, end)
         return BlockStored(
@@ -83,7 +95,9 @@ class Prefix:
 
     def offloaded(self, index: int, ends: Sequence[int], medium: str = "CPU") -> BlockStored:
         """What an offload tier says: hashes and nothing else."""
-        return BlockStored([self.hash_at(end) for end in ends], None, [], medium, group_idx=index, block_size=0)
+        return BlockStored(
+            [self.hash_at(end) for end in ends], None, [], medium, group_idx=index, block_size=0
+        )
 
     def removed(self, index: int, ends: Sequence[int], medium: str | None = "GPU") -> BlockRemoved:
         return BlockRemoved([self.hash_at(end) for end in ends], medium, index)
@@ -97,6 +111,8 @@ def apply(index: PrefixIndex, *events: Event, source: SourceId = SOURCE) -> None
     index.apply(source, EventBatch(ts=0.0, events=list(events)))
 
 
-def gpu_hit(index: PrefixIndex, prompt: Sequence[int], source: SourceId = SOURCE, **extras: str) -> int:
+def gpu_hit(
+    index: PrefixIndex, prompt: Sequence[int], source: SourceId = SOURCE, **extras: str
+) -> int:
     """GPU tokens predicted; the prompt gets one more token, which is always computed."""
     return index.match([*prompt, 1], **extras)[source].gpu  # type: ignore[arg-type]

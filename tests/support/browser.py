@@ -1,4 +1,5 @@
-"""A headless Chromium of the system's, driven by Playwright; tests that need one are skipped where there is none."""
+"""A headless Chromium of the system's, driven by Playwright; tests that need one are skipped where
+there is none."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 EXECUTABLE = next(filter(None, map(shutil.which, _NAMES)), None)
 
 needs_browser = pytest.mark.skipif(
-    EXECUTABLE is None, reason=f"none of {', '.join(_NAMES)} is installed (Debian: apt-get install chromium)"
+    EXECUTABLE is None,
+    reason=f"none of {', '.join(_NAMES)} is installed (Debian: apt-get install chromium)",
 )
 
 
@@ -45,9 +47,14 @@ class Watch:
 
 
 @contextlib.asynccontextmanager
-async def browser_page(width: int = 1440, height: int = 900, **options: Any) -> AsyncIterator[tuple[Page, Watch]]:
-    """An empty page in a browser of its own. *options*: of Playwright's `new_page`, as `color_scheme`."""
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to work for root
+async def browser_page(
+    width: int = 1440, height: int = 900, **options: Any
+) -> AsyncIterator[tuple[Page, Watch]]:
+    """An empty page in a browser of its own. *options*: of Playwright's `new_page`, as
+    `color_scheme`."""
+    arguments = (
+        ["--no-sandbox"] if os.geteuid() == 0 else []
+    )  # Chromium's sandbox refuses to work for root
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=EXECUTABLE, args=arguments)
         try:

@@ -1,7 +1,9 @@
-"""A scheduler without a model around a `CacheManager`: it writes down what every page holds and checks whatever is read.
+"""A scheduler without a model around a `CacheManager`: it writes down what every page holds and
+checks whatever is read.
 
-A page's content is a list with one entry per token: a number that stands for the whole prefix up to that token, or for a state
-the one prefix it was made from. Reading anything else than the request's own prefix is what must never happen.
+A page's content is a list with one entry per token: a number that stands for the whole prefix up to
+that token, or for a state the one prefix it was made from. Reading anything else than the request's
+own prefix is what must never happen.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        return self.request.num_computed_tokens >= self.target_tokens - 1 and self.request.num_tokens >= self.target_tokens
+        return (
+            self.request.num_computed_tokens >= self.target_tokens - 1
+            and self.request.num_tokens >= self.target_tokens
+        )
 
 
 class Pages:
@@ -66,7 +71,8 @@ class Pages:
 
 
 class CacheDriver:
-    """Admits, computes, preempts and finishes requests, and holds the cache to what a model would need of it."""
+    """Admits, computes, preempts and finishes requests, and holds the cache to what a model would
+    need of it."""
 
     def __init__(self, config: CacheConfig, pages: Pages | None = None) -> None:
         self.config = config
@@ -81,9 +87,11 @@ class CacheDriver:
         self.counts: Counter[str] = Counter()
         self._serial = 0
 
-    # --- what a scheduler does --------------------------------------------------------------------------------------------
+    # --- what a scheduler does --------------------------------------------------------------------
 
-    def new(self, prompt: Sequence[int], output_tokens: int = 1, lora_name: str | None = None) -> Job:
+    def new(
+        self, prompt: Sequence[int], output_tokens: int = 1, lora_name: str | None = None
+    ) -> Job:
         """A request that holds nothing yet."""
         self._serial += 1
         request = CacheRequest(f"request-{self._serial}", prompt, self.hasher, lora_name)
@@ -97,7 +105,11 @@ class CacheDriver:
         new = min(budget, request.num_tokens - computed.num_tokens)
         before = self.snapshot()
         given = self.cache.allocate_slots(
-            request, new, computed, num_encoder_tokens=ENCODER_TOKENS, full_sequence_must_fit=must_fit
+            request,
+            new,
+            computed,
+            num_encoder_tokens=ENCODER_TOKENS,
+            full_sequence_must_fit=must_fit,
         )
         if given is None:
             assert self.snapshot() == before, "a refused request changed something"
@@ -140,14 +152,17 @@ class CacheDriver:
         self.check_invariants()
         self.cache.start_step()
 
-    # --- what a model does ------------------------------------------------------------------------------------------------
+    # --- what a model does ------------------------------------------------------------------------
 
     def _compute(self, sequence: Job, count: int) -> None:
-        """Read what the first new token looks at, write the new tokens, and say the next one after the last."""
+        """Read what the first new token looks at, write the new tokens, and say the next one after
+        the last."""
         request = sequence.request
         start = request.num_computed_tokens
         stop = start + count
-        for group, table in zip(self.config.layout.groups, self.cache.block_tables(request.request_id), strict=True):
+        for group, table in zip(
+            self.config.layout.groups, self.cache.block_tables(request.request_id), strict=True
+        ):
             self._read(sequence, group, table, start)
             self._write(sequence, group, table, start, stop)
         request.num_computed_tokens = stop
@@ -160,25 +175,35 @@ class CacheDriver:
             block = table[position // size]
             assert not block.is_null, (group, position, start)
             slot = 0 if group.kind is GroupKind.MAMBA else position % size
-            assert self.pages.read(block.block_id, slot) == sequence.prefix(position), (group, position, start)
+            assert self.pages.read(block.block_id, slot) == sequence.prefix(position), (
+                group,
+                position,
+                start,
+            )
 
-    def _write(self, sequence: Job, group: KVCacheGroup, table: Sequence[Block], start: int, stop: int) -> None:
+    def _write(
+        self, sequence: Job, group: KVCacheGroup, table: Sequence[Block], start: int, stop: int
+    ) -> None:
         size = group.block_size
         if group.kind is GroupKind.NOT_CACHED:
             assert len(table) * size >= ENCODER_TOKENS
             return
         if group.kind is GroupKind.MAMBA:
-            self.pages.write(self._writable(table[(stop - 1) // size]), 0, sequence.prefix(stop - 1))
+            self.pages.write(
+                self._writable(table[(stop - 1) // size]), 0, sequence.prefix(stop - 1)
+            )
             return
         for position in range(start, stop):
-            self.pages.write(self._writable(table[position // size]), position % size, sequence.prefix(position))
+            self.pages.write(
+                self._writable(table[position // size]), position % size, sequence.prefix(position)
+            )
 
     def _writable(self, block: Block) -> int:
         assert not block.is_null
         assert block.ref_count == 1, "a block that others read is written"
         return block.block_id
 
-    # --- what must always hold --------------------------------------------------------------------------------------------
+    # --- what must always hold --------------------------------------------------------------------
 
     def _check_hit(self, sequence: Job, computed: ComputedBlocks) -> None:
         assert computed.num_tokens == self.expected_hit(sequence.request)
@@ -195,15 +220,20 @@ class CacheDriver:
         reach = len(request.block_hashes) * step
 
         def has(group: int, end: int) -> bool:
-            return end <= reach and request.block_hashes[end // step - 1] in self.cache.pool.cached(GroupIdx(group))
+            return end <= reach and request.block_hashes[end // step - 1] in self.cache.pool.cached(
+                GroupIdx(group)
+            )
 
         return defined_hit(self.config.layout, has, request.num_tokens - 1, reach)
 
     def check_invariants(self) -> None:
-        """Counts add up, no block is both free and held, and events alone rebuild what is cached."""
+        """Counts add up, no block is both free and held, and events alone rebuild what is
+        cached."""
         pool = self.cache.pool
         free = pool.free_block_ids()
-        held = Counter(block.block_id for table in self._tables() for block in table if not block.is_null)
+        held = Counter(
+            block.block_id for table in self._tables() for block in table if not block.is_null
+        )
         held += self.held_by_copies()
         assert len(free) == len(set(free)) == pool.num_free_blocks
         assert not set(free) & set(held)
@@ -246,17 +276,26 @@ class CacheDriver:
                 self.present -= gone
             elif isinstance(event, BlockStored):
                 self._check_stored(event)
-                self.present |= {(event.group_idx or 0, block_hash) for block_hash in event.block_hashes}
+                self.present |= {
+                    (event.group_idx or 0, block_hash) for block_hash in event.block_hashes
+                }
         removed = [event.group_idx for event in events if isinstance(event, BlockRemoved)]
         assert len(removed) == len(set(removed)), "a group's removals travel in one event"
 
     def _check_stored(self, event: BlockStored) -> None:
         """The event's tokens, behind its parent, are those its hashes stand for."""
         assert event.group_idx is not None
-        size, step = self.config.layout.groups[event.group_idx].block_size, self.config.layout.hash_block_size
+        size, step = (
+            self.config.layout.groups[event.group_idx].block_size,
+            self.config.layout.hash_block_size,
+        )
         assert len(event.token_ids) == len(event.block_hashes) * size
         assert event.block_size is None
-        extra = [(("lora", event.lora_name),)] * (len(event.token_ids) // step) if event.lora_name else []
+        extra = (
+            [(("lora", event.lora_name),)] * (len(event.token_ids) // step)
+            if event.lora_name
+            else []
+        )
         chain = HashChain(CHAIN.algorithm, event.parent_block_hash or CHAIN.none_hash)  # type: ignore[arg-type]
         hashes = list(chain.block_hashes(event.token_ids, step, extra))
         assert hashes[size // step - 1 :: size // step] == event.block_hashes

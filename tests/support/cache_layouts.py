@@ -81,12 +81,28 @@ def with_blocks(config: CacheConfig, num_blocks: int) -> CacheConfig:
 
 
 def variants() -> list[tuple[str, CacheConfig]]:
-    """Every layout, with and without EAGLE, with every retention that means something to it, and once without caching."""
+    """Every layout, with and without EAGLE, with every retention that means something to it, and
+    once without caching."""
     found: list[tuple[str, CacheConfig]] = []
     for name, groups in GROUPS.items():
         for eagle in (False, True) if allows_eagle(groups) else (False,):
             for interval in (None, 0, 32) if is_sparse(groups) else (None,):
                 label = f"{name}{', eagle' if eagle else ''}{'' if interval is None else f', interval {interval}'}"
-                found.append((label, config_of(groups, eagle=eagle, retention_interval=interval, max_in_flight_tokens=32)))
-    found.append(("no caching", config_of(GROUPS["every kind"], enable_caching=False, max_in_flight_tokens=32)))
+                found.append(
+                    (
+                        label,
+                        config_of(
+                            groups,
+                            eagle=eagle,
+                            retention_interval=interval,
+                            max_in_flight_tokens=32,
+                        ),
+                    )
+                )
+    found.append(
+        (
+            "no caching",
+            config_of(GROUPS["every kind"], enable_caching=False, max_in_flight_tokens=32),
+        )
+    )
     return found

@@ -12,7 +12,8 @@ LONGEST = 100
 
 
 class CacheWorkload:
-    """Keeps a driver under pressure: waiting and running requests, preemptions, evictions, resets."""
+    """Keeps a driver under pressure: waiting and running requests, preemptions, evictions,
+    resets."""
 
     def __init__(self, driver: CacheDriver, seed: int | str) -> None:
         self.driver = driver
@@ -22,7 +23,8 @@ class CacheWorkload:
         """Prompts and whole conversations that later prompts begin with."""
 
     def prompt(self) -> list[int]:
-        """New, or the beginning of something known with a new end; often as long as whole blocks."""
+        """New, or the beginning of something known with a new end; often as long as whole
+        blocks."""
         rng = self.rng
         start = list(rng.choice(self.known)) if self.known and rng.random() < 0.8 else []
         start = start[: rng.choice([rng.randrange(LONGEST), 16 * rng.randrange(6)])]
@@ -30,12 +32,15 @@ class CacheWorkload:
         return (start + fresh or [1])[:LONGEST]
 
     def step(self) -> None:
-        """One engine step: finished requests go, running ones advance, waiting ones come in, and something may go wrong."""
+        """One engine step: finished requests go, running ones advance, waiting ones come in, and
+        something may go wrong."""
         driver, rng = self.driver, self.rng
         if rng.random() < 0.5:
             prompt = self.prompt()
             self.known.append(prompt)
-            self.waiting.append(driver.new(prompt, rng.randrange(1, 20), rng.choice([None, None, "sql"])))
+            self.waiting.append(
+                driver.new(prompt, rng.randrange(1, 20), rng.choice([None, None, "sql"]))
+            )
         for job in list(driver.running.values()):
             if job.is_done:
                 self.known.append(list(job.request.token_ids))
@@ -60,4 +65,6 @@ class CacheWorkload:
 
     def probes(self, count: int) -> Sequence[Job]:
         """Prompts to ask for that nobody runs."""
-        return [self.driver.new(self.prompt(), 1, self.rng.choice([None, "sql"])) for _ in range(count)]
+        return [
+            self.driver.new(self.prompt(), 1, self.rng.choice([None, "sql"])) for _ in range(count)
+        ]

@@ -1,7 +1,9 @@
-"""A tiny model of an engine's cache that knows the truth, and the hit rule in the words of the design.
+"""A tiny model of an engine's cache that knows the truth, and the hit rule in the words of the
+design.
 
-The model stores, keeps, offloads, evicts and clears blocks, hands out the event an engine would send, and answers what it would
-reuse of a prompt by trying every length from the top. Nothing here shares code with the parts it is held against.
+The model stores, keeps, offloads, evicts and clears blocks, hands out the event an engine would
+send, and answers what it would reuse of a prompt by trying every length from the top. Nothing here
+shares code with the parts it is held against.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ Has: TypeAlias = Callable[[int, int], bool]
 """`has(group, end)`: is the group's block that ends at token *end* there?"""
 
 
-# --- the hit rule, in the words of the design -----------------------------------------------------------------------------
+# --- the hit rule, in the words of the design -----------------------------------------------------
 
 
 def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
-    """Ends of the blocks that *group* needs to accept *length* tokens; *one_more*: a window needs one block more."""
+    """Ends of the blocks that *group* needs to accept *length* tokens; *one_more*: a window needs
+    one block more."""
     size, first = group.block_size, 0
     if group.kind is GroupKind.SLIDING_WINDOW:
         assert group.sliding_window is not None
@@ -37,14 +40,22 @@ def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
 
 
 def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
-    """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a block."""
+    """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a
+    block."""
     if not layout.eagle or group.kind in (GroupKind.MAMBA, GroupKind.NOT_CACHED):
         return 0
-    return min(group.block_size, layout.scheduler_block_size) if group.kind is GroupKind.FULL else group.block_size
+    return (
+        min(group.block_size, layout.scheduler_block_size)
+        if group.kind is GroupKind.FULL
+        else group.block_size
+    )
 
 
-def defined_accept(group: KVCacheGroup, length: int, further: int, has: Callable[[int], bool], reach: int) -> bool:
-    """Does the group accept *length* tokens, tested *further* tokens on, if blocks may be looked at up to *reach*?"""
+def defined_accept(
+    group: KVCacheGroup, length: int, further: int, has: Callable[[int], bool], reach: int
+) -> bool:
+    """Does the group accept *length* tokens, tested *further* tokens on, if blocks may be looked at
+    up to *reach*?"""
     if length == 0 or group.kind is GroupKind.NOT_CACHED:
         return True
     if group.kind is GroupKind.MAMBA:
@@ -57,12 +68,15 @@ def defined_accept(group: KVCacheGroup, length: int, further: int, has: Callable
         return False  # a window's hit ends with a block
     if not all(has(end) for end in needs(group, tested - inside, int(further > 0))):
         return False
-    # A hit may end inside a block that has an entry of its own there, or further on in the same block.
+    # A hit may end inside a block that has an entry of its own there, or further on in the same
+    # block.
     last = min(tested - inside + group.block_size, reach)
     return not inside or any(has(end) for end in range(tested, last + 1))
 
 
-def defined_own(layout: KVCacheLayout, index: int, has: Has, limit: int, furthest: int, with_extra: bool = True) -> int:
+def defined_own(
+    layout: KVCacheLayout, index: int, has: Has, limit: int, furthest: int, with_extra: bool = True
+) -> int:
     """The longest prefix the group alone accepts, found by trying all of them from the top."""
     group = layout.groups[index]
     if group.kind is GroupKind.NOT_CACHED:
@@ -70,34 +84,50 @@ def defined_own(layout: KVCacheLayout, index: int, has: Has, limit: int, furthes
     further = one_block_further(layout, group) if with_extra else 0
     reach = min(furthest, limit + further)
     tried = lengths(layout, limit)
-    own = next(length for length in tried if defined_accept(group, length, further, lambda end: has(index, end), reach))
+    own = next(
+        length
+        for length in tried
+        if defined_accept(group, length, further, lambda end: has(index, end), reach)
+    )
     return max(0, own - _lost_step(layout, group, own, further))
 
 
 def _lost_step(layout: KVCacheLayout, group: KVCacheGroup, own: int, further: int) -> int:
-    """With EAGLE vLLM rounds a run of other blocks than its step twice, if the run is shorter than the window."""
+    """With EAGLE vLLM rounds a run of other blocks than its step twice, if the run is shorter than
+    the window."""
     step = math.lcm(layout.scheduler_block_size, group.block_size)
-    if not (own and further) or group.kind is not GroupKind.SLIDING_WINDOW or group.block_size == step:
+    if (
+        not (own and further)
+        or group.kind is not GroupKind.SLIDING_WINDOW
+        or group.block_size == step
+    ):
         return 0
     wanted = len(needs(group, 10**6 * step, 1))
     return step if len(needs(group, own + further, 1)) < wanted else 0
 
 
 def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int) -> int:
-    """The largest length that every group accepts; with EAGLE the one on which vLLM's groups agree, asked in turn."""
-    caching = [index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED]
+    """The largest length that every group accepts; with EAGLE the one on which vLLM's groups agree,
+    asked in turn."""
+    caching = [
+        index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED
+    ]
     furthest = prompt_tokens if len(caching) > 1 and layout.eagle_sees_last_token else limit
     if layout.eagle:
         firsts = [index for index in caching if layout.groups.index(layout.groups[index]) == index]
         return _agreed(layout, firsts, _of_equals(layout, has), limit, furthest)
     return next(
-        length for length in lengths(layout, limit) if all(_accepts(layout, index, length, has, limit) for index in caching)
+        length
+        for length in lengths(layout, limit)
+        if all(_accepts(layout, index, length, has, limit) for index in caching)
     )
 
 
 def _of_equals(layout: KVCacheLayout, has: Has) -> Has:
     """Groups with equal specs are one to the engine: a block counts if all of them have it."""
-    return lambda group, end: all(has(i, end) for i, spec in enumerate(layout.groups) if spec == layout.groups[group])
+    return lambda group, end: all(
+        has(i, end) for i, spec in enumerate(layout.groups) if spec == layout.groups[group]
+    )
 
 
 def _accepts(layout: KVCacheLayout, index: int, length: int, has: Has, limit: int) -> bool:
@@ -105,7 +135,8 @@ def _accepts(layout: KVCacheLayout, index: int, length: int, has: Has, limit: in
 
 
 def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furthest: int) -> int:
-    """Full attention once, then the others round after round; who has given EAGLE's block is spared it until the hit moves."""
+    """Full attention once, then the others round after round; who has given EAGLE's block is spared
+    it until the hit moves."""
     full = [index for index in caching if layout.groups[index].kind is GroupKind.FULL]
     others = [index for index in caching if index not in full]
     for index in full:
@@ -129,7 +160,7 @@ def lengths(layout: KVCacheLayout, limit: int) -> range:
     return range(limit - limit % step, -1, -step)
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------------
+# --- the cache ------------------------------------------------------------------------------------
 
 
 class Prompt(NamedTuple):
@@ -162,7 +193,8 @@ class EngineModel:
     seed: str = "of the engine's own"
     copies: Counter[Block] = field(default_factory=Counter)
     described: set[Prompt] = field(default_factory=set)
-    """Prefixes whose hash a dense event has shown together with all tokens: only these can be found by anyone."""
+    """Prefixes whose hash a dense event has shown together with all tokens: only these can be found
+    by anyone."""
     _undescribed: dict[Prompt, list[Prompt]] = field(default_factory=dict)
     """Parent not described yet -> prefixes that will be when it is."""
 
@@ -171,17 +203,26 @@ class EngineModel:
         digest = hashlib.blake2b(repr((self.seed, prefix)).encode(), digest_size=32).digest()
         return int.from_bytes(digest[:8], "big") if self.as_int else digest
 
-    # --- what an engine does, as the event it sends -----------------------------------------------------------------------
+    # --- what an engine does, as the event it sends -----------------------------------------------
 
-    def store(self, group: int, prompt: Prompt, start: int, end: int, tier: str = "GPU") -> BlockStored:
+    def store(
+        self, group: int, prompt: Prompt, start: int, end: int, tier: str = "GPU"
+    ) -> BlockStored:
         """All blocks of a group in `[start, end)`, a dense event."""
-        ends = range(start + self.layout.groups[group].block_size, end + 1, self.layout.groups[group].block_size)
+        ends = range(
+            start + self.layout.groups[group].block_size,
+            end + 1,
+            self.layout.groups[group].block_size,
+        )
         self._add(group, tier, prompt, ends)
         self._describe(prompt, start, ends)
         return self._stored(group, prompt, start, end, ends, tier)
 
-    def keep(self, group: int, prompt: Prompt, start: int, end: int, kept: Sequence[int]) -> BlockStored:
-        """Only the blocks of `[start, end)` that end at *kept*: an event with holes, and nothing says where."""
+    def keep(
+        self, group: int, prompt: Prompt, start: int, end: int, kept: Sequence[int]
+    ) -> BlockStored:
+        """Only the blocks of `[start, end)` that end at *kept*: an event with holes, and nothing
+        says where."""
         self._add(group, "GPU", prompt, kept)
         if len(kept) * self.layout.groups[group].block_size == end - start:
             self._describe(prompt, start, kept)
@@ -191,7 +232,9 @@ class EngineModel:
         """Copies in a lower tier: hashes and nothing else."""
         self._add(group, tier, prompt, ends)
         hashes = [self.hash_of(prompt.upto(end)) for end in ends]
-        return BlockStored(hashes, None, [], tier, group_idx=group, block_size=0 if self.names_block_size else None)
+        return BlockStored(
+            hashes, None, [], tier, group_idx=group, block_size=0 if self.names_block_size else None
+        )
 
     def evict(self, block: Block) -> BlockRemoved:
         """One copy less."""
@@ -201,7 +244,9 @@ class EngineModel:
 
     def clear(self) -> AllBlocksCleared:
         """The GPU's blocks are gone; those of lower tiers stay."""
-        self.copies = Counter({block: count for block, count in self.copies.items() if block.tier != "GPU"})
+        self.copies = Counter(
+            {block: count for block, count in self.copies.items() if block.tier != "GPU"}
+        )
         return AllBlocksCleared()
 
     def _add(self, group: int, tier: str, prompt: Prompt, ends: Iterable[int]) -> None:
@@ -217,7 +262,9 @@ class EngineModel:
             for child in self._undescribed.pop(prefix, []):
                 self._describe(child, 0, [len(child.tokens)])
 
-    def _stored(self, group: int, prompt: Prompt, start: int, end: int, ends: Sequence[int], tier: str) -> BlockStored:
+    def _stored(
+        self, group: int, prompt: Prompt, start: int, end: int, ends: Sequence[int], tier: str
+    ) -> BlockStored:
         spec = self.layout.groups[group]
         return BlockStored(
             block_hashes=[self.hash_of(prompt.upto(block_end)) for block_end in ends],
@@ -232,7 +279,7 @@ class EngineModel:
             block_size=spec.block_size if self.names_block_size else None,
         )
 
-    # --- the truth --------------------------------------------------------------------------------------------------------
+    # --- the truth --------------------------------------------------------------------------------
 
     def hit(self, prompt: Prompt) -> tuple[int, int]:
         """Tokens it would reuse from the GPU, and with what lower tiers bring back."""
@@ -242,18 +289,31 @@ class EngineModel:
         found = self._found(prompt)
         on_gpu = {(group, end) for group, tier, end in found if tier == "GPU"}
         below = {(group, end) for group, tier, end in found if tier != "GPU"}
-        gpu = defined_hit(self.layout, lambda group, end: (group, end) in on_gpu, length - 1, length)
-        both = {(group, end) for group, end in on_gpu if end <= gpu} | {(group, end) for group, end in below if end > gpu}
-        plain = all(group.kind in (GroupKind.FULL, GroupKind.NOT_CACHED) for group in self.layout.groups)
-        total = defined_hit(self.layout, lambda group, end: (group, end) in both, length if plain else length - 1, length)
+        gpu = defined_hit(
+            self.layout, lambda group, end: (group, end) in on_gpu, length - 1, length
+        )
+        both = {(group, end) for group, end in on_gpu if end <= gpu} | {
+            (group, end) for group, end in below if end > gpu
+        }
+        plain = all(
+            group.kind in (GroupKind.FULL, GroupKind.NOT_CACHED) for group in self.layout.groups
+        )
+        total = defined_hit(
+            self.layout,
+            lambda group, end: (group, end) in both,
+            length if plain else length - 1,
+            length,
+        )
         return gpu, max(gpu, total) if any(block.tier != "GPU" for block in self.copies) else gpu
 
     def _found(self, prompt: Prompt) -> set[tuple[int, str, int]]:
-        """Group, tier and end of the prompt's blocks that are there and whose hash was ever shown with tokens."""
+        """Group, tier and end of the prompt's blocks that are there and whose hash was ever shown
+        with tokens."""
         return {
             (block.group, block.tier, len(block.prefix.tokens))
             for block in self.copies
-            if block.prefix == prompt.upto(len(block.prefix.tokens)) and block.prefix in self.described
+            if block.prefix == prompt.upto(len(block.prefix.tokens))
+            and block.prefix in self.described
         }
 
     def counts(self) -> dict[tuple[int, str], int]:

@@ -1,4 +1,5 @@
-"""The engine as people run it: `kvroute engine`, a process of its own, with addresses that survive its restart."""
+"""The engine as people run it: `kvroute engine`, a process of its own, with addresses that survive
+its restart."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _names = itertools.count(1)
 
 
 class EngineProcess:
-    """One engine. What a `RouterProcess` asks of a replica is here as well: `name`, `url`, `sources`.
+    """One engine. What a `RouterProcess` asks of a replica is here as well: `name`, `url`,
+    `sources`.
 
     Args:
         arguments: Of the command. Addresses that are not among them are the system's choice.
@@ -50,7 +52,10 @@ class EngineProcess:
         events = [] if "--kv-events-endpoint" in self._arguments else _EVENTS
         with self._log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*COMMAND, "--port", str(self.port), *events, *self._arguments], cwd=ROOT, env={**os.environ}, stderr=stderr
+                [*COMMAND, "--port", str(self.port), *events, *self._arguments],
+                cwd=ROOT,
+                env={**os.environ},
+                stderr=stderr,
             )
         try:
             self.port = self._announced()
@@ -65,7 +70,9 @@ class EngineProcess:
     async def get(self, path: str) -> Answer:
         return await ask(self.port, "GET", path)
 
-    async def post(self, path: str, body: object = b"", headers: dict[str, str] | None = None) -> Answer:
+    async def post(
+        self, path: str, body: object = b"", headers: dict[str, str] | None = None
+    ) -> Answer:
         return await ask(self.port, "POST", path, body, headers)
 
     async def metrics(self) -> Metrics:
@@ -116,11 +123,18 @@ class EngineProcess:
             if found:
                 return int(found[2])
             assert self.process.poll() is None, f"the engine ended: {said.decode(errors='replace')}"
-            assert time.monotonic() < deadline, f"the engine does not listen: {said.decode(errors='replace')}"
+            assert time.monotonic() < deadline, (
+                f"the engine does not listen: {said.decode(errors='replace')}"
+            )
             time.sleep(0.01)
 
 
-_EVENTS = ("--kv-events-endpoint", "tcp://127.0.0.1:0", "--kv-events-replay-endpoint", "tcp://127.0.0.1:0")
+_EVENTS = (
+    "--kv-events-endpoint",
+    "tcp://127.0.0.1:0",
+    "--kv-events-replay-endpoint",
+    "tcp://127.0.0.1:0",
+)
 
 
 @contextlib.asynccontextmanager
@@ -128,9 +142,13 @@ async def engine_processes(count: int, *arguments: str) -> AsyncIterator[list[En
     """Several engines until the block ends; those that still run then must stop cleanly."""
     started: list[EngineProcess] = []
     try:
-        started += await asyncio.gather(*(asyncio.to_thread(EngineProcess, *arguments) for _ in range(count)))
+        started += await asyncio.gather(
+            *(asyncio.to_thread(EngineProcess, *arguments) for _ in range(count))
+        )
         yield started
-        await asyncio.gather(*(engine.stop() for engine in started if engine.process.poll() is None))
+        await asyncio.gather(
+            *(engine.stop() for engine in started if engine.process.poll() is None)
+        )
     finally:
         for engine in started:
             engine.forget()
@@ -140,5 +158,9 @@ def simulated(preset: str = "gemma", **options: Any) -> tuple[str, ...]:
     """Arguments of an engine without tensors that takes no time to speak of."""
     quick = {"step-overhead-s": 0.0005, "prefill-tokens-per-s": 1e6, "decode-tokens-per-s": 1e5}
     named = {**quick, **{name.replace("_", "-"): value for name, value in options.items()}}
-    flags = [part for name, value in named.items() for part in ((f"--{name}",) if value is True else (f"--{name}", str(value)))]
+    flags = [
+        part
+        for name, value in named.items()
+        for part in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
+    ]
     return ("--preset", preset, "--simulate", *flags)

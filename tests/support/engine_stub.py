@@ -1,7 +1,9 @@
-"""An engine over real sockets, without a model: HTTP by hand, so that a test decides every byte and close; real KV events.
+"""An engine over real sockets, without a model: HTTP by hand, so that a test decides every byte and
+close; real KV events.
 
-It lives on the test's own event loop. What a prompt request meets is a `Behaviour`, by default `answer`; everything around it
-(health, models, event sources, load, tokenisation) is as vLLM has it. Token ids of a text are its UTF-8 bytes.
+It lives on the test's own event loop. What a prompt request meets is a `Behaviour`, by default
+`answer`; everything around it (health, models, event sources, load, tokenisation) is as vLLM has
+it. Token ids of a text are its UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ BLOCK = FULL.block_size
 DONE = b"data: [DONE]\n\n"
 TOPIC = "kv-events"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-PROMPT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings")
+PROMPT_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+)
 
 _names = itertools.count(1)
 
@@ -74,7 +82,9 @@ class Gone(Exception):
 class Exchange:
     """One request in the hands of a behaviour."""
 
-    def __init__(self, stub: EngineStub, request: StubRequest, transport: asyncio.Transport) -> None:
+    def __init__(
+        self, stub: EngineStub, request: StubRequest, transport: asyncio.Transport
+    ) -> None:
         self.stub = stub
         self.request = request
         self.gone = asyncio.Event()
@@ -85,14 +95,17 @@ class Exchange:
         if self.gone.is_set():
             raise Gone
         self._transport.write(data)
-        # A turn for the loop: data written by one sender in a row must not hide that the other side has left.
+        # A turn for the loop: data written by one sender in a row must not hide that the other side
+        # has left.
         await asyncio.sleep(0)
 
     async def chunk(self, data: bytes) -> None:
         """One chunk of a chunked body; the empty one ends it."""
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
-    async def whole(self, body: bytes, status: str = "200 OK", content_type: str = "application/json") -> None:
+    async def whole(
+        self, body: bytes, status: str = "200 OK", content_type: str = "application/json"
+    ) -> None:
         """A whole answer with its length."""
         head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
         await self.send(head.encode() + body)
@@ -116,11 +129,12 @@ class Exchange:
 Behaviour: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
-# --- behaviours -----------------------------------------------------------------------------------------------------------
+# --- behaviours -----------------------------------------------------------------------------------
 
 
 async def answer(exchange: Exchange) -> None:
-    """What an engine says: one token, its usage with the tokens it had cached; as a stream where the client asks for one."""
+    """What an engine says: one token, its usage with the tokens it had cached; as a stream where
+    the client asks for one."""
     if exchange.request.json.get("stream"):
         await exchange.send(STREAM_HEAD)
         for event in events_of(exchange, 1):
@@ -174,7 +188,11 @@ def begun_until(event: asyncio.Event, begin: int = 2, end: int = 2) -> Behaviour
         for token in [token_event(exchange.request.path, index) for index in range(begin)]:
             await exchange.chunk(token)
         await exchange.wait(event)
-        for piece in [*(token_event(exchange.request.path, begin + index) for index in range(end)), DONE, b""]:
+        for piece in [
+            *(token_event(exchange.request.path, begin + index) for index in range(end)),
+            DONE,
+            b"",
+        ]:
             await exchange.chunk(piece)
 
     return behave
@@ -219,9 +237,17 @@ def always(body: bytes, status: str = "200 OK") -> Behaviour:
 def token_event(path: str, index: int) -> bytes:
     """One token of a stream."""
     if path == "/v1/messages":
-        delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": f"t{index} "}}
+        delta = {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "text_delta", "text": f"t{index} "},
+        }
         return b"event: content_block_delta\ndata: " + json.dumps(delta).encode() + b"\n\n"
-    choice = {"index": 0, "delta": {"content": f"t{index} "}} if "chat" in path else {"index": 0, "text": f"t{index} "}
+    choice = (
+        {"index": 0, "delta": {"content": f"t{index} "}}
+        if "chat" in path
+        else {"index": 0, "text": f"t{index} "}
+    )
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
@@ -241,8 +267,17 @@ def events_of(exchange: Exchange, count: int) -> Iterator[bytes]:
 
 def _answer_of(exchange: Exchange) -> dict[str, Any]:
     if exchange.request.path == "/v1/messages":
-        return {"type": "message", "content": [{"type": "text", "text": "."}], "usage": _anthropic_usage(exchange)}
-    return {"id": "x", "choices": [{"index": 0, "text": "."}], "usage": _usage(exchange), "served_by": exchange.stub.name}
+        return {
+            "type": "message",
+            "content": [{"type": "text", "text": "."}],
+            "usage": _anthropic_usage(exchange),
+        }
+    return {
+        "id": "x",
+        "choices": [{"index": 0, "text": "."}],
+        "usage": _usage(exchange),
+        "served_by": exchange.stub.name,
+    }
 
 
 def _usage(exchange: Exchange) -> dict[str, Any]:
@@ -254,10 +289,14 @@ def _usage(exchange: Exchange) -> dict[str, Any]:
 def _anthropic_usage(exchange: Exchange) -> dict[str, Any]:
     ids = exchange.request.prompt_ids
     cached = exchange.stub.cached_tokens(ids)
-    return {"input_tokens": len(ids) - cached, "cache_read_input_tokens": cached, "output_tokens": 1}
+    return {
+        "input_tokens": len(ids) - cached,
+        "cache_read_input_tokens": cached,
+        "output_tokens": 1,
+    }
 
 
-# --- the engine -----------------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -292,7 +331,8 @@ class EngineStub:
     served: int = 0
     """Prompt requests answered to the end."""
     left: list[float] = field(default_factory=list)
-    """When the router closed a connection in the middle of a prompt request, on the clock of `time.monotonic`."""
+    """When the router closed a connection in the middle of a prompt request, on the clock of
+    `time.monotonic`."""
     requests: list[StubRequest] = field(default_factory=list)
     """Prompt requests, and others that came through the router's proxy."""
     connections: int = 0
@@ -321,18 +361,25 @@ class EngineStub:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
     async def start(self) -> None:
         """Listen, at the address it had before if it had one."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096)
+        self._server = await loop.create_server(
+            lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096
+        )
         self.port = self._server.sockets[0].getsockname()[1]
         if self.has_events:
             endpoint, replay = self._kv_addresses
-            config = PublisherConfig(endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=0.2)
+            config = PublisherConfig(
+                endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=0.2
+            )
             self._publisher = ZmqEventPublisher(config, KVCacheLayout.build([FULL]))
             assert self._publisher.replay_endpoint is not None
             self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
@@ -355,7 +402,7 @@ class EngineStub:
         if self.errors:
             raise self.errors.pop(0)
 
-    # --- its cache --------------------------------------------------------------------------------------------------------
+    # --- its cache --------------------------------------------------------------------------------
 
     def store(self, ids: Sequence[int]) -> None:
         """Its cache holds the whole blocks of this prompt from now on, and it says so."""
@@ -366,7 +413,8 @@ class EngineStub:
         self.stored_blocks += blocks
 
     def evict(self, ids: Sequence[int]) -> None:
-        """The blocks of a prompt that it stored are gone, and it says so; they are no other prompt's."""
+        """The blocks of a prompt that it stored are gone, and it says so; they are no other
+        prompt's."""
         assert self._publisher is not None
         whole = list(ids[: len(ids) // BLOCK * BLOCK])
         self._prompts.remove(whole)
@@ -378,12 +426,16 @@ class EngineStub:
         self._prompts.clear()
 
     def cached_tokens(self, ids: Sequence[int]) -> int:
-        """How many tokens of a prompt it has, by the rule of full attention: whole blocks, and never the last token."""
+        """How many tokens of a prompt it has, by the rule of full attention: whole blocks, and
+        never the last token."""
         most = (len(ids) - 1) // BLOCK * BLOCK
-        common = [sum(1 for _ in itertools.takewhile(_is_same, zip(ids, prompt, strict=False))) for prompt in self._prompts]
+        common = [
+            sum(1 for _ in itertools.takewhile(_is_same, zip(ids, prompt, strict=False)))
+            for prompt in self._prompts
+        ]
         return min(max(common, default=0) // BLOCK * BLOCK, most)
 
-    # --- HTTP -------------------------------------------------------------------------------------------------------------
+    # --- HTTP -------------------------------------------------------------------------------------
 
     async def serve(self, exchange: Exchange) -> None:
         """One request, whatever it is."""
@@ -421,22 +473,36 @@ class EngineStub:
             await self.tokenizing(exchange)
             return
         ids = exchange.request.prompt_ids
-        await exchange.whole(json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode())
+        await exchange.whole(
+            json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()
+        )
 
     def _models(self) -> dict[str, Any]:
-        adapters = [{"id": adapter, "object": "model", "parent": self.model} for adapter in self.adapters]
-        return {"object": "list", "data": [{"id": self.model, "object": "model", "parent": None}, *adapters]}
+        adapters = [
+            {"id": adapter, "object": "model", "parent": self.model} for adapter in self.adapters
+        ]
+        return {
+            "object": "list",
+            "data": [{"id": self.model, "object": "model", "parent": None}, *adapters],
+        }
 
     def _event_sources(self) -> dict[str, Any]:
         if self._publisher is None:
             return {}
         endpoint, replay = self._kv_addresses
-        return {"0": {"publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay, "topic": TOPIC}}
+        return {
+            "0": {
+                "publisher": "zmq",
+                "endpoint": endpoint,
+                "replay_endpoint": replay,
+                "topic": TOPIC,
+            }
+        }
 
     def _gauges(self) -> str:
         return f"vllm:num_requests_running {self.active}\nvllm:num_requests_waiting {self.waiting_requests}\n"
 
-    # --- what its connections tell ----------------------------------------------------------------------------------------
+    # --- what its connections tell ----------------------------------------------------------------
 
     def connection_opened(self, connection: _Connection) -> None:
         self._open.add(connection)
@@ -491,7 +557,9 @@ class _Connection(asyncio.Protocol):
             return
         self._buffer, self._needed_bytes = bytearray(rest[length:]), 1
         method, target, _ = first.split(" ")
-        self._exchange = Exchange(self._stub, StubRequest(method, target, headers, rest[:length]), self._transport)
+        self._exchange = Exchange(
+            self._stub, StubRequest(method, target, headers, rest[:length]), self._transport
+        )
         self._task = asyncio.get_running_loop().create_task(self._serve(self._exchange))
         self._task.add_done_callback(self._on_end)
 
@@ -514,7 +582,9 @@ def _is_same(pair: tuple[int, int]) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def engines(count: int, model: str | None = None, **options: Any) -> AsyncIterator[list[EngineStub]]:
+async def engines(
+    count: int, model: str | None = None, **options: Any
+) -> AsyncIterator[list[EngineStub]]:
     """Several replicas of one model."""
     async with contextlib.AsyncExitStack() as stack:
         name = model or unique("model")

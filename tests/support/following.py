@@ -28,7 +28,8 @@ QUICK = SubscriberOptions(
 
 
 class Notebook:
-    """A consumer that writes down what it gets. Payloads that begin with `bad` are malformed, with `clear` make all known."""
+    """A consumer that writes down what it gets. Payloads that begin with `bad` are malformed, with
+    `clear` make all known."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -71,7 +72,12 @@ async def following(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
             await task
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0, show: Callable[[], object] = str) -> None:
+async def until(
+    condition: Callable[[], bool],
+    what: str,
+    timeout_s: float = 10.0,
+    show: Callable[[], object] = str,
+) -> None:
     """Wait for a condition; fail with *what* and what *show* says when it does not come."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -85,7 +91,9 @@ async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: fl
     await until_state(subscriber, SourceState.LIVE, last_seq, timeout_s)
 
 
-async def until_state(subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 10.0) -> None:
+async def until_state(
+    subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 10.0
+) -> None:
     def is_there() -> bool:
         statistics = subscriber.statistics()
         return statistics.state is state and statistics.last_seq == last_seq

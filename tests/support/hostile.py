@@ -1,4 +1,5 @@
-"""Requests that no well-meaning client sends, from a seed: bodies that are nearly right, and bytes that are nearly HTTP."""
+"""Requests that no well-meaning client sends, from a seed: bodies that are nearly right, and bytes
+that are nearly HTTP."""
 
 from __future__ import annotations
 
@@ -122,12 +123,28 @@ def seeds(model: str) -> dict[str, list[Any]]:
     text = f"{SENTINEL} tell me more"
     messages = [
         {"role": "system", "content": text},
-        {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "data:,"}}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": text},
+                {"type": "image_url", "image_url": {"url": "data:,"}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+        },
         {"role": "tool", "tool_call_id": "1", "content": text},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    extras = {"stream": False, "n": 2, "cache_salt": "salt", "vllm_xargs": {"kv_cache_report_mode": "full"}, "user": "u"}
+    extras = {
+        "stream": False,
+        "n": 2,
+        "cache_salt": "salt",
+        "vllm_xargs": {"kv_cache_report_mode": "full"},
+        "user": "u",
+    }
     return {
         "/v1/completions": [
             {"model": model, "prompt": [1, 2, 3], **extras},
@@ -135,16 +152,39 @@ def seeds(model: str) -> dict[str, list[Any]]:
             {"model": model, "prompt": [[1], text], "prompt_embeds": None},
         ],
         "/v1/chat/completions": [{"model": model, "messages": messages, "tools": tools, **extras}],
-        "/v1/messages": [{"model": model, "max_tokens": 5, "system": text, "messages": messages[1:2], "tools": tools}],
-        "/v1/responses": [{"model": model, "input": messages[:2], "instructions": text, "tools": tools}],
-        "/v1/embeddings": [{"model": model, "input": [text, text]}, {"model": model, "input": [1, 2]}],
+        "/v1/messages": [
+            {
+                "model": model,
+                "max_tokens": 5,
+                "system": text,
+                "messages": messages[1:2],
+                "tools": tools,
+            }
+        ],
+        "/v1/responses": [
+            {"model": model, "input": messages[:2], "instructions": text, "tools": tools}
+        ],
+        "/v1/embeddings": [
+            {"model": model, "input": [text, text]},
+            {"model": model, "input": [1, 2]},
+        ],
         "/tokenize": [{"model": model, "prompt": text}],
-        "/route": [{"model": model, "token_ids": [1, 2, 3], "lora_name": None}, {"model": model, "messages": messages}],
-        "/replicas": [{"url": "ftp://nowhere", "id": SENTINEL, "kv_events": [{"endpoint": "tcp://x:1"}], "api_key": SENTINEL}],
+        "/route": [
+            {"model": model, "token_ids": [1, 2, 3], "lora_name": None},
+            {"model": model, "messages": messages},
+        ],
+        "/replicas": [
+            {
+                "url": "ftp://nowhere",
+                "id": SENTINEL,
+                "kv_events": [{"endpoint": "tcp://x:1"}],
+                "api_key": SENTINEL,
+            }
+        ],
     }
 
 
-# --- bodies ---------------------------------------------------------------------------------------------------------------
+# --- bodies ---------------------------------------------------------------------------------------
 
 
 def mutated_body(random: Random, seed: Any) -> bytes:
@@ -170,7 +210,13 @@ def _with_nasty_value(random: Random, seed: Any) -> Any:
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) inside."""
-    keys = range(len(value)) if isinstance(value, list) else list(value) if isinstance(value, dict) else ()
+    keys = (
+        range(len(value))
+        if isinstance(value, list)
+        else list(value)
+        if isinstance(value, dict)
+        else ()
+    )
     here = [(value, key) for key in keys]
     return here + [place for key in keys for place in _places(value[key])]
 
@@ -209,16 +255,19 @@ def _insert(random: Random, data: bytes) -> bytes:
 _BYTE_MUTATIONS: tuple[Mutation, ...] = (_flip, _cut, _drop, _repeat, _insert)
 
 
-# --- whole requests -------------------------------------------------------------------------------------------------------
+# --- whole requests -------------------------------------------------------------------------------
 
 
 def mutated_request(random: Random, target: str, body: bytes) -> bytes:
-    """Bytes that are nearly an HTTP request; nothing may be read from a connection that was sent them but its end."""
+    """Bytes that are nearly an HTTP request; nothing may be read from a connection that was sent
+    them but its end."""
     method = random.choice(METHODS) if random.random() < 0.1 else b"POST"
     path = random.choice(NASTY_TARGETS) if random.random() < 0.15 else target.encode()
     lines = [b"host: x\r\n", *random.sample(NASTY_LINES, random.choice((0, 0, 1, 1, 2, 3)))]
     if random.random() < 0.5:
-        lines.append(b"content-length: %d\r\n" % (len(body) + random.choice((0, 0, 0, 0, 0, 1, -1))))
+        lines.append(
+            b"content-length: %d\r\n" % (len(body) + random.choice((0, 0, 0, 0, 0, 1, -1)))
+        )
         content = body
     else:
         lines.append(b"transfer-encoding: chunked\r\n")
@@ -233,8 +282,17 @@ def chunked(random: Random, body: bytes) -> bytes:
     parts = []
     while body:
         size = random.randint(1, len(body))
-        shown = random.choice((b"%x", b"%X", b"00%x") * 10 + (b"%x;a=b", b'%x;a="\x00"', b"0x%x", b"-%x", b"%x "))
+        shown = random.choice(
+            (b"%x", b"%X", b"00%x") * 10 + (b"%x;a=b", b'%x;a="\x00"', b"0x%x", b"-%x", b"%x ")
+        )
         wrong = random.choice((0,) * 20 + (1, -1, 2**40))
-        parts.append(shown % (max(size + wrong, 0)) + random.choice((b"\r\n",) * 20 + (b"\n",)) + body[:size] + b"\r\n")
+        parts.append(
+            shown % (max(size + wrong, 0))
+            + random.choice((b"\r\n",) * 20 + (b"\n",))
+            + body[:size]
+            + b"\r\n"
+        )
         body = body[size:]
-    return b"".join(parts) + random.choice((b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"0\r\n", b""))
+    return b"".join(parts) + random.choice(
+        (b"0\r\n\r\n", b"0\r\n\r\n", b"0\r\nx: y\r\n\r\n", b"0\r\n", b"")
+    )

@@ -1,4 +1,5 @@
-"""An HTTP client over one plain connection: the test decides when a request is written, read, or left alone."""
+"""An HTTP client over one plain connection: the test decides when a request is written, read, or
+left alone."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from async_timeout import timeout
 DEADLINE_S = 20.0
 
 
-async def eventually(condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
+async def eventually(
+    condition: Callable[[], object], what: str, within_s: float = DEADLINE_S
+) -> None:
     """Poll *condition* until it holds; fail with *what* after *within_s*."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -51,7 +54,9 @@ def encoded(body: object) -> bytes:
     return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
-def request_bytes(method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+def request_bytes(
+    method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+) -> bytes:
     """One whole request."""
     lines = [f"{method} {target} HTTP/1.1", "host: router"]
     if body or method == "POST":
@@ -69,7 +74,9 @@ class HttpClient:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def send(self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> None:
+    async def send(
+        self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
         await self.write(request_bytes(method, target, encoded(body), headers))
 
     async def write(self, data: bytes) -> None:
@@ -77,7 +84,9 @@ class HttpClient:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def ask(self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
+    async def ask(
+        self, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
         await self.send(method, target, body, headers)
         return await self.read_answer()
 
@@ -135,7 +144,8 @@ class HttpClient:
 
 @contextlib.asynccontextmanager
 async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator[HttpClient]:
-    """A connection to 127.0.0.1; *receive_buffer* bounds what the kernel takes in for a client that does not read."""
+    """A connection to 127.0.0.1; *receive_buffer* bounds what the kernel takes in for a client that
+    does not read."""
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -145,7 +155,9 @@ async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator
     except OSError:
         sock.close()
         raise
-    reader, writer = await asyncio.open_connection(sock=sock, limit=2**16 if receive_buffer is None else 1024)
+    reader, writer = await asyncio.open_connection(
+        sock=sock, limit=2**16 if receive_buffer is None else 1024
+    )
     try:
         yield HttpClient(reader, writer)
     finally:
@@ -154,7 +166,13 @@ async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator
             await writer.wait_closed()
 
 
-async def ask(port: int, method: str, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
+async def ask(
+    port: int,
+    method: str,
+    target: str,
+    body: object = b"",
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
     """One request on a connection of its own."""
     async with connect(port) as client:
         return await client.ask(method, target, body, headers)

@@ -30,7 +30,9 @@ class HybridStub(EngineStub):
     async def start(self) -> None:
         await super().start()
         endpoint, replay = self._kv_addresses
-        config = PublisherConfig(endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=self.heartbeat_s)
+        config = PublisherConfig(
+            endpoint=endpoint, replay_endpoint=replay, topic=TOPIC, heartbeat_s=self.heartbeat_s
+        )
         self._publisher = ZmqEventPublisher(config, LAYOUT)
         assert self._publisher.replay_endpoint is not None
         self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
@@ -45,7 +47,8 @@ class HybridStub(EngineStub):
         self.stored_blocks += 2 * len(whole) // BLOCK
 
     def slide_on(self, ids: Sequence[int]) -> None:
-        """The window has left the prompt: its blocks are gone, full attention's stay, and no hit is left."""
+        """The window has left the prompt: its blocks are gone, full attention's stay, and no hit is
+        left."""
         assert self._publisher is not None
         whole = _whole_blocks(ids)
         self._prompts.remove(whole)

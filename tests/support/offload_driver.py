@@ -1,4 +1,5 @@
-"""A `CacheDriver` with lower tiers: real pages in a real tensor, real copies, and loads before a request goes on."""
+"""A `CacheDriver` with lower tiers: real pages in a real tensor, real copies, and loads before a
+request goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SLOT_BYTES = 8
 
 
 class TensorPages(Pages):
-    """Pages in one canonical tensor `(num_blocks, page_bytes)` that all groups share; the largest block fills a page."""
+    """Pages in one canonical tensor `(num_blocks, page_bytes)` that all groups share; the largest
+    block fills a page."""
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__()
@@ -65,7 +67,8 @@ class TierUnderTest:
 
 
 class OffloadDriver(CacheDriver):
-    """Admits requests by way of the connector, stores what they compute, and checks what comes back."""
+    """Admits requests by way of the connector, stores what they compute, and checks what comes
+    back."""
 
     def __init__(
         self,
@@ -77,7 +80,9 @@ class OffloadDriver(CacheDriver):
     ) -> None:
         super().__init__(config, pages)
         self.tiers = tiers
-        self.connector = OffloadingConnector(self.cache, [under_test.tier for under_test in tiers], scope)
+        self.connector = OffloadingConnector(
+            self.cache, [under_test.tier for under_test in tiers], scope
+        )
         self.loading: dict[str, Waiting] = {}
         self.loaded_from: set[str] = set()
         self.came_back: list[Job] = []
@@ -115,7 +120,9 @@ class OffloadDriver(CacheDriver):
         self.running[sequence.request.request_id] = sequence
         self.loading[sequence.request.request_id] = Waiting(sequence, hit)
         self.counts["loads"] += 1
-        self.loaded_from |= {self.tiers[piece.tier_index].tier.manager.medium for piece in hit.pieces}
+        self.loaded_from |= {
+            self.tiers[piece.tier_index].tier.manager.medium for piece in hit.pieces
+        }
         return True
 
     def advance(self, sequence: Job, budget: int, lookahead: int = 0) -> bool:
@@ -171,7 +178,8 @@ class OffloadDriver(CacheDriver):
             self._read(job, group, table, job.request.num_computed_tokens)
 
     def expected_total(self, request: CacheRequest, gpu_hit: int) -> int:
-        """The hit with the tiers' blocks by the rule's definition, over what events said the tiers hold."""
+        """The hit with the tiers' blocks by the rule's definition, over what events said the tiers
+        hold."""
         layout = self.config.layout
         reach = len(request.block_hashes) * layout.hash_block_size
 

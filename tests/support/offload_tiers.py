@@ -34,7 +34,12 @@ def disk_tier(
     pages: TensorPages, config: CacheConfig, root: Path, max_bytes: int, sizes: Sequence[int]
 ) -> tuple[TierUnderTest, BlockStore]:
     """A directory of at most *max_bytes*; the store must be closed before another opens it."""
-    payload = [group.block_size * SLOT_BYTES * size for group, size in zip(config.layout.groups, sizes, strict=True)]
+    payload = [
+        group.block_size * SLOT_BYTES * size
+        for group, size in zip(config.layout.groups, sizes, strict=True)
+    ]
     store = BlockStore(root, payload)
     manager = FileOffloadingManager(store, max_bytes)
-    return TierUnderTest(Tier(manager, config.layout.groups, sizes), FileTransferWorker(pages.cache, store, sizes)), store
+    return TierUnderTest(
+        Tier(manager, config.layout.groups, sizes), FileTransferWorker(pages.cache, store, sizes)
+    ), store

@@ -47,7 +47,9 @@ class Peer:
         return batch.seq, decode(batch.payload)
 
     def ask(self, start: int | bytes) -> None:
-        self.socket.send_multipart([b"", start.to_bytes(8, "big") if isinstance(start, int) else start])
+        self.socket.send_multipart(
+            [b"", start.to_bytes(8, "big") if isinstance(start, int) else start]
+        )
 
     def reply(self) -> list[Batch]:
         """Everything up to the end marker."""

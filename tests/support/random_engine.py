@@ -5,14 +5,25 @@ from __future__ import annotations
 import random
 
 from kvevents.codec import encode
-from kvevents.events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents.events import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+)
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 
 BLOCK = 16
 CPU = "CPU"
 LAYOUT = KVCacheLayout.build(
-    [KVCacheGroup(GroupKind.FULL, BLOCK), KVCacheGroup(GroupKind.SLIDING_WINDOW, BLOCK, sliding_window=64)]
+    [
+        KVCacheGroup(GroupKind.FULL, BLOCK),
+        KVCacheGroup(GroupKind.SLIDING_WINDOW, BLOCK, sliding_window=64),
+    ]
 )
 CHAIN = HashChain.from_seed("sha256", "a seed")
 
@@ -43,7 +54,8 @@ class RandomEngine:
         return events
 
     def prefill(self) -> list[Event]:
-        """Store all of one prompt that asking for it again can reuse: a hit in both groups until the next step."""
+        """Store all of one prompt that asking for it again can reuse: a hit in both groups until
+        the next step."""
         which = self._rng.randrange(len(self.prompts))
         return self._store(which, len(self._hashes[which]) - 1)
 
@@ -59,7 +71,8 @@ class RandomEngine:
         return encode(EventBatch(self._ts, events, 0))
 
     def _store(self, which: int, end: int) -> list[Event]:
-        """The blocks before *end* that are missing, in runs; of the window group only the last four."""
+        """The blocks before *end* that are missing, in runs; of the window group only the last
+        four."""
         events: list[Event] = []
         for group, first in ((0, 0), (1, max(0, end - 4))):
             held, run = self._held[group, GPU], []
@@ -111,6 +124,7 @@ def _prompts(rng: random.Random) -> list[list[int]]:
     """Twenty conversations that share beginnings."""
     roots = [[rng.randrange(50_000) for _ in range(8 * BLOCK)] for _ in range(3)]
     return [
-        rng.choice(roots)[: rng.randrange(1, 9) * BLOCK] + [rng.randrange(50_000) for _ in range(rng.randrange(1, 25) * BLOCK)]
+        rng.choice(roots)[: rng.randrange(1, 9) * BLOCK]
+        + [rng.randrange(50_000) for _ in range(rng.randrange(1, 25) * BLOCK)]
         for _ in range(20)
     ]

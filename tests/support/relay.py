@@ -25,7 +25,8 @@ class Faults:
 
 
 class LossyRelay:
-    """SUB on one side, PUB on the other, a thread between that makes mistakes until `heal` is called."""
+    """SUB on one side, PUB on the other, a thread between that makes mistakes until `heal` is
+    called."""
 
     def __init__(self, upstream: str, seed: int, faults: Faults) -> None:
         self.faults = faults
@@ -51,13 +52,19 @@ class LossyRelay:
         self.faults = Faults(0, 0, 0, 0)
 
     def reconnect(self) -> None:
-        """Both connections end and come back, as those of a TCP relay do when the engine restarts."""
+        """Both connections end and come back, as those of a TCP relay do when the engine
+        restarts."""
         self._must_reconnect = True
 
     def __enter__(self) -> LossyRelay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._is_closing = True
         self._thread.join()
         self._front.close()
@@ -143,7 +150,12 @@ class CuttingRelay:
     def __enter__(self) -> CuttingRelay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -1,4 +1,5 @@
-"""The router as operators run it: a process of its own, told by a YAML file, watched over HTTP, ended by SIGTERM."""
+"""The router as operators run it: a process of its own, told by a YAML file, watched over HTTP,
+ended by SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "router.cli.main", "serve")
 _ANNOUNCEMENT = re.compile(rb"listens on (http://\S+:(\d+))\n")
 
-QUICK_HEALTH = {"interval_s": 0.25, "timeout_s": 0.25, "discovery_interval_s": 1.0, "unhealthy_after": 2}
+QUICK_HEALTH = {
+    "interval_s": 0.25,
+    "timeout_s": 0.25,
+    "discovery_interval_s": 1.0,
+    "unhealthy_after": 2,
+}
 
 
 class Metrics:
@@ -32,14 +38,17 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        self._samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
 
     def sum(self, name: str, **labels: str) -> float:
         """Sum over all samples of that name that have these labels; 0 if there is none."""
         return sum(
             sample.value
             for sample in self._samples
-            if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
+            if sample.name == name
+            and all(sample.labels.get(key) == value for key, value in labels.items())
         )
 
     def names(self) -> set[str]:
@@ -47,7 +56,10 @@ class Metrics:
 
     def by(self, label: str, name: str) -> dict[str, float]:
         """Sums by one label."""
-        return {value: self.sum(name, **{label: value}) for value in {s.labels.get(label, "") for s in self._samples}}
+        return {
+            value: self.sum(name, **{label: value})
+            for value in {s.labels.get(label, "") for s in self._samples}
+        }
 
 
 class RouterProcess:
@@ -91,7 +103,8 @@ class RouterProcess:
         return self._log.read_text(errors="replace")
 
     def check_log(self, since: int = 0) -> int:
-        """What it has said from position *since* on tells of no error of its own; returns the position now."""
+        """What it has said from position *since* on tells of no error of its own; returns the
+        position now."""
         said = self.log()
         found = max(said.find("Traceback", since), said.find("CRITICAL", since))
         assert found < 0, said[max(since, found - 500) : found + 6000]
@@ -112,12 +125,14 @@ class RouterProcess:
                 held += os.readlink(path).startswith("socket:")
         return held
 
-    # --- asking -----------------------------------------------------------------------------------------------------------
+    # --- asking -----------------------------------------------------------------------------------
 
     async def get(self, target: str, headers: Mapping[str, str] | None = None) -> Answer:
         return await ask(self.port, "GET", target, b"", headers)
 
-    async def post(self, target: str, body: object = b"", headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(
+        self, target: str, body: object = b"", headers: Mapping[str, str] | None = None
+    ) -> Answer:
         return await ask(self.port, "POST", target, body, headers)
 
     async def delete(self, target: str, headers: Mapping[str, str] | None = None) -> Answer:
@@ -134,7 +149,9 @@ class RouterProcess:
         found: dict[str, Any] = answer.json
         return found
 
-    async def until(self, condition: Callable[[Metrics], object], what: str, within_s: float = DEADLINE_S) -> None:
+    async def until(
+        self, condition: Callable[[Metrics], object], what: str, within_s: float = DEADLINE_S
+    ) -> None:
         """Scrape until *condition* holds."""
         deadline = time.monotonic() + within_s
         while not condition(await self.metrics()):
@@ -142,15 +159,22 @@ class RouterProcess:
 
     async def until_idle(self, within_s: float = DEADLINE_S) -> None:
         """Every count of what is in flight is zero again."""
-        names = ("kvroute_in_flight_requests", "kvroute_in_flight_prefill_tokens", "kvroute_in_flight_decodes")
+        names = (
+            "kvroute_in_flight_requests",
+            "kvroute_in_flight_prefill_tokens",
+            "kvroute_in_flight_decodes",
+        )
         names += ("kvroute_requests_under_way",)
-        await self.until(lambda now: not any(now.sum(name) for name in names), "nothing is in flight", within_s)
+        await self.until(
+            lambda now: not any(now.sum(name) for name in names), "nothing is in flight", within_s
+        )
 
-    # --- replicas ---------------------------------------------------------------------------------------------------------
+    # --- replicas ---------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def serving(self, *stubs: EngineStub, **settings: Any) -> AsyncIterator[None]:
-        """Add replicas at run time by nothing but their URLs, wait until they are in rotation, and remove them at the end."""
+        """Add replicas at run time by nothing but their URLs, wait until they are in rotation, and
+        remove them at the end."""
         for stub in stubs:
             answer = await self.post("/replicas", {"url": stub.url, "id": stub.name, **settings})
             assert answer.status == 201, answer
@@ -169,22 +193,30 @@ class RouterProcess:
         while True:
             found = await self.replica(stub.name)
             feeds = [source["feed"] for source in found["sources"]]
-            is_live = len(feeds) == stub.sources and all(feed and feed["state"] == "live" for feed in feeds)
+            is_live = len(feeds) == stub.sources and all(
+                feed and feed["state"] == "live" for feed in feeds
+            )
             if found["state"] == "healthy" and found["models"] and is_live:
                 return
-            assert time.monotonic() < deadline, f"{stub.name} is not in rotation within {within_s:g} s: {found}"
+            assert time.monotonic() < deadline, (
+                f"{stub.name} is not in rotation within {within_s:g} s: {found}"
+            )
 
     async def until_applied(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
         """The index holds all blocks that *stub* says it has."""
         deadline = time.monotonic() + within_s
         while True:
             (source,) = (await self.replica(stub.name))["sources"]
-            blocks = sum(held["blocks"] for held in source["cache"]["blocks"]) if source["cache"] else 0
+            blocks = (
+                sum(held["blocks"] for held in source["cache"]["blocks"]) if source["cache"] else 0
+            )
             if source["feed"]["state"] == "live" and blocks == stub.stored_blocks:
                 return
-            assert time.monotonic() < deadline, f"{stub.name}: not applied within {within_s:g} s: {source}"
+            assert time.monotonic() < deadline, (
+                f"{stub.name}: not applied within {within_s:g} s: {source}"
+            )
 
-    # --- the end ----------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def tell_to_stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -218,7 +250,9 @@ class RouterProcess:
             if found:
                 return found[1].decode(), int(found[2])
             assert self.process.poll() is None, f"the router ended: {said.decode(errors='replace')}"
-            assert time.monotonic() < deadline, f"the router does not listen: {said.decode(errors='replace')}"
+            assert time.monotonic() < deadline, (
+                f"the router does not listen: {said.decode(errors='replace')}"
+            )
             time.sleep(0.01)
 
 
@@ -228,7 +262,8 @@ def router_process(
     environ: Mapping[str, str] | None = None,
     limit: Callable[[], None] | None = None,
 ) -> Iterator[RouterProcess]:
-    """A router until the block ends; then it must stop cleanly, unless the block ended it already."""
+    """A router until the block ends; then it must stop cleanly, unless the block ended it
+    already."""
     router = RouterProcess(config, environ, limit)
     try:
         yield router

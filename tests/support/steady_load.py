@@ -1,4 +1,5 @@
-"""Clients that never stop asking, and what became of each request: what a fault costs is read off their side."""
+"""Clients that never stop asking, and what became of each request: what a fault costs is read off
+their side."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Sent:
 
 
 class ChaosWorkload:
-    """Questions about documents, short and long, so that many prompts share a prefix; half of the answers are streamed."""
+    """Questions about documents, short and long, so that many prompts share a prefix; half of the
+    answers are streamed."""
 
     def __init__(self, seed: int, model: str) -> None:
         self._random = Random(seed)
@@ -64,7 +66,13 @@ class ChaosWorkload:
         """The body of a completion."""
         prompt = self._random.choice(self._documents) + self._text(self._random.randint(1, 60))
         max_tokens = self._random.choice((2, 20, 60))
-        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         if self._random.random() < 0.5:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
@@ -74,7 +82,8 @@ class ChaosWorkload:
 
 
 class SteadyLoad:
-    """So many clients, each with one request under way until the block ends; then those that run end as they may."""
+    """So many clients, each with one request under way until the block ends; then those that run
+    end as they may."""
 
     def __init__(self, port: int, workload: ChaosWorkload, clients: int = 10) -> None:
         self.sent: list[Sent] = []
@@ -95,14 +104,21 @@ class SteadyLoad:
     async def until_served(self, count: int, within_s: float = 60.0) -> None:
         """So many more requests have been served."""
         wanted = self.fates[Fate.SERVED] + count
-        await eventually(self._unless_failed(lambda: self.fates[Fate.SERVED] >= wanted), f"{count} requests served", within_s)
+        await eventually(
+            self._unless_failed(lambda: self.fates[Fate.SERVED] >= wanted),
+            f"{count} requests served",
+            within_s,
+        )
 
     async def __aenter__(self) -> SteadyLoad:
         self._tasks = [asyncio.create_task(self._ask_on()) for _ in range(self._clients)]
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._is_over = True
         if error is not None:

@@ -1,7 +1,8 @@
-"""A publisher that behaves as vLLM's does on the wire: no identity, no heartbeats, no snapshots, a bounded ring.
+"""A publisher that behaves as vLLM's does on the wire: no identity, no heartbeats, no snapshots, a
+bounded ring.
 
-It is an XPUB, which differs from PUB in one thing: we can see when a subscription has arrived. A subscriber's own handshake is
-over a little earlier.
+It is an XPUB, which differs from PUB in one thing: we can see when a subscription has arrived. A
+subscriber's own handshake is over a little earlier.
 """
 
 from __future__ import annotations
@@ -126,7 +127,12 @@ class VllmPublisher:
     def __enter__(self) -> VllmPublisher:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -156,7 +162,11 @@ class VllmPublisher:
         return [*(self.reply(seq, payload) for seq, payload in batches), self.end()]
 
     def reply(self, seq: int, payload: bytes) -> Reply:
-        return [b"", self.topic, seq_frame(seq), payload] if self._with_topic else [b"", seq_frame(seq), payload]
+        return (
+            [b"", self.topic, seq_frame(seq), payload]
+            if self._with_topic
+            else [b"", seq_frame(seq), payload]
+        )
 
     def end(self) -> Reply:
         return [b"", b"", END, b""] if self._with_topic else [b"", END, b""]

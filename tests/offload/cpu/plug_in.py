@@ -87,7 +87,9 @@ half = kvroute_offload_plug_in:Half
 """
 
 
-def install(site: Path, distribution: str = "kvroute-offload-plug-in", entry_points: str = ENTRY_POINTS) -> None:
+def install(
+    site: Path, distribution: str = "kvroute-offload-plug-in", entry_points: str = ENTRY_POINTS
+) -> None:
     """Write the distribution into *site*, a folder that is or will be on `sys.path`."""
     name = distribution.replace("-", "_")
     (site / "kvroute_offload_plug_in.py").write_text(MODULE)

@@ -1,4 +1,5 @@
-"""ARC against the paper: Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003."""
+"""ARC against the paper: Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
+FAST 2003."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.offload.cpu.keys import REQUEST, access, hits, key, keys, store
 
 
 class PaperARC:
-    """Figure 4 of the paper, word for word; lists, least recent first, since nothing here has to be fast."""
+    """Figure 4 of the paper, word for word; lists, least recent first, since nothing here has to be
+    fast."""
 
     def __init__(self, c: int) -> None:
         self.c = c
@@ -92,20 +94,28 @@ def lists(policy: ARCPolicy) -> tuple[list[int], list[int], list[int], list[int]
 
 def assert_bounds(policy: ARCPolicy) -> None:
     """Section III of the paper, and what follows from it."""
-    t1, t2, b1, b2 = map(len, (policy.recent, policy.frequent, policy.recent_ghosts, policy.frequent_ghosts))
+    t1, t2, b1, b2 = map(
+        len, (policy.recent, policy.frequent, policy.recent_ghosts, policy.frequent_ghosts)
+    )
     assert 0 <= policy.target <= policy.capacity
     assert t1 + t2 <= policy.capacity
     assert t1 + b1 <= policy.capacity
     assert t1 + t2 + b1 + b2 <= 2 * policy.capacity
 
 
-# Each access names the list it comes from: plain random numbers seldom return from a ghost list often enough to move p far.
-scripts = st.lists(st.tuples(st.sampled_from(["T1", "T2", "B1", "B1", "B2", "fresh"]), st.integers(0, 9)), max_size=150)
+# Each access names the list it comes from: plain random numbers seldom return from a ghost list
+# often enough to move p far.
+scripts = st.lists(
+    st.tuples(st.sampled_from(["T1", "T2", "B1", "B1", "B2", "fresh"]), st.integers(0, 9)),
+    max_size=150,
+)
 
 
 @settings(max_examples=400)
 @given(capacity=st.integers(1, 7), script=scripts)
-def test_one_access_at_a_time_is_the_papers_algorithm(capacity: int, script: list[tuple[str, int]]) -> None:
+def test_one_access_at_a_time_is_the_papers_algorithm(
+    capacity: int, script: list[tuple[str, int]]
+) -> None:
     """Hits, all four lists in their order, and p are equal after every access."""
     tier = CPUOffloadingManager(capacity, "arc")
     paper = PaperARC(capacity)
@@ -138,7 +148,9 @@ def test_a_long_mixed_trace_is_the_papers_algorithm(capacity: int) -> None:
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["store", "store", "finish", "fail", "load", "unload", "bad", "touch", "reset"]),
+        st.sampled_from(
+            ["store", "store", "finish", "fail", "load", "unload", "bad", "touch", "reset"]
+        ),
         st.lists(st.integers(0, 12), min_size=1, max_size=4),
     ),
     max_size=80,
@@ -146,8 +158,11 @@ actions = st.lists(
 
 
 @given(capacity=st.integers(1, 6), script=actions)
-def test_the_bounds_hold_with_copies_in_flight(capacity: int, script: list[tuple[str, list[int]]]) -> None:
-    """Batches, failures and resets are not in the paper; the bounds on memory and on p must survive them."""
+def test_the_bounds_hold_with_copies_in_flight(
+    capacity: int, script: list[tuple[str, list[int]]]
+) -> None:
+    """Batches, failures and resets are not in the paper; the bounds on memory and on p must survive
+    them."""
     tier = CPUOffloadingManager(capacity, "arc")
     storing: list[list[OffloadKey]] = []
     loading: list[list[OffloadKey]] = []
@@ -168,11 +183,15 @@ def test_the_bounds_hold_with_copies_in_flight(capacity: int, script: list[tuple
             tier.reset()
         policy, now = policy_of(tier), tier.statistics()
         assert_bounds(policy)
-        assert len(policy.recent) + len(policy.frequent) == now.idle_blocks + now.loading_blocks + now.pending_blocks
+        assert (
+            len(policy.recent) + len(policy.frequent)
+            == now.idle_blocks + now.loading_blocks + now.pending_blocks
+        )
 
 
 def hot_set_after_a_scan(cache_policy: str) -> set[int]:
-    """A set of 50 blocks in use by everybody, then ten times the tier's size of prompts seen once."""
+    """A set of 50 blocks in use by everybody, then ten times the tier's size of prompts seen
+    once."""
     tier = CPUOffloadingManager(100, cache_policy)
     for _ in range(3):
         for number in range(50):
@@ -183,7 +202,8 @@ def hot_set_after_a_scan(cache_policy: str) -> set[int]:
 
 
 def test_a_hot_set_survives_a_scan() -> None:
-    """What the policy is there for: one long batch of fresh documents must not cost everybody the system prompt."""
+    """What the policy is there for: one long batch of fresh documents must not cost everybody the
+    system prompt."""
     assert hot_set_after_a_scan("arc") == set(range(50))
 
 
@@ -192,7 +212,9 @@ def test_lru_loses_the_hot_set_to_the_same_scan() -> None:
     assert hot_set_after_a_scan("lru") == set()
 
 
-def test_the_target_grows_with_returns_of_recent_ghosts_and_falls_with_those_of_frequent_ones() -> None:
+def test_the_target_grows_with_returns_of_recent_ghosts_and_falls_with_those_of_frequent_ones() -> (
+    None
+):
     """The paper's learning rule, by hand: a return says which of the lists was too short."""
     tier = CPUOffloadingManager(2, "arc")
     policy = policy_of(tier)

@@ -55,7 +55,8 @@ def test_a_loaded_prompt_goes_from_its_tail_and_after_what_was_idle() -> None:
 
 
 def test_a_touch_during_a_load_changes_nothing() -> None:
-    """It stays out of the order until it is released; a second place in it would evict it under the copy."""
+    """It stays out of the order until it is released; a second place in it would evict it under the
+    copy."""
     tier = CPUOffloadingManager(2, "lru")
     store(tier, 1, 2)
     tier.prepare_load(keys(1), REQUEST)
@@ -67,7 +68,8 @@ def test_a_touch_during_a_load_changes_nothing() -> None:
 
 
 def test_a_prompt_offered_again_goes_from_its_tail_and_after_what_was_idle() -> None:
-    """A request with this prefix has just run; its blocks are protected during the call and are recent after it."""
+    """A request with this prefix has just run; its blocks are protected during the call and are
+    recent after it."""
     tier = CPUOffloadingManager(5, "lru")
     store(tier, 1, 2, 3)
     store(tier, 8, 9)

@@ -8,10 +8,25 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from kvevents.events import CPU
-from offload.base import CPULoadStoreSpec, LookupResult, OffloadingEvent, OffloadingManager, OffloadKey, PrepareStoreOutput
+from offload.base import (
+    CPULoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+)
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.policies import create_policy
 from offload.errors import CacheConfigError, TierStateError
@@ -45,7 +60,7 @@ def event(*numbers: int, removed: bool = False) -> OffloadingEvent:
     return OffloadingEvent(tuple(keys(*numbers)), CPU, removed)
 
 
-# --- storing --------------------------------------------------------------------------------------------------------------
+# --- storing --------------------------------------------------------------------------------------
 
 
 def test_a_block_is_a_hit_only_after_its_store(tier: CPUOffloadingManager) -> None:
@@ -103,11 +118,16 @@ def test_parts_of_a_store_may_end_apart(tier: CPUOffloadingManager) -> None:
     prepare_store(tier, 1, 2, 3)
     tier.complete_store(keys(2), REQUEST)
     tier.complete_store(keys(1), REQUEST, success=False)
-    assert [lookup(tier, n) for n in (1, 2, 3)] == [LookupResult.MISS, LookupResult.HIT, LookupResult.PENDING]
+    assert [lookup(tier, n) for n in (1, 2, 3)] == [
+        LookupResult.MISS,
+        LookupResult.HIT,
+        LookupResult.PENDING,
+    ]
 
 
 def test_a_store_ends_once(tier: CPUOffloadingManager) -> None:
-    """A job reported twice must not free or announce a block that belongs to somebody else by then."""
+    """A job reported twice must not free or announce a block that belongs to somebody else by
+    then."""
     prepare_store(tier, 1, 2)
     tier.complete_store(keys(1), REQUEST)
     with pytest.raises(TierStateError, match="complete_store: key 2 of 2 has no store in flight"):
@@ -117,7 +137,7 @@ def test_a_store_ends_once(tier: CPUOffloadingManager) -> None:
     assert lookup(tier, 2) is LookupResult.PENDING
 
 
-# --- eviction -------------------------------------------------------------------------------------------------------------
+# --- eviction -------------------------------------------------------------------------------------
 
 
 def test_room_is_made_in_one_batch(tier: CPUOffloadingManager) -> None:
@@ -128,7 +148,9 @@ def test_room_is_made_in_one_batch(tier: CPUOffloadingManager) -> None:
     (removed,) = tier.take_events()
     assert removed.removed
     assert list(removed.keys) == list(output.evicted_keys)
-    assert hits(tier, range(9)) == {1, 2, 3} - {int.from_bytes(name[:4], "big") for name in output.evicted_keys}
+    assert hits(tier, range(9)) == {1, 2, 3} - {
+        int.from_bytes(name[:4], "big") for name in output.evicted_keys
+    }
     assert tier.statistics().evicted == 2
 
 
@@ -152,7 +174,8 @@ def test_more_keys_than_blocks_are_refused(tier: CPUOffloadingManager) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_refused_store_changes_nothing(policy: str) -> None:
-    """Not a block, not an event, not the order of eviction: a twin that was never asked goes on alike."""
+    """Not a block, not an event, not the order of eviction: a twin that was never asked goes on
+    alike."""
     asked, twin = CPUOffloadingManager(4, policy), CPUOffloadingManager(4, policy)
     for tier in (asked, twin):
         store(tier, 1, 2, 3, 4)
@@ -164,12 +187,18 @@ def test_a_refused_store_changes_nothing(policy: str) -> None:
     assert asked.prepare_store(keys(1, 6, 7, 8), REQUEST) is None
     assert asked.take_events() == []
     after = asked.statistics()
-    assert (after.free_blocks, after.idle_blocks, after.pending_blocks) == (state.free_blocks, state.idle_blocks, 0)
+    assert (after.free_blocks, after.idle_blocks, after.pending_blocks) == (
+        state.free_blocks,
+        state.idle_blocks,
+        0,
+    )
     assert after.refused_stores == state.refused_stores + 1
     for tier in (asked, twin):
         tier.complete_load(keys(2, 5), REQUEST)
     for number in (4, 1, 9, 10, 11, 12, 13):
-        assert asked.prepare_store(keys(number), REQUEST) == twin.prepare_store(keys(number), REQUEST)
+        assert asked.prepare_store(keys(number), REQUEST) == twin.prepare_store(
+            keys(number), REQUEST
+        )
         for tier in (asked, twin):
             if lookup(tier, number) is LookupResult.PENDING:
                 tier.complete_store(keys(number), REQUEST)
@@ -188,7 +217,7 @@ def test_a_block_under_load_is_not_evicted(tier: CPUOffloadingManager) -> None:
     assert list(prepare_store(tier, 6).evicted_keys) == keys(1)
 
 
-# --- loading --------------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def test_a_load_reads_where_the_store_wrote(tier: CPUOffloadingManager) -> None:
@@ -197,7 +226,9 @@ def test_a_load_reads_where_the_store_wrote(tier: CPUOffloadingManager) -> None:
     tier.complete_store(keys(1, 2, 3), REQUEST)
     assert isinstance(written.store_spec, CPULoadStoreSpec)
     first, second, third = written.store_spec.block_ids
-    assert tier.prepare_load(keys(3, 1, 1, 2), REQUEST) == CPULoadStoreSpec([third, first, first, second])
+    assert tier.prepare_load(keys(3, 1, 1, 2), REQUEST) == CPULoadStoreSpec(
+        [third, first, first, second]
+    )
 
 
 def test_a_load_with_a_miss_in_it_protects_nothing(tier: CPUOffloadingManager) -> None:
@@ -212,9 +243,14 @@ def test_a_load_ends_once(tier: CPUOffloadingManager) -> None:
     """One completion too many would take away another request's protection."""
     store(tier, 1, 2)
     tier.prepare_load(keys(1), REQUEST)
-    with pytest.raises(TierStateError, match="complete_load: key 2 of 2 has 0 loads in flight, 1 are said to be over"):
+    with pytest.raises(
+        TierStateError,
+        match="complete_load: key 2 of 2 has 0 loads in flight, 1 are said to be over",
+    ):
         tier.complete_load(keys(1, 2), REQUEST)
-    with pytest.raises(TierStateError, match="key 1 of 1 has 1 loads in flight, 2 are said to be over"):
+    with pytest.raises(
+        TierStateError, match="key 1 of 1 has 1 loads in flight, 2 are said to be over"
+    ):
         tier.complete_load(keys(1, 1), REQUEST)
     with pytest.raises(TierStateError, match="key 1 of 1 has 0 loads in flight"):
         tier.complete_load(keys(9), REQUEST)
@@ -244,7 +280,9 @@ def test_a_bad_block_keeps_its_id_while_others_read_it(tier: CPUOffloadingManage
     assert lookup(tier, 1) is LookupResult.MISS
     assert tier.take_events() == [event(1, removed=True)]
     assert tier.prepare_store(keys(2, 3, 4), REQUEST) is None
-    assert list(prepare_store(tier, 1).keys_to_store) == [], "one key has one block: it is stored again later"
+    assert list(prepare_store(tier, 1).keys_to_store) == [], (
+        "one key has one block: it is stored again later"
+    )
     tier.complete_load(keys(1), REQUEST, success=False)
     tier.complete_load(keys(1), REQUEST)
     assert tier.take_events() == []
@@ -252,7 +290,7 @@ def test_a_bad_block_keeps_its_id_while_others_read_it(tier: CPUOffloadingManage
     assert tier.statistics().failed_loads == 2
 
 
-# --- reset ----------------------------------------------------------------------------------------------------------------
+# --- reset ----------------------------------------------------------------------------------------
 
 
 def test_a_reset_forgets_all_and_says_so_once(tier: CPUOffloadingManager) -> None:
@@ -286,7 +324,7 @@ def test_what_is_in_flight_at_a_reset_never_comes_back(tier: CPUOffloadingManage
     assert len(prepare_store(tier, 2, 3, 4).keys_to_store) == 3
 
 
-# --- the rest -------------------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def test_events_switched_off_do_not_pile_up() -> None:
@@ -327,7 +365,11 @@ def test_lookups_are_counted_by_their_answer(tier: CPUOffloadingManager) -> None
     for number in (1, 1, 1, 2, 2, 3):
         lookup(tier, number)
     statistics = tier.statistics()
-    assert (statistics.lookup_hits, statistics.lookup_pending, statistics.lookup_misses) == (3, 2, 1)
+    assert (statistics.lookup_hits, statistics.lookup_pending, statistics.lookup_misses) == (
+        3,
+        2,
+        1,
+    )
     assert (statistics.stored, statistics.loads) == (1, 0)
 
 
@@ -341,13 +383,14 @@ def test_the_policy_is_lru_unless_said_otherwise() -> None:
     assert type(CPUOffloadingManager(2)._policy) is type(create_policy("lru", 2))
 
 
-# --- against a model ------------------------------------------------------------------------------------------------------
+# --- against a model ------------------------------------------------------------------------------
 
 NUMBERS = st.integers(0, 9)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random calls in any order the protocol allows, beside sets and counters that say what must come of them."""
+    """Random calls in any order the protocol allows, beside sets and counters that say what must
+    come of them."""
 
     policy = "lru"
     stores = Bundle("stores")
@@ -389,7 +432,13 @@ class TierMachine(RuleBasedStateMachine):
         self.took(output, new, evictions, candidates)
         return list(new) if new else multiple()
 
-    def took(self, output: PrepareStoreOutput, new: list[OffloadKey], evictions: int, candidates: set[OffloadKey]) -> None:
+    def took(
+        self,
+        output: PrepareStoreOutput,
+        new: list[OffloadKey],
+        evictions: int,
+        candidates: set[OffloadKey],
+    ) -> None:
         evicted = set(output.evicted_keys)
         assert len(output.evicted_keys) == len(evicted) == evictions
         assert evicted <= candidates
@@ -489,7 +538,15 @@ class TierMachine(RuleBasedStateMachine):
         assert statistics.loading_blocks == len(self.stored) - len(self.idle)
         assert statistics.pending_blocks == len(self.pending)
         assert statistics.doomed_blocks == len(self.doomed)
-        for name in ("refused_stores", "evicted", "stored", "failed_stores", "failed_loads", "loads", "reset_blocks"):
+        for name in (
+            "refused_stores",
+            "evicted",
+            "stored",
+            "failed_stores",
+            "failed_loads",
+            "loads",
+            "reset_blocks",
+        ):
             assert getattr(statistics, name) == self.counts[name], name
 
     def teardown(self) -> None:

@@ -1,4 +1,5 @@
-"""Eviction policies by name: what is built in, what is installed, and what somebody wrote wrongly."""
+"""Eviction policies by name: what is built in, what is installed, and what somebody wrote
+wrongly."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_the_built_in_policies_have_names() -> None:
     assert isinstance(create_policy("arc", 4), ARCPolicy)
 
 
-def test_a_plug_in_is_found_by_its_entry_point_and_told_the_number_of_blocks(installed: Path) -> None:
+def test_a_plug_in_is_found_by_its_entry_point_and_told_the_number_of_blocks(
+    installed: Path,
+) -> None:
     """Installing a package is all it takes."""
     assert plug_in.NAME in policy_names()
     assert create_policy(plug_in.NAME, 7).capacity == 7  # type: ignore[attr-defined]
@@ -53,11 +56,16 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: Path) -> N
         ("missing", "cannot be imported: No module named 'kvroute_no_such_module'"),
         ("absent", "cannot be imported"),
         ("number", "is int; it must be callable with the number of blocks"),
-        ("nothing", "made NoneType; it lacks the methods admit, touch, hold, release, discard, clear"),
+        (
+            "nothing",
+            "made NoneType; it lacks the methods admit, touch, hold, release, discard, clear",
+        ),
         ("half", "made Half; it lacks the methods release, discard, clear"),
     ],
 )
-def test_a_policy_that_cannot_be_used_says_what_is_wrong(installed: Path, name: str, message: str) -> None:
+def test_a_policy_that_cannot_be_used_says_what_is_wrong(
+    installed: Path, name: str, message: str
+) -> None:
     """It is met at start-up, by somebody who did not write it."""
     with pytest.raises(CacheConfigError, match=message):
         CPUOffloadingManager(4, name)
@@ -65,8 +73,13 @@ def test_a_policy_that_cannot_be_used_says_what_is_wrong(installed: Path, name: 
 
 def test_a_name_that_two_packages_offer_is_refused(installed: Path) -> None:
     """Which of them would be taken is chance otherwise."""
-    plug_in.install(installed, "another", "[kvroute.offload_policies]\nfifo = kvroute_another:FIFOPolicy\n")
-    with pytest.raises(CacheConfigError, match="'fifo' is offered by kvroute_another:FIFOPolicy and kvroute_offload_plug_in"):
+    plug_in.install(
+        installed, "another", "[kvroute.offload_policies]\nfifo = kvroute_another:FIFOPolicy\n"
+    )
+    with pytest.raises(
+        CacheConfigError,
+        match="'fifo' is offered by kvroute_another:FIFOPolicy and kvroute_offload_plug_in",
+    ):
         create_policy("fifo", 4)
 
 
@@ -82,6 +95,8 @@ def test_a_plug_in_that_breaks_the_rules_stops_the_store(installed: Path, name: 
     tier = CPUOffloadingManager(2, name)
     store(tier, 1, 2)
     tier.prepare_load(keys(1), REQUEST)
-    with pytest.raises(TierStateError, match=r"\.admit must return a stored key that is not in flight"):
+    with pytest.raises(
+        TierStateError, match=r"\.admit must return a stored key that is not in flight"
+    ):
         tier.prepare_store(keys(3), REQUEST)
     tier.complete_load(keys(1), REQUEST)

@@ -1,4 +1,5 @@
-"""An engine that says what a test wants, behind its real HTTP face: real scheduler, cache and sockets, a runner by hand."""
+"""An engine that says what a test wants, behind its real HTTP face: real scheduler, cache and
+sockets, a runner by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SOURCE = EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-even
 
 
 class ScriptedRunner:
-    """Says a text byte by byte, then the end of the sequence. A test may hold it, or have it fail."""
+    """Says a text byte by byte, then the end of the sequence. A test may hold it, or have it
+    fail."""
 
     def __init__(self, says: str) -> None:
         self.token_ids = [*says.encode(), EOS_TOKEN_ID]
@@ -70,7 +72,9 @@ class Served:
     async def get(self, path: str) -> Answer:
         return await ask(self.port, "GET", path)
 
-    async def post(self, path: str, body: object = b"", headers: dict[str, str] | None = None) -> Answer:
+    async def post(
+        self, path: str, body: object = b"", headers: dict[str, str] | None = None
+    ) -> Answer:
         return await ask(self.port, "POST", path, body, headers)
 
     async def metrics(self) -> Metrics:
@@ -85,7 +89,10 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    says: str = "hello", tokenizer: Tokenizer | None = None, settings: dict[str, Any] | None = None, **api: Any
+    says: str = "hello",
+    tokenizer: Tokenizer | None = None,
+    settings: dict[str, Any] | None = None,
+    **api: Any,
 ) -> AsyncIterator[Served]:
     """An engine that says *says*, served on a port of the system's choice until the block ends."""
     engine, runner = scripted_engine(says, **(settings or {}))
@@ -118,7 +125,9 @@ def served_model(engine: Engine) -> ServedModel:
 
 @contextlib.asynccontextmanager
 async def _listening(app: Any) -> AsyncIterator[int]:
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none", access_log=False)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_config=None, lifespan="off", ws="none", access_log=False
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     task = asyncio.create_task(server.serve())

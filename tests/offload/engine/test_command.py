@@ -23,22 +23,40 @@ ROOT = Path(__file__).parents[3]
 def kvroute(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The command to its end; *path* goes in front of what Python finds."""
     paths = [str(path)] if path else []
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-m", "router.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environ
+    )
 
 
 async def test_an_engine_serves_until_it_is_told_to_stop() -> None:
     """Health, a chat, its metrics, a clean end."""
-    async with engine_processes(1, *simulated("gptoss", served_model_name="mine", lora="adapter")) as (engine,):
+    async with engine_processes(
+        1, *simulated("gptoss", served_model_name="mine", lora="adapter")
+    ) as (engine,):
         assert (await engine.get("/health")).status == 200
-        assert [entry["id"] for entry in (await engine.get("/v1/models")).json["data"]] == ["mine", "adapter"]
+        assert [entry["id"] for entry in (await engine.get("/v1/models")).json["data"]] == [
+            "mine",
+            "adapter",
+        ]
         (source,) = (await engine.get("/kv_event_sources")).json.values()
         assert source["endpoint"].startswith("tcp://127.0.0.1:")
         assert not source["endpoint"].endswith(":0")
-        body = {"model": "mine", "messages": [{"role": "user", "content": "hello " * 20}], "max_tokens": 5, "ignore_eos": True}
+        body = {
+            "model": "mine",
+            "messages": [{"role": "user", "content": "hello " * 20}],
+            "max_tokens": 5,
+            "ignore_eos": True,
+        }
         found = (await engine.post("/v1/chat/completions", body)).json
-        assert (found["choices"][0]["finish_reason"], found["usage"]["completion_tokens"]) == ("length", 5)
+        assert (found["choices"][0]["finish_reason"], found["usage"]["completion_tokens"]) == (
+            "length",
+            5,
+        )
         metrics = await engine.metrics()
         assert metrics.sum("vllm:generation_tokens_total", model_name="mine", engine="0") == 5
         assert metrics.sum("vllm:cache_config_info", block_size="16", num_gpu_blocks="512") == 1
@@ -47,10 +65,18 @@ async def test_an_engine_serves_until_it_is_told_to_stop() -> None:
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_a_signal_lets_requests_finish_and_a_second_one_does_not(signals: int) -> None:
     """And new ones are told to go elsewhere."""
-    async with engine_processes(1, *simulated(step_overhead_s=0.01)) as (engine,), connect(engine.port) as client:
+    async with (
+        engine_processes(1, *simulated(step_overhead_s=0.01)) as (engine,),
+        connect(engine.port) as client,
+    ):
         async with connect(engine.port) as other:
             await other.ask("GET", "/health")  # a connection that is there when it stops listening
-            body = {"prompt": "x", "max_tokens": 100 if signals == 1 else 3000, "ignore_eos": True, "stream": True}
+            body = {
+                "prompt": "x",
+                "max_tokens": 100 if signals == 1 else 3000,
+                "ignore_eos": True,
+                "stream": True,
+            }
             await client.send("POST", "/v1/completions", body)
             await client.read_head()
             await client.read_piece()
@@ -70,19 +96,26 @@ async def test_a_crash_takes_the_process_with_it_and_a_restart_has_a_new_cache()
     async with engine_processes(1, *simulated(enable_faults=True)) as (engine,):
         body = {"prompt": list(range(100)), "max_tokens": 1}
         await engine.post("/v1/completions", body)
-        assert (await engine.post("/v1/completions", body)).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 96}
+        assert (await engine.post("/v1/completions", body)).json["usage"][
+            "prompt_tokens_details"
+        ] == {"cached_tokens": 96}
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await engine.post("/faults", {"kind": "crash"})
         assert await engine.ended() == 1
         port = engine.port
         await asyncio.to_thread(engine.start)
         assert engine.port == port
-        assert (await engine.post("/v1/completions", body)).json["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert (await engine.post("/v1/completions", body)).json["usage"][
+            "prompt_tokens_details"
+        ] == {"cached_tokens": 0}
 
 
 async def test_a_restart_on_demand_is_another_engine_at_the_same_address() -> None:
-    """For whoever tests a router: the process is the same to its supervisor, its cache and its stream of events are new."""
-    async with engine_processes(1, *simulated("gemma", num_blocks=300, enable_faults=True)) as (engine,):
+    """For whoever tests a router: the process is the same to its supervisor, its cache and its
+    stream of events are new."""
+    async with engine_processes(1, *simulated("gemma", num_blocks=300, enable_faults=True)) as (
+        engine,
+    ):
         body = {"model": "gemma", "prompt": [*range(1, 100)], "max_tokens": 2}
         hits = [cached_tokens(await engine.post("/v1/completions", body)) for _ in range(2)]
         process = engine.process.pid
@@ -116,9 +149,15 @@ async def test_a_tokenizer_file_is_used_and_the_model_knows_its_ids(tmp_path: Pa
     """With its chat template."""
     write_tokenizer(tmp_path)
     async with engine_processes(1, *simulated("full", tokenizer=str(tmp_path))) as (engine,):
-        chat = (await engine.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})).json["tokens"]
-        assert (await engine.post("/detokenize", {"tokens": chat})).json == {"prompt": "<|user|>a</s><|assistant|>"}
-        assert (await engine.post("/v1/completions", {"prompt": "héllo", "max_tokens": 2})).status == 200
+        chat = (
+            await engine.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]})
+        ).json["tokens"]
+        assert (await engine.post("/detokenize", {"tokens": chat})).json == {
+            "prompt": "<|user|>a</s><|assistant|>"
+        }
+        assert (
+            await engine.post("/v1/completions", {"prompt": "héllo", "max_tokens": 2})
+        ).status == 200
 
 
 async def test_no_endless_head_is_taken() -> None:
@@ -174,14 +213,16 @@ def test_a_port_that_is_taken_is_said() -> None:
     assert (done.returncode, "cannot be listened on" in done.stderr) == (2, True)
 
 
-# --- commands of other packages -------------------------------------------------------------------------------------------
+# --- commands of other packages -------------------------------------------------------------------
 
 
 def plug_in(directory: Path, name: str, source: str | None) -> Path:
     """A package that is installed beside ours and brings a command."""
     information = directory / f"plugged_{name}-1.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: plugged-{name}\nVersion: 1\n")
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: plugged-{name}\nVersion: 1\n"
+    )
     (information / "entry_points.txt").write_text(f"[kvroute.commands]\n{name} = plugged_{name}\n")
     if source is not None:
         (directory / f"plugged_{name}.py").write_text(source)
@@ -207,7 +248,9 @@ def test_a_command_of_another_package_runs_like_one_of_ours(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("source", [None, "import a_module_that_is_not_installed"])
-def test_a_command_that_cannot_be_imported_breaks_only_itself(tmp_path: Path, source: str | None) -> None:
+def test_a_command_that_cannot_be_imported_breaks_only_itself(
+    tmp_path: Path, source: str | None
+) -> None:
     """And says what is missing."""
     plug_in(tmp_path, "broken", source)
     done = kvroute("broken", "--flag", path=tmp_path)

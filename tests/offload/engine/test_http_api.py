@@ -28,7 +28,11 @@ async def engine() -> AsyncIterator[Served]:
 
 
 def body_for(path: str, **fields: Any) -> dict[str, Any]:
-    prompt = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x" * 90}]}
+    prompt = (
+        {"prompt": PROMPT}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": "x" * 90}]}
+    )
     return {"model": MODEL, **prompt, **fields}
 
 
@@ -49,7 +53,7 @@ def error_of(answer: Answer) -> dict[str, Any]:
     return error
 
 
-# --- answers --------------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 async def test_a_completion_has_every_field(engine: Served) -> None:
@@ -62,7 +66,15 @@ async def test_a_completion_has_every_field(engine: Served) -> None:
         "id": "cmpl-mine",
         "object": "text_completion",
         "model": MODEL,
-        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "text": "hello",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
         "usage": usage(100, 6, 0),
     }
 
@@ -76,7 +88,15 @@ async def test_a_chat_completion_has_every_field(engine: Served) -> None:
     assert found == {
         "object": "chat.completion",
         "model": MODEL,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "choices": [
+            {
+                "index": 0,
+                "message": message,
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
         "usage": usage(94, 6, 0),
     }
 
@@ -95,7 +115,9 @@ async def test_a_stream_says_the_same_as_a_whole_answer(engine: Served, path: st
     """Token by token, with the usage at the end, and nothing of it before."""
     whole = (await engine.post(path, body_for(path))).json
     await engine.post("/reset_prefix_cache")
-    answer = await engine.post(path, body_for(path, stream=True, stream_options={"include_usage": True}))
+    answer = await engine.post(
+        path, body_for(path, stream=True, stream_options={"include_usage": True})
+    )
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *pieces, last = events_of(answer.body)
     assert last["choices"] == []
@@ -122,14 +144,29 @@ async def test_a_stream_without_options_tells_no_usage(engine: Served) -> None:
 async def test_running_usage_is_told_with_every_event(engine: Served) -> None:
     """vLLM's `continuous_usage_stats`, for gateways that bill streams that were cut."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    events = events_of((await engine.post(COMPLETIONS, body_for(COMPLETIONS, stream=True, stream_options=options))).body)
+    events = events_of(
+        (
+            await engine.post(
+                COMPLETIONS, body_for(COMPLETIONS, stream=True, stream_options=options)
+            )
+        ).body
+    )
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 5, 6, 6]
 
 
 async def test_cached_tokens_are_told_and_parted_by_salt_and_adapter(engine: Served) -> None:
-    """The number that a router's predictions are held against; a tenant's salt and an adapter have caches of their own."""
+    """The number that a router's predictions are held against; a tenant's salt and an adapter have
+    caches of their own."""
     cached = []
-    for extra in ({}, {}, {"cache_salt": "s"}, {"cache_salt": "s"}, {"model": ADAPTER}, {"model": ADAPTER}, {}):
+    for extra in (
+        {},
+        {},
+        {"cache_salt": "s"},
+        {"cache_salt": "s"},
+        {"model": ADAPTER},
+        {"model": ADAPTER},
+        {},
+    ):
         found = (await engine.post(COMPLETIONS, body_for(COMPLETIONS, **extra))).json
         assert found["model"] == extra.get("model", MODEL)
         cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -148,7 +185,9 @@ async def test_cached_tokens_are_told_and_parted_by_salt_and_adapter(engine: Ser
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompts_come_in_four_forms(engine: Served, prompt: Any, tokens: list[int], stream: bool) -> None:
+async def test_prompts_come_in_four_forms(
+    engine: Served, prompt: Any, tokens: list[int], stream: bool
+) -> None:
     """Each prompt of a batch is a choice of its own, in its place."""
     fields = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS, prompt=prompt, **fields))
@@ -164,21 +203,35 @@ async def test_prompts_come_in_four_forms(engine: Served, prompt: Any, tokens: l
 
 async def test_a_text_prompt_is_tokenised_as_the_tokenize_endpoint_says(engine: Served) -> None:
     """A router asks there and predicts from the answer."""
-    text, messages = "a long enough prompt to fill blocks " * 3, [{"role": "user", "content": "question " * 20}]
+    text, messages = (
+        "a long enough prompt to fill blocks " * 3,
+        [{"role": "user", "content": "question " * 20}],
+    )
     for path, prompt in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": messages})):
         tokenized = (await engine.post("/tokenize", {"model": MODEL, **prompt})).json
         ids = tokenized["tokens"]
-        assert tokenized == {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None}
-        assert (await engine.post(path, {"model": MODEL, **prompt})).json["usage"]["prompt_tokens"] == len(ids)
+        assert tokenized == {
+            "count": len(ids),
+            "max_model_len": 4096,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        assert (await engine.post(path, {"model": MODEL, **prompt})).json["usage"][
+            "prompt_tokens"
+        ] == len(ids)
         again = (await engine.post(COMPLETIONS, {"prompt": ids})).json["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == (len(ids) - 1) // 16 * 16
         back = (await engine.post("/detokenize", {"model": MODEL, "tokens": ids})).json
         assert back["prompt"].startswith("<|bos|>")
-    plain = (await engine.post("/tokenize", {"prompt": "hé", "add_special_tokens": False, "return_token_strs": True})).json
+    plain = (
+        await engine.post(
+            "/tokenize", {"prompt": "hé", "add_special_tokens": False, "return_token_strs": True}
+        )
+    ).json
     assert (plain["tokens"], len(plain["token_strs"])) == ([104, 195, 169], 3)
 
 
-# --- how answers end ------------------------------------------------------------------------------------------------------
+# --- how answers end ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,7 +248,13 @@ async def test_a_text_prompt_is_tokenised_as_the_tokenize_endpoint_says(engine: 
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_ends_where_it_was_asked_to(
-    engine: Served, fields: dict[str, Any], text: str, reason: str, stop_reason: Any, tokens: int, stream: bool
+    engine: Served,
+    fields: dict[str, Any],
+    text: str,
+    reason: str,
+    stop_reason: Any,
+    tokens: int,
+    stream: bool,
 ) -> None:
     """Counted tokens include the one that ended it; the text does not."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -211,15 +270,20 @@ async def test_an_answer_ends_where_it_was_asked_to(
 async def test_completions_end_after_sixteen_tokens_and_chats_at_the_model_s_end() -> None:
     """The defaults of OpenAI and of vLLM; `max_completion_tokens` is the newer name."""
     async with serving("x" * 5000, settings={"max_model_len": 256, "preset": "full"}) as served:
-        assert (await served.post(COMPLETIONS, {"prompt": [1]})).json["usage"]["completion_tokens"] == 16
+        assert (await served.post(COMPLETIONS, {"prompt": [1]})).json["usage"][
+            "completion_tokens"
+        ] == 16
         assert (await served.post(CHAT, body_for(CHAT))).json["usage"]["total_tokens"] == 256
         both = body_for(CHAT, max_completion_tokens=4, max_tokens=9)
         assert (await served.post(CHAT, both)).json["usage"]["completion_tokens"] == 4
         at_the_end = (await served.post(COMPLETIONS, {"prompt": [1] * 250})).json
-        assert (at_the_end["choices"][0]["finish_reason"], at_the_end["usage"]["completion_tokens"]) == ("length", 6)
+        assert (
+            at_the_end["choices"][0]["finish_reason"],
+            at_the_end["usage"]["completion_tokens"],
+        ) == ("length", 6)
 
 
-# --- clients that leave ---------------------------------------------------------------------------------------------------
+# --- clients that leave ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -229,14 +293,20 @@ async def test_a_client_that_leaves_frees_its_blocks(stream: bool, reset: bool) 
     async with serving("x" * 4000) as served:
         served.runner.may_go.clear()
         async with connect(served.port) as client:
-            await client.send("POST", COMPLETIONS, body_for(COMPLETIONS, max_tokens=3000, stream=stream))
+            await client.send(
+                "POST", COMPLETIONS, body_for(COMPLETIONS, max_tokens=3000, stream=stream)
+            )
             await eventually(lambda: served.runner.steps, "the request runs")
             client.leave(reset)
-        await eventually(lambda: not served.service.statistics().under_way, "the request is given up")
+        await eventually(
+            lambda: not served.service.statistics().under_way, "the request is given up"
+        )
         served.runner.may_go.set()
         await served.until_idle()
         assert served.engine.statistics().generation_tokens == 1
-        assert (await served.metrics()).sum("vllm:request_success_total", finished_reason="abort") == 1
+        assert (await served.metrics()).sum(
+            "vllm:request_success_total", finished_reason="abort"
+        ) == 1
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_stream_frees_its_blocks() -> None:
@@ -244,10 +314,14 @@ async def test_a_client_that_leaves_in_the_middle_of_its_stream_frees_its_blocks
     async with serving("x" * 4000) as served:
         served.service.faults.slow(1000)
         async with connect(served.port) as client:
-            await client.send("POST", COMPLETIONS, body_for(COMPLETIONS, max_tokens=3000, stream=True))
+            await client.send(
+                "POST", COMPLETIONS, body_for(COMPLETIONS, max_tokens=3000, stream=True)
+            )
             await client.read_head()
             await client.read_piece()
-        await eventually(lambda: not served.service.statistics().under_way, "the request is given up")
+        await eventually(
+            lambda: not served.service.statistics().under_way, "the request is given up"
+        )
         served.service.faults.slow(1)
         await served.until_idle()
         assert served.engine.statistics().generation_tokens < 3000
@@ -262,13 +336,15 @@ async def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing(engine:
         await client.send("POST", COMPLETIONS, body_for(COMPLETIONS))
         await eventually(lambda: engine.service.statistics().under_way == 2, "the second one waits")
         client.leave()
-    await eventually(lambda: engine.service.statistics().under_way == 1, "the second one is forgotten")
+    await eventually(
+        lambda: engine.service.statistics().under_way == 1, "the second one is forgotten"
+    )
     engine.runner.may_go.set()
     assert (await first).status == 200
     await engine.until_idle()
 
 
-# --- what routers ask -----------------------------------------------------------------------------------------------------
+# --- what routers ask -----------------------------------------------------------------------------
 
 
 async def test_models_and_event_sources_are_told_as_vllm_tells_them(engine: Served) -> None:
@@ -311,7 +387,9 @@ async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
         await served.post(COMPLETIONS, body_for(COMPLETIONS))
         served.service.faults.slow(100)
         async with connect(served.port) as client:
-            await client.send("POST", COMPLETIONS, body_for(COMPLETIONS, max_tokens=3000, stream=True))
+            await client.send(
+                "POST", COMPLETIONS, body_for(COMPLETIONS, max_tokens=3000, stream=True)
+            )
             await client.read_head()
             await client.read_piece()
             assert (await served.post("/reset_prefix_cache")).json == {"success": False}
@@ -320,10 +398,12 @@ async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
         again = (await served.post(COMPLETIONS, body_for(COMPLETIONS))).json["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == 96
         assert (await served.post("/reset_prefix_cache")).json == {"success": True}
-        assert (await served.post(COMPLETIONS, body_for(COMPLETIONS))).json["usage"] == usage(100, 16, 0)
+        assert (await served.post(COMPLETIONS, body_for(COMPLETIONS))).json["usage"] == usage(
+            100, 16, 0
+        )
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -366,7 +446,9 @@ async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
     ],
 )
-async def test_a_broken_rule_is_named_with_its_place(engine: Served, fields: dict[str, Any], place: str) -> None:
+async def test_a_broken_rule_is_named_with_its_place(
+    engine: Served, fields: dict[str, Any], place: str
+) -> None:
     """What this engine cannot do is refused, never answered as something else."""
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS, **fields))
     assert answer.status == 400, answer.body
@@ -392,7 +474,9 @@ async def test_a_broken_rule_is_named_with_its_place(engine: Served, fields: dic
         ({"max_completion_tokens": 5000}, "max_tokens"),
     ],
 )
-async def test_a_chat_s_broken_rule_is_named_too(engine: Served, fields: dict[str, Any], place: str | None) -> None:
+async def test_a_chat_s_broken_rule_is_named_too(
+    engine: Served, fields: dict[str, Any], place: str | None
+) -> None:
     """The same for chats."""
     answer = await engine.post(CHAT, body_for(CHAT, **fields))
     assert (answer.status, error_of(answer)["param"]) == (400, place)
@@ -401,7 +485,16 @@ async def test_a_chat_s_broken_rule_is_named_too(engine: Served, fields: dict[st
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 1, "best_of": 1, "top_p": 1.0, "top_k": -1, "min_p": 0, "presence_penalty": 0.0, "echo": False, "logprobs": None},
+        {
+            "n": 1,
+            "best_of": 1,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0,
+            "presence_penalty": 0.0,
+            "echo": False,
+            "logprobs": None,
+        },
         {
             "user": "u",
             "vllm_xargs": {"a": 1},
@@ -415,7 +508,9 @@ async def test_a_chat_s_broken_rule_is_named_too(engine: Served, fields: dict[st
 )
 async def test_fields_that_change_nothing_are_taken(engine: Served, fields: dict[str, Any]) -> None:
     """SDKs send defaults, and servers add fields over the years."""
-    assert (await engine.post(COMPLETIONS, body_for(COMPLETIONS, **fields))).json["choices"][0]["text"] == "hello"
+    assert (await engine.post(COMPLETIONS, body_for(COMPLETIONS, **fields))).json["choices"][0][
+        "text"
+    ] == "hello"
 
 
 @pytest.mark.parametrize(
@@ -448,7 +543,9 @@ async def test_errors_have_openai_s_shape_and_vllm_s_status(
 async def test_a_body_over_the_bound_is_refused_before_it_is_there() -> None:
     """Announced or in chunks."""
     async with serving(max_body_bytes=1000) as served:
-        assert (await served.post(COMPLETIONS, body_for(COMPLETIONS, prompt="x" * 2000))).status == 413
+        assert (
+            await served.post(COMPLETIONS, body_for(COMPLETIONS, prompt="x" * 2000))
+        ).status == 413
         async with connect(served.port) as client:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
             client.writer.write(head + b"400\r\n" + b"x" * 0x400 + b"\r\n")
@@ -459,7 +556,9 @@ async def test_a_body_over_the_bound_is_refused_before_it_is_there() -> None:
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     """A client may open many such requests."""
     async with serving(body_timeout_s=0.05) as served, connect(served.port) as client:
-        client.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+        )
         assert await client.read_head() == 408
 
 
@@ -487,12 +586,25 @@ async def test_a_draining_engine_says_try_again(engine: Served) -> None:
     assert error_of(answer)["type"] == "ServiceUnavailableError"
 
 
-async def test_hostile_bodies_get_an_answer_and_never_their_prompt_back(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a client sends: a good answer or an error in the one shape, no fault of ours, no word of it in the log."""
+async def test_hostile_bodies_get_an_answer_and_never_their_prompt_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever a client sends: a good answer or an error in the one shape, no fault of ours, no
+    word of it in the log."""
     random = Random(7)
-    extras = {"stream": False, "cache_salt": "s", "stop": ["q"], "stop_token_ids": [9], "temperature": 0.5, "max_tokens": 3}
+    extras = {
+        "stream": False,
+        "cache_salt": "s",
+        "stop": ["q"],
+        "stop_token_ids": [9],
+        "temperature": 0.5,
+        "max_tokens": 3,
+    }
     prompt = {"prompt": f"{SENTINEL} a"}
-    messages = {"messages": [{"role": "user", "content": [{"type": "text", "text": SENTINEL}]}], "tools": [{"a": SENTINEL}]}
+    messages = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": SENTINEL}]}],
+        "tools": [{"a": SENTINEL}],
+    }
     seeds = {
         COMPLETIONS: {**prompt, **extras},
         CHAT: {**messages, **extras},
@@ -512,7 +624,7 @@ async def test_hostile_bodies_get_an_answer_and_never_their_prompt_back(caplog: 
     assert SENTINEL not in caplog.text
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 async def test_faults_are_done_where_they_are_enabled() -> None:
@@ -521,7 +633,10 @@ async def test_faults_are_done_where_they_are_enabled() -> None:
     async with serving(enable_faults=True, drop_events=dropped.append) as served:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        assert (await served.post("/faults", {"kind": "hang", "seconds": 0.2})).json == {"kind": "hang", "seconds": 0.2}
+        assert (await served.post("/faults", {"kind": "hang", "seconds": 0.2})).json == {
+            "kind": "hang",
+            "seconds": 0.2,
+        }
         assert (await served.get("/health")).status == 200
         assert (await served.post(COMPLETIONS, body_for(COMPLETIONS))).status == 200
         assert loop.time() - began >= 0.2
@@ -532,7 +647,15 @@ async def test_faults_are_done_where_they_are_enabled() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"kind": "fire"}, {"kind": "hang"}, {"kind": "hang", "seconds": -1}, {"kind": "slow", "factor": 0.5}, []]
+    "body",
+    [
+        {},
+        {"kind": "fire"},
+        {"kind": "hang"},
+        {"kind": "hang", "seconds": -1},
+        {"kind": "slow", "factor": 0.5},
+        [],
+    ],
 )
 async def test_a_fault_that_makes_no_sense_is_refused(body: Any) -> None:
     """And changes nothing."""

@@ -37,7 +37,10 @@ NAMES = {
 def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {
-        (sample.name, sample.labels.get("finished_reason", sample.labels.get("le", ""))): sample.value
+        (
+            sample.name,
+            sample.labels.get("finished_reason", sample.labels.get("le", "")),
+        ): sample.value
         for family in families
         for sample in family.samples
     }
@@ -47,12 +50,18 @@ def test_every_name_is_there_from_the_start_with_model_and_engine() -> None:
     """A dashboard must show 0, not nothing."""
     registry = CollectorRegistry()
     RequestMetrics(registry, "m", "3")
-    registry.register(EngineCollector(SERVED, "3", lambda: EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0)))
+    registry.register(
+        EngineCollector(SERVED, "3", lambda: EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))
+    )
     found = [
-        sample for family in text_string_to_metric_families(generate_latest(registry).decode()) for sample in family.samples
+        sample
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
     ]
     assert {sample.name for sample in found} >= NAMES
-    assert {(sample.labels["model_name"], sample.labels["engine"]) for sample in found} == {("m", "3")}
+    assert {(sample.labels["model_name"], sample.labels["engine"]) for sample in found} == {
+        ("m", "3")
+    }
     (info,) = [sample for sample in found if sample.name == "vllm:cache_config_info"]
     assert info.labels == {
         "model_name": "m", "engine": "3", "block_size": "16", "num_gpu_blocks": "500", "enable_prefix_caching": "True",
@@ -87,12 +96,20 @@ def test_every_count_stands_under_its_name() -> None:
 def test_each_group_is_told_with_what_it_lost_and_why() -> None:
     """What vLLM does not tell, and a sliding window is watched by."""
     registry = CollectorRegistry()
-    groups = (GroupStatistics("full_attention", 10, 0, 2, 96), GroupStatistics("sliding_window", 4, 7, 1, 32))
+    groups = (
+        GroupStatistics("full_attention", 10, 0, 2, 96),
+        GroupStatistics("sliding_window", 4, 7, 1, 32),
+    )
     statistics = EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, groups=groups)
     registry.register(EngineCollector(SERVED, "0", lambda: statistics))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     found = {
-        (sample.name, sample.labels["group"], sample.labels["kind"], sample.labels.get("cause")): sample.value
+        (
+            sample.name,
+            sample.labels["group"],
+            sample.labels["kind"],
+            sample.labels.get("cause"),
+        ): sample.value
         for family in families
         for sample in family.samples
         if "group" in sample.labels
@@ -123,7 +140,10 @@ def test_times_go_into_their_histograms() -> None:
     assert found["vllm:inter_token_latency_seconds_bucket", "0.025"] == 3
     assert found["vllm:inter_token_latency_seconds_bucket", "0.01"] == 0
     assert found["vllm:e2e_request_latency_seconds_sum", ""] == 2
-    reasons = {reason: found["vllm:request_success_total", reason] for reason in ("length", "stop", "abort")}
+    reasons = {
+        reason: found["vllm:request_success_total", reason]
+        for reason in ("length", "stop", "abort")
+    }
     assert reasons == {"length": 1, "stop": 0, "abort": 0}
 
 
@@ -131,7 +151,9 @@ async def test_a_scrape_shows_what_is_under_way_without_waiting_for_the_engine()
     """Scraped while a step is held: what the router balances by must not come late."""
     async with serving("hello", settings={"max_num_seqs": 1}) as served:
         served.runner.may_go.clear()
-        asked = [asyncio.ensure_future(served.post("/v1/completions", {"prompt": list(range(100))}))]
+        asked = [
+            asyncio.ensure_future(served.post("/v1/completions", {"prompt": list(range(100))}))
+        ]
         await eventually(lambda: served.runner.steps, "the engine is in its step")
         text = (await served.get("/metrics")).body
         held = parse_gauges(text)

@@ -1,4 +1,5 @@
-"""The model against the formulas it stands for, written down token by token without pages, chunks or batches."""
+"""The model against the formulas it stands for, written down token by token without pages, chunks
+or batches."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def plain_logits(model: Transformer, token_ids: list[int]) -> Tensor:
         mixed = layer.mixer_norm(hidden)
         mixer = layer.mixer
         hidden = hidden + (
-            plain_attention(mixer, mixed, rotation) if isinstance(mixer, Attention) else plain_states(mixer, mixed)
+            plain_attention(mixer, mixed, rotation)
+            if isinstance(mixer, Attention)
+            else plain_states(mixer, mixed)
         )
         inner = layer.mlp_norm(hidden)
         hidden = hidden + layer.down(functional.silu(layer.gate(inner)) * layer.up(inner))
@@ -37,7 +40,9 @@ def plain_logits(model: Transformer, token_ids: list[int]) -> Tensor:
     return logits
 
 
-def plain_attention(attention: Attention, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def plain_attention(
+    attention: Attention, hidden: Tensor, rotation: tuple[Tensor, Tensor]
+) -> Tensor:
     config = attention._config
     queries = rotate(attention.query(hidden).unflatten(-1, (-1, config.head_dim)), rotation)
     keys = rotate(attention.key(hidden).unflatten(-1, (-1, config.head_dim)), rotation)
@@ -45,7 +50,9 @@ def plain_attention(attention: Attention, hidden: Tensor, rotation: tuple[Tensor
     shared = config.num_heads // config.num_kv_heads
     rows = []
     for position in range(len(hidden)):
-        seen = [other for other in range(position + 1) if sees(config, attention._kind, position, other)]
+        seen = [
+            other for other in range(position + 1) if sees(config, attention._kind, position, other)
+        ]
         heads = []
         for head in range(config.num_heads):
             scores = keys[seen, head // shared] @ queries[position, head] / config.head_dim**0.5
@@ -67,7 +74,8 @@ def sees(config: ModelConfig, kind: LayerKind, position: int, other: int) -> boo
 def plain_states(mixer: StateMixer, hidden: Tensor) -> Tensor:
     config = mixer._config
     queries, keys, values = (
-        layer(hidden).unflatten(-1, (-1, config.head_dim)) for layer in (mixer.query, mixer.key, mixer.value)
+        layer(hidden).unflatten(-1, (-1, config.head_dim))
+        for layer in (mixer.query, mixer.key, mixer.value)
     )
     rows = []
     states = torch.zeros(config.num_kv_heads, config.head_dim, config.head_dim)
@@ -112,7 +120,9 @@ def test_every_preset_has_whole_groups_of_pages_of_one_size(name: str) -> None:
     """All groups draw on one pool."""
     config = preset(name)
     groups = config.layer_groups()
-    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(config.layers)))
+    assert sorted(layer for group in groups for layer in group.layers) == list(
+        range(len(config.layers))
+    )
     assert {len(group.layers) for group in groups} == {config.layers_per_group}
     assert len(config.cache_groups()) == len(groups)
     assert config.page_bytes >= max(config.group_page_bytes(group.kind) for group in groups)
@@ -129,5 +139,7 @@ def test_a_pattern_that_does_not_fill_groups_is_refused() -> None:
 @pytest.mark.parametrize("name", ["", "gemma-huge", "llama", "tiny"])
 def test_an_unknown_preset_is_refused_with_those_there_are(name: str) -> None:
     """The first thing one mistypes."""
-    with pytest.raises(CacheConfigError, match=r"none of full, gemma, gptoss, llama4, mamba-hybrid"):
+    with pytest.raises(
+        CacheConfigError, match=r"none of full, gemma, gptoss, llama4, mamba-hybrid"
+    ):
         preset(name)

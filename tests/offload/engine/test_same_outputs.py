@@ -1,4 +1,5 @@
-"""Caching, chunking, eviction, preemption and offloading change how an answer is computed, never what it says."""
+"""Caching, chunking, eviction, preemption and offloading change how an answer is computed, never
+what it says."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from offload.errors import CacheConfigError
 
 PRESETS = ["full", "gemma", "gptoss", "llama4", "mamba-hybrid"]
 TOLERANCE = 2e-4
-"""Largest difference of two logits: sums of float32 in another order. Logits are of the order of 1."""
+"""Largest difference of two logits: sums of float32 in another order. Logits are of the order of
+1."""
 OUTPUT_TOKENS = 12
 STARVED = {"full": 28, "gemma": 140, "gptoss": 50, "llama4": 96, "mamba-hybrid": 36}
 """Blocks that hold one or two of the requests below at a time."""
@@ -55,10 +57,14 @@ class Recorder:
 
 
 def prompts() -> list[list[int]]:
-    """Beginnings shared at odd places, whole blocks, repetitions, and one that is longer than every window."""
+    """Beginnings shared at odd places, whole blocks, repetitions, and one that is longer than every
+    window."""
     rng = random.Random(7)
     base = [rng.randrange(256) for _ in range(330)]
-    found = [base[: rng.randrange(20, 300)] + [rng.randrange(256) for _ in range(rng.randrange(1, 60))] for _ in range(5)]
+    found = [
+        base[: rng.randrange(20, 300)] + [rng.randrange(256) for _ in range(rng.randrange(1, 60))]
+        for _ in range(5)
+    ]
     return [*found, base[:160], base[:160], base, [*base[:160], 5], found[0]]
 
 
@@ -75,7 +81,10 @@ def answers_of(config: EngineConfig, at_once: bool = True) -> Answers:
             run(engine, answers)
     run(engine, answers)
     statistics = engine.statistics()
-    answers.preemptions, answers.external_hits = statistics.preemptions, statistics.external_prefix_cache_hits
+    answers.preemptions, answers.external_hits = (
+        statistics.preemptions,
+        statistics.external_prefix_cache_hits,
+    )
     engine.close()
     return answers
 
@@ -90,14 +99,18 @@ def run(engine: Engine, answers: Answers) -> None:
 @pytest.fixture(scope="module", params=PRESETS)
 def reference(request: pytest.FixtureRequest) -> tuple[EngineConfig, Answers]:
     """Without a cache, each prompt in one piece and alone."""
-    config = EngineConfig(preset=request.param, num_blocks=2000, max_num_batched_tokens=2048, device="cpu")
+    config = EngineConfig(
+        preset=request.param, num_blocks=2000, max_num_batched_tokens=2048, device="cpu"
+    )
     return config, answers_of(replace(config, enable_caching=False), at_once=False)
 
 
 def assert_same(answers: Answers, expected: Answers) -> None:
     assert answers.tokens == expected.tokens
     assert answers.logits.keys() == expected.logits.keys()
-    differences = [float((answers.logits[key] - logits).abs().max()) for key, logits in expected.logits.items()]
+    differences = [
+        float((answers.logits[key] - logits).abs().max()) for key, logits in expected.logits.items()
+    ]
     assert max(differences) <= TOLERANCE
 
 
@@ -125,26 +138,38 @@ def test_all_at_once(reference: tuple[EngineConfig, Answers]) -> None:
 
 
 @pytest.mark.parametrize("budget", [3, 16, 37, 100])
-def test_prefill_in_chunks_of_any_size(reference: tuple[EngineConfig, Answers], budget: int) -> None:
+def test_prefill_in_chunks_of_any_size(
+    reference: tuple[EngineConfig, Answers], budget: int
+) -> None:
     """Where a prompt is cut must not show, inside a block or a chunk of attention."""
     config, expected = reference
     assert_same(answers_of(replace(config, max_num_batched_tokens=budget)), expected)
 
 
 @pytest.mark.parametrize("interval", [None, 0])
-def test_under_eviction_and_preemption(reference: tuple[EngineConfig, Answers], interval: int | None) -> None:
+def test_under_eviction_and_preemption(
+    reference: tuple[EngineConfig, Answers], interval: int | None
+) -> None:
     """Blocks are taken from cached prefixes and from running requests, which start again."""
     config, expected = reference
     interval = interval if config.preset not in ("full", "llama4") else None
-    starved = replace(config, num_blocks=STARVED[config.preset], retention_interval=interval, max_num_batched_tokens=64)
+    starved = replace(
+        config,
+        num_blocks=STARVED[config.preset],
+        retention_interval=interval,
+        max_num_batched_tokens=64,
+    )
     answers = answers_of(starved)
     assert_same(answers, expected)
     assert answers.preemptions > 0
 
 
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
-def test_from_lower_tiers_and_back(reference: tuple[EngineConfig, Answers], tiers: str, tmp_path: Path) -> None:
-    """What was evicted comes back from memory or disk as it was, each group with what its hit needs."""
+def test_from_lower_tiers_and_back(
+    reference: tuple[EngineConfig, Answers], tiers: str, tmp_path: Path
+) -> None:
+    """What was evicted comes back from memory or disk as it was, each group with what its hit
+    needs."""
     config, expected = reference
     starved = replace(
         config,
@@ -157,7 +182,9 @@ def test_from_lower_tiers_and_back(reference: tuple[EngineConfig, Answers], tier
     assert answers.external_hits > 0
 
 
-def test_a_directory_serves_the_next_process(reference: tuple[EngineConfig, Answers], tmp_path: Path) -> None:
+def test_a_directory_serves_the_next_process(
+    reference: tuple[EngineConfig, Answers], tmp_path: Path
+) -> None:
     """The weights are the same, so the blocks are."""
     config, expected = reference
     on_disk = replace(config, disk_directory=tmp_path)
@@ -169,8 +196,11 @@ def test_a_directory_serves_the_next_process(reference: tuple[EngineConfig, Answ
 
 @pytest.mark.parametrize("change", [{"vocab_size": 600}, {"seed": 1}, {"block_size": 8}])
 def test_a_directory_of_other_weights_is_refused(change: dict[str, int], tmp_path: Path) -> None:
-    """A token's block has the same name whatever computed it; served to another model, it would decide what that says."""
-    config = EngineConfig(preset="full", vocab_size=512, num_blocks=100, disk_directory=tmp_path, device="cpu")
+    """A token's block has the same name whatever computed it; served to another model, it would
+    decide what that says."""
+    config = EngineConfig(
+        preset="full", vocab_size=512, num_blocks=100, disk_directory=tmp_path, device="cpu"
+    )
     build_engine(config).close()
     build_engine(replace(config, max_model_len=1024)).close()
     with pytest.raises(CacheConfigError, match="identity"):
@@ -181,7 +211,11 @@ def test_drawn_tokens_do_not_depend_on_neighbours_or_cuts() -> None:
     """A seed is a promise."""
     said = []
     for budget in (5, 64, 512):
-        engine = build_engine(EngineConfig(preset="gemma", num_blocks=800, max_num_batched_tokens=budget, device="cpu"))
+        engine = build_engine(
+            EngineConfig(
+                preset="gemma", num_blocks=800, max_num_batched_tokens=budget, device="cpu"
+            )
+        )
         answers = Answers()
         for index, prompt in enumerate(prompts()[:4]):
             sampling = SamplingParams(max_tokens=12, temperature=0.8, seed=index, ignore_eos=True)

@@ -1,4 +1,5 @@
-"""Scheduling on engines without tensors: what a step computes, who waits, who gives way, and that nobody is forgotten."""
+"""Scheduling on engines without tensors: what a step computes, who waits, who gives way, and that
+nobody is forgotten."""
 
 from __future__ import annotations
 
@@ -39,9 +40,13 @@ def engine_of(preset: str = "full", **settings: object) -> tuple[Engine, Watch, 
     return engine, watch, clock
 
 
-def request(name: str, prompt: int | list[int], output: int = 8, **sampling: object) -> EngineRequest:
+def request(
+    name: str, prompt: int | list[int], output: int = 8, **sampling: object
+) -> EngineRequest:
     tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
-    return EngineRequest(name, tokens, SamplingParams(max_tokens=output, ignore_eos=True, **sampling))  # type: ignore[arg-type]
+    return EngineRequest(
+        name, tokens, SamplingParams(max_tokens=output, ignore_eos=True, **sampling)
+    )  # type: ignore[arg-type]
 
 
 def finish(engine: Engine, limit: int = 20_000) -> dict[str, list[StepOutput]]:
@@ -56,7 +61,10 @@ def finish(engine: Engine, limit: int = 20_000) -> dict[str, list[StepOutput]]:
 
 
 def said(outputs: dict[str, list[StepOutput]]) -> dict[str, list[int]]:
-    return {name: [token for step in steps for token in step.new_token_ids] for name, steps in outputs.items()}
+    return {
+        name: [token for step in steps for token in step.new_token_ids]
+        for name, steps in outputs.items()
+    }
 
 
 def work(seed: str, count: int) -> list[EngineRequest]:
@@ -65,7 +73,9 @@ def work(seed: str, count: int) -> list[EngineRequest]:
     bases = [[rng.randrange(256) for _ in range(300)] for _ in range(3)]
     found = []
     for index in range(count):
-        prompt = rng.choice(bases)[: rng.randrange(1, 250)] + [rng.randrange(256) for _ in range(rng.randrange(0, 40))]
+        prompt = rng.choice(bases)[: rng.randrange(1, 250)] + [
+            rng.randrange(256) for _ in range(rng.randrange(0, 40))
+        ]
         found.append(request(f"request-{index}", prompt, rng.randrange(1, 40), seed=index))
     return found
 
@@ -73,13 +83,16 @@ def work(seed: str, count: int) -> list[EngineRequest]:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("tiers", [0, 300])
 def test_whatever_runs_beside_it_every_request_gets_its_own_answer(preset: str, tiers: int) -> None:
-    """Under pressure, with preemptions, loads and arrivals at any time; and at the end nobody holds a block."""
+    """Under pressure, with preemptions, loads and arrivals at any time; and at the end nobody holds
+    a block."""
     alone = {}
     for asked in work(preset, 40):
         engine, _, _ = engine_of(preset, num_blocks=2000)
         engine.add_request(asked)
         alone |= said(finish(engine))
-    engine, _, _ = engine_of(preset, num_blocks=STARVED[preset], max_num_batched_tokens=100, cpu_blocks=tiers)
+    engine, _, _ = engine_of(
+        preset, num_blocks=STARVED[preset], max_num_batched_tokens=100, cpu_blocks=tiers
+    )
     rng, outputs = random.Random(preset), {}
     for asked in work(preset, 40):
         engine.add_request(asked)
@@ -92,7 +105,11 @@ def test_whatever_runs_beside_it_every_request_gets_its_own_answer(preset: str, 
     assert all(steps[-1].finish_reason is FinishReason.LENGTH for steps in outputs.values())
     assert engine.cache.pool.num_free_blocks == engine.cache.config.num_blocks - 1
     statistics = engine.statistics()
-    assert (statistics.num_running, statistics.num_waiting, statistics.kv_cache_usage) == (0, 0, 0.0)
+    assert (statistics.num_running, statistics.num_waiting, statistics.kv_cache_usage) == (
+        0,
+        0,
+        0.0,
+    )
     assert statistics.preemptions > 0 or preset == "mamba-hybrid"
     assert bool(statistics.external_prefix_cache_hits) is bool(tiers)
 
@@ -138,7 +155,8 @@ def test_who_came_last_gives_way_and_says_nothing_twice() -> None:
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
-    """After a preemption a request finds its own blocks: a client would be told of a hit it never had."""
+    """After a preemption a request finds its own blocks: a client would be told of a hit it never
+    had."""
     engine, _, _ = engine_of(num_blocks=14)
     for name, first in (("a", 0), ("b", 1000)):
         engine.add_request(request(name, [first + index for index in range(60)], 60))
@@ -151,12 +169,17 @@ def test_states_end_with_blocks_and_where_prompts_part() -> None:
     """Anywhere else a state is of no use to a later request."""
     engine, watch, _ = engine_of("mamba-hybrid", num_blocks=400, max_num_batched_tokens=1000)
     ends = []
-    for name, prompt in (("a", list(range(100))), ("b", [*range(70), *range(500, 540)]), ("c", [*range(70), *range(600, 640)])):
+    for name, prompt in (
+        ("a", list(range(100))),
+        ("b", [*range(70), *range(500, 540)]),
+        ("c", [*range(70), *range(600, 640)]),
+    ):
         engine.add_request(request(name, prompt, 1))
         while engine.has_work:
             engine.step()
             ends.append((name, *((chunk.start, chunk.stop) for chunk in watch.chunks)))
-    # a: to its last whole block, then the rest; b finds none of a's states, but learns where it parts from a; c resumes there.
+    # a: to its last whole block, then the rest; b finds none of a's states, but learns where it
+    # parts from a; c resumes there.
     assert ends == [
         ("a", (0, 96)),
         ("a", (96, 100)),
@@ -249,7 +272,9 @@ def test_time_passes_as_the_model_of_it_says() -> None:
     assert clock.now_s() == pytest.approx(0.7 + 0.5 + 0.01)
 
 
-@pytest.mark.parametrize("field", ["prefill_tokens_per_s", "decode_tokens_per_s", "transfer_bytes_per_s", "slowdown"])
+@pytest.mark.parametrize(
+    "field", ["prefill_tokens_per_s", "decode_tokens_per_s", "transfer_bytes_per_s", "slowdown"]
+)
 def test_rates_of_nothing_are_refused(field: str) -> None:
     """A step would take for ever."""
     with pytest.raises(CacheConfigError, match=f"{field} 0 must be above 0"):
@@ -269,7 +294,8 @@ def test_a_reset_forgets_every_tier_and_waits_for_nobody() -> None:
 
 
 def test_each_groups_own_hits_are_counted_once_a_request() -> None:
-    """What the full attention still held and the window did not any more is what a demo and an operator look for."""
+    """What the full attention still held and the window did not any more is what a demo and an
+    operator look for."""
     engine, _, _ = engine_of("gptoss", num_blocks=60, max_model_len=2048)
     first = request("first", 320)
     for sent in (first, request("other", [*range(1000, 1320)]), request("again", 320)):

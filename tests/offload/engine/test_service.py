@@ -1,4 +1,5 @@
-"""The engine on its thread: what comes back, who leaves, how it ends, and what is wrong with it on purpose."""
+"""The engine on its thread: what comes back, who leaves, how it ends, and what is wrong with it on
+purpose."""
 
 from __future__ import annotations
 
@@ -40,11 +41,15 @@ class Times:
 
 
 class Running:
-    def __init__(self, service: EngineService, engine: Engine, runner: ScriptedRunner, times: Times) -> None:
+    def __init__(
+        self, service: EngineService, engine: Engine, runner: ScriptedRunner, times: Times
+    ) -> None:
         self.service, self.engine, self.runner, self.times = service, engine, runner, times
 
     async def until_free(self) -> None:
-        await eventually(lambda: not self.engine.has_work and self.engine.cache.usage == 0, "every block is free")
+        await eventually(
+            lambda: not self.engine.has_work and self.engine.cache.usage == 0, "every block is free"
+        )
 
 
 @contextlib.asynccontextmanager
@@ -72,9 +77,16 @@ async def test_a_request_s_tokens_come_in_order_and_end() -> None:
     """From one thread to the other and back, none lost."""
     async with running("hello") as now:
         outputs = await collect(await now.service.generate(request("a")))
-        assert [token_id for output in outputs for token_id in output.new_token_ids] == [*b"hello", 257]
+        assert [token_id for output in outputs for token_id in output.new_token_ids] == [
+            *b"hello",
+            257,
+        ]
         assert [output.finish_reason for output in outputs] == [None] * 5 + [FinishReason.STOP]
-        assert (len(now.times.first), len(now.times.gaps), now.times.ends) == (1, 5, [FinishReason.STOP])
+        assert (len(now.times.first), len(now.times.gaps), now.times.ends) == (
+            1,
+            5,
+            [FinishReason.STOP],
+        )
         assert all(gap >= 0 for gap in now.times.first + now.times.gaps)
         await now.until_free()
         assert now.service.statistics().admitted == 1
@@ -85,7 +97,10 @@ async def test_many_requests_at_once_get_their_own_tokens() -> None:
     """Batches mix requests; the answers must not."""
     async with running("hello") as now:
         names = [f"r{index}" for index in range(40)]
-        generations = [await now.service.generate(request(name, 10 + index)) for index, name in enumerate(names)]
+        generations = [
+            await now.service.generate(request(name, 10 + index))
+            for index, name in enumerate(names)
+        ]
         for index, outputs in enumerate(await asyncio.gather(*map(collect, generations))):
             assert {output.request_id for output in outputs} == {names[index]}
             assert outputs[0].num_prompt_tokens == 10 + index
@@ -123,7 +138,8 @@ async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing() -> Non
 
 
 async def test_requests_are_admitted_all_or_none() -> None:
-    """A batch of prompts of which one is refused is answered with that; the others must not run for nobody."""
+    """A batch of prompts of which one is refused is answered with that; the others must not run for
+    nobody."""
     async with running() as now:
         good, bad = request("good"), request("bad", tokens=100_000)
         with pytest.raises(EngineRequestError, match="prompt"):
@@ -171,8 +187,11 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         assert outputs[-1].finish_reason is FinishReason.STOP
 
 
-async def test_an_engine_that_raises_fails_what_is_under_way_and_all_that_follows(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody may wait for ever for an engine that is gone; and its words, which may be a client's, are in no log."""
+async def test_an_engine_that_raises_fails_what_is_under_way_and_all_that_follows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody may wait for ever for an engine that is gone; and its words, which may be a client's,
+    are in no log."""
     async with running() as now:
         now.runner.may_go.clear()
         under_way = await now.service.generate(request("a"), request("b"))
@@ -223,18 +242,23 @@ async def test_the_prefix_cache_is_reset_only_while_nobody_holds_it() -> None:
         again = await collect(await now.service.generate(request("b", tokens=100)))
         assert (first[0].num_cached_tokens, again[0].num_cached_tokens) == (0, 96)
         assert await now.service.reset_prefix_cache()
-        assert (await collect(await now.service.generate(request("c", tokens=100))))[0].num_cached_tokens == 0
+        assert (await collect(await now.service.generate(request("c", tokens=100))))[
+            0
+        ].num_cached_tokens == 0
 
 
 async def test_only_the_engine_s_thread_touches_it() -> None:
     """It is not thread-safe."""
     async with running() as now:
-        threads = {await now.service.run(threading.get_ident), await now.service.run(threading.get_ident)}
+        threads = {
+            await now.service.run(threading.get_ident),
+            await now.service.run(threading.get_ident),
+        }
         assert threads != {threading.get_ident()}
         assert len(threads) == 1
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 async def test_an_engine_that_hangs_says_nothing_until_it_is_over() -> None:

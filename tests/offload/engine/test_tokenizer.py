@@ -1,4 +1,5 @@
-"""Text to token ids and back: the byte tokenizer, tokenizer files with their chat templates, and texts that grow."""
+"""Text to token ids and back: the byte tokenizer, tokenizer files with their chat templates, and
+texts that grow."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ TEMPLATE = """\
 def write_tokenizer(directory: Path, template: str | None = TEMPLATE, **config: Any) -> Path:
     """A byte-level BPE without merges, as a model's directory has one; it adds <s> in front."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    backend = Backend(
+        models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
     backend.enable_truncation(8)
     backend.save(str(directory / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **config}
@@ -61,7 +66,7 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int]) -> lis
     return [*pieces, stream.finish()]
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @given(texts)
@@ -73,9 +78,14 @@ def test_any_text_comes_back_from_its_token_ids(text: str) -> None:
 
 
 @given(byte_ids, st.lists(st.integers(1, 5), max_size=20))
-def test_a_text_that_is_streamed_is_the_text_of_all_ids(token_ids: list[int], cuts: list[int]) -> None:
-    """Whatever the model says, also bytes that are no UTF-8: who joins the events has what the whole answer would be."""
-    assert "".join(streamed(BYTES, token_ids, cuts)) == BYTES.decode(token_ids, skip_special_tokens=True)
+def test_a_text_that_is_streamed_is_the_text_of_all_ids(
+    token_ids: list[int], cuts: list[int]
+) -> None:
+    """Whatever the model says, also bytes that are no UTF-8: who joins the events has what the
+    whole answer would be."""
+    assert "".join(streamed(BYTES, token_ids, cuts)) == BYTES.decode(
+        token_ids, skip_special_tokens=True
+    )
 
 
 @given(texts)
@@ -89,7 +99,10 @@ def test_a_stream_never_cuts_a_character(text: str) -> None:
 def test_a_beginning_of_sequence_token_is_added_if_wanted() -> None:
     """Routers that forget it predict hits that never come; so this engine has one."""
     assert BYTES.encode("hi", add_special_tokens=True) == [BOS_TOKEN_ID, 104, 105]
-    assert BYTES.decode([BOS_TOKEN_ID, 104, EOS_TOKEN_ID], skip_special_tokens=False) == "<|bos|>h<|eos|>"
+    assert (
+        BYTES.decode([BOS_TOKEN_ID, 104, EOS_TOKEN_ID], skip_special_tokens=False)
+        == "<|bos|>h<|eos|>"
+    )
     assert BYTES.decode([BOS_TOKEN_ID, 104, EOS_TOKEN_ID], skip_special_tokens=True) == "h"
     assert BYTES.token_texts([256, 104, 400]) == ["<|bos|>", "h", ""]
 
@@ -99,14 +112,35 @@ def test_a_chat_is_its_roles_texts_and_ends() -> None:
     chat = Chat(
         [
             {"role": "system", "content": "s"},
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
             {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
             {"role": "tool", "content": "t"},
         ],
         tools=[{"type": "function"}],
     )
     calls, tools = b'[{"id":"1"}]', b'[{"type":"function"}]'
-    expected = [256, 258, *tools, 262, 258, *b"s", 262, 259, *b"a\nb", 262, 260, *calls, 262, 261, *b"t", 262, 260]
+    expected = [
+        256,
+        258,
+        *tools,
+        262,
+        258,
+        *b"s",
+        262,
+        259,
+        *b"a\nb",
+        262,
+        260,
+        *calls,
+        262,
+        261,
+        *b"t",
+        262,
+        260,
+    ]
     assert BYTES.encode_chat(chat) == expected
 
 
@@ -140,14 +174,20 @@ def test_a_longer_chat_begins_with_the_shorter_one(first: str, second: str) -> N
     [
         ({"role": "wizard", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": 5}, "messages[0].content[0]"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}, "messages[0].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]},
+            "messages[0].content[0]",
+        ),
         ({"role": "user", "content": [{"type": "text", "text": None}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [["x"]]}, "messages[0].content[0]"),
         ({"role": "user", "content": {"text": "x"}}, None),
     ],
 )
-def test_what_is_no_text_is_refused_with_its_place(message: dict[str, Any], place: str | None) -> None:
-    """An image that was silently left out would be answered as if it had not been there. A lone part is taken."""
+def test_what_is_no_text_is_refused_with_its_place(
+    message: dict[str, Any], place: str | None
+) -> None:
+    """An image that was silently left out would be answered as if it had not been there. A lone
+    part is taken."""
     chat = Chat([message])
     if place is None:
         assert BYTES.encode_chat(chat) == [256, 259, *b"x", 262, 260]
@@ -157,7 +197,7 @@ def test_what_is_no_text_is_refused_with_its_place(message: dict[str, Any], plac
     assert str(caught.value).startswith(f"{place}: ")
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_file_gives_ids_and_ends_of_its_own(from_file: FileTokenizer) -> None:
@@ -171,7 +211,9 @@ def test_a_tokenizer_file_gives_ids_and_ends_of_its_own(from_file: FileTokenizer
 
 
 @given(texts=texts, cuts=st.lists(st.integers(1, 5), max_size=10))
-def test_a_file_s_texts_are_streamed_whole(from_file: FileTokenizer, texts: str, cuts: list[int]) -> None:
+def test_a_file_s_texts_are_streamed_whole(
+    from_file: FileTokenizer, texts: str, cuts: list[int]
+) -> None:
     """Its decoder knows only whole lists of ids; what is streamed must come to the same."""
     pieces = streamed(from_file, from_file.encode(texts, add_special_tokens=False), cuts)
     assert "".join(pieces) == texts
@@ -189,12 +231,25 @@ def test_nonsense_is_streamed_in_the_end(from_file: FileTokenizer) -> None:
 def test_a_chat_is_written_by_the_model_s_template(from_file: FileTokenizer) -> None:
     """With its special tokens, tools, and parts joined as vLLM joins them."""
     chat = Chat(
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], tools=[{"x": "é"}]
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            }
+        ],
+        tools=[{"x": "é"}],
     )
     written = from_file.decode(from_file.encode_chat(chat), skip_special_tokens=False)
     assert written == '[TOOLS][{"x": "é"}]<|user|>a\nb</s><|assistant|>'
-    opened = Chat([{"role": "assistant", "content": "be"}], add_generation_prompt=False, continue_final_message=True)
-    assert from_file.decode(from_file.encode_chat(opened), skip_special_tokens=False) == "<|assistant|>be"
+    opened = Chat(
+        [{"role": "assistant", "content": "be"}],
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert (
+        from_file.decode(from_file.encode_chat(opened), skip_special_tokens=False)
+        == "<|assistant|>be"
+    )
 
 
 def test_a_template_that_loops_over_parts_gets_parts(tmp_path: Path) -> None:
@@ -207,10 +262,17 @@ def test_a_template_that_loops_over_parts_gets_parts(tmp_path: Path) -> None:
 
 def test_the_template_in_the_configuration_is_used_where_no_file_is(tmp_path: Path) -> None:
     """Older models keep it there. Tool calls reach it with their arguments as an object."""
-    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}{{ extra }}"
-    tokenizer = FileTokenizer.load(write_tokenizer(tmp_path, None, chat_template=template) / "tokenizer.json")
+    template = (
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}{{ extra }}"
+    )
+    tokenizer = FileTokenizer.load(
+        write_tokenizer(tmp_path, None, chat_template=template) / "tokenizer.json"
+    )
     calls = [{"function": {"name": "f", "arguments": '{"x": 7}'}}]
-    chat = Chat([{"role": "assistant", "content": None, "tool_calls": calls}], template_arguments={"extra": "!"})
+    chat = Chat(
+        [{"role": "assistant", "content": None, "tool_calls": calls}],
+        template_arguments={"extra": "!"},
+    )
     assert tokenizer.decode(tokenizer.encode_chat(chat), skip_special_tokens=True) == "7!"
 
 
@@ -224,7 +286,9 @@ def test_the_template_in_the_configuration_is_used_where_no_file_is(tmp_path: Pa
         "{% for i in range(99999) %}{{ messages[0].content * 999 }}{% endfor %}",
     ],
 )
-def test_a_template_that_refuses_or_runs_wild_costs_the_client_an_error(tmp_path: Path, template: str) -> None:
+def test_a_template_that_refuses_or_runs_wild_costs_the_client_an_error(
+    tmp_path: Path, template: str
+) -> None:
     """Without the conversation in it, and without the server."""
     tokenizer = FileTokenizer.load(write_tokenizer(tmp_path, template))
     with pytest.raises(ConversationError) as caught:
@@ -249,7 +313,9 @@ def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
         ("chat_template.jinja", b"{% for %}"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
     """At the start, not at the first request."""
     path = write_tokenizer(tmp_path) / name
     if content is None:
@@ -260,13 +326,19 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content:
         FileTokenizer.load(tmp_path)
 
 
-# --- stop strings ---------------------------------------------------------------------------------------------------------
+# --- stop strings ---------------------------------------------------------------------------------
 
 short = st.text("ab", min_size=1, max_size=3)
 
 
-@given(st.text("abc", max_size=30), st.lists(short, max_size=3), st.lists(st.integers(1, 4), max_size=10))
-def test_a_stream_ends_before_its_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
+@given(
+    st.text("abc", max_size=30),
+    st.lists(short, max_size=3),
+    st.lists(st.integers(1, 4), max_size=10),
+)
+def test_a_stream_ends_before_its_first_stop_string(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     """However the tokens fall, and without a letter of the stop string or behind it."""
     stream, rest, written = TextStream(BYTES.detokenizer(True), stops), list(text.encode()), ""
     while rest and stream.stopped_by is None:

@@ -1,4 +1,5 @@
-"""The disk tier's manager over real files: events tell what is loadable, the bound holds, and a restart goes on."""
+"""The disk tier's manager over real files: events tell what is loadable, the bound holds, and a
+restart goes on."""
 
 from __future__ import annotations
 
@@ -54,12 +55,18 @@ def path_of(store: BlockStore, key: OffloadKey) -> Path:
     return store.root / relative_path(key)
 
 
-def test_a_block_is_a_hit_only_after_its_store_is_complete(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_a_block_is_a_hit_only_after_its_store_is_complete(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """Before that its file may be missing."""
     assert states(manager, A) == [MISS]
     output = manager.prepare_store([A, A, B], CONTEXT)
     assert output is not None
-    assert (output.keys_to_store, output.store_spec, output.evicted_keys) == ((A, B), FileLoadStoreSpec((A, B)), [])
+    assert (output.keys_to_store, output.store_spec, output.evicted_keys) == (
+        (A, B),
+        FileLoadStoreSpec((A, B)),
+        [],
+    )
     assert states(manager, A, B) == [PENDING, PENDING]
     assert manager.take_events() == []
     again = manager.prepare_store([B, C], CONTEXT)
@@ -71,7 +78,9 @@ def test_a_block_is_a_hit_only_after_its_store_is_complete(manager: FileOffloadi
     assert (event.keys, event.medium, event.removed) == ((A, B), "STORAGE", False)
 
 
-def test_the_least_recently_used_goes_first_and_its_file_with_it(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_the_least_recently_used_goes_first_and_its_file_with_it(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """Use is a store, a load or a touch; the deleted file is told of as removed."""
     for key in (A, B, C):
         put(manager, store, key)
@@ -85,7 +94,9 @@ def test_the_least_recently_used_goes_first_and_its_file_with_it(manager: FileOf
     assert states(manager, A, B, C, D) == [HIT, MISS, HIT, PENDING]
 
 
-def test_a_prompts_tail_goes_before_its_head(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_a_prompts_tail_goes_before_its_head(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """A block without those before it serves nobody."""
     put(manager, store, A, B, C)
     output = manager.prepare_store([D], CONTEXT)
@@ -93,7 +104,9 @@ def test_a_prompts_tail_goes_before_its_head(manager: FileOffloadingManager, sto
     assert output.evicted_keys == [C]
 
 
-def test_what_is_loaded_or_asked_for_is_not_evicted(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_what_is_loaded_or_asked_for_is_not_evicted(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """A load in flight must find its file, and a prompt must not push out its own head."""
     for key in (A, B, C):
         put(manager, store, key)
@@ -110,7 +123,9 @@ def test_what_is_loaded_or_asked_for_is_not_evicted(manager: FileOffloadingManag
     assert output.evicted_keys == [A]
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """Half a prompt stored for nothing, and a warm cache emptied for it."""
     for key in (A, B):
         put(manager, store, key)
@@ -125,13 +140,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(manager: FileOffloadin
     assert manager.statistics().used_bytes == 2 * FILE_BYTES
 
 
-def test_calls_that_fit_no_state_are_refused_whole(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_calls_that_fit_no_state_are_refused_whole(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """A connector's mistake must not unbalance what protects other requests' blocks."""
     put(manager, store, A)
     manager.prepare_store([B], CONTEXT)
     with pytest.raises(TierStateError, match="disk tier: prepare_load: key 2 of 2 is no hit"):
         manager.prepare_load([A, B], CONTEXT)
-    with pytest.raises(TierStateError, match="complete_load: key 1 of 1 has 0 loads in flight, 1 are said to be over"):
+    with pytest.raises(
+        TierStateError,
+        match="complete_load: key 1 of 1 has 0 loads in flight, 1 are said to be over",
+    ):
         manager.complete_load([A], CONTEXT)
     with pytest.raises(TierStateError, match="complete_store: key 2 of 2 has no store in flight"):
         manager.complete_store([B, A], CONTEXT)
@@ -141,7 +161,9 @@ def test_calls_that_fit_no_state_are_refused_whole(manager: FileOffloadingManage
     assert manager.statistics().loading_blocks == 0
 
 
-def test_a_failed_store_leaves_neither_block_nor_file(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_a_failed_store_leaves_neither_block_nor_file(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """Some of its files may have been written."""
     manager.prepare_store([A, B], CONTEXT)
     store.write(A, memoryview(bytes(100)))
@@ -172,8 +194,11 @@ def test_a_block_that_could_not_be_loaded_is_stored_anew_only_when_all_its_loads
     assert states(manager, A) == [HIT]
 
 
-def test_a_reset_waits_for_what_is_in_flight(manager: FileOffloadingManager, store: BlockStore) -> None:
-    """A store that was queued before the reset must not come back after it, nor hit a newer store of the key."""
+def test_a_reset_waits_for_what_is_in_flight(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
+    """A store that was queued before the reset must not come back after it, nor hit a newer store
+    of the key."""
     put(manager, store, A, B)
     manager.prepare_load([B], CONTEXT)
     manager.prepare_store([C], CONTEXT)
@@ -194,7 +219,9 @@ def test_a_reset_waits_for_what_is_in_flight(manager: FileOffloadingManager, sto
     assert manager.statistics().used_bytes == FILE_BYTES
 
 
-def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """A disk gone read-only: the bound is on what is really there."""
     for key in (A, B, C):
         put(manager, store, key)
@@ -219,7 +246,8 @@ def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(manager: Fil
 def test_a_restart_keeps_the_order_of_use_and_the_bound_and_tells_of_it(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """The router learns what survived from the events alone, and a smaller bound holds from the start."""
+    """The router learns what survived from the events alone, and a smaller bound holds from the
+    start."""
     for key in (A, B, C):
         put(manager, store, key)
     store.read(A, memoryview(bytearray(100)))
@@ -236,7 +264,9 @@ def test_a_restart_keeps_the_order_of_use_and_the_bound_and_tells_of_it(
     assert output.evicted_keys == [C]
 
 
-def test_sizes_and_owners_are_checked_at_the_start(manager: FileOffloadingManager, store: BlockStore) -> None:
+def test_sizes_and_owners_are_checked_at_the_start(
+    manager: FileOffloadingManager, store: BlockStore
+) -> None:
     """A bound under one block, and a directory in use."""
     with pytest.raises(CacheConfigError, match="max_bytes 259 must hold a block, 260 bytes"):
         FileOffloadingManager(store, 259)
@@ -263,7 +293,8 @@ class Copy:
 
 
 class FileTier(RuleBasedStateMachine):
-    """Manager, files, and a queue of copies that run in order some time later, fail, or are cut off by a restart."""
+    """Manager, files, and a queue of copies that run in order some time later, fail, or are cut off
+    by a restart."""
 
     KEYS = tuple(key_of(number % 2, number) for number in range(8))
     MAX_BYTES = 1000
@@ -306,13 +337,17 @@ class FileTier(RuleBasedStateMachine):
         output = self.manager.prepare_store(keys, CONTEXT)
         if output is not None and output.keys_to_store:
             self.version += 1
-            self.queue.append(Copy(Direction.STORE, list(output.keys_to_store), dict.fromkeys(keys, self.version)))
+            self.queue.append(
+                Copy(Direction.STORE, list(output.keys_to_store), dict.fromkeys(keys, self.version))
+            )
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def prepare_load(self, keys: list[OffloadKey]) -> None:
         if all(key in self.announced for key in keys):
             spec = self.manager.prepare_load(keys, CONTEXT)
-            self.queue.append(Copy(Direction.LOAD, list(spec.keys), {key: self.served[key] for key in keys}))
+            self.queue.append(
+                Copy(Direction.LOAD, list(spec.keys), {key: self.served[key] for key in keys})
+            )
 
     @precondition(lambda self: self.queue)
     @rule(fault=st.none() | st.integers(0, 3))

@@ -41,7 +41,9 @@ def path_of(store: BlockStore, key: OffloadKey) -> Path:
 
 
 def files_of(store: BlockStore) -> list[str]:
-    return sorted(path.name for path in store.root.rglob("*") if path.is_file() and path.parent != store.root)
+    return sorted(
+        path.name for path in store.root.rglob("*") if path.is_file() and path.parent != store.root
+    )
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -54,7 +56,11 @@ def test_what_was_written_is_read(tmp_path: Path, durable: bool) -> None:
     assert files_of(store) == [path_of(store, KEY).name]
     statistics = store.statistics()
     assert (statistics.written_blocks, statistics.written_bytes) == (2, 2 * PAYLOAD)
-    assert (statistics.read_blocks, statistics.read_bytes, statistics.rejected_blocks) == (1, PAYLOAD, 0)
+    assert (statistics.read_blocks, statistics.read_bytes, statistics.rejected_blocks) == (
+        1,
+        PAYLOAD,
+        0,
+    )
 
 
 @given(place=st.integers(0, header_bytes(KEY) + PAYLOAD - 1), bit=st.integers(0, 7))
@@ -74,7 +80,10 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_goes(
     assert store.statistics().rejected_blocks == 1
 
 
-@pytest.mark.parametrize("size", [0, 1, header_bytes(KEY), header_bytes(KEY) + PAYLOAD - 1, header_bytes(KEY) + PAYLOAD + 1])
+@pytest.mark.parametrize(
+    "size",
+    [0, 1, header_bytes(KEY), header_bytes(KEY) + PAYLOAD - 1, header_bytes(KEY) + PAYLOAD + 1],
+)
 def test_a_file_of_another_length_is_refused_and_goes(store: BlockStore, size: int) -> None:
     """What a power failure leaves of a file that was renamed before its bytes were on the disk."""
     store.write(KEY, memoryview(DATA))
@@ -183,7 +192,8 @@ def test_reading_makes_a_file_the_most_recently_used(store: BlockStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("payload_bytes", "identity"), [([PAYLOAD], ""), ([2, 1], ""), ([PAYLOAD, 2 * PAYLOAD], "other model")]
+    ("payload_bytes", "identity"),
+    [([PAYLOAD], ""), ([2, 1], ""), ([PAYLOAD, 2 * PAYLOAD], "other model")],
 )
 def test_a_directory_of_another_layout_or_model_is_refused_or_emptied(
     store: BlockStore, payload_bytes: list[int], identity: str
@@ -210,7 +220,10 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> Non
     """A mistyped path must not mix blocks into somebody's files, nor delete any."""
     (tmp_path / "thesis.tex").write_text("...")
     for replace in (False, True):
-        with pytest.raises(CacheConfigError, match=r"holds 'thesis.tex' and no manifest.json; it must be empty at first"):
+        with pytest.raises(
+            CacheConfigError,
+            match=r"holds 'thesis.tex' and no manifest.json; it must be empty at first",
+        ):
             BlockStore(tmp_path, [PAYLOAD], replace_other_layout=replace)
     assert (tmp_path / "thesis.tex").exists()
 
@@ -257,10 +270,13 @@ for thread in threads: thread.join()
 
 @pytest.mark.parametrize("kill_after", [1, 3, 6, 10])
 def test_a_killed_process_leaves_only_whole_files(tmp_path: Path, kill_after: int) -> None:
-    """SIGKILL while two threads write: what is found after the restart verifies, and everything that was finished is there."""
+    """SIGKILL while two threads write: what is found after the restart verifies, and everything
+    that was finished is there."""
     size = 8 << 20
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(size)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    ) as process:
         assert process.stdout is not None
         finished = [int(process.stdout.readline()) for _ in range(kill_after)]
         while not list(tmp_path.glob("*/*/*.tmp")):

@@ -1,4 +1,5 @@
-"""Copies between GPU blocks and files, compared byte for byte with a plain loop, and broken as disks and crashes do it."""
+"""Copies between GPU blocks and files, compared byte for byte with a plain loop, and broken as
+disks and crashes do it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ CONTEXT = RequestContext("r")
 
 
 def sizes_of(world: World) -> list[int]:
-    return [k * sum(ref.page_bytes for ref in refs) for k, refs in zip(world.k, world.refs, strict=True)]
+    return [
+        k * sum(ref.page_bytes for ref in refs) for k, refs in zip(world.k, world.refs, strict=True)
+    ]
 
 
 def keys_of(job: Job) -> list[OffloadKey]:
@@ -58,11 +61,20 @@ def keys_of(job: Job) -> list[OffloadKey]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data(), world=worlds(), staging_bytes=st.sampled_from([1, 100, 1 << 20]))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 def test_random_jobs_copy_what_a_plain_loop_copies(
-    device: str, data: st.DataObject, world: World, staging_bytes: int, tmp_path_factory: pytest.TempPathFactory
+    device: str,
+    data: st.DataObject,
+    world: World,
+    staging_bytes: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Every layout, alignment and chunking; what one job stored the next one loads, though nobody waited in between."""
+    """Every layout, alignment and chunking; what one job stored the next one loads, though nobody
+    waited in between."""
     cache = world.cache(device)
     store = BlockStore(tmp_path_factory.mktemp("tier"), sizes_of(world))
     worker = FileTransferWorker(cache, store, world.k, 3, TransferOptions(staging_bytes))
@@ -70,7 +82,9 @@ def test_random_jobs_copy_what_a_plain_loop_copies(
     loop = PlainLoop(
         world,
         copies_of(cache),
-        lambda group, number: files.setdefault((group, number), np.zeros(sizes_of(world)[group], np.int8)),
+        lambda group, number: files.setdefault(
+            (group, number), np.zeros(sizes_of(world)[group], np.int8)
+        ),
     )
     number_of_jobs = data.draw(st.integers(1, 6))
     for number in range(number_of_jobs):
@@ -80,7 +94,9 @@ def test_random_jobs_copy_what_a_plain_loop_copies(
         loop.run(job)
     results = results_of(worker, range(number_of_jobs))
     worker.shutdown()
-    assert [(result.job_id, result.success) for result in results] == [(n, True) for n in range(number_of_jobs)]
+    assert [(result.job_id, result.success) for result in results] == [
+        (n, True) for n in range(number_of_jobs)
+    ]
     assert [result.transferred_bytes for result in results] == loop.copied_bytes
     assert_same(cache, loop.rows)
     for (group, number), contents in files.items():
@@ -90,7 +106,9 @@ def test_random_jobs_copy_what_a_plain_loop_copies(
     shutil.rmtree(store.root)
 
 
-WORLD = World([(16, 8, 0), (16, 24, 0)], [[DataRef(0, 8), DataRef(1, 16)], [DataRef(1, 24)]], [2, 1], seed=1)
+WORLD = World(
+    [(16, 8, 0), (16, 24, 0)], [[DataRef(0, 8), DataRef(1, 16)], [DataRef(1, 24)]], [2, 1], seed=1
+)
 
 
 @pytest.fixture
@@ -106,14 +124,34 @@ def gpu(ids: list[int], sizes: list[int], indices: list[int]) -> GPULoadStoreSpe
 @pytest.mark.parametrize(
     ("direction", "gpu", "lower", "complaint"),
     [
-        (STORE, gpu([1, 2], [2, 0], [0, 0]), CPULoadStoreSpec([0]), "CPULoadStoreSpec must be a FileLoadStoreSpec"),
-        (STORE, gpu([1, 2], [2, 0], [0, 0]), [key_of(1, 0)], r"keys must be of their groups, group behind group, \[1, 0\]"),
+        (
+            STORE,
+            gpu([1, 2], [2, 0], [0, 0]),
+            CPULoadStoreSpec([0]),
+            "CPULoadStoreSpec must be a FileLoadStoreSpec",
+        ),
+        (
+            STORE,
+            gpu([1, 2], [2, 0], [0, 0]),
+            [key_of(1, 0)],
+            r"keys must be of their groups, group behind group, \[1, 0\]",
+        ),
         (STORE, gpu([1, 2], [2, 0], [0, 0]), [key_of(9, 0)], "a key of group 9"),
         (STORE, gpu([1, 2], [2, 0], [0, 0]), [], r"0 offloaded blocks must be 1"),
-        (STORE, gpu([1, 2, 3, 4], [4, 0], [0, 0]), [key_of(0, 0)] * 2, "2 keys, 1 of them different"),
+        (
+            STORE,
+            gpu([1, 2, 3, 4], [4, 0], [0, 0]),
+            [key_of(0, 0)] * 2,
+            "2 keys, 1 of them different",
+        ),
         (STORE, gpu([1], [1, 0], [0, 0]), [key_of(0, 0)], "must cover whole offloaded blocks of 2"),
         (LOAD, gpu([3, 3], [2, 0], [0, 0]), [key_of(0, 0)], "is named twice"),
-        (LOAD, gpu([16], [0, 1], [0, 0]), [key_of(1, 0)], "block ids 16 to 16 of group 1 must be in 0 to 15"),
+        (
+            LOAD,
+            gpu([16], [0, 1], [0, 0]),
+            [key_of(1, 0)],
+            "block ids 16 to 16 of group 1 must be in 0 to 15",
+        ),
     ],
 )
 def test_a_job_that_does_not_fit_is_refused_and_touches_nothing(
@@ -139,14 +177,21 @@ def test_a_job_that_does_not_fit_is_refused_and_touches_nothing(
 
 def test_a_directory_for_other_sizes_is_refused(tmp_path: Path) -> None:
     """At the start of the engine."""
-    with pytest.raises(CacheConfigError, match=r"payload_bytes \[48, 25\] must be the cache's offloaded blocks, \[48, 24\]"):
+    with pytest.raises(
+        CacheConfigError,
+        match=r"payload_bytes \[48, 25\] must be the cache's offloaded blocks, \[48, 24\]",
+    ):
         FileTransferWorker(WORLD.cache("cpu"), BlockStore(tmp_path / "one", [48, 25]), WORLD.k)
     with pytest.raises(CacheConfigError, match="io_threads 0 must be at least 1"):
-        FileTransferWorker(WORLD.cache("cpu"), BlockStore(tmp_path / "other", [48, 24]), WORLD.k, io_threads=0)
+        FileTransferWorker(
+            WORLD.cache("cpu"), BlockStore(tmp_path / "other", [48, 24]), WORLD.k, io_threads=0
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_load_of_a_damaged_file_fails_and_leaves_the_chunks_blocks_alone(device: str, store: BlockStore) -> None:
+def test_a_load_of_a_damaged_file_fails_and_leaves_the_chunks_blocks_alone(
+    device: str, store: BlockStore
+) -> None:
     """Nothing that did not verify reaches a GPU block."""
     cache = WORLD.cache(device)
     worker = FileTransferWorker(cache, store, WORLD.k)
@@ -170,8 +215,11 @@ def test_a_load_of_a_damaged_file_fails_and_leaves_the_chunks_blocks_alone(devic
     assert not path.exists()
 
 
-def test_a_failed_job_is_reported_only_when_none_of_its_files_is_touched_any_more(store: BlockStore) -> None:
-    """The manager deletes the job's files on the report: a write still under way would bring one back, unknown to anybody."""
+def test_a_failed_job_is_reported_only_when_none_of_its_files_is_touched_any_more(
+    store: BlockStore,
+) -> None:
+    """The manager deletes the job's files on the report: a write still under way would bring one
+    back, unknown to anybody."""
     cache = CanonicalKVCache([WORLD.cache("cpu").tensors[1]], [[DataRef(0, 24)]])
     store = BlockStore(store.root.parent / "one", [24])
     worker = FileTransferWorker(cache, store, io_threads=4)
@@ -180,7 +228,9 @@ def test_a_failed_job_is_reported_only_when_none_of_its_files_is_touched_any_mor
     blocker.parent.mkdir()
     blocker.write_text("no directory")
     for job_id in range(20):
-        worker.submit(TransferJob(job_id, STORE, gpu(list(range(16)), [16], [0]), FileLoadStoreSpec(keys)))
+        worker.submit(
+            TransferJob(job_id, STORE, gpu(list(range(16)), [16], [0]), FileLoadStoreSpec(keys))
+        )
         (result,) = results_of(worker, [job_id])
         written = sorted(store.root.rglob("*.block"))
         assert not result.success
@@ -196,24 +246,31 @@ def test_shutdown_finishes_what_was_queued(store: BlockStore) -> None:
     worker = FileTransferWorker(WORLD.cache("cpu"), store, WORLD.k)
     for number in range(5):
         keys = [key_of(0, number)]
-        worker.submit(TransferJob(number, STORE, gpu([1, 2], [2, 0], [0, 0]), FileLoadStoreSpec(keys)))
+        worker.submit(
+            TransferJob(number, STORE, gpu([1, 2], [2, 0], [0, 0]), FileLoadStoreSpec(keys))
+        )
     worker.shutdown()
     worker.shutdown()
     assert len(store.scan()) == 5
     assert [result.success for result in worker.get_finished()] == [True] * 5
     with pytest.raises(TransferError, match="was shut down"):
-        worker.submit(TransferJob(9, STORE, gpu([1, 2], [2, 0], [0, 0]), FileLoadStoreSpec([key_of(0, 9)])))
+        worker.submit(
+            TransferJob(9, STORE, gpu([1, 2], [2, 0], [0, 0]), FileLoadStoreSpec([key_of(0, 9)]))
+        )
 
 
 class Engine:
-    """Manager and worker as a connector drives them. A block's bytes say which store of its key they belong to."""
+    """Manager and worker as a connector drives them. A block's bytes say which store of its key
+    they belong to."""
 
     def __init__(self, root: Path, device: str) -> None:
         self.cache = CanonicalKVCache(WORLD.cache(device).tensors[1:], [[DataRef(0, 24)]])
         self.store = BlockStore(root, [24])
         self.manager = FileOffloadingManager(self.store, 4 * self.store.file_bytes(key_of(0, 0)))
         self.fault = threading.Event()
-        self.worker = FileTransferWorker(self.cache, self.store, options=TransferOptions(staging_bytes=24, pace=self.pace))
+        self.worker = FileTransferWorker(
+            self.cache, self.store, options=TransferOptions(staging_bytes=24, pace=self.pace)
+        )
         self.jobs: dict[int, tuple[Direction, list[OffloadKey], list[int]]] = {}
         self.submitted: dict[OffloadKey, int] = {}
         self.versions: dict[OffloadKey, int] = {}
@@ -240,7 +297,9 @@ class Engine:
 
     def load_blocks(self, numbers: Sequence[int]) -> None:
         keys = [key_of(0, number) for number in dict.fromkeys(numbers)]
-        hits = [key for key in keys if self.manager.lookup(key, CONTEXT) is LookupResult.HIT][: len(self.free)]
+        hits = [key for key in keys if self.manager.lookup(key, CONTEXT) is LookupResult.HIT][
+            : len(self.free)
+        ]
         if hits:
             self.manager.prepare_load(hits, CONTEXT)
             blocks = [self.free.pop() for _ in hits]
@@ -249,7 +308,9 @@ class Engine:
     def submit(self, direction: Direction, keys: list[OffloadKey], blocks: list[int]) -> None:
         job_id = len(self.jobs)
         self.jobs[job_id] = (direction, keys, blocks)
-        self.worker.submit(TransferJob(job_id, direction, gpu(blocks, [len(blocks)], [0]), FileLoadStoreSpec(keys)))
+        self.worker.submit(
+            TransferJob(job_id, direction, gpu(blocks, [len(blocks)], [0]), FileLoadStoreSpec(keys))
+        )
         if direction is STORE:
             self.submitted.update(dict.fromkeys(keys, self.stamp))
 
@@ -292,7 +353,9 @@ STEPS = st.one_of(
     st.tuples(st.just("wait")),
     st.tuples(st.just("reset")),
     st.tuples(st.just("fault")),
-    st.tuples(st.just("damage"), st.integers(0, 7), st.sampled_from(["truncate", "flip", "delete"])),
+    st.tuples(
+        st.just("damage"), st.integers(0, 7), st.sampled_from(["truncate", "flip", "delete"])
+    ),
 )
 
 
@@ -302,8 +365,8 @@ STEPS = st.one_of(
 def test_whatever_breaks_a_load_that_succeeds_brings_the_last_completed_store(
     device: str, steps: list[tuple], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Broken copies, damaged, truncated and vanished files, evictions and resets between queued jobs: no block is served that
-    was not completely written, and none of an older store."""
+    """Broken copies, damaged, truncated and vanished files, evictions and resets between queued
+    jobs: no block is served that was not completely written, and none of an older store."""
     engine = Engine(tmp_path_factory.mktemp("tier"), device)
     for name, *arguments in steps:
         if name == "fault":
@@ -319,7 +382,11 @@ def test_whatever_breaks_a_load_that_succeeds_brings_the_last_completed_store(
     engine.finish()
     assert len(engine.free) == 16
     statistics = engine.manager.statistics()
-    assert (statistics.loading_blocks, statistics.pending_blocks, statistics.doomed_blocks) == (0, 0, 0)
+    assert (statistics.loading_blocks, statistics.pending_blocks, statistics.doomed_blocks) == (
+        0,
+        0,
+        0,
+    )
     on_disk = {path.name for path in engine.store.root.rglob("*.block")}
     hits = {n for n in range(8) if engine.manager.lookup(key_of(0, n), CONTEXT) is LookupResult.HIT}
     assert on_disk <= {Path(relative_path(key_of(0, n))).name for n in hits}

@@ -11,7 +11,9 @@ from tests.support.cache_layouts import chunked
 
 
 def manager(in_flight: int = 8, longest: int = 200) -> GroupManager:
-    return manager_of(ChunkedLocalManager, chunked(16), max_in_flight_tokens=in_flight, max_model_len=longest)
+    return manager_of(
+        ChunkedLocalManager, chunked(16), max_in_flight_tokens=in_flight, max_model_len=longest
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,8 +56,13 @@ def test_a_hit_brings_the_blocks_of_its_last_chunk_alone() -> None:
     assert group.num_blocks_to_allocate("b", need(20, 16, [group.pool.null_block] * 4)) == 1
 
 
-@pytest.mark.parametrize(("in_flight", "longest", "blocks"), [(8, 200, 6), (9, 200, 7), (1, 200, 5), (200, 40, 10), (8, 18, 5)])
-def test_a_request_is_admitted_for_a_chunk_and_what_is_in_flight(in_flight: int, longest: int, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("in_flight", "longest", "blocks"),
+    [(8, 200, 6), (9, 200, 7), (1, 200, 5), (200, 40, 10), (8, 18, 5)],
+)
+def test_a_request_is_admitted_for_a_chunk_and_what_is_in_flight(
+    in_flight: int, longest: int, blocks: int
+) -> None:
     """A step may begin inside one chunk and end in the next."""
     group = manager(in_flight, longest)
     assert group.max_held_blocks() == blocks

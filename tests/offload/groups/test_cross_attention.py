@@ -17,7 +17,9 @@ def group() -> GroupManager:
 
 @pytest.mark.parametrize("is_admission", [False, True])
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (8, 1), (10, 2), (100, 13)])
-def test_the_encoders_tokens_get_blocks_once(group: GroupManager, tokens: int, blocks: int, is_admission: bool) -> None:
+def test_the_encoders_tokens_get_blocks_once(
+    group: GroupManager, tokens: int, blocks: int, is_admission: bool
+) -> None:
     """They do not grow, and the decoder's longest request says nothing of them."""
     assert group.num_blocks_to_allocate("a", need(tokens), is_admission) == blocks
     assert len(group.allocate_new_blocks("a", need(tokens))) == blocks

@@ -8,12 +8,24 @@ from kvevents.layout import KVCacheGroup
 from offload.errors import CacheConfigError
 from offload.groups.base import GroupManager, blocks_for
 from offload.groups.full import FullAttentionManager
-from tests.offload.small_cache import KEEP_ALL, cached_and_free, ids, manager_of, need, request, table_after
+from tests.offload.small_cache import (
+    KEEP_ALL,
+    cached_and_free,
+    ids,
+    manager_of,
+    need,
+    request,
+    table_after,
+)
 from tests.support.cache_layouts import cross, full
 
 
-def manager(group: KVCacheGroup | None = None, max_model_len: int = 200, num_blocks: int = 50) -> GroupManager:
-    return manager_of(FullAttentionManager, group or full(), max_model_len=max_model_len, num_blocks=num_blocks)
+def manager(
+    group: KVCacheGroup | None = None, max_model_len: int = 200, num_blocks: int = 50
+) -> GroupManager:
+    return manager_of(
+        FullAttentionManager, group or full(), max_model_len=max_model_len, num_blocks=num_blocks
+    )
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -30,7 +42,11 @@ def test_every_block_is_held_while_the_request_runs() -> None:
         group.free_skipped_blocks("a", tokens)
         group.allocate_new_blocks("a", need(tokens))
     assert ids(group.block_table("a")) == list(range(1, 11))
-    assert (group.num_skipped_tokens(1000), group.skipped_blocks("a", 40), group.slid_out) == (0, [], 0)
+    assert (group.num_skipped_tokens(1000), group.skipped_blocks("a", 40), group.slid_out) == (
+        0,
+        [],
+        0,
+    )
 
 
 def test_only_the_missing_blocks_are_given() -> None:
@@ -64,9 +80,20 @@ def test_blocks_come_back_the_last_first_and_twice_is_no_error() -> None:
 def test_a_request_counts_what_it_lacks() -> None:
     """The cache manager adds these up before anything is given."""
     group = manager()
-    assert [group.num_blocks_to_allocate("a", need(tokens)) for tokens in (1, 4, 5, 40)] == [1, 1, 2, 10]
+    assert [group.num_blocks_to_allocate("a", need(tokens)) for tokens in (1, 4, 5, 40)] == [
+        1,
+        1,
+        2,
+        10,
+    ]
     group.allocate_new_blocks("a", need(10))
-    assert [group.num_blocks_to_allocate("a", need(tokens)) for tokens in (4, 10, 12, 13, 40)] == [0, 0, 0, 1, 7]
+    assert [group.num_blocks_to_allocate("a", need(tokens)) for tokens in (4, 10, 12, 13, 40)] == [
+        0,
+        0,
+        0,
+        1,
+        7,
+    ]
 
 
 def test_a_hits_blocks_count_while_nobody_else_references_them() -> None:
@@ -114,11 +141,15 @@ def test_full_blocks_can_be_found_as_soon_as_they_are_cached_and_only_those() ->
     group.cache_blocks(prompt, 3, KEEP_ALL)
     assert group.num_cached_blocks("a") == 1
     group.cache_blocks(prompt, 20, KEEP_ALL)
-    assert [block_hash in group.pool.cached(group.group_idx) for block_hash in prompt.block_hashes] == [True] * 5
+    assert [
+        block_hash in group.pool.cached(group.group_idx) for block_hash in prompt.block_hashes
+    ] == [True] * 5
 
 
 @pytest.mark.parametrize(("max_model_len", "blocks"), [(200, 50), (198, 50), (20, 5), (1, 1)])
-def test_a_request_is_admitted_for_as_much_as_the_longest_can_hold(max_model_len: int, blocks: int) -> None:
+def test_a_request_is_admitted_for_as_much_as_the_longest_can_hold(
+    max_model_len: int, blocks: int
+) -> None:
     """Nothing is given back on the way, so the whole of it must fit."""
     group = manager(max_model_len=max_model_len)
     assert group.max_held_blocks() == blocks
@@ -136,16 +167,22 @@ def test_every_block_is_kept_and_readable() -> None:
 
 
 @pytest.mark.parametrize("scheduler_block_size", [3, 6, 2])
-def test_a_schedulers_size_that_does_not_fit_is_refused_by_every_group(scheduler_block_size: int) -> None:
+def test_a_schedulers_size_that_does_not_fit_is_refused_by_every_group(
+    scheduler_block_size: int,
+) -> None:
     """Nobody recomputes it further down, so nobody may take a wrong one."""
     message = rf"^group 0 \(full_attention\): scheduler_block_size {scheduler_block_size} must be a multiple of block_size 4$"
     with pytest.raises(CacheConfigError, match=message):
         manager_of(FullAttentionManager, full(), scheduler_block_size=scheduler_block_size)
-    assert manager_of(FullAttentionManager, full(), scheduler_block_size=12).scheduler_block_size == 12
+    assert (
+        manager_of(FullAttentionManager, full(), scheduler_block_size=12).scheduler_block_size == 12
+    )
 
 
 def test_a_group_knows_its_own_sizes() -> None:
     """Block size is the group's, and the scheduler's is handed down as it is."""
-    group = manager_of(FullAttentionManager, cross(8), scheduler_block_size=16, max_in_flight_tokens=7, eagle=True)
+    group = manager_of(
+        FullAttentionManager, cross(8), scheduler_block_size=16, max_in_flight_tokens=7, eagle=True
+    )
     assert (group.block_size, group.scheduler_block_size, group.max_in_flight_tokens) == (8, 16, 7)
     assert group.eagle

@@ -1,4 +1,5 @@
-"""Mamba and linear attention: two states at most, and only those at the end of a block serve a hit."""
+"""Mamba and linear attention: two states at most, and only those at the end of a block serve a
+hit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def manager(scheduler: int = 4, eagle: bool = False) -> GroupManager:
     return manager_of(MambaManager, mamba(), scheduler_block_size=scheduler, eagle=eagle)
 
 
-def run(group: GroupManager, prompt: CacheRequest, *ends: int, retention: Retention = KEEP_ALL) -> None:
+def run(
+    group: GroupManager, prompt: CacheRequest, *ends: int, retention: Retention = KEEP_ALL
+) -> None:
     """Compute a prompt in steps that end at *ends*, and cache after each."""
     computed = 0
     for end in ends:
@@ -28,10 +31,14 @@ def run(group: GroupManager, prompt: CacheRequest, *ends: int, retention: Retent
 def found(group: GroupManager, prompt: CacheRequest) -> list[int]:
     """Token positions whose state can be found."""
     cached = group.pool.cached(group.group_idx)
-    return [end for end in range(4, len(prompt.block_hashes) * 4 + 1, 4) if prompt.hash_at(end) in cached]
+    return [
+        end
+        for end in range(4, len(prompt.block_hashes) * 4 + 1, 4)
+        if prompt.hash_at(end) in cached
+    ]
 
 
-# --- what is held ---------------------------------------------------------------------------------------------------------
+# --- what is held ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,8 +57,11 @@ def found(group: GroupManager, prompt: CacheRequest) -> list[int]:
         ([8, 9, 10, 11, 12, 13], [0, 0, 2, 3]),
     ],
 )
-def test_a_step_holds_the_state_it_starts_from_and_the_one_it_ends_with(ends: list[int], table: list[int]) -> None:
-    """A state stands for everything before it, so a request runs in two blocks whatever its length."""
+def test_a_step_holds_the_state_it_starts_from_and_the_one_it_ends_with(
+    ends: list[int], table: list[int]
+) -> None:
+    """A state stands for everything before it, so a request runs in two blocks whatever its
+    length."""
     group, prompt = manager(), request("a", range(40))
     run(group, prompt, *ends)
     assert ids(group.block_table("a")) == table
@@ -91,7 +101,8 @@ def test_a_request_that_starts_over_starts_with_nothing() -> None:
 
 
 def test_what_a_request_had_before_it_was_preempted_says_nothing_of_its_new_states() -> None:
-    """Its first run ended with a block, its second inside it: that state must not be found under the block's name."""
+    """Its first run ended with a block, its second inside it: that state must not be found under
+    the block's name."""
     group, prompt = manager(), request("a", range(20))
     group.allocate_new_blocks("a", need(8))
     group.free("a")
@@ -99,7 +110,7 @@ def test_what_a_request_had_before_it_was_preempted_says_nothing_of_its_new_stat
     assert found(group, prompt) == []
 
 
-# --- what is needed -------------------------------------------------------------------------------------------------------
+# --- what is needed -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 400])
@@ -114,7 +125,9 @@ def test_a_running_request_needs_a_block_when_it_leaves_its_last() -> None:
     """Within a block the state is overwritten in place."""
     group = manager()
     run(group, request("a", range(40)), 10)
-    assert [group.num_blocks_to_allocate("a", need(tokens, 10)) for tokens in (11, 12, 13, 100)] == [0, 0, 1, 1]
+    assert [
+        group.num_blocks_to_allocate("a", need(tokens, 10)) for tokens in (11, 12, 13, 100)
+    ] == [0, 0, 1, 1]
 
 
 def test_drafts_get_no_state_of_their_own() -> None:
@@ -152,7 +165,8 @@ def test_a_hits_state_counts_while_nobody_else_references_it() -> None:
 def test_a_state_that_a_tier_brings_is_counted_beside_the_one_the_step_makes(
     hit_tokens: int, external: int, total: int, table: list[int]
 ) -> None:
-    """A block that is taken and was not counted is missing when the pool is empty, in the middle of an admission."""
+    """A block that is taken and was not counted is missing when the pool is empty, in the middle of
+    an admission."""
     group = manager()
     state = cached_and_free(group, request("old", range(4)), 4)
     computed, hit = hit_tokens + external, state[: hit_tokens // 4]
@@ -173,7 +187,7 @@ def test_a_whole_request_is_admitted_for_one_state_also_where_a_tier_brings_anot
     assert group.num_blocks_to_allocate("a", need(8, 8), is_admission=True) == 1
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,7 +204,8 @@ def test_a_whole_request_is_admitted_for_one_state_also_where_a_tier_brings_anot
     ],
 )
 def test_only_states_of_whole_blocks_can_be_found(ends: list[int], states: list[int]) -> None:
-    """A block's name stands for its last token; a state that stopped before it would continue another prompt wrongly."""
+    """A block's name stands for its last token; a state that stopped before it would continue
+    another prompt wrongly."""
     group, prompt = manager(), request("a", range(20))
     run(group, prompt, *ends)
     assert found(group, prompt) == states
@@ -217,7 +232,8 @@ def test_a_state_noted_before_caching_was_allowed_is_cached_later() -> None:
 
 
 def test_a_state_behind_the_last_possible_hit_is_cached_when_hits_can_reach_it() -> None:
-    """Several groups cache up to where all of them can agree; what lies behind must not be forgotten."""
+    """Several groups cache up to where all of them can agree; what lies behind must not be
+    forgotten."""
     group, prompt = manager(8), request("a", range(20))
     group.allocate_new_blocks("a", need(12))
     group.cache_blocks(prompt, 8, KEEP_ALL)
@@ -244,17 +260,19 @@ def test_a_state_behind_the_last_possible_hit_is_cached_when_hits_can_reach_it()
 def test_sparse_retention_keeps_states_at_the_interval_and_at_boundaries(
     scheduler: int, retention: Retention, states: list[int], eagle: bool
 ) -> None:
-    """A state is as large as many blocks of attention: one in a thousand tokens is often enough. EAGLE changes nothing."""
+    """A state is as large as many blocks of attention: one in a thousand tokens is often enough.
+    EAGLE changes nothing."""
     group, prompt = manager(scheduler, eagle), request("a", range(32))
     run(group, prompt, *range(4, 33, 4), retention=retention)
     assert found(group, prompt) == states
 
 
-# --- what is readable -----------------------------------------------------------------------------------------------------
+# --- what is readable -----------------------------------------------------------------------------
 
 
 def test_a_state_cannot_be_read_in_the_step_that_writes_it() -> None:
-    """Two prompts that share a prefix arrive together: the second would start from a state that is not there yet."""
+    """Two prompts that share a prefix arrive together: the second would start from a state that is
+    not there yet."""
     group, prompt = manager(), request("a", range(16))
     run(group, prompt, 8)
     hit = [group.pool.null_block, group.block_table("a")[1]]

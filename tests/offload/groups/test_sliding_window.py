@@ -1,4 +1,5 @@
-"""Sliding windows: what slid out goes back, and only the blocks before a possible hit's end are worth keeping."""
+"""Sliding windows: what slid out goes back, and only the blocks before a possible hit's end are
+worth keeping."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from tests.offload.small_cache import KEEP_ALL, ids, manager_of, need, request, 
 from tests.support.cache_layouts import window
 
 
-def manager(size: int = 9, *, scheduler: int = 4, in_flight: int = 16, longest: int = 200, eagle: bool = False) -> GroupManager:
+def manager(
+    size: int = 9,
+    *,
+    scheduler: int = 4,
+    in_flight: int = 16,
+    longest: int = 200,
+    eagle: bool = False,
+) -> GroupManager:
     return manager_of(
         SlidingWindowManager,
         window(size),
@@ -22,7 +30,7 @@ def manager(size: int = 9, *, scheduler: int = 4, in_flight: int = 16, longest: 
     )
 
 
-# --- what is held ---------------------------------------------------------------------------------------------------------
+# --- what is held ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,8 +56,11 @@ def manager(size: int = 9, *, scheduler: int = 4, in_flight: int = 16, longest: 
         (100, 40, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     ],
 )
-def test_a_request_holds_the_blocks_its_next_token_looks_at(size: int, tokens: int, table: list[int]) -> None:
-    """The next token sees `size - 1` tokens before it: one block fewer and it reads another request's, one more is waste."""
+def test_a_request_holds_the_blocks_its_next_token_looks_at(
+    size: int, tokens: int, table: list[int]
+) -> None:
+    """The next token sees `size - 1` tokens before it: one block fewer and it reads another
+    request's, one more is waste."""
     assert table_after(manager(size), tokens) == table
 
 
@@ -85,11 +96,12 @@ def test_nothing_slides_out_of_a_request_that_holds_nothing() -> None:
     assert (group.skipped_blocks("a", 100), group.holds("a"), group.slid_out) == ([], False, 0)
 
 
-# --- what is needed -------------------------------------------------------------------------------------------------------
+# --- what is needed -------------------------------------------------------------------------------
 
 
 def test_a_hits_blocks_outside_the_window_are_neither_counted_nor_taken() -> None:
-    """A hit's table may have more blocks than the next token looks at, where EAGLE or a longer load moved on."""
+    """A hit's table may have more blocks than the next token looks at, where EAGLE or a longer load
+    moved on."""
     group = manager()
     group.allocate_new_blocks("old", need(16))
     group.cache_blocks(request("old", range(16)), 16, KEEP_ALL)
@@ -164,10 +176,12 @@ def test_no_request_ever_holds_more_than_it_was_admitted_for(size: int, in_fligh
     assert most <= group.max_held_blocks()
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
-def kept(group: GroupManager, retention: Retention, start: int = 0, stop: int = 20) -> list[int] | None:
+def kept(
+    group: GroupManager, retention: Retention, start: int = 0, stop: int = 20
+) -> list[int] | None:
     """Indices of the blocks that are kept; None for all."""
     mask = group.keep_mask("a", start, stop, retention)
     assert mask is None or len(mask) == stop - start
@@ -192,7 +206,9 @@ def kept(group: GroupManager, retention: Retention, start: int = 0, stop: int = 
         (9, 4, False, None),
     ],
 )
-def test_the_tails_before_every_possible_hit_are_kept(size: int, scheduler: int, eagle: bool, blocks: list[int] | None) -> None:
+def test_the_tails_before_every_possible_hit_are_kept(
+    size: int, scheduler: int, eagle: bool, blocks: list[int] | None
+) -> None:
     """A block that no hit can need is memory for nothing; a missing one costs the hit."""
     assert kept(manager(size, scheduler=scheduler, eagle=eagle), KEEP_ALL) == blocks
 
@@ -243,7 +259,9 @@ def test_it_does_not_matter_in_how_many_pieces_blocks_are_cached(
     group = manager(9, scheduler=16, eagle=eagle)
     everything = kept(group, retention)
     assert everything is not None
-    assert kept(group, retention, start, stop) == [index for index in everything if start <= index < stop]
+    assert kept(group, retention, start, stop) == [
+        index for index in everything if start <= index < stop
+    ]
 
 
 def test_only_what_the_mask_keeps_can_be_found() -> None:
@@ -261,6 +279,8 @@ def test_only_what_the_mask_keeps_can_be_found() -> None:
 
 def test_groups_of_other_block_sizes_count_in_their_own_blocks() -> None:
     """Two blocks of eight tokens lie between hits at multiples of 16."""
-    group = manager_of(SlidingWindowManager, KVCacheGroup(window(9).kind, 8, 9), scheduler_block_size=16)
+    group = manager_of(
+        SlidingWindowManager, KVCacheGroup(window(9).kind, 8, 9), scheduler_block_size=16
+    )
     assert kept(group, KEEP_ALL, 0, 8) == [1, 3, 5, 7]
     assert kept(group, Retention(32), 0, 8) == [3, 7]

@@ -18,7 +18,10 @@ def pages(rows: int = 4, row_bytes: int = 16) -> torch.Tensor:
     [
         ([], "at least one tensor"),
         ([pages(), torch.zeros((4, 16))], r"tensor 1: dtype torch.float32 must be torch.int8"),
-        ([torch.zeros((4, 2, 8), dtype=torch.int8)], r"shape \(4, 2, 8\) must be \(num_blocks, page_bytes\)"),
+        (
+            [torch.zeros((4, 2, 8), dtype=torch.int8)],
+            r"shape \(4, 2, 8\) must be \(num_blocks, page_bytes\)",
+        ),
         ([torch.zeros((0, 16), dtype=torch.int8)], r"shape \(0, 16\)"),
         ([pages(16, 16).t()], r"strides \(1, 16\)"),
         ([pages(1).expand(4, 16)], r"strides \(0, 1\)"),
@@ -26,7 +29,9 @@ def pages(rows: int = 4, row_bytes: int = 16) -> torch.Tensor:
         ([pages(), pages().to("meta")], "device"),
     ],
 )
-def test_a_tensor_of_another_shape_type_or_place_is_refused(tensors: list[torch.Tensor], complaint: str) -> None:
+def test_a_tensor_of_another_shape_type_or_place_is_refused(
+    tensors: list[torch.Tensor], complaint: str
+) -> None:
     """A copy of bytes by row number would read or write something else."""
     with pytest.raises(CacheConfigError, match=complaint):
         CanonicalKVCache(tensors, [[DataRef(0, 16)]])
@@ -51,8 +56,11 @@ def test_a_ref_to_what_is_not_there_is_refused(refs: list[list[DataRef]], compla
 
 
 def test_a_page_is_the_refs_one_behind_the_other() -> None:
-    """Every tier lays blocks out by these sizes; a group may use a part of a row and share its tensor."""
-    cache = CanonicalKVCache([pages(4, 16), pages(3, 8)], [[DataRef(1, 8), DataRef(0, 10)], [DataRef(0, 16)]])
+    """Every tier lays blocks out by these sizes; a group may use a part of a row and share its
+    tensor."""
+    cache = CanonicalKVCache(
+        [pages(4, 16), pages(3, 8)], [[DataRef(1, 8), DataRef(0, 10)], [DataRef(0, 16)]]
+    )
     assert cache.page_bytes == (18, 16)
     assert cache.page_offsets(0) == [0, 8]
     assert cache.num_blocks == (3, 4)

@@ -29,7 +29,9 @@ def test_jobs_run_one_by_one_in_the_order_of_their_submission(queue: TransferQue
         queue.submit(number, Direction.STORE, lambda number=number: ran.append(number) or number)
     queue.wait(range(50))
     assert ran == list(range(50))
-    assert [(result.job_id, result.transferred_bytes) for result in queue.get_finished()] == [(n, n) for n in range(50)]
+    assert [(result.job_id, result.transferred_bytes) for result in queue.get_finished()] == [
+        (n, n) for n in range(50)
+    ]
 
 
 def test_nothing_is_finished_while_it_runs_nor_what_stands_behind_it(queue: TransferQueue) -> None:
@@ -53,14 +55,21 @@ def test_nothing_is_finished_while_it_runs_nor_what_stands_behind_it(queue: Tran
     assert 0 < first.time_s < 10
 
 
-def test_a_job_that_fails_says_so_and_the_next_one_runs(queue: TransferQueue, caplog: pytest.LogCaptureFixture) -> None:
-    """One full disk must not end offloading, and a file's name, which is a key, must not reach the log."""
+def test_a_job_that_fails_says_so_and_the_next_one_runs(
+    queue: TransferQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One full disk must not end offloading, and a file's name, which is a key, must not reach the
+    log."""
     queue.submit(1, Direction.STORE, fail)
     queue.submit(2, Direction.STORE, lambda: 1 // 0)
     queue.submit(3, Direction.STORE, lambda: 5)
     queue.wait([1, 2, 3])
     results = queue.get_finished()
-    assert [(result.success, result.transferred_bytes) for result in results] == [(False, 0), (False, 0), (True, 5)]
+    assert [(result.success, result.transferred_bytes) for result in results] == [
+        (False, 0),
+        (False, 0),
+        (True, 5),
+    ]
     assert [record.getMessage() for record in caplog.records] == [
         "store job 1 failed: OSError ENOSPC",
         "store job 2 failed: ZeroDivisionError",

@@ -18,7 +18,10 @@ from offload.transfer.canonical import CanonicalKVCache, DataRef
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
 ]
 
 Lower = TypeVar("Lower")
@@ -26,7 +29,8 @@ Lower = TypeVar("Lower")
 
 @dataclass(frozen=True)
 class World:
-    """A cache's shape: the rows and bytes of its tensors, padding between rows, refs per group, and each group's k."""
+    """A cache's shape: the rows and bytes of its tensors, padding between rows, refs per group, and
+    each group's k."""
 
     tensors: Sequence[tuple[int, int, int]]
     refs: Sequence[Sequence[DataRef]]
@@ -37,7 +41,9 @@ class World:
         """A cache of that shape with random contents."""
         generator = torch.Generator().manual_seed(self.seed)
         tensors = [
-            torch.randint(-128, 128, (rows, row_bytes + padding), dtype=torch.int8, generator=generator).to(device)
+            torch.randint(
+                -128, 128, (rows, row_bytes + padding), dtype=torch.int8, generator=generator
+            ).to(device)
             for rows, row_bytes, padding in self.tensors
         ]
         views = [tensor[:, : shape[1]] for tensor, shape in zip(tensors, self.tensors, strict=True)]
@@ -57,12 +63,15 @@ class Job:
     def gpu(self) -> GPULoadStoreSpec:
         """As the worker is told."""
         sizes = [len(ids) for ids in self.block_ids]
-        return GPULoadStoreSpec([block for ids in self.block_ids for block in ids], sizes, self.block_indices)
+        return GPULoadStoreSpec(
+            [block for ids in self.block_ids for block in ids], sizes, self.block_indices
+        )
 
 
 @dataclass
 class PlainLoop:
-    """The same copies, one block, one tensor after the other. A lower block's bytes are found by its id."""
+    """The same copies, one block, one tensor after the other. A lower block's bytes are found by
+    its id."""
 
     world: World
     rows: list[np.ndarray]
@@ -81,7 +90,9 @@ class PlainLoop:
                 copied += self._copy_block(job.direction, group, block_id, lower, position % k)
         self.copied_bytes.append(copied)
 
-    def _copy_block(self, direction: Direction, group: int, block_id: int, lower: np.ndarray, place: int) -> int:
+    def _copy_block(
+        self, direction: Direction, group: int, block_id: int, lower: np.ndarray, place: int
+    ) -> int:
         page = sum(ref.page_bytes for ref in self.world.refs[group])
         first = place * page
         for ref in self.world.refs[group]:
@@ -119,9 +130,14 @@ def key_of(group: int, lower_id: int) -> OffloadKey:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Up to three groups over up to four tensors, with odd sizes, padding, shared tensors and different k."""
+    """Up to three groups over up to four tensors, with odd sizes, padding, shared tensors and
+    different k."""
     tensors = draw(
-        st.lists(st.tuples(st.integers(24, 30), st.integers(1, 40), st.sampled_from([0, 8])), min_size=1, max_size=4)
+        st.lists(
+            st.tuples(st.integers(24, 30), st.integers(1, 40), st.sampled_from([0, 8])),
+            min_size=1,
+            max_size=4,
+        )
     )
     refs = []
     for _ in range(draw(st.integers(1, 3))):
@@ -132,7 +148,9 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @st.composite
-def jobs(draw: st.DrawFn, world: World, num_lower: int, loadable: Sequence[Sequence[int]] | None = None) -> Job:
+def jobs(
+    draw: st.DrawFn, world: World, num_lower: int, loadable: Sequence[Sequence[int]] | None = None
+) -> Job:
     """A job that fits. *loadable* says which lower ids of each group may be loaded, if not all."""
     direction = draw(st.sampled_from(list(Direction)))
     rows = draw(st.permutations(range(24)))
@@ -142,10 +160,16 @@ def jobs(draw: st.DrawFn, world: World, num_lower: int, loadable: Sequence[Seque
         store = direction is Direction.STORE
         choice = free_lower if store or loadable is None else loadable[group]
         count = draw(st.integers(0, min(2, len(choice))))
-        lead, trail = (0, 0) if store else (draw(st.integers(0, k - 1)), draw(st.integers(0, k - 1)))
+        lead, trail = (
+            (0, 0) if store else (draw(st.integers(0, k - 1)), draw(st.integers(0, k - 1)))
+        )
         size = max(0, count * k - lead - trail)
         touched = -(-(lead + size) // k) if size else 0
-        take = [choice.pop() for _ in range(touched)] if store else [draw(st.sampled_from(choice)) for _ in range(touched)]
+        take = (
+            [choice.pop() for _ in range(touched)]
+            if store
+            else [draw(st.sampled_from(choice)) for _ in range(touched)]
+        )
         job.lower_ids.append(take)
         job.block_indices.append(lead + k * draw(st.integers(0, 3)))
         job.block_ids.append([rows.pop() for _ in range(size)])

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from router.tokenize import LocalTokenizer, ModelFiles, read_model_files
 
@@ -19,9 +29,7 @@ _CORPUS = [
     "Zażółć gęślą jaźń. Съешь же ещё этих мягких французских булок. 日本語の文章です。 ¿Dónde está el niño? naïve café",
     "user assistant system tool\n\n  indented   text\twith\ttabs \n and trailing blanks   ",
 ]
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _special(*contents: str, **options: bool) -> list[AddedToken]:
@@ -52,7 +60,9 @@ def _llama3() -> Tokenizer:
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]),
+            processors.TemplateProcessing(
+                single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+            ),
         ]
     )
     return tokenizer
@@ -72,15 +82,21 @@ def _gpt2() -> Tokenizer:
 def _qwen() -> Tokenizer:
     tokenizer = _byte_level_bpe()
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_special_tokens(_special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"))
+    tokenizer.add_special_tokens(
+        _special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>")
+    )
     plain = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    tokenizer.add_tokens([AddedToken(content, special=False, normalized=False) for content in plain])
+    tokenizer.add_tokens(
+        [AddedToken(content, special=False, normalized=False) for content in plain]
+    )
     return tokenizer
 
 
 def _sentencepiece_bpe() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=pieces, show_progress=False)
     tokenizer.train_from_iterator([word for line in _CORPUS for word in line.split()], trainer)
@@ -90,7 +106,9 @@ def _sentencepiece_bpe() -> Tokenizer:
 def _with_llama2_tokens(tokenizer: Tokenizer) -> Tokenizer:
     # The trainer makes the byte pieces special; a model's file has them in its vocabulary only.
     state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if not token["content"].startswith("<0x")
+    ]
     tokenizer = Tokenizer.from_str(json.dumps(state))
     tokenizer.add_special_tokens(_special("[INST]", "[/INST]"))
     single = [("<s>", tokenizer.token_to_id("<s>"))]
@@ -105,18 +123,28 @@ def _llama2() -> Tokenizer:
 def _mistral() -> Tokenizer:
     tokenizer = _with_llama2_tokens(_sentencepiece_bpe())
     tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first", split=False
+    )
     return tokenizer
 
 
 def _unigram() -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Nmt(), normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip(left=False)]
+        [
+            normalizers.Nmt(),
+            normalizers.NFKC(),
+            normalizers.Replace(Regex(" {2,}"), " "),
+            normalizers.Strip(left=False),
+        ]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
     trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+        vocab_size=300,
+        special_tokens=["<pad>", "</s>", "<unk>"],
+        unk_token="<unk>",
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.add_special_tokens(_special("<extra_id_0>", "<extra_id_1>"))
@@ -130,25 +158,39 @@ def _bert() -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=400, special_tokens=specials, show_progress=False
+    )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken("[mask2]", special=True, normalized=False, lstrip=True)])
-    tokenizer.add_tokens([AddedToken("FoxTrot", normalized=True), AddedToken("[Ent]", normalized=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("[mask2]", special=True, normalized=False, lstrip=True)]
+    )
+    tokenizer.add_tokens(
+        [AddedToken("FoxTrot", normalized=True), AddedToken("[Ent]", normalized=True)]
+    )
     ids = {name: tokenizer.token_to_id(name) for name in ("[SEP]", "[CLS]")}
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"])
+    )
     return tokenizer
 
 
 def _gemma() -> Tokenizer:
     tokenizer = _sentencepiece_bpe()
     state = json.loads(tokenizer.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if not token["content"].startswith("<0x")
+    ]
     tokenizer = Tokenizer.from_str(json.dumps(state))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     runs = [char * count for char in ("\n", "▁", "\t") for count in range(2, 9)]
-    tokenizer.add_tokens([AddedToken(run, normalized=False) for run in [*runs, "<table>", "</table>", "<h1>"]])
-    tokenizer.add_special_tokens(_special("<start_of_turn>", "<end_of_turn>", "<unused0>", "<unused01>"))
+    tokenizer.add_tokens(
+        [AddedToken(run, normalized=False) for run in [*runs, "<table>", "</table>", "<h1>"]]
+    )
+    tokenizer.add_special_tokens(
+        _special("<start_of_turn>", "<end_of_turn>", "<unused0>", "<unused01>")
+    )
     return tokenizer
 
 
@@ -161,14 +203,22 @@ def _phi3() -> Tokenizer:
 
 
 def _awkward() -> Tokenizer:
-    """Everything at once: tokens that overlap, strip, want words around them, and are matched after lowercasing."""
+    """Everything at once: tokens that overlap, strip, want words around them, and are matched after
+    lowercasing."""
     tokenizer = _byte_level_bpe()
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    )
     tokenizer.add_special_tokens(_special("<|a|>", "<|a|>b", "|><|", "<|", "word"))
     tokenizer.add_special_tokens(_special("<both>", lstrip=True, rstrip=True))
     tokenizer.add_special_tokens(_special("<single>", "solo", single_word=True))
     tokenizer.add_special_tokens([AddedToken("<Norm>", special=True, normalized=True)])
-    tokenizer.add_tokens([AddedToken("Plain", normalized=True, single_word=True), AddedToken("\n\n", normalized=False)])
+    tokenizer.add_tokens(
+        [
+            AddedToken("Plain", normalized=True, single_word=True),
+            AddedToken("\n\n", normalized=False),
+        ]
+    )
     return tokenizer
 
 
@@ -200,7 +250,9 @@ def build_tokenizer() -> Callable[[str], Tokenizer]:
 
 
 @pytest.fixture(params=sorted(_BUILDERS), scope="session")
-def tokenizer(request: pytest.FixtureRequest, build_tokenizer: Callable[[str], Tokenizer]) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, build_tokenizer: Callable[[str], Tokenizer]
+) -> Tokenizer:
     """Every kind of tokenizer in turn."""
     return build_tokenizer(request.param)
 
@@ -210,7 +262,9 @@ def local_of() -> Callable[..., LocalTokenizer]:
     """Wrap a library tokenizer, with options for ModelFiles as keywords."""
 
     def wrap(tokenizer: Tokenizer, **files: Any) -> LocalTokenizer:
-        return LocalTokenizer(ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode(), **files))
+        return LocalTokenizer(
+            ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode(), **files)
+        )
 
     return wrap
 
@@ -222,7 +276,9 @@ def write_model(tmp_path: Path) -> Callable[..., ModelFiles]:
     def write(tokenizer: Tokenizer, **contents: object) -> ModelFiles:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         for name, content in contents.items():
-            path = tmp_path / name.replace("__", "/").replace("_jinja", ".jinja").replace("_json", ".json")
+            path = tmp_path / name.replace("__", "/").replace("_jinja", ".jinja").replace(
+                "_json", ".json"
+            )
             path.parent.mkdir(exist_ok=True)
             path.write_text(content if isinstance(content, str) else json.dumps(content))
         return read_model_files(tmp_path)

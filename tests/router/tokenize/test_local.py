@@ -22,7 +22,9 @@ from router.tokenize import (
     UntokenizableError,
 )
 
-_SETTINGS = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+_SETTINGS = settings(
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 
 
 def _ids(local: LocalTokenizer, prompt: TextPrompt, salt: str | None = None) -> TokenIds:
@@ -41,7 +43,9 @@ def test_first_and_repeated_answers_are_the_library_s(
 ) -> None:
     """BOS and EOS included: whatever the post-processor does to the whole is done to the pieces."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    text = "".join(data.draw(st.lists(st.sampled_from([*added, " ", "Hello", "\n", "dog ", "é"]), max_size=20)))
+    text = "".join(
+        data.draw(st.lists(st.sampled_from([*added, " ", "Hello", "\n", "dog ", "é"]), max_size=20))
+    )
     prompt = TextPrompt(text, add_special_tokens)
     expected = array("I", tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     assert _ids(local, prompt) == expected
@@ -49,7 +53,9 @@ def test_first_and_repeated_answers_are_the_library_s(
 
 
 @pytest.fixture
-def chat_local(build_tokenizer: Callable[[str], Tokenizer], local_of: Callable[..., LocalTokenizer]) -> LocalTokenizer:
+def chat_local(
+    build_tokenizer: Callable[[str], Tokenizer], local_of: Callable[..., LocalTokenizer]
+) -> LocalTokenizer:
     return local_of(build_tokenizer("qwen"))
 
 
@@ -91,7 +97,9 @@ def test_callers_can_change_what_they_got(chat_local: LocalTokenizer) -> None:
     assert _ids(chat_local, prompt) == expected
 
 
-def test_a_cache_too_small_changes_nothing_but_the_time(build_tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_a_cache_too_small_changes_nothing_but_the_time(
+    build_tokenizer: Callable[[str], Tokenizer],
+) -> None:
     """Eviction between looking up and joining must not lose a segment."""
     tokenizer = build_tokenizer("qwen")
     files = ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode())
@@ -105,13 +113,18 @@ def test_a_cache_too_small_changes_nothing_but_the_time(build_tokenizer: Callabl
 
 def test_a_million_tokens_are_tokenised_and_counted(chat_local: LocalTokenizer) -> None:
     """The longest contexts that models have."""
-    text = "".join(f"<|im_start|>user\n{turn}{' the quick' * 1000}<|im_end|>\n" for turn in range(260)) * 2
+    text = (
+        "".join(f"<|im_start|>user\n{turn}{' the quick' * 1000}<|im_end|>\n" for turn in range(260))
+        * 2
+    )
     count = len(_ids(chat_local, TextPrompt(text)))
     assert count > 1_000_000
     assert chat_local.statistics().tokens == count
 
 
-def test_more_tokens_than_the_limit_are_refused(build_tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_more_tokens_than_the_limit_are_refused(
+    build_tokenizer: Callable[[str], Tokenizer],
+) -> None:
     """Whoever asks for more gets no ids, and nothing larger than the limit is handed on."""
     files = ModelFiles(path="test", tokenizer_json=build_tokenizer("qwen").to_str().encode())
     local = LocalTokenizer(files, limits=PromptLimits(max_prompt_tokens=3))
@@ -134,7 +147,9 @@ def test_truncation_without_a_side_is_the_tokenizer_s_own(
     """The special tokens stay and the text gives way, as the library does it for the engine."""
     tokenizer = Tokenizer.from_str(build_tokenizer(name).to_str())
     text = "the quick brown fox jumps over the lazy dog"
-    truncation = Truncation(count, "left" if side == "left" else "right", counts_special_tokens=False)
+    truncation = Truncation(
+        count, "left" if side == "left" else "right", counts_special_tokens=False
+    )
     ids = _ids(local_of(tokenizer), TextPrompt(text, truncation=truncation))
     if count:
         tokenizer.enable_truncation(count, direction=side)
@@ -150,17 +165,24 @@ def test_truncation_with_a_side_cuts_the_finished_ids(
     text = "the quick brown fox"
     whole = tokenizer.encode(text).ids
     for side, expected in (("left", whole[-3:]), ("right", whole[:3])):
-        truncation = Truncation(3, "left" if side == "left" else "right", counts_special_tokens=True)
-        assert _ids(local_of(tokenizer), TextPrompt(text, truncation=truncation)).tolist() == expected
+        truncation = Truncation(
+            3, "left" if side == "left" else "right", counts_special_tokens=True
+        )
+        assert (
+            _ids(local_of(tokenizer), TextPrompt(text, truncation=truncation)).tolist() == expected
+        )
 
 
 def test_ends_that_depend_on_the_text_are_left_to_the_library(
     build_tokenizer: Callable[[str], Tokenizer], local_of: Callable[..., LocalTokenizer]
 ) -> None:
-    """A template that writes the text twice has no fixed ends; the whole is tokenised as the library does it."""
+    """A template that writes the text twice has no fixed ends; the whole is tokenised as the
+    library does it."""
     tokenizer = Tokenizer.from_str(build_tokenizer("llama2").to_str())
     bos = [("<s>", tokenizer.token_to_id("<s>"))]
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A <s> $A", special_tokens=bos)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <s> $A", special_tokens=bos
+    )
     local = local_of(tokenizer)
     for text in ("", "fox", "[INST] dog [/INST]"):
         assert _ids(local, TextPrompt(text)).tolist() == tokenizer.encode(text).ids
@@ -179,8 +201,17 @@ def test_a_model_that_draws_at_random_is_refused(
 
 def test_a_crash_in_the_library_is_an_error_of_ours(capfd: pytest.CaptureFixture[str]) -> None:
     """A panic in Rust is no ``Exception``: it would go through every handler of a server."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate("ab \n?")}, merges=[], unk_token="?"))
-    tokenizer.add_tokens([AddedToken("<r>", rstrip=True, normalized=False), AddedToken("\n", lstrip=True, normalized=False)])
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={char: index for index, char in enumerate("ab \n?")}, merges=[], unk_token="?"
+        )
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken("<r>", rstrip=True, normalized=False),
+            AddedToken("\n", lstrip=True, normalized=False),
+        ]
+    )
     local = LocalTokenizer(ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode()))
     with pytest.raises(UntokenizableError, match="tokenizer_crashed"):
         _ids(local, TextPrompt("<r>\n\na"))

@@ -30,9 +30,13 @@ def test_the_leftmost_then_longest_word_is_found(words: list[str], text: str) ->
 
 
 def test_thousands_of_words_compile_and_match() -> None:
-    """Vocabularies hold thousands of reserved tokens; a flat alternation of them would be tried one by one."""
+    """Vocabularies hold thousands of reserved tokens; a flat alternation of them would be tried one
+    by one."""
     words = [f"<unused{index}>" for index in range(6000)]
-    assert compile_matcher(words).findall("a<unused59>b<unused5999><unused6000>") == ["<unused59>", "<unused5999>"]
+    assert compile_matcher(words).findall("a<unused59>b<unused5999><unused6000>") == [
+        "<unused59>",
+        "<unused5999>",
+    ]
 
 
 def test_words_nested_without_end_are_reported_and_not_crashed_over() -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from router.tokenize import LocalTokenizer, ModelFiles, ModelFilesError, TextPrompt, read_model_files
+from router.tokenize import (
+    LocalTokenizer,
+    ModelFiles,
+    ModelFilesError,
+    TextPrompt,
+    read_model_files,
+)
 
 _Write = Callable[..., ModelFiles]
 
@@ -31,44 +37,81 @@ def test_the_tokenizer_alone_is_enough(write_model: _Write, tokenizer_file: Toke
     assert _ids(files, "the fox") == tokenizer_file.encode("the fox").ids
 
 
-def test_a_template_file_goes_before_the_configuration(write_model: _Write, tokenizer_file: Tokenizer) -> None:
+def test_a_template_file_goes_before_the_configuration(
+    write_model: _Write, tokenizer_file: Tokenizer
+) -> None:
     """Newer models have both, and the file is the one that is kept up."""
     config = {"chat_template": "old"}
-    assert write_model(tokenizer_file, tokenizer_config_json=config).chat_templates == {"default": "old"}
+    assert write_model(tokenizer_file, tokenizer_config_json=config).chat_templates == {
+        "default": "old"
+    }
     files = write_model(tokenizer_file, tokenizer_config_json=config, chat_template_jinja="new")
     assert files.chat_templates == {"default": "new"}
 
 
-def test_named_templates_are_a_list_or_files(write_model: _Write, tokenizer_file: Tokenizer) -> None:
+def test_named_templates_are_a_list_or_files(
+    write_model: _Write, tokenizer_file: Tokenizer
+) -> None:
     """Both forms are in use."""
-    listed = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}, {"name": 7}]
+    listed = [
+        {"name": "default", "template": "a"},
+        {"name": "tool_use", "template": "b"},
+        {"name": 7},
+    ]
     files = write_model(tokenizer_file, tokenizer_config_json={"chat_template": listed})
     assert files.chat_templates == {"default": "a", "tool_use": "b"}
-    files = write_model(tokenizer_file, chat_template_jinja="c", additional_chat_templates__tool_use_jinja="d")
+    files = write_model(
+        tokenizer_file, chat_template_jinja="c", additional_chat_templates__tool_use_jinja="d"
+    )
     assert files.chat_templates == {"default": "c", "tool_use": "d"}
 
 
-def test_a_processor_s_template_is_kept_apart(write_model: _Write, tokenizer_file: Tokenizer) -> None:
+def test_a_processor_s_template_is_kept_apart(
+    write_model: _Write, tokenizer_file: Tokenizer
+) -> None:
     """It is used only where a request has no tools."""
-    files = write_model(tokenizer_file, chat_template_json={"chat_template": "p"}, tokenizer_config_json={"chat_template": "t"})
+    files = write_model(
+        tokenizer_file,
+        chat_template_json={"chat_template": "p"},
+        tokenizer_config_json={"chat_template": "t"},
+    )
     assert (files.processor_template, files.chat_templates) == ("p", {"default": "t"})
 
 
-def test_special_tokens_are_strings_or_objects(write_model: _Write, tokenizer_file: Tokenizer) -> None:
+def test_special_tokens_are_strings_or_objects(
+    write_model: _Write, tokenizer_file: Tokenizer
+) -> None:
     """The configuration goes before the map; names of a model's own count too."""
     files = write_model(
         tokenizer_file,
-        tokenizer_config_json={"bos_token": None, "eos_token": {"content": "<|im_end|>"}, "image_token": "<|image|>"},
+        tokenizer_config_json={
+            "bos_token": None,
+            "eos_token": {"content": "<|im_end|>"},
+            "image_token": "<|image|>",
+        },
         special_tokens_map_json={"bos_token": "<x>", "pad_token": "<|endoftext|>"},
     )
-    assert files.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "image_token": "<|image|>"}
+    assert files.special_tokens == {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "image_token": "<|image|>",
+    }
 
 
-def test_tokens_that_only_the_configuration_knows_are_added(write_model: _Write, tokenizer_file: Tokenizer) -> None:
+def test_tokens_that_only_the_configuration_knows_are_added(
+    write_model: _Write, tokenizer_file: Tokenizer
+) -> None:
     """transformers adds them, so an engine sees them as one token each."""
     size = tokenizer_file.get_vocab_size()
-    tokens = {str(size): {"content": "<new>", "special": True}, str(size + 1): {"content": "New", "normalized": True}}
-    config = {"added_tokens_decoder": tokens, "additional_special_tokens": ["<more>", "<new>"], "bos_token": "<bos>"}
+    tokens = {
+        str(size): {"content": "<new>", "special": True},
+        str(size + 1): {"content": "New", "normalized": True},
+    }
+    config = {
+        "added_tokens_decoder": tokens,
+        "additional_special_tokens": ["<more>", "<new>"],
+        "bos_token": "<bos>",
+    }
     files = write_model(tokenizer_file, tokenizer_config_json=config)
     assert _ids(files, "<new>New<bos><more>") == [size, size + 1, size + 2, size + 3]
 
@@ -77,13 +120,19 @@ def test_tokens_that_only_the_configuration_knows_are_added(write_model: _Write,
 def test_ends_are_those_of_the_tokenizer_file(
     write_model: _Write, build_tokenizer: Callable[[str], Tokenizer], flag: bool
 ) -> None:
-    """transformers ignores these flags beside a tokenizer.json; one BOS too many, and no prefix ever matches."""
+    """transformers ignores these flags beside a tokenizer.json; one BOS too many, and no prefix
+    ever matches."""
     tokenizer = build_tokenizer("llama2")
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": flag, "add_eos_token": flag}
-    assert _ids(write_model(tokenizer, tokenizer_config_json=config), "fox") == tokenizer.encode("fox").ids
+    assert (
+        _ids(write_model(tokenizer, tokenizer_config_json=config), "fox")
+        == tokenizer.encode("fox").ids
+    )
 
 
-def test_truncation_and_padding_of_the_file_are_ignored(write_model: _Write, tokenizer_file: Tokenizer) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(
+    write_model: _Write, tokenizer_file: Tokenizer
+) -> None:
     """They are left over from training; an engine sets its own."""
     tokenizer = Tokenizer.from_str(tokenizer_file.to_str())
     tokenizer.enable_truncation(2)
@@ -121,7 +170,9 @@ def test_a_broken_file_is_named(
         read_model_files(tmp_path)
 
 
-def test_text_that_is_no_text_is_named(write_model: _Write, tokenizer_file: Tokenizer, tmp_path: Path) -> None:
+def test_text_that_is_no_text_is_named(
+    write_model: _Write, tokenizer_file: Tokenizer, tmp_path: Path
+) -> None:
     """The same for a template file."""
     write_model(tokenizer_file)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")

@@ -1,4 +1,5 @@
-"""``kv_cache_report_mode`` does not get through, however it is spelled, and nothing else changes."""
+"""``kv_cache_report_mode`` does not get through, however it is spelled, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -76,7 +77,13 @@ def test_other_fields_keep_their_bytes() -> None:
         b' "seed": 123456789012345678901234567890, "vllm_xargs": {"a": 1e2, "kv_cache_report_mode": "full", "b": [1.0]}, "n":1}'
     )
     stripped = _strip(body)
-    for kept in (b"1.50", b'"\\u00e9\\ud83d\\ude00 \\/"', b"123456789012345678901234567890", b"1e2", b"[1.0]"):
+    for kept in (
+        b"1.50",
+        b'"\\u00e9\\ud83d\\ude00 \\/"',
+        b"123456789012345678901234567890",
+        b"1e2",
+        b"[1.0]",
+    ):
         assert kept in stripped
     expected = json.loads(body)
     del expected["vllm_xargs"][_KEY]
@@ -88,9 +95,18 @@ def test_other_fields_keep_their_bytes() -> None:
     st.dictionaries(st.sampled_from(["a", "b", _KEY]), st.text(max_size=4), max_size=3),
     st.booleans(),
 )
-def test_only_the_key_is_missing_afterwards(fields: dict[str, object], arguments: dict[str, str], ascii_only: bool) -> None:
+def test_only_the_key_is_missing_afterwards(
+    fields: dict[str, object], arguments: dict[str, str], ascii_only: bool
+) -> None:
     """For any body, with text outside ASCII escaped or not."""
-    body = {**fields, "prompt": "é", "cache_salt": None, "model": None, "vllm_xargs": arguments, "lora_name": None}
+    body = {
+        **fields,
+        "prompt": "é",
+        "cache_salt": None,
+        "model": None,
+        "vllm_xargs": arguments,
+        "lora_name": None,
+    }
     stripped = _strip(json.dumps(body, ensure_ascii=ascii_only).encode())
     arguments.pop(_KEY, None)
     assert json.loads(stripped) == body

@@ -52,13 +52,23 @@ def test_a_chat_brings_all_that_routing_needs() -> None:
         "unknown": {"field": [1]},
     }
     spec = _parse(Endpoint.CHAT, body)
-    assert (spec.model, spec.stream, spec.max_tokens, spec.choices, spec.cache_salt) == ("m", True, 7, 3, "s")
+    assert (spec.model, spec.stream, spec.max_tokens, spec.choices, spec.cache_salt) == (
+        "m",
+        True,
+        7,
+        3,
+        "s",
+    )
     assert (spec.session, spec.lora_name, spec.has_engine_arguments) == ("me", None, False)
     assert spec.body_bytes == len(json.dumps(body))
     (prompt,) = spec.prompts
     assert isinstance(prompt, ChatPrompt)
     assert list(prompt.messages) == [_USER]
-    assert (prompt.add_generation_prompt, prompt.continue_final_message, prompt.add_special_tokens) == (True, False, False)
+    assert (
+        prompt.add_generation_prompt,
+        prompt.continue_final_message,
+        prompt.add_special_tokens,
+    ) == (True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,11 @@ def test_options_of_the_prompt_are_the_request_s() -> None:
             "truncate_prompt_tokens": 9,
         }
     )
-    assert (prompt.add_generation_prompt, prompt.continue_final_message, prompt.add_special_tokens) == (False, True, True)
+    assert (
+        prompt.add_generation_prompt,
+        prompt.continue_final_message,
+        prompt.add_special_tokens,
+    ) == (False, True, True)
     assert prompt.documents == [{"title": "t"}]
     assert prompt.template_arguments == {"a": 1, "enable_thinking": True, "reasoning_effort": "low"}
     assert prompt.truncation == Truncation(9, "left", counts_special_tokens=False)
@@ -99,16 +113,27 @@ def test_options_of_the_prompt_are_the_request_s() -> None:
 @pytest.mark.parametrize(("effort", "enabled"), [("none", False), ("high", True)])
 def test_reasoning_effort_switches_thinking(effort: str, enabled: bool) -> None:
     """The engine derives the one from the other; templates look at either."""
-    assert _chat({"reasoning_effort": effort}).template_arguments == {"reasoning_effort": effort, "enable_thinking": enabled}
+    assert _chat({"reasoning_effort": effort}).template_arguments == {
+        "reasoning_effort": effort,
+        "enable_thinking": enabled,
+    }
 
 
 def test_tools_get_the_shape_and_order_that_templates_see() -> None:
     """Tools stand at the start of a prompt, as JSON: another order of keys is another prefix."""
-    tool = {"function": {"parameters": {"b": 1, "a": 2}, "extra": 1, "name": "f", "strict": True}, "type": "function"}
+    tool = {
+        "function": {"parameters": {"b": 1, "a": 2}, "extra": 1, "name": "f", "strict": True},
+        "type": "function",
+    }
     (shaped,) = _chat({"tools": [tool]}).tools or ()
     expected = {
         "type": "function",
-        "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}, "strict": True},
+        "function": {
+            "name": "f",
+            "description": None,
+            "parameters": {"b": 1, "a": 2},
+            "strict": True,
+        },
     }
     assert json.dumps(shaped) == json.dumps(expected)
 
@@ -131,11 +156,14 @@ def test_a_template_in_the_request_is_never_run() -> None:
         (["a", [1]], [TextPrompt("a"), [1]]),
     ],
 )
-def test_prompts_are_text_tokens_or_batches_of_them(endpoint: Endpoint, prompt: object, expected: list[object]) -> None:
+def test_prompts_are_text_tokens_or_batches_of_them(
+    endpoint: Endpoint, prompt: object, expected: list[object]
+) -> None:
     """All the forms that the completions and embeddings endpoints take."""
     field = "prompt" if endpoint is Endpoint.COMPLETIONS else "input"
     found = [
-        item.token_ids.tolist() if isinstance(item, TokenPrompt) else item for item in _parse(endpoint, {field: prompt}).prompts
+        item.token_ids.tolist() if isinstance(item, TokenPrompt) else item
+        for item in _parse(endpoint, {field: prompt}).prompts
     ]
     assert found == expected
 
@@ -179,7 +207,9 @@ def test_a_million_token_ids_are_taken() -> None:
         (None, "$.prompt"),
     ],
 )
-def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(ids: object, place: str) -> None:
+def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(
+    ids: object, place: str
+) -> None:
     """The client must find the mistake; the log must not find the prompt."""
     with pytest.raises(RequestBodyError) as error:
         _parse(Endpoint.COMPLETIONS, {"prompt": ids})
@@ -198,8 +228,14 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(ids: objec
         ({"messages": [{"content": "secret"}]}, "$.messages[0].role"),
         ({"messages": [_USER, {"role": "user", "content": 7}]}, "$.messages[1].content"),
         ({"messages": [{"role": "user", "content": [7]}]}, "$.messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"text": 7}]}]}, "$.messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"type": ["secret"]}]}]}, "$.messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": 7}]}]},
+            "$.messages[0].content[0].text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": ["secret"]}]}]},
+            "$.messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user", "tool_calls": "secret"}]}, "$.messages[0].tool_calls"),
         ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "$.messages[0].tool_calls[0]"),
         ({"messages": [_USER], "model": 7}, "$.model"),
@@ -209,7 +245,10 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(ids: objec
         ({"messages": [_USER], "tools": "secret"}, "$.tools"),
         ({"messages": [_USER], "tools": [{"type": "function"}]}, "$.tools[0].function"),
         ({"messages": [_USER], "tools": [{"function": {"name": 1}}]}, "$.tools[0].function.name"),
-        ({"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": []}}]}, "$.tools[0].function.parameters"),
+        (
+            {"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": []}}]},
+            "$.tools[0].function.parameters",
+        ),
         ({"messages": [_USER], "chat_template_kwargs": ["secret"]}, "$.chat_template_kwargs"),
         ({"messages": [_USER], "documents": "secret"}, "$.documents"),
     ],
@@ -242,8 +281,16 @@ def test_nesting_is_bounded_where_templates_recurse(field: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": [{"role": "user", "content": ["a"] * 50}, {"role": "user", "content": [{}] * 51}]},
-        {"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": {"enum": [1] * 101}}}]},
+        {
+            "messages": [
+                {"role": "user", "content": ["a"] * 50},
+                {"role": "user", "content": [{}] * 51},
+            ]
+        },
+        {
+            "messages": [_USER],
+            "tools": [{"function": {"name": "f", "parameters": {"enum": [1] * 101}}}],
+        },
         {"messages": [_USER], "chat_template_kwargs": {str(index): 1 for index in range(101)}},
     ],
 )
@@ -321,19 +368,27 @@ def test_random_msgpack_is_parsed_or_refused(body: bytes) -> None:
         assert parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
 
 
-@pytest.mark.parametrize("odd", [{1: 2}, {b"k": b"v"}, {(1, 2): 3}, msgspec.msgpack.Ext(7, b"x"), float("inf")])
+@pytest.mark.parametrize(
+    "odd", [{1: 2}, {b"k": b"v"}, {(1, 2): 3}, msgspec.msgpack.Ext(7, b"x"), float("inf")]
+)
 def test_msgpack_without_a_json_form_reaches_no_template(odd: object) -> None:
     """Templates, JSON encoders and replicas would each fail over it in their own way."""
-    body = msgspec.msgpack.encode({"token_ids": 1, "endpoint": Endpoint.CHAT, "messages": [{"role": "user", "odd": odd}]})
+    body = msgspec.msgpack.encode(
+        {"token_ids": 1, "endpoint": Endpoint.CHAT, "messages": [{"role": "user", "odd": odd}]}
+    )
     with suppress(RequestBodyError):
         (prompt,) = parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
         assert isinstance(prompt, ChatPrompt)
-        assert json.loads(json.dumps(list(prompt.messages), allow_nan=False)) == list(prompt.messages)
+        assert json.loads(json.dumps(list(prompt.messages), allow_nan=False)) == list(
+            prompt.messages
+        )
 
 
 def test_route_takes_msgpack_with_adapter_and_salt() -> None:
     """Gateways that hold token ids already ask in the cheaper form."""
-    body = msgspec.msgpack.encode({"model": "m", "token_ids": [1, 2], "lora_name": "l", "cache_salt": "s"})
+    body = msgspec.msgpack.encode(
+        {"model": "m", "token_ids": [1, 2], "lora_name": "l", "cache_salt": "s"}
+    )
     spec = parse_request(Endpoint.ROUTE, body, encoding="msgpack")
     assert (spec.endpoint, spec.lora_name, spec.cache_salt) == (Endpoint.ROUTE, "l", "s")
     (prompt,) = spec.prompts
@@ -356,7 +411,9 @@ def test_route_takes_the_bodies_of_the_other_endpoints(body: object, form: Endpo
     assert _parse(Endpoint.ROUTE, body).endpoint is form
 
 
-@pytest.mark.parametrize("body", [{}, {"endpoint": "/secret"}, {"endpoint": ["secret"]}, {"endpoint": "/v1/messages"}])
+@pytest.mark.parametrize(
+    "body", [{}, {"endpoint": "/secret"}, {"endpoint": ["secret"]}, {"endpoint": "/v1/messages"}]
+)
 def test_route_refuses_what_it_cannot_place(body: object) -> None:
     """A guess would be answered with hits of a prompt that nobody sent."""
     with pytest.raises(RequestBodyError) as error:
@@ -367,14 +424,28 @@ def test_route_refuses_what_it_cannot_place(body: object) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "fields", "expected"),
     [
-        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": 5}, Truncation(5, "left", counts_special_tokens=False)),
-        (Endpoint.EMBEDDINGS, {"truncate_prompt_tokens": 5}, Truncation(5, "right", counts_special_tokens=False)),
-        (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": 5, "truncation_side": "right"}, Truncation(5, "right", True)),
+        (
+            Endpoint.COMPLETIONS,
+            {"truncate_prompt_tokens": 5},
+            Truncation(5, "left", counts_special_tokens=False),
+        ),
+        (
+            Endpoint.EMBEDDINGS,
+            {"truncate_prompt_tokens": 5},
+            Truncation(5, "right", counts_special_tokens=False),
+        ),
+        (
+            Endpoint.COMPLETIONS,
+            {"truncate_prompt_tokens": 5, "truncation_side": "right"},
+            Truncation(5, "right", True),
+        ),
         (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": -1}, None),
         (Endpoint.COMPLETIONS, {"truncate_prompt_tokens": None}, None),
     ],
 )
-def test_truncation_is_read_with_the_engine_s_defaults(endpoint: Endpoint, fields: dict[str, Any], expected: object) -> None:
+def test_truncation_is_read_with_the_engine_s_defaults(
+    endpoint: Endpoint, fields: dict[str, Any], expected: object
+) -> None:
     """Generation keeps the end of a prompt, embeddings keep its beginning."""
     (prompt,) = _parse(endpoint, {"prompt": "a", "input": "a", **fields}).prompts
     assert isinstance(prompt, TextPrompt)
@@ -383,7 +454,25 @@ def test_truncation_is_read_with_the_engine_s_defaults(endpoint: Endpoint, field
 
 def test_flags_are_read_as_leniently_as_the_engine_reads_them() -> None:
     """A router that refuses what an engine takes is in the way."""
-    for value, expected in ((True, True), ("true", True), (1, True), (False, False), (None, False), ("no", False), ([], False)):
+    for value, expected in (
+        (True, True),
+        ("true", True),
+        (1, True),
+        (False, False),
+        (None, False),
+        ("no", False),
+        ([], False),
+    ):
         assert _parse(Endpoint.CHAT, {"messages": [_USER], "stream": value}).stream is expected
-    for count, tokens in ((7, 7), (7.0, 7), (7.5, None), (-1, None), ("7", None), (True, None), (1e300, None)):
-        assert _parse(Endpoint.CHAT, {"messages": [_USER], "max_tokens": count}).max_tokens == tokens
+    for count, tokens in (
+        (7, 7),
+        (7.0, 7),
+        (7.5, None),
+        (-1, None),
+        ("7", None),
+        (True, None),
+        (1e300, None),
+    ):
+        assert (
+            _parse(Endpoint.CHAT, {"messages": [_USER], "max_tokens": count}).max_tokens == tokens
+        )

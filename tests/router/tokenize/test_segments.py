@@ -15,14 +15,45 @@ from router.tokenize.backend import encode_all
 from router.tokenize.cutting import choose_segmenter, survives_self_test
 from router.tokenize.segments import Segmenter, TokenizerRules, read_rules, segmenter_for
 
-# Text that tokenizers have rules about: blanks of all kinds, composing accents, case that changes the length, emoji in
-# several code points, control characters, marks of SentencePiece.
+# Text that tokenizers have rules about: blanks of all kinds, composing accents, case that changes
+# the length, emoji in several code points, control characters, marks of SentencePiece.
 _FRAGMENTS = (
-    *(" ", "  ", "\n", "\n\n", "\t", "\r\n", "\u3000", "\u00a0", "\u200b", "\x00", "▁", "▁▁", "_", "."),
-    *("Hello", " the", "word", "solo", "don't", "'s", "123", "4567", "e\u0301", "İ", "ß", "日本", "语"),
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        "\r\n",
+        "\u3000",
+        "\u00a0",
+        "\u200b",
+        "\x00",
+        "▁",
+        "▁▁",
+        "_",
+        ".",
+    ),
+    *(
+        "Hello",
+        " the",
+        "word",
+        "solo",
+        "don't",
+        "'s",
+        "123",
+        "4567",
+        "e\u0301",
+        "İ",
+        "ß",
+        "日本",
+        "语",
+    ),
     *("🙂\u200d", "<", "|>", "<0x0A>"),
 )
-_FAST = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+_FAST = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 def _texts(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
@@ -30,11 +61,17 @@ def _texts(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
     contents = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     added = [content for content in contents if not content.startswith("<|reserved")]
     parts = [part for content in added for part in (content[:1], content[:-1], content[1:])]
-    return st.lists(st.sampled_from([*added, *added, *_FRAGMENTS, *filter(None, parts)]), max_size=60).map("".join)
+    return st.lists(
+        st.sampled_from([*added, *added, *_FRAGMENTS, *filter(None, parts)]), max_size=60
+    ).map("".join)
 
 
 def _ids_of_pieces(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
-    return [token_id for ids in encode_all(tokenizer, pieces, add_special_tokens=False) for token_id in ids]
+    return [
+        token_id
+        for ids in encode_all(tokenizer, pieces, add_special_tokens=False)
+        for token_id in ids
+    ]
 
 
 def _whole(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -101,9 +138,13 @@ _BARE_TOKENIZERS = (
     data=st.data(),
 )
 def test_the_rules_hold_for_any_added_tokens(
-    build: Callable[[], Tokenizer], normalizer: normalizers.Normalizer | None, added: list[AddedToken], data: st.DataObject
+    build: Callable[[], Tokenizer],
+    normalizer: normalizers.Normalizer | None,
+    added: list[AddedToken],
+    data: st.DataObject,
 ) -> None:
-    """The rules, without the self-test behind them: tokens that overlap, strip, want words around them, any of it."""
+    """The rules, without the self-test behind them: tokens that overlap, strip, want words around
+    them, any of it."""
     tokenizer = build()
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -116,14 +157,16 @@ def test_the_rules_hold_for_any_added_tokens(
     try:
         whole = _whole(tokenizer, text)
     except BaseException as panic:
-        # The library itself crashes over some tokens that strip blanks which are tokens of their own.
+        # The library itself crashes over some tokens that strip blanks which are tokens of their
+        # own.
         assume(type(panic).__name__ != "PanicException")
         raise
     assert _ids_of_pieces(tokenizer, segmenter.split(text)) == whole
 
 
 def test_overlaps_reach_anchors_over_several_tokens() -> None:
-    """``b A`` shares nothing with the anchor ``|``, but takes the A that ``A|A`` needs to take the anchor."""
+    """``b A`` shares nothing with the anchor ``|``, but takes the A that ``A|A`` needs to take the
+    anchor."""
     tokenizer = _char_model("never")
     tokenizer.add_tokens([AddedToken("|", special=True, normalized=False)])
     tokenizer.add_tokens([AddedToken("b A", normalized=False), AddedToken("A|A", normalized=False)])
@@ -141,26 +184,36 @@ def test_overlaps_reach_anchors_over_several_tokens() -> None:
         ({"normalized": True}, "a<x>b"),
     ],
 )
-def test_tokens_that_look_at_their_neighbours_are_no_anchors(options: dict[str, bool], text: str) -> None:
+def test_tokens_that_look_at_their_neighbours_are_no_anchors(
+    options: dict[str, bool], text: str
+) -> None:
     """Cutting there gives other ids; the rule keeps these tokens inside their segment."""
     tokenizer = _byte_model(False)
     tokenizer.normalizer = normalizers.Prepend("y")
     tokenizer.add_tokens([AddedToken("<x>", **{"special": True, "normalized": False, **options})])
     assert segmenter_for(list(tokenizer.get_added_tokens_decoder().values())) is None
-    assert _ids_of_pieces(tokenizer, Segmenter(["<x>"], ["<x>"]).split(text)) != _whole(tokenizer, text)
+    assert _ids_of_pieces(tokenizer, Segmenter(["<x>"], ["<x>"]).split(text)) != _whole(
+        tokenizer, text
+    )
 
 
 def test_a_token_that_begins_with_a_letter_is_no_anchor() -> None:
-    """A ``single_word`` token before it asks whether a word goes on; cut off from it, the answer would change."""
+    """A ``single_word`` token before it asks whether a word goes on; cut off from it, the answer
+    would change."""
     tokenizer = _byte_model(False)
     tokenizer.add_tokens([AddedToken("solo", special=True, normalized=False, single_word=True)])
     tokenizer.add_tokens([AddedToken("end", special=True, normalized=False)])
     assert segmenter_for(list(tokenizer.get_added_tokens_decoder().values())) is None
-    assert _ids_of_pieces(tokenizer, Segmenter(["end"], ["end", "solo"]).split("soloend")) != _whole(tokenizer, "soloend")
+    assert _ids_of_pieces(
+        tokenizer, Segmenter(["end"], ["end", "solo"]).split("soloend")
+    ) != _whole(tokenizer, "soloend")
 
 
-def test_a_segment_without_its_anchor_would_get_a_blank_in_front(build_tokenizer: Callable[[str], Tokenizer]) -> None:
-    """With ``prepend_scheme: first`` text after a token gets no blank; the anchor in front of it is what tells."""
+def test_a_segment_without_its_anchor_would_get_a_blank_in_front(
+    build_tokenizer: Callable[[str], Tokenizer],
+) -> None:
+    """With ``prepend_scheme: first`` text after a token gets no blank; the anchor in front of it is
+    what tells."""
     tokenizer = build_tokenizer("mistral")
     alone = ["<s>", "Hello"]
     assert _ids_of_pieces(tokenizer, alone) != _whole(tokenizer, "<s>Hello")
@@ -173,13 +226,23 @@ def test_a_segment_without_its_anchor_would_get_a_blank_in_front(build_tokenizer
         ({"model": {"type": "BPE", "dropout": 0.1}}, "random_model"),
         ({"model": {"type": "Unigram", "alpha": 0.1}}, "random_model"),
         ({"model": {"type": "Tomorrow"}}, "unknown_model"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Tomorrow"}]}}, "unknown_normalizer"),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Tomorrow"}]}}, "unknown_pre_tokenizer"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Tomorrow"}]}},
+            "unknown_normalizer",
+        ),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Tomorrow"}]}},
+            "unknown_pre_tokenizer",
+        ),
     ],
 )
 def test_what_is_random_or_unknown_is_not_cut(change: dict[str, object], obstacle: str) -> None:
     """A component that did not exist when the rules were written may look at its neighbours."""
-    file = {"model": {"type": "BPE"}, "normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "ByteLevel"}}
+    file = {
+        "model": {"type": "BPE"},
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "ByteLevel"},
+    }
     assert read_rules(json.dumps(file).encode()) == TokenizerRules(False, None)
     assert read_rules(json.dumps({**file, **change}).encode()).obstacle == obstacle
 
@@ -198,7 +261,8 @@ def test_a_tokenizer_without_special_tokens_is_not_cut() -> None:
 
 
 def test_the_self_test_catches_a_wrong_cut(tokenizer: Tokenizer) -> None:
-    """Should a rule be wrong about a tokenizer that nobody has seen yet, the router must find out at load."""
+    """Should a rule be wrong about a tokenizer that nobody has seen yet, the router must find out
+    at load."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     right = choose_segmenter(tokenizer, TokenizerRules(False, None))[0]
     assert right is not None

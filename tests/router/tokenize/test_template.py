@@ -26,10 +26,16 @@ def _render(source: str, max_chars: int = 10_000, **context: Any) -> str:
         ("{{ 'é<>' | tojson }}", '"é<>"'),
         ("{{ {'b': 1, 'a': 2} | tojson(indent=1) }}", '{\n "b": 1,\n "a": 2\n}'),
         ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}", '{"a":2,"b":1}'),
-        ("{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "0234"),
+        (
+            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+            "0234",
+        ),
         ("{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
         ("a{% generation %}b{% set x = 1 %}{% endgeneration %}{{ x }}c", "abc"),
-        ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}", "3"),
+        (
+            "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}",
+            "3",
+        ),
         ("{{ messages[0].content }}", "hi <&>"),
         ("{{ 'ab' * 3 }}{{ 2 ** 10 }}", "ababab1024"),
     ],
@@ -83,7 +89,9 @@ def test_the_sandbox_holds(source: str) -> None:
 
 def test_output_is_bounded_while_it_grows() -> None:
     """A loop may write without end long before it ends."""
-    source = "{% for i in range(90000) %}{% for j in range(90000) %}xxxxxxxxxx{% endfor %}{% endfor %}"
+    source = (
+        "{% for i in range(90000) %}{% for j in range(90000) %}xxxxxxxxxx{% endfor %}{% endfor %}"
+    )
     with pytest.raises(UntokenizableError, match="prompt_too_long"):
         _render(source, max_chars=100_000)
 
@@ -114,12 +122,21 @@ _MACRO = "{% macro w(c) %}{% for p in c %}{% endfor %}{% endmacro %}"
         (_loops("messages", _over("m['content'] | list")), "openai"),
         (_loops("messages[1:]", _over("m.content")), "openai"),
         ("{% set rest = messages[1:] %}" + _loops("rest", _over("m.content")), "openai"),
-        ("{% set a = messages %}{% set b = a | list %}" + _loops("b", _over("m.content")), "openai"),
+        (
+            "{% set a = messages %}{% set b = a | list %}" + _loops("b", _over("m.content")),
+            "openai",
+        ),
         (_loops("messages", "{% set content = m.content %}" + _over("content")), "openai"),
         (_MACRO + _loops("messages", "{{ w(m.content) }}"), "openai"),
         (_MACRO + _loops("messages", "{{ w(c=m.content) }}"), "openai"),
         (_MACRO + _loops("messages", "{{ w(m.other) }}"), "string"),
-        ("{% macro w(content) %}" + _over("content") + "{% endmacro %}" + "{{ messages[0].content }}", "string"),
+        (
+            "{% macro w(content) %}"
+            + _over("content")
+            + "{% endmacro %}"
+            + "{{ messages[0].content }}",
+            "string",
+        ),
         (_loops("messages", _over("m.tool_calls")), "string"),
         (_loops("tools", _over("m.content")), "string"),
     ],

@@ -68,7 +68,9 @@ class _Replica:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         app = Starlette(routes=[Route("/tokenize", self._tokenize, methods=["POST"])])
-        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://replica")
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://replica"
+        )
 
     async def fetch(self, path: str, body: bytes) -> tuple[int, bytes]:
         response = await self._client.post(path, content=body)
@@ -84,7 +86,9 @@ class _Replica:
             prompt: TextPrompt | ChatPrompt = TextPrompt(body["prompt"], special)
         else:
             prompt = ChatPrompt(
-                body["messages"], add_generation_prompt=body["add_generation_prompt"], add_special_tokens=special
+                body["messages"],
+                add_generation_prompt=body["add_generation_prompt"],
+                add_special_tokens=special,
             )
         ids = self.local.finish(self.local.prepare(prompt, None)).tolist()
         return Response(json.dumps({"tokens": ids, "count": len(ids), "max_model_len": 4096}))
@@ -105,10 +109,14 @@ def replica(local: LocalTokenizer) -> _Replica:
     return _Replica(local)
 
 
-async def test_a_chat_is_tokenised_with_adapter_and_salt(local: LocalTokenizer, build_tokenizer: _TokenizerOf) -> None:
+async def test_a_chat_is_tokenised_with_adapter_and_salt(
+    local: LocalTokenizer, build_tokenizer: _TokenizerOf
+) -> None:
     """All that block keys depend on comes out together."""
     tokenization = Tokenization(local=local)
-    (result,) = await tokenization.tokenize(_spec(Endpoint.CHAT, {**_CHAT, "cache_salt": "s"}), lora_name="adapter")
+    (result,) = await tokenization.tokenize(
+        _spec(Endpoint.CHAT, {**_CHAT, "cache_salt": "s"}), lora_name="adapter"
+    )
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe quick brown fox<|im_end|>\n<|im_start|>assistant\n"
     assert result.token_ids.tolist() == build_tokenizer("qwen").encode(text).ids
     assert (result.coverage, result.exact, result.reason) == (Coverage.WHOLE, True, None)
@@ -116,10 +124,14 @@ async def test_a_chat_is_tokenised_with_adapter_and_salt(local: LocalTokenizer, 
     tokenization.close()
 
 
-async def test_a_batch_comes_out_in_order(local: LocalTokenizer, build_tokenizer: _TokenizerOf) -> None:
+async def test_a_batch_comes_out_in_order(
+    local: LocalTokenizer, build_tokenizer: _TokenizerOf
+) -> None:
     """Every prompt of a batch is routed on its own ids."""
     tokenizer = build_tokenizer("qwen")
-    results = await Tokenization(local=local).tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": ["a", [5, 6], "b fox"]}))
+    results = await Tokenization(local=local).tokenize(
+        _spec(Endpoint.COMPLETIONS, {"prompt": ["a", [5, 6], "b fox"]})
+    )
     expected = [tokenizer.encode("a").ids, [5, 6], tokenizer.encode("b fox").ids]
     assert [result.token_ids.tolist() for result in results] == expected
 
@@ -128,12 +140,18 @@ async def test_token_ids_need_no_tokenizer_at_all() -> None:
     """``/route`` with ids works for models that the router knows nothing about."""
     body = {"model": "m", "token_ids": [1, 2, 3], "lora_name": "adapter"}
     (result,) = await Tokenization().tokenize(_spec(Endpoint.ROUTE, body))
-    assert (result.token_ids.tolist(), result.exact, result.lora_name) == ([1, 2, 3], True, "adapter")
+    assert (result.token_ids.tolist(), result.exact, result.lora_name) == (
+        [1, 2, 3],
+        True,
+        "adapter",
+    )
 
 
 async def test_token_ids_are_truncated_too() -> None:
     """The engine cuts them as it cuts text."""
-    (result,) = await Tokenization().tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": [1, 2, 3], "truncate_prompt_tokens": 2}))
+    (result,) = await Tokenization().tokenize(
+        _spec(Endpoint.COMPLETIONS, {"prompt": [1, 2, 3], "truncate_prompt_tokens": 2})
+    )
     assert result.token_ids.tolist() == [2, 3]
 
 
@@ -144,8 +162,16 @@ async def test_token_ids_are_truncated_too() -> None:
         (Endpoint.COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds"),
         (Endpoint.RESPONSES, {"input": "a", "previous_response_id": "r"}, "stored_conversation"),
         (Endpoint.CHAT, {**_CHAT, "continue_final_message": True}, "template_refused"),
-        (Endpoint.CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "media"),
-        (Endpoint.CHAT, {"messages": [_USER, {"role": "assistant", "tool_calls": [_HALF_A_PAIR]}]}, "not_unicode"),
+        (
+            Endpoint.CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "media",
+        ),
+        (
+            Endpoint.CHAT,
+            {"messages": [_USER, {"role": "assistant", "tool_calls": [_HALF_A_PAIR]}]},
+            "not_unicode",
+        ),
     ],
 )
 async def test_what_cannot_be_known_is_said_and_not_raised(
@@ -161,10 +187,18 @@ async def test_what_cannot_be_known_is_said_and_not_raised(
 
 async def test_a_chat_with_an_image_keeps_its_certain_prefix(local: LocalTokenizer) -> None:
     """A long system prompt before an image is worth routing by."""
-    image = {"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "x"}}]}
+    image = {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "look"},
+            {"type": "image_url", "image_url": {"url": "x"}},
+        ],
+    }
     tokenization = Tokenization(local=local)
     (whole,) = await tokenization.tokenize(_spec(Endpoint.CHAT, _CHAT))
-    (prefix,) = await tokenization.tokenize(_spec(Endpoint.CHAT, {"messages": [*_CHAT["messages"], image]}))
+    (prefix,) = await tokenization.tokenize(
+        _spec(Endpoint.CHAT, {"messages": [*_CHAT["messages"], image]})
+    )
     assert (prefix.coverage, prefix.reason) == (Coverage.PREFIX, "media")
     # All of the two messages, but not the header of the generation prompt.
     assert 10 < len(prefix.token_ids) < len(whole.token_ids)
@@ -184,7 +218,8 @@ async def test_a_replica_is_asked_where_the_router_has_no_template(
 
 
 async def test_a_replica_gets_all_that_shapes_the_prompt(replica: _Replica) -> None:
-    """``/tokenize`` has other fields than a chat; what it lacks goes among the template's arguments."""
+    """``/tokenize`` has other fields than a chat; what it lacks goes among the template's
+    arguments."""
     body = {
         **_CHAT,
         "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -202,7 +237,11 @@ async def test_a_replica_gets_all_that_shapes_the_prompt(replica: _Replica) -> N
             "add_generation_prompt": False,
             "continue_final_message": False,
             "add_special_tokens": False,
-            "chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": True, "documents": [{"title": "t"}]},
+            "chat_template_kwargs": {
+                "reasoning_effort": "low",
+                "enable_thinking": True,
+                "documents": [{"title": "t"}],
+            },
         }
     ]
 
@@ -234,14 +273,20 @@ async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
         Response(b" " * 100_000 + b'{"tokens": []}'),
     ],
 )
-async def test_a_bad_answer_is_an_error_without_its_text(local: LocalTokenizer, answer: Response) -> None:
+async def test_a_bad_answer_is_an_error_without_its_text(
+    local: LocalTokenizer, answer: Response
+) -> None:
     """A replica may be anything that listens on its port."""
-    remote = RemoteTokenizer(_Replica(local, answer).fetch, limits=PromptLimits(max_prompt_tokens=100))
+    remote = RemoteTokenizer(
+        _Replica(local, answer).fetch, limits=PromptLimits(max_prompt_tokens=100)
+    )
     with pytest.raises(ReplicaAnswerError) as error:
         await remote.tokenize(TextPrompt("text"), model=None, cache_salt=None)
     assert "secret" not in str(error.value)
     assert remote.statistics().failed == 1
-    (result,) = await Tokenization(remote=remote).tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": "text"}))
+    (result,) = await Tokenization(remote=remote).tokenize(
+        _spec(Endpoint.COMPLETIONS, {"prompt": "text"})
+    )
     assert (result.coverage, result.reason) == (Coverage.UNKNOWN, "replica_failed")
 
 
@@ -278,8 +323,14 @@ async def test_a_truncation_by_the_tokenizer_is_not_guessed_at(replica: _Replica
 
 async def test_images_are_not_sent_to_be_counted(replica: _Replica) -> None:
     """The replica would load and decode each of them once more."""
-    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
-    (result,) = await Tokenization(remote=RemoteTokenizer(replica.fetch)).tokenize(_spec(Endpoint.CHAT, image))
+    image = {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        ]
+    }
+    (result,) = await Tokenization(remote=RemoteTokenizer(replica.fetch)).tokenize(
+        _spec(Endpoint.CHAT, image)
+    )
     assert (result.reason, replica.bodies) == ("media", [])
 
 
@@ -291,10 +342,14 @@ async def test_router_and_replica_are_compared(
 ) -> None:
     """Before its hits are believed: the usual cause of misses is one token at the front."""
     assert await find_disagreements(local, RemoteTokenizer(replica.fetch), "m") == []
-    other = local_of(build_tokenizer("qwen"), chat_templates={"default": "<|endoftext|>" + _TEMPLATE})
+    other = local_of(
+        build_tokenizer("qwen"), chat_templates={"default": "<|endoftext|>" + _TEMPLATE}
+    )
     found = await find_disagreements(other, RemoteTokenizer(replica.fetch), "m")
     assert [item.probe for item in found] == ["one message", "several turns", "tools"]
-    assert all((item.first_difference, item.local_count) == (0, item.remote_count + 1) for item in found)
+    assert all(
+        (item.first_difference, item.local_count) == (0, item.remote_count + 1) for item in found
+    )
 
 
 @pytest.fixture(scope="module")
@@ -305,10 +360,15 @@ def fuzzed(build_tokenizer: _TokenizerOf, local_of: _LocalOf) -> dict[str, Token
         json.loads(body)
         return 500, b""
 
-    parts = _TEMPLATE.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    parts = _TEMPLATE.replace(
+        "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    )
     remote = RemoteTokenizer(fetch)
     return {
-        form: Tokenization(local=local_of(build_tokenizer("qwen"), chat_templates={"default": template}), remote=remote)
+        form: Tokenization(
+            local=local_of(build_tokenizer("qwen"), chat_templates={"default": template}),
+            remote=remote,
+        )
         for form, template in (("string", _TEMPLATE), ("openai", parts))
     }
 
@@ -343,7 +403,9 @@ def gated(build_tokenizer: _TokenizerOf, gate: _Gate) -> LocalTokenizer:
     """A model whose template does not end before the gate is opened."""
     templates = {"default": "{{ strftime_now('%Y') }}" + _TEMPLATE}
     tokenizer_json = build_tokenizer("qwen").to_str().encode()
-    local = LocalTokenizer(ModelFiles(path="test", tokenizer_json=tokenizer_json, chat_templates=templates), now=gate)
+    local = LocalTokenizer(
+        ModelFiles(path="test", tokenizer_json=tokenizer_json, chat_templates=templates), now=gate
+    )
     gate.close()
     return local
 
@@ -381,7 +443,9 @@ async def test_more_than_can_wait_is_answered_at_once(gated: LocalTokenizer, gat
     tokenization.close()
 
 
-async def test_a_client_that_leaves_frees_its_place_when_the_thread_is_done(gated: LocalTokenizer, gate: _Gate) -> None:
+async def test_a_client_that_leaves_frees_its_place_when_the_thread_is_done(
+    gated: LocalTokenizer, gate: _Gate
+) -> None:
     """Cancelling cannot stop a thread; the bound must count it until it has ended."""
     tokenization = Tokenization(local=gated, max_threads=1, inline_body_bytes=0)
     task = asyncio.create_task(tokenization.tokenize(_spec(Endpoint.CHAT, _CHAT)))
@@ -395,7 +459,9 @@ async def test_a_client_that_leaves_frees_its_place_when_the_thread_is_done(gate
     tokenization.close()
 
 
-async def test_after_closing_small_work_is_still_done_and_large_work_is_not(local: LocalTokenizer) -> None:
+async def test_after_closing_small_work_is_still_done_and_large_work_is_not(
+    local: LocalTokenizer,
+) -> None:
     """Requests that run out during a shutdown still get an answer."""
     tokenization = Tokenization(local=local, inline_chars=100)
     tokenization.close()
@@ -408,15 +474,25 @@ async def test_threads_share_one_cache(build_tokenizer: _TokenizerOf) -> None:
     """Many conversations at once, all exact, on a cache so small that it evicts all the time."""
     tokenizer = build_tokenizer("qwen")
     files = ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode())
-    tokenization = Tokenization(local=LocalTokenizer(files, cache_bytes=3000), max_threads=4, inline_chars=0)
+    tokenization = Tokenization(
+        local=LocalTokenizer(files, cache_bytes=3000), max_threads=4, inline_chars=0
+    )
     texts = ["".join(f"<|im_start|>{turn}{name}" for turn in range(30)) for name in "abcdefgh"] * 5
-    results = await asyncio.gather(*(tokenization.tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": text})) for text in texts))
-    assert [result.token_ids.tolist() for (result,) in results] == [tokenizer.encode(text).ids for text in texts]
+    results = await asyncio.gather(
+        *(tokenization.tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": text})) for text in texts)
+    )
+    assert [result.token_ids.tolist() for (result,) in results] == [
+        tokenizer.encode(text).ids for text in texts
+    ]
     tokenization.close()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(endpoint=st.sampled_from(Endpoint), body=bodies(), form=st.sampled_from(["string", "openai"]))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    endpoint=st.sampled_from(Endpoint), body=bodies(), form=st.sampled_from(["string", "openai"])
+)
 def test_whatever_passes_the_parser_is_tokenised_or_said_to_be_unknown(
     fuzzed: dict[str, Tokenization], endpoint: Endpoint, body: object, form: str
 ) -> None:
@@ -431,6 +507,8 @@ def test_whatever_passes_the_parser_is_tokenised_or_said_to_be_unknown(
 async def test_a_body_for_a_replica_is_json_that_it_can_read(replica: _Replica) -> None:
     """Characters of every kind go there and come back as the same ids."""
     text = 'quote " backslash \\ newline \n null \x00 é 日本 🙂'
-    ids = await RemoteTokenizer(replica.fetch).tokenize(TextPrompt(text), model=None, cache_salt=None)
+    ids = await RemoteTokenizer(replica.fetch).tokenize(
+        TextPrompt(text), model=None, cache_salt=None
+    )
     assert replica.bodies == [{"add_special_tokens": True, "prompt": text}]
     assert ids == replica.local.finish(replica.local.prepare(TextPrompt(text), None))
