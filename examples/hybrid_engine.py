@@ -18,16 +18,14 @@ from kvevents.publisher import EventPublisher, create_publisher
 from kvevents.publisher_config import PublisherConfig
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
+from offload.connector import ExternalHit, OffloadingConnector, Tier
 from offload.coordinator import ComputedBlocks
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
 from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
-from offload.load_plan import ExternalHit
 from offload.request import CacheRequest, RequestHasher
-from offload.tier import Tier
 from offload.transfer.canonical import CanonicalKVCache, DataRef
 
 BLOCK_SIZE, PAGE_BYTES, STEP_TOKENS = 16, 4096, 256

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from kvevents.events import Event, GroupIdx
 from kvevents.layout import KVCacheGroup
+from offload.block import Block, FreeQueue
 from offload.cached_blocks import CachedBlocks
 from offload.errors import BlockRangeError
 from offload.event_log import EventLog
-from offload.free_queue import Block, FreeQueue
 from offload.request import CacheRequest
 
 

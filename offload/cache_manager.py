@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvevents.events import Event
+from offload.block import Block
 from offload.block_pool import BlockPool, PoolStatistics
 from offload.config import CacheConfig
 from offload.coordinator import ComputedBlocks, RequestNeed, create_coordinator
 from offload.errors import CacheConfigError, RequestStateError
-from offload.free_queue import Block
 from offload.request import CacheRequest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload.free_queue import Block
+from offload.block import Block
 
 
 class CachedBlocks:

@@ -19,10 +19,10 @@ from kvevents.layout import (
     longest_accepted,
     longest_hit,
 )
+from offload.block import Block
 from offload.block_pool import BlockPool
 from offload.cached_blocks import CachedBlocks
 from offload.config import CacheConfig
-from offload.free_queue import Block
 from offload.groups.base import GroupManager, Need, Retention
 from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from offload.block import Block
 from offload.engine.requests import SamplingParams
-from offload.free_queue import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvevents.publisher_config import PublisherConfig
 from offload.base import OffloadingWorker
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
+from offload.connector import OffloadingConnector, Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.engine.batch import ModelRunner
 from offload.engine.engine import Engine
@@ -31,7 +31,6 @@ from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockFiles
 from offload.groups.base import blocks_for
 from offload.request import RequestHasher
-from offload.tier import Tier
 
 EOS_TOKEN_ID = 257
 """Of the engine's own byte tokenizer."""

@@ -16,13 +16,12 @@ from enum import Enum
 
 from kvevents.layout import GroupKind
 from offload.cache_manager import CacheManager
-from offload.connector import OffloadingConnector
+from offload.connector import ExternalHit, OffloadingConnector
 from offload.coordinator import ComputedBlocks
 from offload.engine.batch import SequenceChunk
 from offload.engine.requests import EngineRequest, FinishReason, StepOutput
 from offload.errors import EngineRequestError
 from offload.groups.base import blocks_for
-from offload.load_plan import ExternalHit
 from offload.request import CacheRequest, RequestHasher
 
 

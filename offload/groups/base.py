@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvevents.events import GroupIdx
 from kvevents.layout import KVCacheGroup
+from offload.block import Block
 from offload.block_pool import BlockPool
 from offload.errors import CacheConfigError
-from offload.free_queue import Block
 from offload.request import CacheRequest
 
 

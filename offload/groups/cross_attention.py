@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.free_queue import Block
+from offload.block import Block
 from offload.groups.base import GroupManager, Need, Retention, blocks_for
 from offload.request import CacheRequest
 

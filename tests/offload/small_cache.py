@@ -9,8 +9,8 @@ from typing import Any
 from kvevents.events import BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheGroup
+from offload.block import Block
 from offload.block_pool import BlockPool
-from offload.free_queue import Block
 from offload.groups.base import GroupManager, Need, Retention
 from offload.request import CacheRequest, RequestHasher
 

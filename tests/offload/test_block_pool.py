@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvevents.events import GPU, AllBlocksCleared, BlockRemoved
+from offload.block import Block
 from offload.block_pool import BlockPool, GroupPoolStatistics, PoolStatistics
 from offload.errors import BlockRangeError
-from offload.free_queue import Block
 from offload.request import CacheRequest
 from tests.offload.small_cache import GROUP_0, GROUP_1, ids, removed, request, stored
 from tests.support.cache_layouts import full, mamba, window

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
+from offload.block import Block
 from offload.cached_blocks import CachedBlocks
-from offload.free_queue import Block
 
 A, B = b"a", b"b"
 

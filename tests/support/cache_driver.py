@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup
+from offload.block import Block
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
 from offload.coordinator import ComputedBlocks
-from offload.free_queue import Block
 from offload.request import CacheRequest, RequestHasher
 from tests.support.engine_model import defined_hit
 

@@ -14,12 +14,9 @@ from kvevents.events import CPU, STORAGE, BlockHash, BlockRemoved, BlockStored, 
 from kvevents.layout import GroupKind
 from offload.base import OffloadingWorker, TransferResult
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
+from offload.connector import ExternalHit, OffloadingConnector, StoreScope, Tier
 from offload.coordinator import ComputedBlocks
-from offload.load_plan import ExternalHit
 from offload.request import CacheRequest
-from offload.store_plan import StoreScope
-from offload.tier import Tier
 from offload.transfer.canonical import CanonicalKVCache, DataRef
 from tests.support.cache_driver import CacheDriver, Job, Pages
 from tests.support.engine_model import defined_hit

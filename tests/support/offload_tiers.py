@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offload.config import CacheConfig
+from offload.connector import Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
 from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
-from offload.tier import Tier
 from offload.transfer.runner import TransferOptions
 from tests.support.offload_driver import SLOT_BYTES, TensorPages, TierUnderTest
 

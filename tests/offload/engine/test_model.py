@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from offload.block import Block
 from offload.engine.batch import SequenceChunk
 from offload.engine.model import Attention, StateMixer, Transformer, rotary, rotate
 from offload.engine.model_config import LayerKind, ModelConfig
@@ -17,7 +18,6 @@ from offload.engine.presets import preset, preset_names
 from offload.engine.requests import SamplingParams
 from offload.engine.torch_runner import TorchRunner
 from offload.errors import CacheConfigError
-from offload.free_queue import Block
 
 SMALL = {"sliding_window": 24, "attention_chunk_size": 32, "max_model_len": 256}
 

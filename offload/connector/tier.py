@@ -14,8 +14,8 @@ from offload.base import (
     RequestContext,
     unpack_offload_key,
 )
+from offload.connector.block_aliases import TierNames
 from offload.errors import CacheConfigError
-from offload.tier_names import TierNames
 
 
 class Tier:

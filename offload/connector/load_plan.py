@@ -9,12 +9,12 @@ from itertools import zip_longest
 from kvevents.events import GroupIdx
 from kvevents.layout import GroupKind, longest_extended_hit
 from offload.base import GPULoadStoreSpec, OffloadKey, RequestContext
+from offload.block import Block
 from offload.cache_manager import CacheManager
+from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
-from offload.free_queue import Block
 from offload.groups.base import GroupManager
 from offload.request import CacheRequest
-from offload.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from offload.free_queue import Block, FreeQueue
+from offload.block import Block, FreeQueue
 from tests.offload.small_cache import ids
 
 

@@ -15,11 +15,9 @@ from kvevents.layout import GroupKind
 from offload.base import Direction, TransferResult
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector
+from offload.connector import OffloadingConnector, StoreScope, Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.errors import CacheConfigError, TierStateError
-from offload.store_plan import StoreScope
-from offload.tier import Tier
 from offload.transfer.runner import TransferOptions
 from tests.support.cache_layouts import GROUPS, config_of, variants, with_blocks
 from tests.support.cache_workload import CacheWorkload

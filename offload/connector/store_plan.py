@@ -9,11 +9,11 @@ from enum import Enum
 from kvevents.events import GroupIdx
 from kvevents.layout import GroupKind
 from offload.base import OffloadKey, pack_offload_key
+from offload.block import Block
 from offload.cache_manager import CacheManager
-from offload.free_queue import Block
+from offload.connector.tier import Tier
 from offload.groups.base import GroupManager
 from offload.request import CacheRequest
-from offload.tier import Tier
 
 
 class StoreScope(Enum):

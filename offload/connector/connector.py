@@ -35,14 +35,14 @@ from offload.base import (
     TransferJob,
     TransferResult,
 )
+from offload.block import Block
 from offload.cache_manager import CacheManager
+from offload.connector.load_plan import ExternalHit, LoadPlanner, gpu_side, split_into_copies
+from offload.connector.store_plan import Candidate, StorePlanner, StoreScope
+from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
 from offload.errors import CacheConfigError, TierStateError
-from offload.free_queue import Block
-from offload.load_plan import ExternalHit, LoadPlanner, gpu_side, split_into_copies
 from offload.request import CacheRequest
-from offload.store_plan import Candidate, StorePlanner, StoreScope
-from offload.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)

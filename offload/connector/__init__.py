@@ -1,0 +1,32 @@
+"""The scheduler's side of offloading: which blocks to load and to store, and which copies are done.
+
+In import order:
+
+- `block_aliases`: offloaded blocks by the hashes of every GPU block they hold
+- `tier`: one lower tier as the connector sees it
+- `load_plan`: what the tiers add to a hit on the GPU, and the copies that bring it back
+- `store_plan`: which blocks of a request are worth storing
+- `connector`: `OffloadingConnector`, which a scheduler holds
+"""
+
+from __future__ import annotations
+
+from offload.connector.connector import (
+    ConnectorStatistics,
+    CopyStatistics,
+    FinishedLoads,
+    OffloadingConnector,
+)
+from offload.connector.load_plan import ExternalHit
+from offload.connector.store_plan import StoreScope
+from offload.connector.tier import Tier
+
+__all__ = [
+    "ConnectorStatistics",
+    "CopyStatistics",
+    "ExternalHit",
+    "FinishedLoads",
+    "OffloadingConnector",
+    "StoreScope",
+    "Tier",
+]
