@@ -7,6 +7,8 @@ to one that names no group.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NewType, TypeAlias
@@ -22,6 +24,26 @@ GroupIdx = NewType("GroupIdx", int)
 GPU = "GPU"
 CPU = "CPU"
 STORAGE = "STORAGE"
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as big-endian 32-bit integers.
+
+    Raises:
+        OverflowError: An id lies outside `[0, 2**32)`.
+    """
+    packed = array("I", token_ids)
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The token ids that `pack_tokens` wrote."""
+    token_ids = array("I", packed)
+    if sys.byteorder == "little":
+        token_ids.byteswap()
+    return token_ids.tolist()
 
 
 def _hashable(value: Any) -> Any:
@@ -72,6 +94,23 @@ class BlockStored(_Event, frozen=True):
 
     __hash__ = _Event.__hash__
 
+    @property
+    def tier(self) -> str:
+        """The tier in upper case; an engine that names no medium means the GPU."""
+        return (self.medium or GPU).upper()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The block size, stated or implied, where every hash has its tokens; else 0.
+
+        Two hashes over 32 tokens give 16. An event with holes or without tokens gives 0, and so
+        does one whose stated `block_size` contradicts the quotient.
+        """
+        blocks, tokens = len(self.block_hashes), len(self.token_ids)
+        if not blocks or not tokens or tokens % blocks:
+            return 0
+        return 0 if self.block_size and self.block_size * blocks != tokens else tokens // blocks
+
 
 class BlockRemoved(_Event, frozen=True):
     """Copies of blocks left one tier of one group."""
@@ -81,6 +120,11 @@ class BlockRemoved(_Event, frozen=True):
     group_idx: int | None = None
 
     __hash__ = _Event.__hash__
+
+    @property
+    def tier(self) -> str:
+        """The tier in upper case; an engine that names no medium means the GPU."""
+        return (self.medium or GPU).upper()
 
 
 class AllBlocksCleared(_Event, frozen=True):

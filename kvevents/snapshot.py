@@ -9,7 +9,6 @@ evicted ancestors of live blocks (the parent is then a hash the snapshot does no
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -25,6 +24,8 @@ from kvevents.events import (
     BlockStored,
     CacheLayout,
     Event,
+    pack_tokens,
+    unpack_tokens,
 )
 from kvevents.layout import GroupKind, kind_from_wire
 
@@ -89,7 +90,7 @@ class _Group:
     def store(self, event: BlockStored) -> int:
         """Add a copy of each block; return how many were not there."""
         self._see_label(event)
-        held = self.held.setdefault(event.medium or GPU, {})
+        held = self.held.setdefault(event.tier, {})
         before = len(held)
         for block_hash in event.block_hashes:
             held[block_hash] = held.get(block_hash, 0) + 1
@@ -98,7 +99,7 @@ class _Group:
 
     def remove(self, event: BlockRemoved) -> int:
         """Take a copy of each block away; return how many are gone."""
-        held = self.held.get(event.medium or GPU, {})
+        held = self.held.get(event.tier, {})
         before = len(held)
         for block_hash in event.block_hashes:
             copies = held.get(block_hash, 0)
@@ -128,7 +129,7 @@ class _Group:
             )
 
     def _learn_places(self, event: BlockStored) -> None:
-        block_size = _dense_block_size(event)
+        block_size = event.tokens_per_block
         places = _places(event, block_size) if block_size else self._remembered(event.block_hashes)
         for block_hash, place in places:
             self.places.setdefault(block_hash, place)
@@ -151,8 +152,9 @@ class _Group:
 
 def _places(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, _Place]]:
     """Each block of a dense event with its content."""
-    packed = _pack(event.token_ids)
-    if not packed:
+    try:
+        packed = pack_tokens(event.token_ids)
+    except OverflowError:  # no consumer accepts such a token id either
         return
     parent, step = event.parent_block_hash, block_size * 4
     extra_keys, lookaheads = event.extra_keys or (), event.lookahead_token_ids or ()
@@ -169,22 +171,6 @@ def _places(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, _P
             ),
         )
         parent = block_hash
-
-
-def _dense_block_size(event: BlockStored) -> int:
-    """Tokens per block, stated or implied; 0 where hashes and tokens do not line up."""
-    blocks, tokens = len(event.block_hashes), len(event.token_ids)
-    if not blocks or not tokens or tokens % blocks:
-        return 0
-    return 0 if event.block_size and event.block_size * blocks != tokens else tokens // blocks
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    """32 bits a token; nothing if one does not fit, which no consumer would accept either."""
-    try:
-        return array("I", token_ids).tobytes()
-    except OverflowError:
-        return b""
 
 
 class Mirror:
@@ -335,7 +321,7 @@ def _dense_events(tier: _Tier, run: list[BlockHash]) -> Iterator[BlockStored]:
 
 def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
     places = [tier.places[block_hash] for block_hash in hashes]
-    tokens = array("I", b"".join(place.packed_tokens for place in places)).tolist()
+    tokens = unpack_tokens(b"".join(place.packed_tokens for place in places))
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=places[0].parent,

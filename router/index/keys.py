@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,15 +29,6 @@ class Mark(NamedTuple):
 
     position: int
     digest: int
-
-
-def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as big-endian 32-bit integers; raises `OverflowError` for an id outside `[0,
-    2**32)`."""
-    packed = array("I", token_ids)
-    if sys.byteorder == "little":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 def digest(value: Any) -> int:
@@ -67,7 +56,7 @@ class KeySpace:
 
         Args:
             key: Key of everything before the run.
-            packed: The run, from `pack_tokens`.
+            packed: The run, from `kvevents.events.pack_tokens`.
             ends: Ascending token counts within the run.
             marks: Ascending by position.
         """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvevents.errors import LayoutError
-from kvevents.events import GPU, BlockHash, BlockRemoved, BlockStored, CacheLayout
+from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout
 from kvevents.hashing import DEFAULT_SEED, ExtraKeys, HashChain, algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout, kind_from_wire
 
@@ -90,12 +90,12 @@ class LayoutLearner:
         self.announced = event
         self._rebuild()
 
-    def see_stored(self, event: BlockStored, block_size: int) -> None:
-        """Learn from one event; *block_size* is what its fields or their quotient say, 0 if nothing
-        does."""
+    def see_stored(self, event: BlockStored) -> None:
+        """Learn from one event."""
         if event.lookahead_token_ids:
             self.lookahead = max(map(len, event.lookahead_token_ids))
-        if not block_size or not event.token_ids or tier_of(event) != GPU:
+        block_size = event.block_size or event.tokens_per_block
+        if not block_size or not event.token_ids or event.tier != GPU:
             return
         group = self.seen.setdefault(event.group_idx or 0, SeenGroup())
         changed = group.see(
@@ -327,7 +327,7 @@ def _sample(event: BlockStored) -> _Sample | None:
     ):
         return None
     tails = event.lookahead_token_ids or [[]]
-    size = dense_block_size(event)
+    size = event.tokens_per_block
     if size:
         return _Sample(
             event.token_ids[:size] + tails[0], len(tails[0]), frozenset(event.block_hashes[:1])
@@ -346,25 +346,3 @@ def engine_hashes(
     """A prompt's hashes in the form the engine puts on the wire."""
     digests = chain.block_hashes(token_ids, hash_block_size, extra_keys, lookahead)
     return [to_wire_int(found) for found in digests] if as_int else list(digests)
-
-
-def tier_of(event: BlockStored | BlockRemoved) -> str:
-    """The tier an event is about; an engine that names none means the GPU."""
-    return (event.medium or GPU).upper()
-
-
-def announced_block_size(event: BlockStored) -> int:
-    """The block size an event states or, in the native form, implies; 0 if neither."""
-    if event.block_size:
-        return event.block_size
-    count = len(event.block_hashes)
-    return len(event.token_ids) // count if count and len(event.token_ids) % count == 0 else 0
-
-
-def dense_block_size(event: BlockStored) -> int:
-    """The block size of an event whose hashes and tokens line up; 0 for one with holes or without
-    tokens."""
-    size = announced_block_size(event)
-    return (
-        size if event.block_hashes and size * len(event.block_hashes) == len(event.token_ids) else 0
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from kvevents.events import GPU, BlockHash
+from kvevents.events import GPU, BlockHash, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
 from kvevents.layout import (
     GroupKind,
@@ -17,7 +17,7 @@ from kvevents.layout import (
     longest_extended_hit,
     longest_hit,
 )
-from router.index.keys import KeySpace, besides_lora, marks_of, pack_tokens, plain, tagged
+from router.index.keys import KeySpace, besides_lora, marks_of, plain, tagged
 from router.index.learning import engine_hashes
 from router.index.source import Source
 

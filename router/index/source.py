@@ -24,18 +24,16 @@ from kvevents.events import (
     CacheLayout,
     Event,
     EventBatch,
+    pack_tokens,
 )
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import KVCacheLayout
-from router.index.keys import KeySpace, Mark, marks_of, pack_tokens
+from router.index.keys import KeySpace, Mark, marks_of
 from router.index.learning import (
     HashFinder,
     LayoutHints,
     LayoutLearner,
-    announced_block_size,
-    dense_block_size,
     engine_hashes,
-    tier_of,
 )
 from router.index.waiting import Run, SourceLimits, WaitingRuns
 
@@ -158,7 +156,7 @@ class Source:
             self.learner.see_announcement(event)
             self.finder.see_announcement(event)
         elif isinstance(event, BlockStored):
-            self.learner.see_stored(event, announced_block_size(event))
+            self.learner.see_stored(event)
 
     def _apply_event(self, event: Event, result: ApplyResult) -> None:
         if isinstance(event, BlockStored):
@@ -175,7 +173,7 @@ class Source:
         taken = event.block_hashes[:room]
         for block_hash in taken:
             self._add_copy(tier, block_hash)
-        block_size = dense_block_size(event)
+        block_size = event.tokens_per_block
         if block_size:
             self._place_run(event, block_size)
         result.stored += len(taken)
@@ -399,7 +397,7 @@ class Source:
         ):
             return
         for event in batch.events:
-            if isinstance(event, BlockStored) and self.finder.may_find and tier_of(event) == GPU:
+            if isinstance(event, BlockStored) and self.finder.may_find and event.tier == GPU:
                 self.finder.try_event(event, step)
 
 
@@ -437,4 +435,4 @@ def _behind(start: int, marks: Sequence[Mark]) -> list[Mark]:
 
 
 def _group_tier(event: BlockStored | BlockRemoved) -> GroupTier:
-    return event.group_idx or 0, tier_of(event)
+    return event.group_idx or 0, event.tier

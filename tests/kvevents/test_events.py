@@ -21,6 +21,8 @@ from kvevents.events import (
     EventBatch,
     GroupSpec,
     KVEventAggregator,
+    pack_tokens,
+    unpack_tokens,
 )
 
 STORED = BlockStored([1, 2], None, [10, 11, 12, 13], "GPU", group_idx=0)
@@ -301,3 +303,57 @@ def test_a_consumer_that_tolerates_a_missing_block_size_reads_our_batches() -> N
 
 def _written(event: Event) -> Any:
     return msgspec.msgpack.decode(encode(EventBatch(0.0, [event])))[1][0]
+
+
+# --- block sizes and tiers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block_size", "hashes", "count", "announced", "dense"),
+    [
+        (16, 2, 32, 16, 16),
+        (None, 2, 32, 16, 16),
+        (0, 2, 32, 16, 16),
+        (16, 1, 32, 16, 0),
+        (16, 0, 32, 16, 0),
+        (None, 3, 32, 0, 0),
+        (None, 0, 32, 0, 0),
+        (0, 3, 0, 0, 0),
+        (16, 3, 0, 16, 0),
+        (None, 3, 0, 0, 0),
+    ],
+)
+def test_a_block_size_is_stated_or_follows_from_a_dense_event(
+    block_size: int | None, hashes: int, count: int, announced: int, dense: int
+) -> None:
+    """Only where hashes and tokens line up does an event say which tokens a hash stands for."""
+    event = BlockStored(list(range(hashes)), None, list(range(count)), "GPU", block_size=block_size)
+    assert (event.block_size or event.tokens_per_block) == announced
+    assert event.tokens_per_block == dense
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"), [(None, "GPU"), ("GPU", "GPU"), ("cpu", "CPU"), ("Storage", "STORAGE")]
+)
+def test_a_tier_has_one_spelling_whatever_an_engine_writes(medium: str | None, tier: str) -> None:
+    """A removal must find what a store of another version of the engine left."""
+    assert BlockStored([1], None, [], medium).tier == tier
+    assert BlockRemoved([1], medium).tier == tier
+
+
+# --- packed tokens --------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=60))
+def test_tokens_are_packed_big_endian_in_32_bits(token_ids: list[int]) -> None:
+    """The key is the number that these bytes are, on every machine."""
+    packed = pack_tokens(token_ids)
+    assert packed == b"".join(token.to_bytes(4, "big") for token in token_ids)
+    assert unpack_tokens(packed) == token_ids
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_outside_32_bits_is_not_packed(token: int) -> None:
+    """Cut to 32 bits it would be taken for another one."""
+    with pytest.raises(OverflowError):
+        pack_tokens([token])

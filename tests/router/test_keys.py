@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvevents.events import pack_tokens
 from router.index import keys as keys_module
 from router.index.keys import (
     KeySpace,
@@ -16,7 +17,6 @@ from router.index.keys import (
     besides_lora,
     digest,
     marks_of,
-    pack_tokens,
     plain,
     tagged,
 )
@@ -46,20 +46,6 @@ def cut(sizes: list[int], length: int) -> list[int]:
 
 
 # --- tokens ---------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(tokens)
-def test_tokens_are_packed_big_endian_in_32_bits(token_ids: list[int]) -> None:
-    """The key is the number that these bytes are, on every machine."""
-    assert pack_tokens(token_ids) == b"".join(token.to_bytes(4, "big") for token in token_ids)
-
-
-@pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_outside_32_bits_has_no_key(token: int) -> None:
-    """Cut to 32 bits it would be taken for another one."""
-    with pytest.raises(OverflowError):
-        pack_tokens([token])
 
 
 @settings(deadline=None)

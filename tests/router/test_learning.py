@@ -17,8 +17,6 @@ from router.index.learning import (
     HashFinder,
     LayoutHints,
     LayoutLearner,
-    announced_block_size,
-    dense_block_size,
     engine_hashes,
 )
 from tests.support.blocks import FULL, Prefix, mamba, tokens, window
@@ -31,7 +29,7 @@ PROMPT = Prefix(tokens(160))
 def learn(learner: LayoutLearner, *events: BlockStored) -> LayoutLearner:
     """Feed a learner as a source does."""
     for event in events:
-        learner.see_stored(event, announced_block_size(event))
+        learner.see_stored(event)
     return learner
 
 
@@ -229,30 +227,6 @@ def test_eagle_drops_nothing_where_hashes_cover_the_next_tokens() -> None:
 
 
 # --- block sizes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("block_size", "hashes", "count", "announced", "dense"),
-    [
-        (16, 2, 32, 16, 16),
-        (None, 2, 32, 16, 16),
-        (0, 2, 32, 16, 16),
-        (16, 1, 32, 16, 0),
-        (16, 0, 32, 16, 0),
-        (None, 3, 32, 0, 0),
-        (None, 0, 32, 0, 0),
-        (0, 3, 0, 0, 0),
-        (16, 3, 0, 16, 0),
-        (None, 3, 0, 0, 0),
-    ],
-)
-def test_a_block_size_is_stated_or_follows_from_a_dense_event(
-    block_size: int | None, hashes: int, count: int, announced: int, dense: int
-) -> None:
-    """Only where hashes and tokens line up does an event say which tokens a hash stands for."""
-    event = BlockStored(list(range(hashes)), None, list(range(count)), "GPU", block_size=block_size)
-    assert announced_block_size(event) == announced
-    assert dense_block_size(event) == dense
 
 
 def test_events_of_other_tiers_and_without_tokens_say_nothing_of_the_layout() -> None:
