@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index.index import PrefixIndex, SourceId
+from router.index.reference.index import PrefixIndex, SourceId
 
 BLOCK_SIZE = 16
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.figures import BLOCK_SIZE, prompt_tokens, removed_events, report, stored_events
 from kvevents.codec import decode, encode
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index.index import PrefixIndex, SourceId
+from router.index.reference.index import PrefixIndex, SourceId
 
 
 class GroupBlindIndex:

@@ -9,7 +9,7 @@ import tracemalloc
 
 from benchmarks.figures import BLOCK_SIZE, prompt_tokens, report, stored_events
 from kvevents.events import Event, EventBatch
-from router.index.index import PrefixIndex, SourceId
+from router.index.reference.index import PrefixIndex, SourceId
 
 
 def main() -> None:

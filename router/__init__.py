@@ -1,1 +1,23 @@
-"""The router."""
+"""The router.
+
+The files; each imports only what is listed above it:
+
+    errors.py        exception tree; what clients are told, with status and code
+    upstream/        a small pooled HTTP/1.1 client
+    index/           the group-aware prefix index
+    scoring/         hits and load -> ranked replicas; pure
+    config/          the configuration: one frozen, checked model
+    tokenize/        request body -> token ids, exact or marked as not
+    replicas/        which replicas exist, and how they do
+    feed.py          carries every source's stream into the index of its model
+    proxy/           one request streamed to one replica, as raw ASGI
+    routing/         request body -> decision; writes no metrics
+    observability/   metrics, the request log, what is wrong
+    service.py       all parts wired; what follows when a replica comes, changes, goes
+    http/            every line that knows ASGI, FastAPI or uvicorn
+    app.py           the whole ASGI application
+    serve.py         uvicorn, signals, logging
+    recordings/      recorded streams: format, capture, replay
+    demo/            small engines behind a real router, and what it gains
+    cli/             kvroute
+"""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.api import create_api
-from router.gateway import PROXIED_PATHS, Receive, Scope, Send
+from router.http.api import create_api
+from router.http.gateway import PROXIED_PATHS, Receive, Scope, Send
 from router.service import RouterService
 
 

@@ -17,9 +17,9 @@ from kvevents.errors import KVEventsError
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
-from router.index.index import PrefixIndex, SourceId
-from router.index.learning import LayoutHints
-from router.index.source import ApplyResult
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.learning import LayoutHints
+from router.index.reference.source import ApplyResult
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ import uvloop
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.errors import ConfigError, Problem
-from router.index.index import PrefixIndex
-from router.proxy.guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
+from router.http.connection_guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
+from router.index.reference.index import PrefixIndex
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)

@@ -16,20 +16,16 @@ from kvevents.live import BacklogLimits
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
 from kvevents.subscriber import SubscriberOptions
-from router.account import Bookkeeper
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
 from router.errors import NoReplica
-from router.families import families
 from router.feed import Feed
-from router.gateway import Gateway
-from router.index.index import PrefixIndex, SourceId, SourceStatistics
-from router.journal import Journal
-from router.load import LoadTracker
-from router.metrics import RouterMetrics
-from router.models import Model, ModelSet
+from router.http.gateway import Gateway
+from router.index.reference.index import PrefixIndex, SourceId, SourceStatistics
+from router.observability.collector import families
+from router.observability.metrics import RouterMetrics
+from router.observability.request_log import Journal
+from router.observability.request_observer import Bookkeeper
 from router.proxy import Proxy, ProxySettings
-from router.recent import RecentPrefixes
 from router.replicas import (
     EventSource,
     Replica,
@@ -38,9 +34,13 @@ from router.replicas import (
     ServedModels,
     UpstreamFetch,
 )
-from router.routing import RoutePlanner
+from router.replicas.load import LoadTracker
+from router.routing.dispatcher import Dispatcher
+from router.routing.models import Model, ModelSet
+from router.routing.planner import RoutePlanner
+from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.tokenizer_check import TokenizerCheck
 from router.scoring import PolicySettings, make_policy
-from router.tokenizer_check import TokenizerCheck
 from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)

@@ -26,12 +26,13 @@ from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import RouterConfig
 from router.feed import Feed
-from router.index.index import PrefixIndex, SourceId
-from router.index.match import Hit
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.match import Hit
 from router.service import RouterService
 from tests.support.following import QUICK, until
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("kvevents", "offload", "router")
 DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
@@ -367,23 +368,26 @@ def test_quoted_log_lines_are_what_the_code_says(words: str) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def listed_files() -> list[str]:
-    """Paths in the tree of ARCHITECTURE.md, from the top down; packages end with a slash."""
-    tree = read("ARCHITECTURE.md").partition("**The files.**")[2]
-    directories: list[str] = []
+def listed_files(package: str) -> list[str]:
+    """What a package's docstring lists, from the top down: files, and packages with a slash."""
     found = []
-    for indent, name in re.findall(r"^( *)(\w+(?:/|\.py)) +\S", tree, re.MULTILINE):
-        directories = directories[: len(indent) // 2]
-        found.append("".join(directories) + name)
-        if name.endswith("/"):
-            directories.append(name)
+    docstring = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
+    for name in re.findall(r"^    (\w+(?:/|\.py)) +\S", docstring, re.MULTILINE):
+        path = f"{package}/{name}"
+        found.append(path)
+        if name.endswith("/") and (ROOT / path / "__init__.py").is_file():
+            found += listed_files(path.rstrip("/"))
     return found
+
+
+def all_listed_files() -> list[str]:
+    return [path for package in PACKAGES for path in listed_files(package)]
 
 
 def modules() -> list[Path]:
     return [
         path
-        for package in ("kvevents", "offload", "router")
+        for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
         if path.stem != "__init__"
     ]
@@ -391,13 +395,13 @@ def modules() -> list[Path]:
 
 def test_every_file_is_listed_once_and_every_listed_one_exists() -> None:
     """The list is how one finds the file to open during an incident."""
-    files = [path for path in listed_files() if not path.endswith("/")]
+    files = [path for path in all_listed_files() if not path.endswith("/")]
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in modules())
 
 
 def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
     """So the list can be read from the top, and each file needs only what was read before."""
-    places = {path: place for place, path in enumerate(listed_files())}
+    places = {path: place for place, path in enumerate(all_listed_files())}
     for path in modules():
         name = str(path.relative_to(ROOT))
         for imported in imported_files(path):
@@ -407,11 +411,7 @@ def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
 def imported_files(path: Path) -> Iterator[str]:
     """What a module imports of this distribution: files, or packages with a slash."""
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
-            "kvevents",
-            "offload",
-            "router",
-        ):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
             base = (node.module or "").replace(".", "/")
             submodules = [
                 f"{base}/{alias.name}.py"
@@ -430,7 +430,7 @@ def last_place(places: dict[str, int], imported: str) -> int:
 
 def test_paths_named_in_architecture_exist() -> None:
     """The numbered steps point at files as well."""
-    text = read("ARCHITECTURE.md").partition("**The files.**")[0]
+    text = read("ARCHITECTURE.md")
     named = re.findall(r"`([a-z_/]+\.py)`", text)
     assert named
     for name in named:

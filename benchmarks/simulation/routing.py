@@ -9,13 +9,13 @@ from random import Random
 from kvevents.events import EventBatch
 from router.config.sections import ReplicaConfig as RouterReplicaConfig
 from router.demo.blind import GroupBlindIndex
-from router.gauges import EngineGauges
-from router.index.index import PrefixIndex, SourceId
-from router.load import InFlight, LoadTracker
-from router.recent import RecentPrefixes
+from router.index.reference.index import PrefixIndex, SourceId
+from router.replicas.engine_load import EngineGauges
 from router.replicas.health import HealthRecord
+from router.replicas.load import InFlight, LoadTracker
 from router.replicas.replica import Replica
-from router.routing import RECENT_STEP, Decision, RoutePlanner
+from router.routing.planner import RECENT_STEP, Decision, RoutePlanner
+from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
 
 MODEL = "simulated"

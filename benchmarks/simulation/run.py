@@ -12,7 +12,7 @@ from benchmarks.simulation.routing import SimulatedRouter
 from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
 from offload.engine.requests import EngineRequest, SamplingParams, StepOutput
-from router.load import InFlight
+from router.replicas.load import InFlight
 from router.scoring import Weights
 
 

@@ -1,12 +1,12 @@
 """The scheduler's side of offloading: which blocks to load and to store, and which copies are done.
 
-In import order:
+The files; each imports only what is listed above it:
 
-- `block_aliases`: offloaded blocks by the hashes of every GPU block they hold
-- `tier`: one lower tier as the connector sees it
-- `load_plan`: what the tiers add to a hit on the GPU, and the copies that bring it back
-- `store_plan`: which blocks of a request are worth storing
-- `connector`: `OffloadingConnector`, which a scheduler holds
+    block_aliases.py   offloaded blocks by the hashes of every GPU block they hold
+    tier.py            one lower tier as the connector sees it
+    load_plan.py       what the tiers add to a hit on the GPU, and the copies that bring it back
+    store_plan.py      which blocks of a request are worth storing
+    connector.py       `OffloadingConnector`, which a scheduler holds
 """
 
 from __future__ import annotations

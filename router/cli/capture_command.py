@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from router.capture import CaptureOptions, capture
+from router.recordings.capture import CaptureOptions, capture
 
 
 def add_to(commands: Any) -> None:

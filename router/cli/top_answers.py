@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
-from router.minute import Tally
-from router.trouble import Problem, SourceGlance
+from router.observability.problems import Problem, SourceGlance
+from router.observability.rolling_totals import Tally
 
 
 class LastMinute(Tally):

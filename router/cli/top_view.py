@@ -14,7 +14,7 @@ from rich.text import Text
 from router.cli.running_router import plain
 from router.cli.top_answers import Group as CacheGroup
 from router.cli.top_answers import LastMinute, Overview, Replica, Request
-from router.trouble import Level
+from router.observability.problems import Level
 
 _STYLES = {Level.BAD: "bold red", Level.WARN: "yellow", None: "green"}
 _VERDICTS = {"over": "bold red", "under": "yellow"}

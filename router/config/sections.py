@@ -18,7 +18,7 @@ from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
 from router.config.reader import Section
 from router.config.secret import Secret
 from router.errors import Problem
-from router.index.learning import LayoutHints
+from router.index.reference.learning import LayoutHints
 from router.scoring.policies import BUILT_IN, policy_names
 from router.scoring.types import Weights
 from router.upstream.origin import Origin, OriginError

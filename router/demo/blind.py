@@ -25,8 +25,8 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.layout import GroupKind
-from router.index.index import PrefixIndex, SourceId
-from router.index.source import ApplyResult
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.source import ApplyResult
 
 
 class GroupBlindIndex(PrefixIndex):

@@ -105,7 +105,7 @@ class ProxyRequest(NamedTuple):
         timeouts: Instead of the proxy's own. An answer that is not streamed has its first byte only
             when all of it was generated.
         abort_client: Closes the client's socket at once, whatever is still buffered; see
-            `router.proxy.server`.
+            `router.http.uvicorn_protocol`.
     """
 
     method: bytes

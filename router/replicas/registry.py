@@ -13,8 +13,8 @@ from typing import Protocol
 
 from router.config import HealthConfig, ReplicaConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
-from router.load import LoadTracker
 from router.replicas.health import HealthRecord
+from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, Fetch, ReplicaState, ReplicaView, ServedModels
 from router.replicas.watcher import Watcher

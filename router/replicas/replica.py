@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from router.config import ReplicaConfig
-from router.gauges import EngineGauges
-from router.load import ReplicaLoad
 from router.replicas.discovery import configured_sources
+from router.replicas.engine_load import EngineGauges
 from router.replicas.health import HealthRecord
+from router.replicas.load import ReplicaLoad
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.scoring import Candidate
 from router.upstream import Header

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from router.gauges import EngineGauges
-from router.load import ReplicaLoad
+from router.replicas.engine_load import EngineGauges
+from router.replicas.load import ReplicaLoad
 from router.upstream import Header, Origin
 
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from router.config import HealthConfig
 from router.errors import ReplicaAnswerInvalid
-from router.gauges import parse_gauges
 from router.replicas.discovery import (
     MAX_ANSWER_BYTES,
     MODELS_PATH,
@@ -22,6 +21,7 @@ from router.replicas.discovery import (
     parse_models,
     parse_sources,
 )
+from router.replicas.engine_load import parse_gauges
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, Fetch, ServedModels
 from router.upstream import UpstreamError

@@ -3,6 +3,16 @@ the `Random` passed in.
 
 `types` holds what goes in and out, `cost` the estimated wait; `prefix`, `simple` and `session` are
 the policies, `policies` finds them by name, and `ranking.rank` is what the router calls.
+
+The files; each imports only what is listed above it:
+
+    types.py      what goes in and out; the weights
+    cost.py       the estimated wait
+    prefix.py     the default policy: least wait
+    simple.py     round robin, random, least loaded
+    session.py    consistent hashing of sessions
+    policies.py   policies by name, plug-ins
+    ranking.py    leaves out who cannot; holds a policy to its rules
 """
 
 from router.scoring.cost import Estimate, estimate

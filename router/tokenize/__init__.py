@@ -14,39 +14,25 @@ it (a chat with images: up to before the message that holds the first one), or n
 a template sent by the client, a conversation stored at the engine); ``reason`` then says why.
 ``token_ids`` is an ``array("I")``.
 
-The files, each importing only what stands above it:
+The files; each imports only what is listed above it:
 
-    errors.py              the error tree
-    limits.py              bounds on one request
-    prompts.py             the values: PromptSpec and its prompts, TokenizedPrompt
-    fields.py              reading parsed JSON, errors with place and rule
-    tools.py               tool definitions in the form that templates get
-    chat_request.py        body of a chat completion
-    responses_request.py   body of /v1/responses
-    anthropic_request.py   body of /v1/messages
-    report_mode.py         taking kv_cache_report_mode out of a body
-    requests.py            body -> PromptSpec
-    model_files.py         a model directory
-    conversation.py        messages in the form that templates get
-    content_form.py        which form a template expects
-    template.py            one chat template in its sandbox
-    chat.py                the templates of a model: ChatPrompt -> text
-    backend.py             a tokenizers.Tokenizer set up as the engine's
-    matcher.py             strings -> a leftmost-longest regular expression
-    segments.py            where a text may be cut; every rule with its reason
-    cutting.py             deciding it at load, with a self-test
-    cache.py               token ids by segment
-    ends.py                special tokens around a prompt
-    truncation.py          truncate_prompt_tokens
-    local.py               tokenisation in the router
-    remote.py              tokenisation at a replica
-    agreement.py           do router and replica agree?
-    tokenization.py        both for an event loop, with threads and counts
+    errors.py         exception tree
+    limits.py         bounds on one request
+    prompts.py        what a request asks to be computed, and the ids for it
+    body/             request bodies -> what to tokenise
+    model_files.py    a model's directory
+    chat/             chat messages -> text
+    truncation.py     truncate_prompt_tokens
+    local/            text -> token ids in the router
+    remote.py         tokenisation at a replica
+    agreement.py      do router and replica agree?
+    tokenization.py   both for an event loop, with threads and counts
 """
 
 from router.tokenize.agreement import Disagreement, find_disagreements
-from router.tokenize.cache import SegmentCacheStatistics
-from router.tokenize.chat import ChatSettings
+from router.tokenize.body.report_mode import strip_report_mode
+from router.tokenize.body.requests import parse_request
+from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
     ModelFilesError,
     ReplicaAnswerError,
@@ -55,7 +41,8 @@ from router.tokenize.errors import (
     UntokenizableError,
 )
 from router.tokenize.limits import PromptLimits
-from router.tokenize.local import LocalStatistics, LocalTokenizer
+from router.tokenize.local.cache import SegmentCacheStatistics
+from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer
 from router.tokenize.model_files import ModelFiles, read_model_files
 from router.tokenize.prompts import (
     ChatPrompt,
@@ -70,8 +57,6 @@ from router.tokenize.prompts import (
     Truncation,
 )
 from router.tokenize.remote import Fetch, RemoteStatistics, RemoteTokenizer
-from router.tokenize.report_mode import strip_report_mode
-from router.tokenize.requests import parse_request
 from router.tokenize.tokenization import PromptTokenizer, Tokenization, TokenizationStatistics
 
 __all__ = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.tokenize.errors import UntokenizableError
-from router.tokenize.local import LocalTokenizer
+from router.tokenize.local.tokenizer import LocalTokenizer
 from router.tokenize.prompts import ChatPrompt, TextPrompt
 from router.tokenize.remote import RemoteTokenizer
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from router.tokenize.body.json_fields import describe
 from router.tokenize.errors import ModelFilesError
-from router.tokenize.fields import describe
 
 __all__ = ["ModelFiles", "read_model_files"]
 

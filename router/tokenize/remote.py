@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from router.tokenize.cache import SegmentCache, SegmentCacheStatistics
-from router.tokenize.conversation import has_media
+from router.tokenize.chat.conversation import has_media
 from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
 from router.tokenize.limits import PromptLimits
+from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics
 from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
-from router.tokenize.local import LocalStatistics, LocalTokenizer, PreparedPrompt
+from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.tokenize.prompts import (
     ChatPrompt,
     Coverage,

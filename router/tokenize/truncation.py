@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from router.tokenize.ends import Ends
+from dataclasses import dataclass
+
 from router.tokenize.prompts import TokenIds, Truncation
 
-__all__ = ["truncate"]
+__all__ = ["Ends", "truncate"]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Ids before and after every prompt that gets special tokens."""
+
+    before: TokenIds
+    after: TokenIds
+
+    def around(self, ids: TokenIds) -> TokenIds:
+        """Return *ids* with the ends added."""
+        return self.before + ids + self.after if self.before or self.after else ids
 
 
 def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) -> TokenIds:

@@ -5,6 +5,15 @@ The path of a request: `client.UpstreamClient.send` takes a kept `connection.Con
 one, `request.request_head` makes the bytes, the connection's parser fills a
 `response.UpstreamResponse`, and the connection goes back to the client as soon as the answer is
 complete. Whatever ends otherwise closes its socket, which is what cancels the work at the server.
+
+The files; each imports only what is listed above it:
+
+    errors.py       exception tree
+    origin.py       where a server is; timeouts
+    request.py      the bytes of a request's head
+    response.py     one answer: filled by its connection, read by its caller
+    connection.py   one socket, one exchange at a time
+    client.py       the pool, and the clock of all deadlines
 """
 
 from router.upstream.client import PoolLimits, UpstreamClient, UpstreamStatistics

@@ -28,8 +28,8 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from offload.engine.requests import EngineRequest, SamplingParams, StepOutput
 from router.demo.blind import GroupBlindIndex
-from router.index.index import SourceId
-from router.index.match import Hit
+from router.index.reference.index import SourceId
+from router.index.reference.match import Hit
 
 SMALL = ConversationOptions(
     conversations=12,

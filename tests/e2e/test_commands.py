@@ -19,7 +19,7 @@ import pytest
 
 from kvevents.publisher import RecordedStreamPublisher
 from kvevents.publisher_config import PublisherConfig
-from router.recording import Query, RecordingReader
+from router.recordings.format import Query, RecordingReader
 from tests.support.engine_stub import engines, unique
 from tests.support.http_client import eventually
 from tests.support.hybrid_stub import HybridStub

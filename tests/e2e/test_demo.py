@@ -22,7 +22,7 @@ from kvevents.publisher import announce
 from router.demo.blind import GroupBlindIndex
 from router.demo.processes import DemoFailed, engines
 from router.demo.workload import Workload, WorkloadSizes
-from router.index.index import PrefixIndex, SourceId
+from router.index.reference.index import PrefixIndex, SourceId
 from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
 from tests.support.signals import heed_signals

@@ -11,8 +11,8 @@ from kvevents.codec import encode
 from kvevents.events import Event, EventBatch
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index.index import PrefixIndex, SourceId
-from router.index.match import Hit
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.match import Hit
 from tests.support.cache_driver import CHAIN, CacheDriver
 from tests.support.cache_layouts import variants, with_blocks
 from tests.support.cache_workload import CacheWorkload

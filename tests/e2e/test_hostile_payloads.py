@@ -19,10 +19,10 @@ import pytest
 from kvevents.codec import encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
-from router.index.index import PrefixIndex, SourceId
-from router.index.learning import LayoutHints
-from router.index.waiting import SourceLimits
-from router.recording import Query, RecordingReader
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.learning import LayoutHints
+from router.index.reference.waiting import SourceLimits
+from router.recordings.format import Query, RecordingReader
 from tests.support import wire_samples
 from tests.support.blocks import FULL, Prefix, tokens, window
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from router.journal import MAX_REQUESTS
+from router.observability.request_log import MAX_REQUESTS
 from tests.support.browser import Watch, browser_page, needs_browser
 from tests.support.engine_stub import (
     TOPIC,

@@ -15,7 +15,7 @@ from kvevents.events import Event
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from router.feed import Feed, SourceFeedStatistics
-from router.index.index import PrefixIndex, SourceId
+from router.index.reference.index import PrefixIndex, SourceId
 from tests.support.following import QUICK, until
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
 from tests.support.relay import CuttingRelay, Faults, LossyRelay

@@ -15,8 +15,8 @@ from kvevents.events import EventBatch
 from kvevents.layout import GroupKind
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index.index import PrefixIndex, SourceId
-from router.index.match import Hit
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.match import Hit
 from tests.support.cache_driver import CHAIN
 from tests.support.cache_layouts import variants
 from tests.support.cache_workload import CacheWorkload

@@ -25,7 +25,7 @@ from kvevents.events import (
     EventBatch,
     GroupSpec,
 )
-from router.recording import Query, RecordingReader
+from router.recordings.format import Query, RecordingReader
 from tests.support import wire_samples
 
 STREAMS = sorted((Path(__file__).parent.parent / "conformance" / "streams").glob("*.jsonl.gz"))

@@ -39,7 +39,7 @@ from kvevents.publisher import (
     register_publisher,
 )
 from kvevents.stream import Stream, Taking
-from router.index.index import PrefixIndex, SourceId
+from router.index.reference.index import PrefixIndex, SourceId
 from tests.support.blocks import Prefix, tokens
 from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
 

@@ -17,9 +17,9 @@ from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from kvevents.snapshot import BATCH_WEIGHT, BLOCK_WEIGHT, FORGOTTEN_PLACES, Mirror
-from router.index.index import PrefixIndex, SourceId
-from router.index.learning import LayoutHints
-from router.recording import Query, RecordingReader
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.learning import LayoutHints
+from router.recordings.format import Query, RecordingReader
 from tests.support.blocks import Prefix, mamba, tokens, window
 
 STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))

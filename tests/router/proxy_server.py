@@ -13,8 +13,8 @@ from typing import Any
 
 import uvicorn
 
+from router.http.uvicorn_protocol import AbortableHttpProtocol, client_abort
 from router.proxy import (
-    AbortableHttpProtocol,
     Attempt,
     End,
     Failure,
@@ -23,7 +23,6 @@ from router.proxy import (
     ProxyRequest,
     ProxySettings,
     ProxyStatistics,
-    client_abort,
 )
 from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamStatistics
 from tests.router.raw_http import eventually

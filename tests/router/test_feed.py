@@ -14,10 +14,10 @@ from kvevents.delivery import SourceState
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
 from router.feed import Feed
-from router.index.index import PrefixIndex, SourceId
-from router.index.learning import LayoutHints
-from router.index.match import Hit
-from router.index.waiting import SourceLimits
+from router.index.reference.index import PrefixIndex, SourceId
+from router.index.reference.learning import LayoutHints
+from router.index.reference.match import Hit
+from router.index.reference.waiting import SourceLimits
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK, until
 from tests.support.vllm_publisher import VllmPublisher, seq_frame

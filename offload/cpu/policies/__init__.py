@@ -5,6 +5,12 @@ A plug-in is a callable that takes the number of blocks and returns an `Eviction
 
     [project.entry-points."kvroute.offload_policies"]
     fifo = "my_package:FIFOPolicy"
+
+The files; each imports only what is listed above it:
+
+    base.py   what a policy must do
+    lru.py    least recently used
+    arc.py    adaptive replacement
 """
 
 from __future__ import annotations

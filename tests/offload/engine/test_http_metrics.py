@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from offload.engine.answers import ServedModel
 from offload.engine.http_metrics import EngineCollector, RequestMetrics
 from offload.engine.requests import EngineStatistics, FinishReason, GroupStatistics
-from router.gauges import EngineGauges, parse_gauges
+from router.replicas.engine_load import EngineGauges, parse_gauges
 from tests.offload.engine.served import MODEL, serving
 from tests.support.http_client import eventually
 

@@ -1,0 +1,395 @@
+"""The router's own endpoints: the decision without the request, operation, metrics; described at
+`/docs`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+
+from router.config import read_replica
+from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
+from router.http.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
+from router.http.live_page import add_page
+from router.http.overview import overview_answer
+from router.http.views import models_answer, replica_answer, request_answer, route_answer
+from router.observability.metrics import CONTENT_TYPE
+from router.observability.request_log import MAX_REQUESTS
+from router.replicas import ReplicaView
+from router.service import RouterService
+from router.tokenize import Endpoint
+
+MAX_OPERATOR_BODY_BYTES = 1_048_576
+MSGPACK = "application/msgpack"
+_MAX_NUMBER = 2**53 - 1
+"""The largest that every JSON reader holds exactly."""
+_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
+
+
+def create_api(service: RouterService) -> FastAPI:
+    """The application beside the proxied paths."""
+    app = FastAPI(
+        title="kvroute",
+        summary="Exact prefix-cache routing for LLM inference engines.",
+        lifespan=service.lifespan,
+    )
+    _add_error_answers(app, service)
+    _add_probes(app, service)
+    _add_routing(app, service)
+    _add_operation(app, service)
+    _add_overview(app, service)
+    add_page(app)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+def _add_probes(app: FastAPI, service: RouterService) -> None:
+    @app.get("/healthz", tags=["operation"], summary="The process is alive")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["operation"], summary="Some replica can take requests")
+    async def readyz(response: Response) -> dict[str, str]:
+        obstacle = service.why_not_ready()
+        response.status_code = 503 if obstacle else 200
+        return {"status": "not ready", "reason": obstacle} if obstacle else {"status": "ready"}
+
+    @app.get(
+        "/metrics",
+        tags=["operation"],
+        summary="Prometheus metrics",
+        dependencies=[Depends(_scraper(service))],
+    )
+    async def metrics() -> Response:
+        return Response(await service.render_metrics(), media_type=CONTENT_TYPE)
+
+
+# --- routing --------------------------------------------------------------------------------------
+
+
+def _add_routing(app: FastAPI, service: RouterService) -> None:
+    @app.post(
+        "/route",
+        tags=["routing"],
+        summary="Where would this request go? Nothing is sent.",
+        description="The body of any proxied endpoint, or `{model, token_ids, lora_name?, cache_salt?}`; JSON or msgpack.",
+        dependencies=[Depends(_client(service))],
+        openapi_extra=_body_schema("A request, or token ids"),
+    )
+    async def route(request: Request) -> Response:
+        body = await _body(
+            request,
+            service.config.server.max_body_bytes,
+            service.config.server.timeouts.client_body_s,
+        )
+        session = request.headers.get(service.config.policy.session_header)
+        dispatched = await service.dispatcher.dispatch(
+            Endpoint.ROUTE, body, session, _encoding(request)
+        )
+        service.dispatcher.require_replica(dispatched.decision)
+        return _answer(request, route_answer(dispatched))
+
+    @app.get(
+        "/v1/models",
+        tags=["routing"],
+        summary="Models and adapters",
+        dependencies=[Depends(_client(service))],
+    )
+    async def models() -> Response:
+        return _json(models_answer(service.models.names(), service.served_names()))
+
+
+# --- operation ------------------------------------------------------------------------------------
+
+
+def _add_operation(app: FastAPI, service: RouterService) -> None:
+    operator = [Depends(_operator(service))]
+
+    @app.get(
+        "/replicas",
+        tags=["operation"],
+        summary="Every replica: health, load, event streams",
+        dependencies=operator,
+    )
+    async def replicas() -> Response:
+        return _json({"replicas": _replicas(service, service.registry.snapshot())})
+
+    @app.get(
+        "/replicas/{replica_id}", tags=["operation"], summary="One replica", dependencies=operator
+    )
+    async def replica(replica_id: str) -> Response:
+        return _json(_replica(service, service.registry.get(replica_id).id))
+
+    @app.post(
+        "/replicas",
+        tags=["operation"],
+        summary="Add a replica; only its `url` is needed where it tells the rest",
+        status_code=201,
+        dependencies=operator,
+        openapi_extra=_body_schema(
+            "A replica as in the configuration: url, id, models, kv_events, ..."
+        ),
+    )
+    async def add(request: Request) -> Response:
+        body = await _body(
+            request, MAX_OPERATOR_BODY_BYTES, service.config.server.timeouts.client_body_s
+        )
+        added = service.registry.add(read_replica(_decode_json(body)))
+        return _json(_replica(service, added.id), 201)
+
+    @app.delete(
+        "/replicas/{replica_id}",
+        tags=["operation"],
+        summary="Forget a replica",
+        dependencies=operator,
+    )
+    async def remove(replica_id: str) -> Response:
+        service.registry.remove(replica_id)
+        return _json({"removed": replica_id})
+
+    @app.post(
+        "/replicas/{replica_id}/drain",
+        tags=["operation"],
+        summary="Send it nothing new",
+        dependencies=operator,
+    )
+    async def drain(replica_id: str) -> Response:
+        return _json(_replica(service, service.registry.drain(replica_id).id))
+
+    @app.post(
+        "/replicas/{replica_id}/undrain",
+        tags=["operation"],
+        summary="Send it requests again",
+        dependencies=operator,
+    )
+    async def undrain(replica_id: str) -> Response:
+        return _json(_replica(service, service.registry.undrain(replica_id).id))
+
+    @app.get(
+        "/config",
+        tags=["operation"],
+        summary="The configuration, secrets masked",
+        dependencies=operator,
+    )
+    async def config() -> Response:
+        return _json(service.config.to_public_dict())
+
+
+def _replica(service: RouterService, replica_id: str) -> dict[str, Any]:
+    return _replicas(
+        service, [view for view in service.registry.snapshot() if view.id == replica_id]
+    )[0]
+
+
+def _replicas(service: RouterService, views: Iterable[ReplicaView]) -> list[dict[str, Any]]:
+    # Once for all of them: for each one anew, 256 replicas would hold up every stream for a second.
+    statistics, feeds = service.index_statistics(), service.feed.statistics()
+    return [replica_answer(view, statistics, feeds) for view in views]
+
+
+# --- what goes on ---------------------------------------------------------------------------------
+
+
+def _add_overview(app: FastAPI, service: RouterService) -> None:
+    operator = [Depends(_operator(service))]
+
+    @app.get(
+        "/overview",
+        tags=["operation"],
+        summary="The last minute, and every replica in brief",
+        dependencies=operator,
+    )
+    async def overview() -> Response:
+        return _json(overview_answer(service))
+
+    @app.get(
+        "/requests",
+        tags=["operation"],
+        summary="The requests routed last, with prediction, truth and reason; the latest first",
+        dependencies=operator,
+        openapi_extra=_query_schema(
+            after="Only what changed after this change",
+            limit=f"At most so many, up to {MAX_REQUESTS}",
+        ),
+    )
+    async def requests(request: Request) -> Response:
+        journal = service.journal
+        found = journal.since(
+            _number(request, "after", 0, _MAX_NUMBER),
+            _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS),
+        )
+        answers = [request_answer(routed) for routed in found]
+        return _json(
+            {
+                "started_at": round(journal.started_at, 3),
+                "change": journal.changes,
+                "requests": answers,
+            }
+        )
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    """A number of the query."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdigit() and len(given) <= 16 and int(given) <= most):
+        raise BadRequest(name, repr(given[:40]), f"must be a whole number from 0 to {most}")
+    return int(given)
+
+
+# --- keys, bodies, answers ------------------------------------------------------------------------
+
+
+def _client(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        check_key(dict(request.headers.raw), service.config.server.client_api_key)
+
+    return check
+
+
+def _operator(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        check_key(dict(request.headers.raw), service.config.server.operator_api_key)
+
+    return check
+
+
+def _scraper(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        if service.config.observability.metrics_need_key:
+            check_key(dict(request.headers.raw), service.config.server.operator_api_key)
+
+    return check
+
+
+async def _body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
+    return await read_body(dict(request.headers.raw), request.receive, limit_bytes, timeout_s)
+
+
+def _decode_json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise BadRequest("$", f"{len(body)} bytes", "must be JSON") from None
+
+
+def _encoding(request: Request) -> Literal["json", "msgpack"]:
+    return (
+        "msgpack"
+        if request.headers.get("content-type", "").split(";")[0].strip() in _MSGPACK_NAMES
+        else "json"
+    )
+
+
+def _answer(request: Request, value: Any) -> Response:
+    """In msgpack for those who ask for it, or who sent it and do not say."""
+    accepted = request.headers.get("accept", "*/*")
+    if any(name in accepted for name in _MSGPACK_NAMES) or (
+        "json" not in accepted and _encoding(request) == "msgpack"
+    ):
+        return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
+    return _json(value)
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(value),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _add_error_answers(app: FastAPI, service: RouterService) -> None:
+    """Every error in the one shape, and on the books."""
+
+    async def answer(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        service.metrics.bad_requests.labels(error.code).inc()
+        headers = {name.decode(): value.decode() for name, value in error.headers()}
+        return _json(error.openai(), error.status, headers)
+
+    async def answer_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if request.url.path in PROXIED_PATHS:
+            return await answer(request, MethodNotAllowed("POST"))
+        if error.status_code == 405:
+            return await answer(
+                request, MethodNotAllowed((error.headers or {}).get("Allow", "other methods"))
+            )
+        return await answer(request, UnknownPath())
+
+    async def answer_nobody(_request: Request, _error: Exception) -> Response:
+        service.metrics.bad_requests.labels("client_gone").inc()
+        return Response(status_code=400)
+
+    app.add_exception_handler(RequestError, answer)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(ClientGone, answer_nobody)
+
+
+# --- the description ------------------------------------------------------------------------------
+
+
+def _body_schema(description: str) -> dict[str, Any]:
+    content = {"schema": {"type": "object"}}
+    return {
+        "requestBody": {
+            "required": True,
+            "description": description,
+            "content": {"application/json": content},
+        }
+    }
+
+
+def _query_schema(**descriptions: str) -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 0}
+    named = descriptions.items()
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "description": text, "schema": schema}
+            for name, text in named
+        ]
+    }
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with the proxied paths that FastAPI never sees."""
+    if app.openapi_schema is None:
+        app.openapi_schema = get_openapi(
+            title=app.title, version=app.version, summary=app.summary, routes=app.routes
+        )
+        for path in sorted(PROXIED_PATHS):
+            app.openapi_schema["paths"][path] = {"post": _proxied(path)}
+    return app.openapi_schema
+
+
+def _proxied(path: str) -> dict[str, Any]:
+    headers = {
+        "x-kv-replica": "The replica that answered",
+        "x-kv-hit-tokens": "Prompt tokens predicted to be cached there",
+        "x-request-id": "The client's, or a new one",
+    }
+    described = {
+        name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()
+    }
+    return {
+        "tags": ["proxy"],
+        "summary": f"{path}, streamed through to a replica",
+        "description": "The body goes to the replica as it came; see the engine's own documentation.",
+        **_body_schema("As the engine takes it"),
+        "responses": {
+            "200": {"description": "The replica's answer, byte for byte", "headers": described}
+        },
+    }

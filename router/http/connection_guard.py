@@ -1,0 +1,315 @@
+"""Bounds on what one client's connection may cost before any application sees a request, and after
+it has answered.
+
+uvicorn bounds neither the size of a head or of trailers, nor the time that a request takes to
+arrive, nor the time for which a finished answer waits to be read, nor how many requests may stand
+in a row behind a slow one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from router.http.uvicorn_protocol import AbortableHttpProtocol
+from router.proxy.errors import error_body
+from router.proxy.types import Dialect
+
+MAX_PIPELINED = 64
+"""Requests that may wait behind the one that is being answered. Few clients pipeline at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What a client may take, for each of its connections."""
+
+    head_bytes: int = 64 * 1024
+    """Request line and headers; and everything else between two pieces of a body: chunk extensions,
+    trailers."""
+    request_s: float = 60.0
+    """For a head to arrive, and as long again for the body."""
+    stall_s: float = 60.0
+    """For which nothing is read of an answer that waits."""
+    slack_s: float = 5.0
+    """More time in what the application watches as well: it ends such requests with an answer, this
+    file without one."""
+
+
+class Refusal(str):
+    """Why a connection was ended: a word for a metric, from the fixed set below."""
+
+    __slots__ = ()
+
+
+MALFORMED = Refusal("malformed_http")
+HEAD_TOO_LARGE = Refusal("headers_too_large")
+PIPELINED = Refusal("too_many_pipelined")
+SLOW_REQUEST = Refusal("slow_request")
+NOT_READ = Refusal("answer_not_read")
+
+_STATUS_LINES = {
+    MALFORMED: b"HTTP/1.1 400 Bad Request\r\n",
+    HEAD_TOO_LARGE: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
+    PIPELINED: b"HTTP/1.1 400 Bad Request\r\n",
+}
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class _OverBound(Exception):
+    """Raised through the parser, to stop it."""
+
+
+class GuardedHttpProtocol(AbortableHttpProtocol):
+    """`AbortableHttpProtocol` within `ClientLimits`. Somebody has to call `look_after` about once a
+    second.
+
+    A refused connection is told why, and what else its client sends is thrown away for a moment:
+    closed at once, it would be reset under the client's hands before the answer was read.
+    """
+
+    limits: ClassVar[ClientLimits] = ClientLimits()
+    on_refusal: ClassVar[Callable[[Refusal], None]]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._raw_transport = transport
+        self._receiving_since: float | None = self.loop.time()
+        self._is_in_head = True
+        self._unframed_bytes = 0
+        self._violation = MALFORMED
+        self._refused_at: float | None = None
+        self._unsent_bytes = 0
+        self._stalled_since: float | None = None
+        self._has_declined_upgrade = False
+        self._is_cut = False
+        self._running: RequestResponseCycle | None = None
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused_at is not None:
+            return
+        self._unset_keepalive_if_required()
+        if self._receiving_since is None:
+            self._receiving_since = self.loop.time()
+        self._unframed_bytes += len(data)
+        if not self._feed(data):
+            self._refuse(self._violation)
+        elif self._unframed_bytes > self.limits.head_bytes:
+            self._refuse(HEAD_TOO_LARGE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn tells only the last request it has read, which may stand far behind the one that
+        # is being answered.
+        if self._running is not None and not self._running.response_complete:
+            _tell_disconnected(self._running)
+        super().connection_lost(exc)
+
+    def look_after(self, now: float) -> None:
+        """End the connection if it is over its time."""
+        reason = None if self._is_cut else self._overdue(now)
+        if reason is not None:
+            if self._refused_at is None:
+                type(self).on_refusal(reason)
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the connection, whatever is under way on it."""
+        self._is_cut = True
+        self.transport.abort()
+
+    # --- what the parser calls --------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._receiving_since is None:
+            self._receiving_since = self.loop.time()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if (
+            self._unframed_bytes > self.limits.head_bytes
+            and self._head_bytes() > self.limits.head_bytes
+        ):
+            self._violation = HEAD_TOO_LARGE
+            raise _OverBound
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._violation = PIPELINED
+            raise _OverBound
+        self._is_in_head = False
+        super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False
+        # What follows are trailers, which are no headers (RFC 9110 6.5.1): they must not get into
+        # the scope.
+        self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        self._unframed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # this is the end of the head only, see `_BodyReader`
+        self._unframed_bytes = 0
+        self._receiving_since = None
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._running = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> bool:
+        """Parse *data*; False if it is no HTTP, or over a bound."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._decline_upgrade() and self._feed_body(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            return False
+        return True
+
+    def _feed_body(self, data: bytes) -> bool:
+        """Parse the body behind a declined upgrade; nothing can follow it but bytes that are
+        ignored."""
+        try:
+            self.parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            return False
+        return True
+
+    def _decline_upgrade(self) -> bool:
+        """Put a parser in place that stands right behind the head. It reads one body; the
+        connection is not kept.
+
+        Returns:
+            False if the framing makes no sense: httptools has not looked at it, with a head that
+                asks for an upgrade.
+        """
+        if self._has_declined_upgrade:
+            return False
+        self._has_declined_upgrade = True
+        framing = [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self.scope["headers"]
+            if name in _FRAMING
+        ]
+        self.parser = httptools.HttpRequestParser(_BodyReader(self))
+        return self._feed_body(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _refuse(self, reason: Refusal) -> None:
+        """Answer with an error and take nothing more. While another request is being answered,
+        there is no place for one."""
+        type(self).on_refusal(reason)
+        self._refused_at = self.loop.time()
+        running = self._running
+        if running is not None and not running.response_complete:
+            if running.response_started or not running.more_body:
+                self.abort()
+                return
+            # It is this request's own body that is wrong.
+            _tell_disconnected(running)
+        body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
+        head = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            % len(body)
+        )
+        self.transport.write(_STATUS_LINES[reason] + head + body)
+        # Behind what the transport may still hold back for this turn of the loop.
+        self.loop.call_soon(self._end_writing)
+
+    def _end_writing(self) -> None:
+        if not self._raw_transport.is_closing():
+            self._raw_transport.write_eof()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _message(self, reason: Refusal) -> str:
+        if reason is HEAD_TOO_LARGE:
+            return f"headers: longer than the limit of {self.limits.head_bytes} bytes"
+        if reason is PIPELINED:
+            return f"request: more than {MAX_PIPELINED} requests wait on this connection; wait for answers"
+        return "request: not a well-formed HTTP/1.1 request"
+
+    def _overdue(self, now: float) -> Refusal | None:
+        limits = self.limits
+        if self._refused_at is not None:
+            return MALFORMED if now - self._refused_at > limits.slack_s else None
+        if (
+            self._receiving_since is not None
+            and self._is_answering
+            and (self._is_in_head or self.pipeline)
+        ):
+            # The next request may wait as long as this one is being answered: it is this side that
+            # does not take it.
+            self._receiving_since = now
+        allowed_s = limits.request_s if self._is_in_head else 2 * limits.request_s + limits.slack_s
+        if self._receiving_since is not None and now - self._receiving_since > allowed_s:
+            return SLOW_REQUEST
+        return NOT_READ if self._is_stalled(now) else None
+
+    def _is_stalled(self, now: float) -> bool:
+        """Whether what waits to be read has not become less for too long. Where more is being
+        written, the writer watches."""
+        before, self._unsent_bytes = self._unsent_bytes, self._raw_transport.get_write_buffer_size()
+        if not self._unsent_bytes:
+            self._stalled_since = None
+            return False
+        is_writing = self._is_answering and not self.flow.write_paused
+        if self._stalled_since is None or self._unsent_bytes < before or is_writing:
+            self._stalled_since = now
+        return now - self._stalled_since > self.limits.stall_s + self.limits.slack_s
+
+
+def _tell_disconnected(request: RequestResponseCycle) -> None:
+    request.disconnected = True
+    request.message_event.set()
+
+
+class _BodyReader:
+    """What a parser calls for the body behind a head that asked for an upgrade.
+
+    httptools takes such a head for the whole message, and what follows for another protocol's. But
+    nothing is offered to upgrade to, so the body follows (RFC 9110 7.8): Java's own client asks for
+    HTTP/2 in this way with every first request.
+    """
+
+    def __init__(self, protocol: GuardedHttpProtocol) -> None:
+        self._protocol = protocol
+        self._is_complete = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_complete:
+            self._protocol.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            self._protocol.on_message_complete()
+
+
+def guarded_protocol(
+    client_limits: ClientLimits, on_refusal: Callable[[Refusal], None]
+) -> type[GuardedHttpProtocol]:
+    """The protocol with these limits, for `uvicorn.Config(http=...)`; *on_refusal* is told of every
+    connection it ends."""
+
+    class Configured(GuardedHttpProtocol):
+        limits = client_limits
+
+    Configured.on_refusal = staticmethod(on_refusal)
+    return Configured

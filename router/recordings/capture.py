@@ -1,0 +1,99 @@
+"""Records a live event stream to a file that `kvroute replay` reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvevents.delivery import Effect, SourceState
+from kvevents.errors import KVEventsError
+from kvevents.messages import Batch
+from kvevents.subscriber import Subscriber
+from router.recordings.format import Header, RecordingWriter
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What to record, and when to stop.
+
+    Attributes:
+        endpoint: The publisher's PUB address.
+        replay_endpoint: Its ROUTER address; with it the recording starts with all the engine still
+            remembers.
+        topic: What to subscribe to; None takes every topic.
+        max_batches: Stop after so many; None: no such limit.
+        seconds: Stop after so long; None: no such limit.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str | None = None
+    max_batches: int | None = None
+    seconds: float | None = None
+
+
+class _Recorder:
+    """Implements `Consumer`: every batch goes to the file, as it came."""
+
+    def __init__(
+        self, writer: RecordingWriter, options: CaptureOptions, progress: Callable[[str], None]
+    ) -> None:
+        self.batches = 0
+        self.done = asyncio.Event()
+        self._writer = writer
+        self._options = options
+        self._progress = progress
+
+    def apply(self, batch: Batch) -> Effect:
+        self._writer.frame(batch.payload)
+        self.batches += 1
+        if self._options.max_batches is not None and self.batches >= self._options.max_batches:
+            self.done.set()
+        if self.batches % 100 == 0:
+            self._progress(f"{self.batches} batches")
+        return Effect.KEPT
+
+    def clear(self, reason: str) -> None:
+        # A recording is one process's stream from its beginning; what follows a restart is another
+        # one.
+        if self.batches:
+            self._progress(f"the publisher started anew ({reason}): the recording ends here")
+            self.done.set()
+
+    def change(self, state: SourceState) -> None:
+        self._progress(state.value)
+
+    def report(self, problem: KVEventsError) -> None:
+        self._progress(f"refused: {problem}")
+
+
+async def capture(options: CaptureOptions, output: Path, progress: Callable[[str], None]) -> int:
+    """Record until a limit of *options* is reached or the task is cancelled; the number of batches
+    in the file.
+
+    Raises:
+        EndpointError: An address is none a socket can connect to.
+        RecordingError: The file cannot be written.
+    """
+    with RecordingWriter(
+        output, Header(name=output.name.split(".")[0], source="captured by kvroute")
+    ) as writer:
+        recorder = _Recorder(writer, options, progress)
+        subscriber = Subscriber(
+            options.endpoint, recorder, replay_endpoint=options.replay_endpoint, topic=options.topic
+        )
+        following = asyncio.create_task(subscriber.run(), name="capture")
+        limit = asyncio.create_task(recorder.done.wait(), name="capture limit")
+        try:
+            await asyncio.wait(
+                (following, limit), timeout=options.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            limit.cancel()
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+        return recorder.batches

@@ -1,0 +1,199 @@
+"""Recorded event streams: JSON lines, plain or gzip, one header and then frames and queries in the
+order they happened.
+
+- The header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle`, and whatever else the
+  recorder noted.
+- `{"frame": base64}`: the third frame of a message, as the publisher sent it.
+- `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: now the engine would reuse n
+  tokens of this prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Annotated, Any, TypeAlias
+
+import msgspec
+
+from kvevents.errors import LayoutError
+from kvevents.events import GroupSpec
+from kvevents.layout import KVCacheGroup, group_from_spec
+from router.errors import RouterError
+from router.index.reference.learning import LayoutHints
+
+MAX_LINE_BYTES = 256 * 2**20
+
+
+class RecordingError(RouterError):
+    """A file that is no recording, or a damaged one."""
+
+
+class Header(msgspec.Struct):
+    """What the recorder knew of the engine."""
+
+    groups: list[GroupSpec] = []
+    hash_block_size: int | None = None
+    scheduler_block_size: int | None = None
+    eagle: bool = False
+    name: str | None = None
+    source: str | None = None
+
+    def hints(self, learn_layout: bool) -> LayoutHints:
+        """The layout as given; or, to learn it, only what no event of such an engine says.
+
+        Raises:
+            RecordingError: The groups contradict themselves.
+        """
+        groups = self._groups()
+        common = LayoutHints(groups, eagle=self.eagle, eagle_sees_last_token=self._is_recent_vllm())
+        if learn_layout:
+            return dataclasses.replace(common, assume_unseen=False)
+        return dataclasses.replace(
+            common,
+            hash_block_size=self.hash_block_size,
+            scheduler_block_size=self.scheduler_block_size,
+            authoritative=bool(groups),
+        )
+
+    def _is_recent_vllm(self) -> bool:
+        """False for vLLM before 0.32, whose EAGLE look-ups end a token earlier; no event tells the
+        version."""
+        version = re.match(r"vllm (\d+)\.(\d+)", self.source or "")
+        return version is None or tuple(map(int, version.groups())) >= (0, 32)
+
+    def _groups(self) -> tuple[KVCacheGroup, ...]:
+        try:
+            return tuple(
+                group_from_spec(index, _known(spec)) for index, spec in enumerate(self.groups)
+            )
+        except LayoutError as error:
+            raise RecordingError(f"line 1, header: {error}") from None
+
+
+def _known(spec: GroupSpec) -> GroupSpec:
+    """vLLM names a group `unknown` that is scratch space of a request: nothing of it is ever
+    shared."""
+    return msgspec.structs.replace(spec, kind="not_cached") if spec.kind == "unknown" else spec
+
+
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+
+class Query(msgspec.Struct):
+    """A prompt and how many of its tokens the engine reused."""
+
+    query: list[_Token]
+    hit: int
+    salt: str | None = None
+    lora: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+Record: TypeAlias = bytes | Query
+"""A frame's payload, or a query."""
+
+
+class _Line(msgspec.Struct):
+    frame: str | None = None
+    query: list[_Token] | None = None
+    hit: int | None = None
+    salt: str | None = None
+    lora: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+_DAMAGED = (OSError, EOFError, zlib.error)
+
+_header_decoder = msgspec.json.Decoder(Header)
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+class RecordingReader:
+    """Reads one recording; iterate once for its records.
+
+    Raises:
+        RecordingError: The file is no recording; the message names line and rule.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open(path, "rb")
+        self.line = 1
+        try:
+            self.header: Header = _header_decoder.decode(self._file.readline(MAX_LINE_BYTES))
+        except (*_UNREADABLE, *_DAMAGED) as error:
+            self._file.close()
+            raise RecordingError(
+                f"{path.name}, line 1: no header of a recording ({error})"
+            ) from None
+
+    def __enter__(self) -> RecordingReader:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[Record]:
+        while raw := self._next_line():
+            self.line += 1
+            yield self._record(raw)
+
+    def _next_line(self) -> bytes:
+        try:
+            return self._file.readline(MAX_LINE_BYTES)
+        except _DAMAGED as error:
+            raise RecordingError(
+                f"line {self.line + 1}: the file is cut off or damaged ({error})"
+            ) from None
+
+    def _record(self, raw: bytes) -> Record:
+        try:
+            line = _line_decoder.decode(raw)
+            if line.frame is not None:
+                return base64.b64decode(line.frame, validate=True)
+        except _UNREADABLE as error:
+            raise RecordingError(f"line {self.line}: {error}") from None
+        if line.query is None or line.hit is None:
+            raise RecordingError(
+                f"line {self.line}: a line has either `frame`, or `query` and `hit`"
+            )
+        return Query(line.query, line.hit, line.salt, line.lora, line.extra_keys)
+
+
+class RecordingWriter:
+    """Writes a recording line by line; every line is on disk before the next one is taken."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self._file = _open(path, "wb")
+        self._write(header)
+
+    def __enter__(self) -> RecordingWriter:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._file.close()
+
+    def frame(self, payload: bytes) -> None:
+        """Append the third frame of one message."""
+        self._write({"frame": base64.b64encode(payload).decode()})
+
+    def query(self, query: Query) -> None:
+        """Append a prompt and what the engine reused of it."""
+        self._write(query)
+
+    def _write(self, value: Any) -> None:
+        self._file.write(msgspec.json.encode(value) + b"\n")
+        self._file.flush()
+
+
+def _open(path: Path, mode: str) -> IO[bytes]:
+    try:
+        return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)  # type: ignore[return-value]
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,198 @@
+"""The models the router knows: for each its index, its tokenisation, and every name it goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from router.config import ModelConfig
+from router.errors import ConfigError, Problem, UnknownModel
+from router.index.reference.index import PrefixIndex
+from router.index.reference.learning import LayoutHints
+from router.tokenize import (
+    ChatSettings,
+    LocalTokenizer,
+    ModelFilesError,
+    RemoteTokenizer,
+    Tokenization,
+    read_model_files,
+)
+
+FetchForModel: TypeAlias = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
+"""`(model, path, body) -> (status, body)`: asks some replica that serves the model."""
+
+MAX_NAMES = 16_384
+"""Bound on names of models and adapters: a replica's answer must not grow the router without
+end."""
+
+
+@dataclass(slots=True)
+class Model:
+    """One base model."""
+
+    name: str
+    tokenization: Tokenization
+    aliases: tuple[str, ...] = ()
+    hints: LayoutHints = field(default_factory=LayoutHints)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which replicas serve it."""
+        return (self.name, *self.aliases)
+
+
+class ModelName(NamedTuple):
+    """What a name in a request stands for."""
+
+    model: Model
+    lora_name: str | None
+
+
+class _Meaning(NamedTuple):
+    """The base model behind a name, and the adapter if it is one."""
+
+    base: str
+    adapter: str | None = None
+
+
+class ModelSet:
+    """Models by name. Configured ones stay; others appear when a replica says that it serves
+    them."""
+
+    def __init__(
+        self,
+        configured: Iterable[ModelConfig],
+        fetch: FetchForModel,
+        make_index: Callable[[], PrefixIndex] = PrefixIndex,
+    ) -> None:
+        """Load the tokenizers of all configured models; each model gets an index of its own from
+        *make_index*.
+
+        Raises:
+            ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
+        """
+        self._fetch = fetch
+        self._make_index = make_index
+        self._models: dict[str, Model] = {}
+        self._names: dict[str, _Meaning] = {}
+        problems = [
+            problem
+            for index, config in enumerate(configured)
+            if (problem := self._add_configured(index, config))
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._configured = frozenset(self._names)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def get(self, name: str) -> Model | None:
+        """The base model of that very name."""
+        return self._models.get(name)
+
+    def index_of(self, name: str) -> PrefixIndex:
+        """The index of the base model of that very name, which is known."""
+        return self._models[name].index
+
+    def resolve(self, name: str | None) -> ModelName:
+        """What a request's `model` stands for; without one, the only model there is.
+
+        Raises:
+            UnknownModel: Nobody serves it, or there are several and the request names none.
+        """
+        if name is None and len(self._models) == 1:
+            return ModelName(next(iter(self._models.values())), None)
+        found = self._names.get(name or "")
+        if found is None:
+            raise UnknownModel(name or "(none named)")
+        return ModelName(self._models[found.base], found.adapter)
+
+    def discover(self, name: str, parent: str | None = None) -> Model | None:
+        """A replica serves *name*, as an adapter of *parent* if that is given; None if there are
+        too many already."""
+        if name in self._names:
+            return self._models[self._names[name].base]
+        if len(self._names) >= MAX_NAMES:
+            return None
+        base = self._names[parent].base if parent in self._names else parent or name
+        if base not in self._models:
+            self._models[base] = Model(
+                base, Tokenization(remote=self._remote(base)), index=self._make_index()
+            )
+            self._names[base] = _Meaning(base)
+        self._names[name] = _Meaning(base, name if parent else None)
+        return self._models[base]
+
+    def forget_all_but(self, served: Container[str]) -> list[str]:
+        """Let go of what no configuration names and no replica serves any more: adapters come and
+        go.
+
+        Returns:
+            The base models that are gone, with their indexes.
+        """
+        unserved = [
+            name for name in self._names if name not in self._configured and name not in served
+        ]
+        for name in unserved:
+            if self._names[name].adapter is not None:
+                del self._names[name]
+        needed = {found.base for name, found in self._names.items() if name != found.base}
+        gone = [name for name in unserved if name in self._models and name not in needed]
+        for name in gone:
+            del self._names[name]
+            self._models.pop(name).tokenization.close()
+        return gone
+
+    def names(self) -> dict[str, str | None]:
+        """Every name a request may use, with the base model of those that are adapters."""
+        return {name: found.base if found.adapter else None for name, found in self._names.items()}
+
+    def close(self) -> None:
+        """Let the tokenizers' threads go."""
+        for model in self._models.values():
+            model.tokenization.close()
+
+    def _add_configured(self, index: int, config: ModelConfig) -> Problem | None:
+        try:
+            tokenization = Tokenization(
+                local=_local_tokenizer(config), remote=self._remote(config.name)
+            )
+        except ModelFilesError as error:
+            return Problem(f"models[{index}]", str(error))
+        hints = config.layout.to_hints()
+        self._models[config.name] = Model(
+            config.name, tokenization, config.aliases, hints, self._make_index()
+        )
+        for name in (config.name, *config.aliases):
+            self._names[name] = _Meaning(config.name)
+        for adapter in config.lora_adapters:
+            self._names[adapter] = _Meaning(config.name, adapter)
+        return None
+
+    def _remote(self, model: str) -> RemoteTokenizer:
+        async def fetch(path: str, body: bytes) -> tuple[int, bytes]:
+            return await self._fetch(model, path, body)
+
+        return RemoteTokenizer(fetch)
+
+
+def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
+    if config.tokenized_at_replica:
+        return None
+    return LocalTokenizer(
+        read_model_files(Path(config.tokenizer)), chat=_chat_settings(config.chat_template)
+    )
+
+
+def _chat_settings(template: str | None) -> ChatSettings | None:
+    if template is None:
+        return None
+    try:
+        return ChatSettings(chat_template=Path(template).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        found = (error.strerror if isinstance(error, OSError) else None) or "not UTF-8"
+        raise ModelFilesError(template, found, "must be a readable text file") from error

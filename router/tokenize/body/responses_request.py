@@ -1,0 +1,144 @@
+"""Body of ``/v1/responses`` -> ``ChatPrompt``: instructions and items become messages, as vLLM's
+server makes them.
+
+An assistant turn may span several items (reasoning, text, calls); they are gathered into one
+message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from router.tokenize.body.chat_request import check_messages, template_arguments
+from router.tokenize.body.json_fields import describe, object_list, optional_object, optional_text
+from router.tokenize.body.tools import responses_tools
+from router.tokenize.errors import RequestBodyError
+from router.tokenize.limits import PromptLimits
+from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Truncation
+
+__all__ = ["parse_responses"]
+
+_UNFINISHED = ("in_progress", "incomplete")
+
+
+class _UnknownItemError(Exception):
+    """An item that this router does not know how to turn into a message; the engine may."""
+
+
+def parse_responses(
+    fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
+) -> ChatPrompt | OpaquePrompt:
+    """Read instructions, input, tools and reasoning effort of a responses request."""
+    if fields.get("previous_response_id") is not None:
+        return OpaquePrompt("stored_conversation")
+    if any(tool.get("type") in ("namespace", "custom") for tool in _objects(fields.get("tools"))):
+        return OpaquePrompt("unknown_tool_type")
+    try:
+        messages = _messages(fields, limits)
+    except _UnknownItemError:
+        return OpaquePrompt("unknown_input_item")
+    continues = _continues_final_message(fields["input"])
+    reasoning = optional_object(fields, "reasoning", "$") or {}
+    return ChatPrompt(
+        messages=check_messages({"messages": messages}, limits),
+        tools=responses_tools(fields, limits),
+        template_arguments=template_arguments(fields, limits, reasoning.get("effort")),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        # The engine leaves this endpoint at the tokenizer's default, unlike chat completions: a
+        # template that writes BOS itself gets a second one.
+        add_special_tokens=True,
+        truncation=truncation,
+    )
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
+    given = fields.get("input")
+    instructions = optional_text(fields, "instructions", "$")
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": instructions}] if instructions else []
+    )
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise RequestBodyError("$.input", describe(given), "must be a string or a list of items")
+    turns: list[dict[str, Any]] = []
+    for item in object_list(given, "$.input", limits):
+        _add_item(turns, item)
+    return messages + turns
+
+
+def _add_item(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    kind = item.get("type")
+    if kind in ("function_call", "custom_tool_call"):
+        _add_call(turns, item)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        turns.append(
+            {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+        )
+    elif kind == "reasoning":
+        _add_to_assistant(turns, "reasoning", _reasoning_text(item))
+    elif item.get("role") == "assistant" and (text := _first_text(item.get("content"))) is not None:
+        _add_to_assistant(turns, "content", text)
+    elif isinstance(item.get("role"), str):
+        turns.append(item)
+    else:
+        raise _UnknownItemError
+
+
+def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+    name, arguments = item.get("name"), item.get("arguments")
+    if item.get("namespace"):
+        raise _UnknownItemError
+    if item["type"] == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
+    call = {
+        "id": item.get("call_id"),
+        "function": {"name": name, "arguments": arguments},
+        "type": "function",
+    }
+    if turns and turns[-1]["role"] == "assistant":
+        turns[-1].setdefault("tool_calls", []).append(call)
+    else:
+        turns.append({"role": "assistant", "tool_calls": [call]})
+
+
+def _add_to_assistant(turns: list[dict[str, Any]], name: str, text: str) -> None:
+    """Give *text* to the assistant message before, where that has no such field yet; else start a
+    new one."""
+    if turns and turns[-1]["role"] == "assistant" and turns[-1].get(name) is None:
+        turns[-1][name] = text
+    else:
+        turns.append({"role": "assistant", name: text})
+
+
+def _reasoning_text(item: Mapping[str, Any]) -> str:
+    if item.get("encrypted_content"):
+        raise _UnknownItemError
+    for source in ("content", "summary"):
+        text = _first_text(item.get(source))
+        if text is not None:
+            return text
+    return ""
+
+
+def _first_text(content: object) -> str | None:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        text = content[0].get("text")
+        return text if isinstance(text, str) else None
+    return None
+
+
+def _continues_final_message(given: object) -> bool:
+    items = _objects(given)
+    if not items or items[-1].get("type", "message") not in ("message", "reasoning"):
+        return False
+    return items[-1].get("status") in _UNFINISHED

@@ -1,0 +1,203 @@
+"""A model's chat template: text of a prompt out of a conversation, rendered in a sandbox.
+
+The settings are those of transformers, which engines render with: trimmed blocks, loop controls,
+``raise_exception``, ``strftime_now``, ``tojson`` that keeps characters outside ASCII, and a
+``generation`` block that only groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.tokenize.chat.content_form import content_form
+from router.tokenize.chat.conversation import ContentForm
+from router.tokenize.errors import ModelFilesError, UntokenizableError
+
+__all__ = ["ChatTemplate"]
+
+# What foreign template code may raise over the data of a client. All of it means the same: this
+# conversation cannot be rendered. The messages of these errors quote the conversation, so they go
+# no further.
+_TEMPLATE_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class _GroupingExtension(Extension):
+    """``{% generation %}`` marks the assistant's words for training; for a prompt it is a scope and
+    no more."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox with bounds on the operators that make much out of little; ``range`` is bounded
+    by jinja itself."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, max_chars: int) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GroupingExtension, loopcontrols]
+        )
+        self.max_chars = max_chars
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise_exception
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
+            raise SecurityError("power too large")
+        if operator == "*" and (_repeats(left, right) or _repeats(right, left)) > self.max_chars:
+            raise SecurityError("repetition too long")
+        return super().call_binop(context, operator, left, right)
+
+
+def _repeats(sequence: object, times: object) -> int:
+    """Return the length of ``sequence * times``; 0 where that is no repetition."""
+    if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
+        return len(sequence) * max(times, 0)
+    return 0
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Attributes:
+        form: The form of content that it expects.
+        knows_developer_role: Whether it can be given developer messages.
+        takes_inline_system: Whether it can be given system messages after the first message.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        place: str = "chat template",
+        form: ContentForm | None = None,
+        max_chars: int = 16_777_216,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Compile *source*.
+
+        Args:
+            place: Where the text came from, for the error.
+            form: Overrides what is detected (``--chat-template-content-format`` of the engine).
+            max_chars: Longest text that ``render`` returns.
+            now: Clock of ``strftime_now``; the engine's local time is what it should show.
+        Raises:
+            ModelFilesError: The template is no valid jinja.
+        """
+        environment = _Sandbox(max_chars)
+        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise ModelFilesError(place, str(error), "must be a valid jinja template") from error
+        self._max_chars = max_chars
+        self._mentions_content = "content" in source
+        self.form: ContentForm = form or content_form(tree)
+        self.knows_developer_role = '"developer"' in source or "'developer'" in source
+        self.takes_inline_system = self._takes_inline_system()
+
+    def render(self, context: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
+        """Return the prompt's text.
+
+        Args:
+            context: Variables of the template; ``messages`` among them, normalised.
+            continue_final_message: Leave the last message open.
+        Raises:
+            UntokenizableError: The template refused the conversation, or the text grew too long.
+        """
+        try:
+            if continue_final_message:
+                return self._render_open(context)
+            return self._render(context)
+        except SecurityError:
+            raise UntokenizableError("template_forbidden") from None
+        except _TEMPLATE_FAULTS:
+            raise UntokenizableError("template_refused") from None
+
+    def _render(self, context: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        left = self._max_chars
+        for piece in self._template.generate(context):
+            left -= len(piece)
+            if left < 0:
+                raise UntokenizableError("prompt_too_long")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _render_open(self, context: Mapping[str, Any]) -> str:
+        """Render with a mark behind the last message's text, and end where the mark is.
+
+        A template that trims the message takes the blank at the mark's end away too; then the
+        blanks before the mark are trimmed as the template would have trimmed them.
+        """
+        if context.get("add_generation_prompt") or not self._mentions_content:
+            raise ValueError
+        *others, last = context["messages"]
+        text = self._render({**context, "messages": [*others, _marked(last)]})
+        end = text.rindex(_CONTINUATION_MARK.strip())
+        is_untrimmed = text.startswith(_CONTINUATION_MARK, end)
+        return text[:end] if is_untrimmed else text[:end].rstrip()
+
+    def _takes_inline_system(self) -> bool:
+        roles = ("system", "user", "system", "user")
+        messages = [{"role": role, "content": "t"} for role in roles]
+        try:
+            self._render({"messages": messages, "add_generation_prompt": False})
+        except (UntokenizableError, *_TEMPLATE_FAULTS):
+            return False
+        return True
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with the mark behind its text, behind its last part of text where it has
+    parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _CONTINUATION_MARK}
+    index = max(index for index, part in enumerate(content) if "text" in part)
+    part = {**content[index], "text": content[index]["text"] + _CONTINUATION_MARK}
+    return {**message, "content": [*content[:index], part, *content[index + 1 :]]}

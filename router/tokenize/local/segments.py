@@ -1,0 +1,212 @@
+"""Where a text may be cut so that its pieces, tokenised one by one, give the ids of the whole.
+
+The tokenizers library works in this order: (1) find the added tokens that are not ``normalized`` in
+the raw text, leftmost-longest; (2) normalise every piece between them on its own and find the
+``normalized`` added tokens in it; (3) pre-tokenise every piece on its own; (4) run the model on
+every word. After step 1 nothing looks across an added token, with the few exceptions below, so a
+text can be cut in front of one. A segment is an added token and the text up to the next one; only
+the first segment may start with text.
+
+Rules, each with its reason. A token is an *anchor*, that is, a place to cut in front of, if it
+
+- is ``special``: chat markers are, and cutting at every ``<td>`` that a vocabulary holds would only
+  cost time;
+- is not ``normalized``: the others are found in step 2, inside a piece, after the text has changed;
+- is not ``lstrip``: it takes the blanks before it, which belong to the segment before;
+- is not ``single_word``: whether it counts depends on the character before it;
+- begins with ASCII punctuation other than ``_``: a ``single_word`` token at the end of the segment
+  before asks whether a word goes on, an ``rstrip`` token there takes all blanks that follow; at
+  such a character both stop as they do at the end of a text.
+
+``rstrip`` anchors are fine: what they take lies in their own segment. Overlapping added tokens are
+fine: the anchors are found among all tokens that could overlap one, with the library's own rule.
+``Metaspace`` with ``prepend_scheme: first`` writes its blank only at offset 0 of the whole text; in
+a segment that begins with its anchor the text has an offset above 0 as it has in the whole, and the
+first segment begins at 0 in both. A ``Prepend`` normalizer and ``ByteLevel`` with
+``add_prefix_space`` act on every piece alike.
+
+The whole text is tokenised at once (no cutting) where
+
+- there is no anchor;
+- special tokens are split as plain text (``split_special_tokens``): then they are no borders;
+- a normalizer, pre-tokenizer or model is of a kind not known here: it might look at its neighbours;
+- the model draws at random (BPE ``dropout``, Unigram ``alpha``): no two runs agree, the ids are not
+  certain at all;
+- the self-test at load finds a text whose pieces give other ids than the whole.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken
+
+from router.tokenize.local.token_regex import compile_matcher
+
+__all__ = ["Segmenter", "TokenizerRules", "read_rules", "segmenter_for"]
+
+_ANCHOR_STARTS = frozenset(string.punctuation) - {"_"}
+
+_KNOWN_NORMALIZERS = frozenset(
+    (
+        *(
+            "Sequence",
+            "NFC",
+            "NFD",
+            "NFKC",
+            "NFKD",
+            "Lowercase",
+            "Strip",
+            "StripAccents",
+            "Replace",
+            "Prepend",
+        ),
+        *("Precompiled", "BertNormalizer", "Nmt", "ByteLevel"),
+    )
+)
+_KNOWN_PRE_TOKENIZERS = frozenset(
+    (
+        *(
+            "Sequence",
+            "ByteLevel",
+            "Split",
+            "Metaspace",
+            "Whitespace",
+            "WhitespaceSplit",
+            "BertPreTokenizer",
+        ),
+        *("Punctuation", "Digits", "UnicodeScripts", "CharDelimiterSplit", "FixedLength"),
+    )
+)
+_KNOWN_MODELS = frozenset(("BPE", "Unigram", "WordPiece", "WordLevel", ""))
+
+
+class _Model(msgspec.Struct):
+    """The part of ``model`` that matters; vocabulary and merges are skipped unread."""
+
+    type: str = ""
+    dropout: float | None = None
+    alpha: float | None = None
+    nbest_size: int | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Model
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerRules:
+    """What ``tokenizer.json`` says about cutting.
+
+    Attributes:
+        is_random: Two runs over the same text may give different ids.
+        obstacle: Why no text may be cut; None where nothing is in the way.
+    """
+
+    is_random: bool
+    obstacle: str | None
+
+
+def read_rules(tokenizer_json: bytes) -> TokenizerRules:
+    """Judge the components of a tokenizer; its added tokens are judged by ``segmenter_for``.
+
+    Raises:
+        msgspec.MsgspecError: The file is not of the form of a tokenizer.
+    """
+    file = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
+    is_random = (
+        bool(file.model.dropout)
+        or file.model.alpha is not None
+        or file.model.nbest_size is not None
+    )
+    if is_random:
+        return TokenizerRules(True, "random_model")
+    if file.model.type not in _KNOWN_MODELS:
+        return TokenizerRules(False, "unknown_model")
+    if not _types(file.normalizer, "normalizers") <= _KNOWN_NORMALIZERS:
+        return TokenizerRules(False, "unknown_normalizer")
+    if not _types(file.pre_tokenizer, "pretokenizers") <= _KNOWN_PRE_TOKENIZERS:
+        return TokenizerRules(False, "unknown_pre_tokenizer")
+    return TokenizerRules(False, None)
+
+
+def _types(component: object, children: str) -> set[str]:
+    """Return the types of a component and of everything it is made of."""
+    if not isinstance(component, dict):
+        return set()
+    types = {str(component.get("type", "unknown"))}
+    for child in component.get(children) or ():
+        types |= _types(child, children)
+    return types
+
+
+class Segmenter:
+    """Cuts texts in front of anchors."""
+
+    def __init__(self, anchors: Iterable[str], matched: Iterable[str]) -> None:
+        """Compile the search.
+
+        Args:
+            anchors: Tokens to cut in front of.
+            matched: Anchors and all tokens that an anchor could overlap with in a text.
+        """
+        self.anchors = frozenset(anchors)
+        self._matcher: re.Pattern[str] = compile_matcher(matched)
+
+    def split(self, text: str) -> list[str]:
+        """Cut *text* into its segments, none for an empty one."""
+        starts = [
+            match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
+        ]
+        if starts[:1] != [0]:
+            starts.insert(0, 0)
+        ends = [*starts[1:], len(text)]
+        return [text[start:end] for start, end in zip(starts, ends, strict=True)] if text else []
+
+
+def segmenter_for(added_tokens: Sequence[AddedToken]) -> Segmenter | None:
+    """Find the anchors among the added tokens; None where there is none.
+
+    Raises:
+        RecursionError: The tokens are nested too deep to be compiled.
+    """
+    raw = [token for token in added_tokens if not token.normalized]
+    anchors = [token.content for token in raw if _is_anchor(token)]
+    return (
+        Segmenter(anchors, _overlapping(anchors, [token.content for token in raw]))
+        if anchors
+        else None
+    )
+
+
+def _is_anchor(token: AddedToken) -> bool:
+    return (
+        token.special
+        and not token.normalized
+        and not token.lstrip
+        and not token.single_word
+        and token.content[:1] in _ANCHOR_STARTS
+    )
+
+
+def _overlapping(anchors: Sequence[str], tokens: Sequence[str]) -> list[str]:
+    """Return the tokens that can overlap an anchor, or a token that can, and so on.
+
+    Strings that overlap share a character, so runs of blanks and newlines, which some vocabularies
+    hold by the hundred and which would make the search stop at every line, drop out.
+    """
+    chars = {char for anchor in anchors for char in anchor}
+    kept = list(anchors)
+    rest = [token for token in tokens if token not in set(anchors)]
+    while sharing := [token for token in rest if not chars.isdisjoint(token)]:
+        kept += sharing
+        rest = [token for token in rest if chars.isdisjoint(token)]
+        chars.update(*sharing)
+    return kept

@@ -1,0 +1,510 @@
+"""One YAML file in; a frozen model, or every problem at once with its place."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvevents.layout import GroupKind, KVCacheGroup
+from router.config import (
+    HealthConfig,
+    ModelConfig,
+    ReplicaConfig,
+    RouterConfig,
+    Secret,
+    TimeoutsConfig,
+    read_replica,
+)
+from router.errors import BadRequest, ConfigError
+from router.index.reference.learning import LayoutHints
+from router.scoring import PolicySettings, make_policy, policy_names
+
+FULL = """
+server:
+  host: 0.0.0.0
+  port: 9000
+  client_api_key: ${CLIENT_KEY}
+  operator_api_key: ${OPERATOR_KEY}
+  max_body_bytes: 1048576
+  timeouts: {connect_s: 1.5, idle_s: 30}
+models:
+  - name: google/gemma-3-27b-it
+    aliases: [gemma]
+    tokenizer: models/gemma
+    chat_template: templates/gemma.jinja
+    lora_adapters: [gemma-sql]
+    layout:
+      groups:
+        - {kind: full_attention, block_size: 16}
+        - {kind: sliding_window, block_size: 16, sliding_window: 1024}
+      hash_block_size: 16
+      eagle: true
+      hash_seeds: ["7"]
+  - name: bamba
+replicas:
+  - id: r0
+    url: http://10.0.0.1:8000
+    models: [gemma, gemma-sql]
+    kv_events:
+      - {endpoint: "tcp://*:5557", replay_endpoint: "tcp://*:6557", topic: kv, dp_rank: 0}
+      - {endpoint: "tcp://10.0.0.1:5558", dp_rank: 1}
+    api_key: ${REPLICA_KEY}
+    speed: 2
+    max_concurrent_requests: 64
+  - url: https://replica.example:8443/base
+policy:
+  name: session
+  session_header: x-user
+  weights: {decode_request: 32, suspect_trust: 0.25}
+health: {interval_s: 5, timeout_s: 1, healthy_after: 2}
+events: {max_frame_bytes: 4194304}
+observability: {log_format: json}
+"""
+
+ENVIRON = {
+    "CLIENT_KEY": "sk-client-1",
+    "OPERATOR_KEY": "sk-operator-2",
+    "REPLICA_KEY": "sk-replica-3",
+}
+
+
+def read(text: str, **environ: str) -> RouterConfig:
+    return RouterConfig.from_yaml(text, environ)
+
+
+def problems(text: str, **environ: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(text, **environ)
+    return [str(problem) for problem in caught.value.problems]
+
+
+# --- what is right --------------------------------------------------------------------------------
+
+
+def test_a_full_file_is_read_value_by_value() -> None:
+    """Every section, nested and in lists."""
+    config = RouterConfig.from_yaml(FULL, ENVIRON)
+    assert (config.server.host, config.server.port, config.server.max_body_bytes) == (
+        "0.0.0.0",
+        9000,
+        1048576,
+    )
+    assert config.server.client_api_key == Secret("sk-client-1")
+    assert config.server.timeouts == TimeoutsConfig(connect_s=1.5, idle_s=30.0)
+    assert [model.name for model in config.models] == ["google/gemma-3-27b-it", "bamba"]
+    first, second = config.replicas
+    assert (first.replica_id, first.speed, first.max_concurrent_requests) == ("r0", 2.0, 64)
+    assert first.api_key is not None
+    assert first.api_key.reveal() == "sk-replica-3"
+    assert [source.dp_rank for source in first.kv_events or ()] == [0, 1]
+    assert (second.replica_id, str(second.origin)) == (
+        "replica.example:8443",
+        "https://replica.example:8443/base",
+    )
+    assert (second.models, second.kv_events) == (None, None)
+    assert config.policy.weights.decode_request == 32
+    assert config.health == HealthConfig(interval_s=5, timeout_s=1, healthy_after=2)
+    assert config.observability.log_format == "json"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "server:\nhealth:\n"])
+def test_what_is_left_out_has_its_default(text: str) -> None:
+    """A router without a file starts, on loopback; a section whose lines are all commented out is
+    no error."""
+    config = read(text)
+    assert config == RouterConfig()
+    assert config.server.host == "127.0.0.1"
+    assert config.policy.name == "prefix"
+
+
+def test_a_layout_becomes_hints_for_the_index() -> None:
+    """The index knows nothing of files."""
+    config = RouterConfig.from_yaml(FULL, ENVIRON)
+    assert config.models[0].layout.to_hints() == LayoutHints(
+        groups=(
+            KVCacheGroup(GroupKind.FULL, 16),
+            KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=1024),
+        ),
+        hash_block_size=16,
+        eagle=True,
+        hash_seeds=("7",),
+    )
+
+
+def test_without_a_layout_the_hints_are_the_indexs_own_defaults() -> None:
+    """Two places for one default would drift apart."""
+    assert ModelConfig(name="m").layout.to_hints() == LayoutHints()
+
+
+def test_paths_in_a_file_start_at_its_own_directory(tmp_path: Path) -> None:
+    """A service is started from anywhere."""
+    file = tmp_path / "kvroute.yaml"
+    file.write_text(FULL)
+    model, other = RouterConfig.load(file, ENVIRON).models
+    assert model.tokenizer == str(tmp_path / "models/gemma")
+    assert model.chat_template == str(tmp_path / "templates/gemma.jinja")
+    assert other.tokenized_at_replica
+
+
+def test_the_model_is_frozen() -> None:
+    """What was validated stays as it was validated."""
+    config = read("")
+    with pytest.raises(AttributeError):
+        config.server = None  # type: ignore[misc, assignment]
+    with pytest.raises(AttributeError):
+        config.server.port = 1  # type: ignore[misc]
+
+
+def test_the_policy_of_every_known_name_can_be_configured() -> None:
+    """The list in the configuration and the one of the policies are the same."""
+    for name in policy_names():
+        config = read(f"policy: {{name: {name}}}")
+        assert make_policy(
+            config.policy.name,
+            PolicySettings(config.policy.weights, config.policy.options, Random(1)),
+        )
+
+
+def test_an_empty_list_of_sources_is_not_the_same_as_none() -> None:
+    """Empty means that the replica publishes nothing; left out means that it is asked."""
+    config = read(
+        "replicas: [{url: 'http://a:1', kv_events: []}, {url: 'http://b:1', kv_events: null}]"
+    )
+    assert config.replicas[0].kv_events == ()
+    assert config.replicas[1].kv_events is None
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+
+def test_no_secret_is_in_anything_that_may_be_printed() -> None:
+    """Configurations are logged, shown at /replicas, and pasted into issues."""
+    config = RouterConfig.from_yaml(FULL, ENVIRON)
+    public = config.to_public_dict()
+    text = (
+        repr(config)
+        + str(config)
+        + repr(public)
+        + msgspec.json.encode(public).decode()
+        + yaml.safe_dump(str(public))
+    )
+    assert not any(value in text for value in ENVIRON.values())
+    assert public["server"]["client_api_key"] == public["replicas"][0]["api_key"] == "***"
+    assert public["replicas"][1]["api_key"] is None
+    assert public["server"]["port"] == 9000
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (
+            '"${MISSING}"',
+            "server.client_api_key: ${MISSING}; this environment variable is not set, or empty",
+        ),
+        (
+            '"${EMPTY}"',
+            "server.client_api_key: ${EMPTY}; this environment variable is not set, or empty",
+        ),
+        (
+            '"${sk-secret}"',
+            "server.client_api_key: not shown; between the braces stands the name of an environment variable",
+        ),
+        (
+            '"Bearer ${SPACED}"',
+            "server.client_api_key: not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+        ),
+        (
+            '"${SPACED}"',
+            "server.client_api_key: not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+        ),
+        ("12345", "server.client_api_key: a int; expected a key or ${NAME} in quotes"),
+    ],
+)
+def test_a_key_that_cannot_be_used_is_refused_without_being_shown(
+    value: str, expected: str
+) -> None:
+    """The message of a failed start is the first thing that is shared."""
+    found = problems(f"server: {{client_api_key: {value}}}", EMPTY="", SPACED="sk secret")
+    assert found == [expected]
+    assert "secret" not in found[0]
+
+
+def test_environment_variables_are_for_keys_only() -> None:
+    """A URL from the environment would end up in logs and answers."""
+    assert problems("replicas: [{url: 'http://${HOST}:80'}]", HOST="h") == [
+        "replicas[0].url: holds a ${...}; environment variables are for API keys only"
+    ]
+
+
+def test_a_secret_is_compared_whole() -> None:
+    """Its only use is to be right or wrong."""
+    secret = Secret("sk-1")
+    assert secret.matches("sk-1")
+    assert not secret.matches("sk-")
+    assert not secret.matches("sk-1 ")
+    assert not secret.matches("\ud800")
+    assert secret == Secret("sk-1") != Secret("sk-2")
+    assert len({secret, Secret("sk-1")}) == 1
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """One round trip for one file, not one for each mistake."""
+    text = """
+    servr: {}
+    server: {port: 70000, prot: 1, timeouts: {connect_s: -1, idle_s: soon}}
+    models:
+      - {name: "", tokenizer: 5}
+      - {name: m, layout: {groups: [{kind: sliding_window, block_size: 16}], scheduler_block_size: 16}}
+    replicas:
+      - {url: "ftp://h", id: "a b", speed: 0}
+      - 5
+      - {id: r}
+      - {url: "http://h:1", kv_events: [{endpoint: "5557"}, {endpoint: "tcp://h:1", dp_rank: -1}]}
+    policy: {name: prefx, weights: {decode_request: .nan, suspect_trust: 2}}
+    health: [1]
+    """
+    assert problems(text) == [
+        "servr: unknown key; did you mean server?",
+        "server.prot: unknown key; did you mean port?",
+        "server.port: 70000; expected int <= 65535",
+        "server.timeouts.connect_s: -1; expected float > 0.0",
+        "server.timeouts.idle_s: 'soon'; expected float, got str",
+        "models[0].name: ''; expected str of length >= 1",
+        "models[0].tokenizer: 5; expected str, got int",
+        "models[1].layout.groups[0]: group 0 (sliding_window): sliding_window None must lie in [1, 2147483648]",
+        "replicas[0].url: 'ftp://h' must begin with http:// or https://",
+        "replicas[0].id: 'a b'; expected str matching regex '^[A-Za-z0-9_.:-]{1,128}$'",
+        "replicas[0].speed: 0; expected float >= 0.001",
+        "replicas[1]: 5; expected a mapping",
+        "replicas[2].url: is missing",
+        "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port or ipc://path",
+        "replicas[3].kv_events[1].dp_rank: -1; expected int >= 0",
+        "policy.name: 'prefx'; expected one of prefix, round_robin, random, least_loaded, session",
+        "policy.weights.decode_request: nan; expected float >= 0.0",
+        "policy.weights.suspect_trust: 2; expected float <= 1.0",
+        "health: a list of 1; expected a mapping",
+    ]
+
+
+def test_the_message_has_a_line_for_each_problem() -> None:
+    """It is printed to a terminal."""
+    with pytest.raises(ConfigError) as caught:
+        read("server: {port: -1, host: 5}")
+    assert str(caught.value).splitlines() == [
+        "2 problems in the configuration:",
+        "  server.host: 5; expected str, got int",
+        "  server.port: -1; expected int >= 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "replicas: [{url: 'http://a:1', id: r}, {url: 'http://b:1', id: r}]",
+            "replicas[1].id: 'r'; replicas[0].id has it already",
+        ),
+        (
+            "replicas: [{url: 'http://a'}, {url: 'http://A:80/', id: r}]",
+            "replicas[1].url: 'http://a:80'; replicas[0].url has it already",
+        ),
+        (
+            "models: [{name: a}, {name: b, aliases: [a]}]",
+            "models[1].aliases[0]: 'a'; models[0].name has it already",
+        ),
+        (
+            "models: [{name: a, lora_adapters: [x, x]}]",
+            "models[0].lora_adapters[1]: 'x'; models[0].lora_adapters[0] has it already",
+        ),
+        (
+            "models: [{name: gemma, aliases: [g]}]\nreplicas: [{url: 'http://a', models: [g, gemna]}]",
+            "replicas[0].models[1]: 'gemna'; expected one of the configured models: g, gemma",
+        ),
+        (
+            "replicas: [{url: 'http://a', kv_events: [{endpoint: 'tcp://a:1'}, {endpoint: 'tcp://a:2'}]}]",
+            "replicas[0].kv_events[1].dp_rank: 0; kv_events[0] has it already",
+        ),
+        (
+            "health: {interval_s: 1, timeout_s: 2}",
+            "health.timeout_s: 2; must be at most interval_s (1)",
+        ),
+        (
+            "health: {interval_s: 10}",
+            "health.gauges_stale_after_s: 10; must exceed interval_s (10)",
+        ),
+        (
+            "policy: {options: {a: 1}}",
+            "policy.options: a mapping of 1; the built-in policies take none",
+        ),
+        (
+            "models: [{name: a, layout: {authoritative: true}}]",
+            "models[0].layout.authoritative: true; there must be groups for that",
+        ),
+        (
+            "models: [{name: a, layout: {groups: [{kind: nope, block_size: 16}]}}]",
+            "models[0].layout.groups[0]: group 0: kind 'nope' is none of full_attention",
+        ),
+        (
+            "models: [{name: a, layout: {groups: [{kind: full_attention, block_size: 24}], hash_block_size: 16}}]",
+            "models[0].layout: layout: scheduler_block_size 24 must be a multiple of hash_block_size 16",
+        ),
+    ],
+)
+def test_what_contradicts_is_refused_with_both_places(text: str, expected: str) -> None:
+    """Each value is right by itself; together they would make something else than was meant."""
+    found = problems(text)
+    assert len(found) == 1
+    assert found[0].startswith(expected)
+
+
+def test_problems_between_sections_are_told_beside_those_inside() -> None:
+    """A typo in one replica must not hide that two others share an id."""
+    text = "server: {port: x}\nreplicas: [{url: 'http://a', id: r}, {url: 'http://b', id: r}, {url: nonsense}]"
+    assert problems(text) == [
+        "server.port: 'x'; expected int, got str",
+        "replicas[2].url: 'nonsense' must begin with http:// or https://",
+        "replicas[1].id: 'r'; replicas[0].id has it already",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "server: {port: 1}\nserver: {port: 2}",
+            "line 2, column 1: the key 'server' stands here twice",
+        ),
+        ("server: {port: 1, port: 2}", "line 1, column 19: the key 'port' stands here twice"),
+        ("server: [", "line 1, column 10: expected the node content, but found '<stream end>'"),
+        ("server: *nowhere", "line 1, column 9: found undefined alias 'nowhere'"),
+        ("? [a]\n: 1", "line 1, column 3: found unhashable key"),
+        (
+            "server: !!python/object/apply:os.system [id]",
+            "line 1, column 9: could not determine a constructor",
+        ),
+        ("[1, 2]", "a list of 2; expected a mapping"),
+        ("just text", "'just text'; expected a mapping"),
+        ("a\x00b", "is no YAML: ReaderError"),
+        ("server: 2024-99-99", "is no YAML: ValueError"),
+        ("[" * 5000, "is no YAML: RecursionError"),
+    ],
+)
+def test_what_is_no_yaml_is_refused_with_its_line(text: str, expected: str) -> None:
+    """A key that stands twice would otherwise silently be the last one."""
+    (found,) = problems(text)
+    assert found.startswith(expected)
+
+
+def test_merged_mappings_may_be_overridden() -> None:
+    """YAML's own way of sharing settings is no duplicate."""
+    text = "replicas:\n- &one {url: 'http://a', speed: 2}\n- {<<: *one, url: 'http://b'}"
+    assert [(replica.url, replica.speed) for replica in read(text).replicas] == [
+        ("http://a", 2.0),
+        ("http://b", 2.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe", "byte 0 is no UTF-8"),
+        (b"#" * (4 * 1024 * 1024 + 1), "at most 4194304"),
+    ],
+    ids=["missing", "binary", "huge"],
+)
+def test_a_file_that_cannot_be_read_says_why(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    """The wrong path is the commonest mistake of all."""
+    file = tmp_path / "kvroute.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        RouterConfig.load(file, {})
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+known = st.dictionaries(
+    st.sampled_from(
+        ["server", "models", "replicas", "policy", "health", "events", "observability"]
+    ),
+    plain
+    | st.lists(
+        st.dictionaries(
+            st.sampled_from(["name", "url", "id", "layout", "kv_events", "models", "aliases"]),
+            plain,
+        )
+    )
+    | st.dictionaries(
+        st.sampled_from(["port", "host", "timeouts", "name", "weights", "interval_s", "options"]),
+        plain,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=60)
+@given(plain | known)
+def test_any_document_is_read_or_refused(document: Any) -> None:
+    """No other exception than our own leaves the reader."""
+    with contextlib.suppress(ConfigError):
+        assert isinstance(read(yaml.safe_dump(document)), RouterConfig)
+
+
+# --- a replica in a request -----------------------------------------------------------------------
+
+
+def test_a_replica_in_a_request_has_the_same_form() -> None:
+    """What POST /replicas takes can be moved to the file as it is."""
+    data = {
+        "url": "http://h:1",
+        "id": "r",
+        "api_key": "sk-1",
+        "kv_events": [{"endpoint": "tcp://*:5557"}],
+    }
+    replica = read_replica(data)
+    assert isinstance(replica, ReplicaConfig)
+    assert (replica.replica_id, replica.api_key) == ("r", Secret("sk-1"))
+
+
+def test_a_request_cannot_read_the_routers_environment() -> None:
+    """It would send any variable, as a key, to any URL."""
+    with pytest.raises(
+        BadRequest, match=r"\$\.api_key: a \$\{\.\.\.\}; environment variables can be named"
+    ) as caught:
+        read_replica({"url": "http://h:1", "api_key": "${HOME}"})
+    assert caught.value.status == 400
+
+
+def test_a_wrong_replica_in_a_request_is_answered_with_every_problem() -> None:
+    """In the shape that OpenAI's clients show."""
+    with pytest.raises(BadRequest) as caught:
+        read_replica({"url": "h:1", "sped": 1, "api_key": "two words"})
+    assert caught.value.openai() == {
+        "error": {
+            "message": "$.sped: unknown key; did you mean speed?; $.url: 'h:1' must begin with http:// or https://; "
+            "$.api_key: not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+            "type": "invalid_request_error",
+            "code": "invalid_value",
+        }
+    }
+    with pytest.raises(BadRequest, match=r"\$: a list of 0; expected a mapping"):
+        read_replica([])

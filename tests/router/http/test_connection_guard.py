@@ -1,0 +1,325 @@
+"""What one client's connection may cost: uvicorn's protocol on real sockets, with the clock in the
+test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from router.http.connection_guard import (
+    ClientLimits,
+    GuardedHttpProtocol,
+    Refusal,
+    guarded_protocol,
+)
+from tests.support.http_client import HttpClient, connect, eventually, request_bytes
+
+LIMITS = ClientLimits(head_bytes=4096, request_s=10, stall_s=20, slack_s=5)
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@dataclass
+class GuardedServer:
+    """An application behind the protocol. It answers *body* to every request once *go* is set."""
+
+    body: bytes = b"ok"
+    port: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    state: ServerState = field(default_factory=ServerState)
+    refusals: list[Refusal] = field(default_factory=list)
+    requests: list[tuple[str, bytes, dict[bytes, bytes]]] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.requests.append((scope["path"], body, dict(scope["headers"])))
+        gone = asyncio.ensure_future(receive())
+        going = asyncio.ensure_future(self.go.wait())
+        await asyncio.wait((gone, going), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            self.gone.append(scope["path"])
+        gone.cancel()
+        going.cancel()
+        headers = [(b"content-length", b"%d" % len(self.body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+    @property
+    def connection(self) -> GuardedHttpProtocol:
+        (only,) = self.state.connections
+        assert isinstance(only, GuardedHttpProtocol)
+        return only
+
+    def look(self, later_s: float) -> None:
+        """As if so much time had passed since now; about once a second until then."""
+        now = asyncio.get_running_loop().time()
+        for second in range(int(later_s) + 1):
+            for connection in tuple(self.state.connections):
+                assert isinstance(connection, GuardedHttpProtocol)
+                connection.look_after(now + second)
+
+
+@contextlib.asynccontextmanager
+async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
+    app = GuardedServer(body)
+    config = uvicorn.Config(
+        app,
+        http=guarded_protocol(LIMITS, app.refusals.append),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+    )
+    config.load()
+    listener = socket.create_server(("127.0.0.1", 0))
+    # Connections inherit it: what the kernel does not take stays where the protocol can see it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    def protocol() -> asyncio.Protocol:
+        return config.http_protocol_class(config=config, server_state=app.state, app_state={})  # type: ignore[call-arg]
+
+    server = await asyncio.get_running_loop().create_server(protocol, sock=listener)
+    app.port = listener.getsockname()[1]
+    try:
+        yield app
+    finally:
+        app.go.set()
+        server.close()
+        for connection in tuple(app.state.connections):
+            assert isinstance(connection, GuardedHttpProtocol)
+            connection.abort()
+        await eventually(
+            lambda: not app.state.connections and not app.state.tasks, "nothing is left"
+        )
+
+
+async def until_connected(app: GuardedServer) -> None:
+    await eventually(lambda: app.state.connections, "the server has accepted")
+
+
+async def test_a_connection_on_which_nothing_comes_is_ended() -> None:
+    """uvicorn would keep it for ever: its keep-alive time begins with the first answer."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await until_connected(app)
+        app.look(LIMITS.request_s - 1)
+        assert not app.refusals
+        app.look(LIMITS.request_s + 1)
+        assert app.refusals == ["slow_request"]
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize("start", [b"", b"POST /x HTTP/1.1\r\nx: ", b"\r\n"])
+async def test_a_head_has_its_time_and_no_more(start: bytes) -> None:
+    """Whatever drips in meanwhile; also on a connection that has had an answer before."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        assert (await client.ask("GET", "/first")).status == 200
+        app.look(10 * LIMITS.request_s)
+        assert not app.refusals, "between two requests nobody is in a hurry"
+        await client.write(start + b"\r\n" if start == b"" else start)
+        await eventually(lambda: app.connection._receiving_since is not None, "it has begun")
+        app.look(LIMITS.request_s + 1)
+        assert app.refusals == ["slow_request"]
+        assert await client.is_closed()
+
+
+async def test_a_body_has_its_time_and_no_more() -> None:
+    """The application bounds the bodies it reads; this is for those that nobody reads any more."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(CHUNKED + b"1\r\nx\r\n")
+        await eventually(lambda: app.state.tasks, "the application has it")
+        app.look(2 * LIMITS.request_s + LIMITS.slack_s - 1)
+        assert not app.refusals
+        app.look(2 * LIMITS.request_s + LIMITS.slack_s + 2)
+        assert app.refusals == ["slow_request"]
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize(
+    "behind", [b"", b"\r\n", b"GET /next HTTP/1.1\r\nx: ", request_bytes("GET", "/next")]
+)
+async def test_a_long_answer_is_not_taken_for_a_slow_request(behind: bytes) -> None:
+    """A stream may last for an hour, and what its client sends meanwhile has to wait for us, not we
+    for it."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.send("POST", "/x", b"{}")
+        await eventually(lambda: app.requests, "the request is there")
+        await client.write(behind)
+        await asyncio.sleep(0.05)
+        app.look(3600)
+        assert not app.refusals
+        app.go.set()
+        assert (await client.read_answer()).body == b"ok"
+        app.look(1)
+        assert not app.refusals
+
+
+async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
+    """The application is done with it, so nobody else would notice; the socket and its buffer would
+    stay for ever."""
+    async with (
+        guarded_server(b"x" * 60_000) as app,
+        connect(app.port, receive_buffer=2048) as client,
+    ):
+        app.go.set()
+        client.reader._limit = 1  # type: ignore[attr-defined]
+        await client.send("GET", "/x")
+        await eventually(lambda: app.requests and not app.state.tasks, "it is answered")
+        await asyncio.sleep(0.05)
+        app.look(LIMITS.stall_s + LIMITS.slack_s - 1)
+        assert not app.refusals
+        app.look(LIMITS.stall_s + LIMITS.slack_s + 2)
+        assert app.refusals == ["answer_not_read"]
+
+
+async def test_an_answer_that_is_read_slowly_is_not_taken_for_one_that_is_not_read() -> None:
+    """A thin line is no crime."""
+    async with (
+        guarded_server(b"x" * 60_000) as app,
+        connect(app.port, receive_buffer=2048) as client,
+    ):
+        app.go.set()
+        await client.send("GET", "/x")
+        await client.read_head()
+        now, received = asyncio.get_running_loop().time(), 0
+        while received < 60_000:
+            received += len(await client.reader.read(5000))
+            await asyncio.sleep(0.01)
+            now += LIMITS.stall_s
+            for connection in tuple(app.state.connections):
+                assert isinstance(connection, GuardedHttpProtocol)
+                connection.look_after(now)
+        assert not app.refusals
+
+
+async def test_a_client_that_leaves_behind_a_row_of_requests_is_noticed_by_the_one_under_way() -> (
+    None
+):
+    """uvicorn tells only the last one it has read; the engine would work on for nobody."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/under-way") + request_bytes("GET", "/waits") * 3)
+        await eventually(lambda: app.requests, "the first one is under way")
+        client.leave()
+        await eventually(lambda: app.gone == ["/under-way"], "it hears that its client has left")
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    """The bound on their number must not be in the way of those who have a reason."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        await client.write(b"".join(request_bytes("GET", f"/{index}") for index in range(60)))
+        assert [(await client.read_answer()).body for _ in range(60)] == [b"ok"] * 60
+        assert [path for path, _, _ in app.requests] == [f"/{index}" for index in range(60)]
+
+
+async def test_too_many_pipelined_requests_are_refused() -> None:
+    """Some thousand of them fit into one packet, and each would cost kilobytes."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/x") * 2000)
+        assert await client.is_closed()
+        assert app.refusals == ["too_many_pipelined"]
+
+
+@pytest.mark.parametrize("cut", [1, 30, 100, 150])
+async def test_an_offer_to_upgrade_is_declined_and_the_body_read(cut: int) -> None:
+    """httptools takes what follows such a head for another protocol (Java's client offers h2c with
+    its first request)."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAAA"}
+    data = request_bytes("POST", "/x", b"the body", offer)
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        await client.write(data[:cut])
+        await asyncio.sleep(0.01)
+        await client.write(data[cut:])
+        found = await client.read_answer()
+        assert (found.status, found.headers["connection"]) == (200, "close")
+        ((path, body, headers),) = app.requests
+        assert (path, body, headers[b"upgrade"]) == ("/x", b"the body", b"h2c")
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize(
+    "framing",
+    ["transfer-encoding: chunked\r\ncontent-length: 5", "content-length: 5\r\ncontent-length: 6"],
+)
+async def test_an_offer_to_upgrade_hides_no_framing_that_makes_no_sense(framing: str) -> None:
+    """Two readers of one message that disagree about its end are how requests are smuggled (RFC
+    9112 6.3)."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        await client.write(
+            f"POST /x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n{framing}\r\n\r\n0\r\n\r\n".encode()
+        )
+        assert await client.is_closed()
+        assert app.refusals == ["malformed_http"]
+
+
+async def test_a_client_that_is_refused_gets_to_read_why() -> None:
+    """Closed at once, the connection would be reset by what the client is still sending, and the
+    answer lost with it."""
+    async with guarded_server() as app, connect(app.port) as client:
+        writing = asyncio.create_task(write_on(client))
+        assert await client.read_head() == 431
+        assert b"4096 bytes" in await client.read_body()
+        assert client.headers["connection"] == "close"
+        app.look(LIMITS.slack_s + 1)
+        with contextlib.suppress(ConnectionError):
+            await writing
+        assert app.refusals == ["headers_too_large"]
+
+
+async def write_on(client: HttpClient) -> None:
+    await client.write(b"GET /x HTTP/1.1\r\nx: ")
+    for _ in range(1000):
+        await client.write(b"y" * 10_000)
+        await asyncio.sleep(0)
+
+
+async def test_a_body_that_is_no_http_is_answered_in_its_requests_place() -> None:
+    """The application has the request already, but nothing to say before its body is whole."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(CHUNKED + b"5\r\nhello\r\n")
+        await eventually(lambda: app.state.tasks, "the application has it")
+        await client.write(b"no size\r\n")
+        found = await client.read_answer()
+        assert (found.status, found.error["code"]) == (400, "malformed_http")
+        assert await client.is_closed()
+        await eventually(
+            lambda: not app.state.tasks, "the application has heard that nothing more will come"
+        )
+
+
+async def test_nonsense_behind_a_request_is_not_taken_for_its_answer() -> None:
+    """An error in the place of another request's answer would be believed."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/x"))
+        await eventually(lambda: app.requests, "the request is under way")
+        await client.write(b"nonsense\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await client.reader.read(100) == b""
+        assert app.refusals == ["malformed_http"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n"]
+)
+async def test_what_is_no_http_is_answered_once_and_counted(data: bytes) -> None:
+    """Scanners and TLS clients on the wrong port come by every day."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(data)
+        found = await client.read_answer()
+        assert (found.status, found.error["code"]) == (400, "malformed_http")
+        assert await client.is_closed()
+        assert app.refusals == ["malformed_http"]

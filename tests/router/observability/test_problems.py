@@ -1,0 +1,136 @@
+"""What is wrong with a replica: every sentence, and the worst first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvevents.events import EventBatch
+from kvevents.hashing import HashChain
+from kvevents.layout import KVCacheLayout
+from kvevents.publisher import announce
+from router.index.reference.index import PrefixIndex
+from router.observability.problems import (
+    Level,
+    Problem,
+    SourceGlance,
+    duration,
+    glance,
+    problems_of,
+)
+from router.replicas import ReplicaView
+from router.replicas.types import ReplicaLoad
+from tests.support.blocks import FULL, SOURCE, Prefix, window
+
+
+def replica(**changes: Any) -> ReplicaView:
+    """A healthy one that serves a model."""
+    values: dict[str, Any] = {
+        "id": "r",
+        "url": "http://127.0.0.1:8000",
+        "state": "healthy",
+        "health": "healthy",
+        "draining": False,
+        "models": ("m",),
+        "adapters": {},
+        "models_configured": False,
+        "sources": (),
+        "sources_configured": False,
+        "notes": (),
+        "speed": 1.0,
+        "max_concurrent_requests": None,
+        "load": ReplicaLoad(),
+        "gauges": None,
+        "gauges_age_s": None,
+        "foreign_requests": 0,
+        "last_error": None,
+        "seconds_in_health": 200.0,
+        "seconds_since_check": None,
+        **dict.fromkeys(("checks", "failed_checks", "failed_requests", "times_unhealthy"), 0),
+        **dict.fromkeys(("discoveries", "failed_discoveries", "failed_scrapes"), 0),
+    }
+    return ReplicaView(**{**values, **changes})
+
+
+def source(
+    state: str | None = "live", dp_rank: int = 0, unplaced: int = 0, incomplete: bool = False
+) -> SourceGlance:
+    return SourceGlance(dp_rank=dp_rank, state=state, unplaced=unplaced, incomplete=incomplete)
+
+
+@pytest.mark.parametrize(
+    ("view", "sources", "disagreements", "expected"),
+    [
+        ({}, [source()], 0, []),
+        ({}, [source(None)], 0, []),
+        ({"sources_configured": True}, [], 0, []),
+        ({"health": "unhealthy", "state": "unhealthy"}, [source()], 0, ["bad unhealthy for 3 min"]),
+        ({"health": "unhealthy", "last_error": "no connection"}, [source()], 0, ["bad unhealthy for 3 min: no connection"]),
+        ({"health": "starting"}, [], 0, ["warn no health check has passed yet, for 3 min"]),
+        ({"state": "draining"}, [source()], 0, ["warn draining: gets no new requests"]),
+        ({"models": ()}, [source()], 0, ["bad has not said what it serves: gets no requests"]),
+        ({"notes": ("no list", "no scrape")}, [], 0, ["warn no event stream: it is routed by load; no list; no scrape"]),
+        ({}, [source("connecting")], 0, ["warn nobody publishes events at its address yet"]),
+        ({}, [source("recovering")], 0, ["warn events were lost and are being asked for again"]),
+        ({}, [source("dead")], 0, ["bad its events are not followed any more"]),
+        ({}, [source(), source("suspect", 1)], 0, ["bad events were lost for good: its hits are discounted (rank 1)"]),
+        ({}, [source(incomplete=True)], 0, ["warn some of its blocks are not known"]),
+        ({}, [source(unplaced=1)], 0, ["warn 1 block that no prompt can find"]),
+        ({}, [source(unplaced=700), source(dp_rank=1, unplaced=400)], 0, ["warn 1,100 blocks that no prompt can find"]),
+        ({}, [source()], 3, ["bad tokenises 3 probes differently from the router: its hits are mispredicted"]),
+        (
+            {"state": "draining"},
+            [source("suspect")],
+            0,
+            ["bad events were lost for good: its hits are discounted", "warn draining: gets no new requests"],
+        ),
+    ],
+)  # fmt: skip
+def test_each_problem_has_its_sentence(
+    view: dict[str, Any], sources: list[SourceGlance], disagreements: int, expected: list[str]
+) -> None:
+    """A person is to know what to do next, and what first."""
+    found = problems_of(replica(**view), sources, disagreements)
+    assert [f"{problem.level.value} {problem.text}" for problem in found] == expected
+
+
+def test_of_many_ranks_some_are_named() -> None:
+    """A line stays a line."""
+    (found,) = problems_of(replica(), [source("dead", rank) for rank in range(9)], 0)
+    assert found == Problem(
+        Level.BAD, "its events are not followed any more (rank 0, 1, 2, 3, 4, 5, 6, 7 and more)"
+    )
+
+
+@pytest.mark.parametrize(("seed", "unplaced"), [(None, 3), ("a seed", 0)])
+def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown(
+    seed: str | None, unplaced: int
+) -> None:
+    """After a restart of the router a window's blocks come without those before them; by their
+    hashes they are found."""
+    layout = KVCacheLayout.build([FULL, window(64)])
+    prefix = Prefix(list(range(128)), seed=seed or "a seed nobody knows")
+    announcement = announce(layout, HashChain.from_seed("sha256", seed) if seed else None)
+    index = PrefixIndex()
+    index.apply(SOURCE, EventBatch(0.0, [announcement, prefix.stored(1, window(64), start=80)]))
+    known = index.statistics()[SOURCE]
+    assert known.unplaced == 3
+    assert glance(0, None, known).unplaced == unplaced
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1, "0 s"),
+        (0.9, "0 s"),
+        (89.9, "89 s"),
+        (90, "1 min"),
+        (5399, "89 min"),
+        (5400, "1 h"),
+        (172_800, "2 days"),
+    ],
+)
+def test_times_are_said_in_one_unit(seconds: float, words: str) -> None:
+    """For whom seconds of days would have to be divided."""
+    assert duration(seconds) == words

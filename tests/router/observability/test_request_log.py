@@ -1,0 +1,197 @@
+"""The journal of routed requests, and the last minute in numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.observability.request_log import MAX_REASON_CHARS, Journal, RoutedRequest
+from router.observability.rolling_totals import SECONDS, Minute
+
+
+class Clock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(**fields: object) -> RoutedRequest:
+    known = {
+        "request_id": "id",
+        "path": "/v1/completions",
+        "model": "m",
+        "policy": "prefix",
+        "stream": False,
+    }
+    return RoutedRequest(**{**known, "prompt_tokens": 100, "unknown": None, **fields})  # type: ignore[arg-type]
+
+
+def settled(journal: Journal, **fields: object) -> RoutedRequest:
+    """One that came and ended, with *fields* known of it at the end."""
+    routed = request()
+    journal.opened(routed)
+    for name, value in {"status": 200, "end": "completed", **fields}.items():
+        setattr(routed, name, value)
+    journal.settled(routed)
+    return routed
+
+
+def numbers(found: list[RoutedRequest]) -> list[int]:
+    return [routed.number for routed in found]
+
+
+# --- what is held ---------------------------------------------------------------------------------
+
+
+def test_the_latest_change_comes_first_and_only_what_is_new_is_told() -> None:
+    """A page asks once a second and must not get everything each time."""
+    journal = Journal()
+    first, second = request(), request()
+    journal.opened(first)
+    journal.opened(second)
+    seen = journal.changes
+    assert numbers(journal.since(0)) == [2, 1]
+    assert journal.since(seen) == []
+    journal.changed(first)
+    assert numbers(journal.since(seen)) == [1]
+    assert numbers(journal.since(0)) == [1, 2]
+
+
+def test_the_journal_is_bounded_and_forgets_what_changed_longest_ago() -> None:
+    """Memory must not grow with traffic; a long request that just told something is not the
+    oldest."""
+    journal = Journal(max_requests=3)
+    long = request()
+    journal.opened(long)
+    for _ in range(2):
+        settled(journal)
+    journal.changed(long)
+    settled(journal)
+    assert numbers(journal.since(0)) == [4, 1, 3]
+    assert journal.statistics().held == 3
+    assert journal.statistics().requests == 4
+
+
+def test_a_request_that_was_forgotten_while_it_ran_is_back_when_it_ends() -> None:
+    """The slowest requests are those that one looks for."""
+    journal = Journal(max_requests=2)
+    slow = request()
+    journal.opened(slow)
+    for _ in range(5):
+        settled(journal)
+    assert 1 not in numbers(journal.since(0))
+    journal.settled(slow)
+    assert numbers(journal.since(0))[0] == 1
+    assert journal.statistics().held == 2
+
+
+def test_an_answer_is_bounded() -> None:
+    """And what is left out is what changed longest ago."""
+    journal = Journal()
+    for _ in range(10):
+        settled(journal)
+    assert numbers(journal.since(0, limit=3)) == [10, 9, 8]
+    assert journal.since(0, limit=0) == []
+
+
+def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
+    """Nobody reads most of them, and a plug-in may write a novel."""
+    made = []
+    lazy = request(why=lambda: made.append(1) or "x" * 10_000)
+    Journal().opened(lazy)
+    assert not made
+    assert lazy.reason == "x" * MAX_REASON_CHARS
+
+
+@pytest.mark.parametrize(
+    ("predicted", "actual", "verdict"),
+    [(64, 64, "exact"), (64, 32, "over"), (32, 64, "under"), (64, None, None)],
+)
+def test_a_prediction_is_held_against_what_the_engine_tells(
+    predicted: int, actual: int | None, verdict: str | None
+) -> None:
+    """`over` is the one that costs: a hit was promised that was not there."""
+    assert request(total_tokens=predicted, actual_tokens=actual).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("status", "end", "has_failed"),
+    [
+        (200, "completed", False),
+        (429, "completed", False),
+        (500, "completed", True),
+        (200, "replica_died", True),
+        (None, "client_left", False),
+        (200, "client_stalled", False),
+        (None, None, False),
+    ],
+)
+def test_what_a_client_did_is_no_failure(
+    status: int | None, end: str | None, has_failed: bool
+) -> None:
+    """The figure must not light up because somebody closed a window."""
+    assert request(status=status, end=end).has_failed is has_failed
+
+
+# --- the last minute ------------------------------------------------------------------------------
+
+
+def test_the_minute_sums_what_was_settled() -> None:
+    """These are the figures at the top of the page."""
+    journal = Journal(minute=Minute(Clock()))
+    settled(journal, total_tokens=64, actual_tokens=64)
+    settled(journal, total_tokens=64, actual_tokens=16)
+    settled(journal, total_tokens=32)
+    settled(journal, status=503, end="no_replica")
+    total = journal.minute.total()
+    assert (total.requests, total.failed, total.compared, total.over, total.under) == (
+        4,
+        1,
+        2,
+        1,
+        0,
+    )
+    assert (total.compared_tokens, total.predicted_tokens, total.actual_tokens) == (200, 128, 80)
+    assert (total.routed_tokens, total.promised_tokens) == (400, 160)
+
+
+def test_one_that_nobody_could_take_is_in_the_journal() -> None:
+    """It is what an operator looks for when clients see 503."""
+    journal = Journal()
+    journal.turned_away(request(), 503, "no_replica")
+    (routed,) = journal.since(0)
+    assert (routed.replica, routed.status, routed.end, routed.has_failed) == (
+        None,
+        503,
+        "no_replica",
+        True,
+    )
+
+
+def test_what_is_older_than_a_minute_no_longer_counts() -> None:
+    """Second by second, and also after a long silence."""
+    clock = Clock()
+    minute = Minute(clock)
+    for _ in range(90):
+        minute.now.requests += 1
+        clock.now += 1
+    assert minute.total().requests == SECONDS - 1, (
+        "the second that has just begun takes the place of the oldest"
+    )
+    clock.now += 30
+    assert minute.total().requests == SECONDS - 31
+    clock.now += 10_000
+    assert minute.total().requests == 0
+    assert len(minute._tallies) == SECONDS
+
+
+def test_the_rate_of_a_young_router_is_of_the_time_it_has_run() -> None:
+    """Ten requests in its first ten seconds are one a second, not a sixth."""
+    clock = Clock(1000.5)
+    minute = Minute(clock)
+    assert minute.seconds == 1.0
+    clock.now += 10
+    assert minute.seconds == 10.0
+    clock.now += 1000
+    assert SECONDS - 1 <= minute.seconds <= SECONDS

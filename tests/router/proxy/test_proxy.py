@@ -1,0 +1,1091 @@
+"""The proxy between real clients and real servers: nothing changed, nothing lost, nothing left
+behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.http.uvicorn_protocol import JoiningTransport
+from router.proxy import Attempt, Dialect, End, Failure, Proxy, ProxyRequest, ProxySettings
+from router.proxy.events import MAX_HELD_BYTES, EventLines
+from router.upstream import Origin, PoolLimits, UpstreamClient
+from tests.router.proxy_server import TIMEOUTS, Recorder, proxy_server
+from tests.router.raw_http import (
+    EVENT_STREAM,
+    Handler,
+    RawClient,
+    RawConnection,
+    RawRequest,
+    RawServer,
+    answer,
+    answering,
+    eventually,
+    full_listener,
+    raw_client,
+    raw_server,
+)
+
+CHUNKED_JSON = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+DONE = b"data: [DONE]\n\n"
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
+
+
+def attempt(server: RawServer, name: str = "r0") -> Attempt:
+    return Attempt(name, server.origin)
+
+
+def dead() -> Attempt:
+    """A candidate on whose port nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return Attempt("dead", Origin.parse(f"http://127.0.0.1:{free.getsockname()[1]}"))
+
+
+def streaming(*events: bytes, then: str = "end") -> Handler:
+    """A handler that streams *events* and then ends the body, closes, resets, or waits until the
+    peer has closed."""
+
+    async def handle(connection: RawConnection) -> None:
+        while await connection.read_request() is not None:
+            await streaming_now(connection, *events)
+            if then == "end":
+                await connection.send_chunk(b"")
+                continue
+            if then == "wait":
+                await connection.wait_closed()
+            elif then == "reset":
+                connection.reset()
+            return
+
+    return handle
+
+
+async def streaming_now(connection: RawConnection, *pieces: bytes) -> None:
+    """The beginning of an event stream, each piece a chunk of its own."""
+    await connection.send(EVENT_STREAM)
+    for piece in filter(None, pieces):
+        await connection.send_chunk(piece)
+
+
+@contextlib.asynccontextmanager
+async def one_replica(
+    handler: Handler, **options: Any
+) -> AsyncIterator[tuple[Any, RawClient, RawServer]]:
+    """A replica, the proxy before it, and a client."""
+    async with (
+        raw_server(handler) as replica,
+        proxy_server([attempt(replica)], **options) as proxy,
+        raw_client(proxy.port) as client,
+    ):
+        yield proxy, client, replica
+
+
+# Unchanged
+
+
+async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event() -> None:
+    """Each event must be at the client before the replica makes the next one: no buffering
+    anywhere."""
+    pieces = [
+        event("a"),
+        b": ping\n\n",
+        b"event: x\r\ndata: \xff\xfe\r\n\r\n",
+        event("ü" * 9000),
+        b"data: x\n",
+        b"\n",
+        DONE,
+    ]
+    arrived = asyncio.Semaphore(0)
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(EVENT_STREAM)
+        for piece in pieces:
+            await connection.send_chunk(piece)
+            await arrived.acquire()
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with one_replica(handle) as (proxy, client, _):
+        await client.request()
+        assert await client.read_head() == 200
+        assert client.headers["content-type"] == "text/event-stream; charset=utf-8"
+        for piece in pieces:
+            assert await client.read_piece(2) == piece
+            arrived.release()
+        assert await client.read_piece() == b""
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.data == b"".join(pieces)
+        assert recorder.outcome.body_bytes == len(recorder.data)
+
+
+async def test_an_event_stream_cut_anywhere_arrives_byte_for_byte() -> None:
+    """TCP cuts where it likes; also a stream that ends without a line end is passed on whole."""
+    whole = event("héllo") + b"data: a\r\n\r\n" + DONE + b"data: no end"
+    async with one_replica(
+        streaming(*(whole[index : index + 1] for index in range(len(whole))))
+    ) as (_, client, _):
+        assert await client.ask() == whole
+
+
+async def test_a_last_line_without_an_end_is_passed_on_when_the_end_of_the_body_comes_later() -> (
+    None
+):
+    """Held back while more might follow, it was lost where the end came in a packet of its own."""
+    whole, has_come = event("a") + b"data: no end", asyncio.Event()
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await streaming_now(connection, whole)
+        await has_come.wait()
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with one_replica(handle) as (proxy, client, _):
+        await client.request()
+        await client.read_head()
+        await eventually(lambda: proxy.recorders[0].data == whole, "the proxy has read it all")
+        has_come.set()
+        assert await client.read_body() == whole
+
+
+async def test_any_other_body_is_flushed_piece_by_piece() -> None:
+    """Not only event streams are read as they grow; half a line counts there."""
+    arrived = asyncio.Semaphore(0)
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(CHUNKED_JSON)
+        for piece in (b"{", b'"a"', b": 1}"):
+            await connection.send_chunk(piece)
+            await arrived.acquire()
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with one_replica(handle) as (_, client, _):
+        await client.request()
+        await client.read_head()
+        for piece in (b"{", b'"a"', b": 1}"):
+            assert await client.read_piece(2) == piece
+            arrived.release()
+        assert await client.read_piece() == b""
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 5_000_000])
+async def test_a_body_with_a_length_keeps_it(size: int) -> None:
+    """A client may size its buffer by it."""
+    body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    async with one_replica(answering(answer(body))) as (_, client, _):
+        assert await client.ask() == body
+        assert client.headers["content-length"] == str(size)
+        assert "transfer-encoding" not in client.headers
+
+
+@pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
+async def test_an_answer_without_a_body_goes_through(status: str) -> None:
+    """A 304 may tell the length of a body it does not have."""
+    raw = f"HTTP/1.1 {status}\r\netag: x\r\n".encode() + (
+        b"content-length: 5\r\n\r\n" if "304" in status else b"\r\n"
+    )
+    async with one_replica(answering(raw)) as (_, client, _):
+        await client.request()
+        assert await client.read_head() == int(status[:3])
+        assert client.headers["etag"] == "x"
+
+
+async def test_headers_go_through_but_for_those_of_the_hop() -> None:
+    """RFC 9110 7.6.1, both ways, with what Connection names; everything else is none of the proxy's
+    business."""
+    seen: list[RawRequest] = []
+    hop = [
+        "keep-alive: timeout=5",
+        "te: trailers",
+        "proxy-connection: x",
+        "upgrade: h2c",
+        "trailer: x-end",
+    ]
+
+    async def handle(connection: RawConnection) -> None:
+        while (request := await connection.read_request()) is not None:
+            seen.append(request)
+            extra = [
+                "Connection: keep-alive, X-Private",
+                "X-Private: 1",
+                "X-Public: A b",
+                "Server: engine",
+                *hop,
+            ]
+            await connection.send(answer(b"{}", "200 OK", *extra, "proxy-authenticate: Basic"))
+
+    async with one_replica(handle) as (_, client, _):
+        mine = [
+            "Connection: X-Secret , keep-alive",
+            "X-Secret: 1",
+            "X-Open: A b",
+            "Accept-Encoding: br",
+            "cookie: a=b",
+        ]
+        await client.ask(b"{}", *mine, *hop, "proxy-authorization: Basic x", "expect: 100-continue")
+    (request,) = seen
+    assert sorted(request.headers) == [
+        ("accept-encoding", "br"),
+        ("content-length", "2"),
+        ("cookie", "a=b"),
+        ("host", request.header("host")),
+        ("x-open", "A b"),
+    ]
+    assert client.headers == {
+        "content-length": "2",
+        "content-type": "application/json",
+        "x-public": "A b",
+        "server": "engine",
+    }
+
+
+async def test_host_length_and_authorization_are_the_replicas_own() -> None:
+    """The router's key must not leak to a replica, and a rewritten body has another length."""
+    seen: list[RawRequest] = []
+
+    async def handle(connection: RawConnection) -> None:
+        while (request := await connection.read_request()) is not None:
+            seen.append(request)
+            await connection.send(answer())
+
+    def rewrite(request: ProxyRequest) -> ProxyRequest:
+        return request._replace(body=request.body + b" and more")
+
+    async with raw_server(handle) as replica:
+        override = ((b"authorization", b"Bearer engine"), (b"cookie", None), (b"x-new", b"1"))
+        plan = [Attempt("r0", Origin.parse(replica.url + "/base"), override)]
+        async with proxy_server(plan, rewrite=rewrite) as proxy, raw_client(proxy.port) as client:
+            await client.ask(
+                b"{}",
+                "Authorization: Bearer router",
+                "Cookie: a",
+                target="/v1/chat/completions?a=%20b&c",
+            )
+    (request,) = seen
+    assert request.target == "/base/v1/chat/completions?a=%20b&c"
+    assert request.body == b"{} and more"
+    assert request.header("content-length") == "11"
+    assert request.header("host") == f"127.0.0.1:{replica.port}"
+    assert request.header("authorization") == "Bearer engine"
+    assert (request.header("cookie"), request.header("x-new")) == (None, "1")
+
+
+async def test_the_callers_headers_are_added_once_also_to_errors() -> None:
+    """`x-request-id` ties a complaint to a log line, whoever answered; a replica's own copy gives
+    way."""
+
+    def rewrite(request: ProxyRequest) -> ProxyRequest:
+        return request._replace(response_headers=((b"x-request-id", b"abc"),))
+
+    async with raw_server(
+        answering(answer(b"{}", "200 OK", "X-Request-Id: other", "x-kv-replica: other"))
+    ) as replica:
+        plan = [
+            Attempt(
+                "r0",
+                replica.origin,
+                response_headers=((b"x-kv-replica", b"r0"), (b"x-kv-hit-tokens", b"64")),
+            )
+        ]
+        async with proxy_server(plan, rewrite=rewrite) as proxy, raw_client(proxy.port) as client:
+            await client.ask()
+            mine = {name: value for name, value in client.headers.items() if name.startswith("x-")}
+            assert mine == {"x-kv-replica": "r0", "x-kv-hit-tokens": "64", "x-request-id": "abc"}
+            proxy.plan = []
+            await client.ask()
+            assert (client.status, client.headers["x-request-id"]) == (503, "abc")
+
+
+async def test_requests_of_one_client_share_one_kept_upstream_connection() -> None:
+    """A connect per request costs a round trip and a port."""
+    async with one_replica(answering(answer())) as (proxy, client, replica):
+        for _ in range(50):
+            assert await client.ask() == b"{}"
+        assert replica.accepted == 1
+        assert proxy.statistics()[1].reused == 49
+
+
+async def test_a_pipelining_client_gets_its_answers_in_order() -> None:
+    """Rare, but legal; answers given to the wrong request would be the worst of faults."""
+
+    async def handle(connection: RawConnection) -> None:
+        while (request := await connection.read_request()) is not None:
+            await connection.send(answer(request.body))
+
+    async with one_replica(handle) as (_, client, _):
+        for index in range(20):
+            await client.request(b"%d" % index)
+        for index in range(20):
+            await client.read_head()
+            assert await client.read_body() == b"%d" % index
+
+
+# A replica that fails before its first byte
+
+
+async def close_at_once(connection: RawConnection) -> None:
+    await connection.read_request()
+
+
+async def close_after_the_headers(connection: RawConnection) -> None:
+    await connection.read_request()
+    await connection.send(EVENT_STREAM)
+
+
+async def talk_nonsense(connection: RawConnection) -> None:
+    await connection.read_request()
+    await connection.send(b"220 smtp ready\r\n")
+    await connection.wait_closed()
+
+
+async def say_nothing(connection: RawConnection) -> None:
+    await connection.read_request()
+    await connection.wait_closed()
+
+
+async def send_headers_only(connection: RawConnection) -> None:
+    await connection.read_request()
+    await connection.send(EVENT_STREAM)
+    await connection.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("handler", "failure"),
+    [
+        (close_at_once, Failure.CLOSED),
+        (close_after_the_headers, Failure.MALFORMED),
+        (talk_nonsense, Failure.MALFORMED),
+        (say_nothing, Failure.FIRST_BYTE_TIMEOUT),
+        (send_headers_only, Failure.FIRST_BYTE_TIMEOUT),
+        (answering(answer(b"busy", "503 Service Unavailable")), Failure.UNAVAILABLE),
+        (answering(answer(b"no engine", "502 Bad Gateway")), Failure.UNAVAILABLE),
+        (answering(answer(b"no engine", "504 Gateway Timeout")), Failure.UNAVAILABLE),
+    ],
+    ids=[
+        "closes",
+        "closes after headers",
+        "nonsense",
+        "silent",
+        "silent after headers",
+        "503",
+        "502",
+        "504",
+    ],
+)
+async def test_a_replica_that_fails_before_its_first_byte_is_followed_by_the_next(
+    handler: Handler, failure: Failure
+) -> None:
+    """The client has seen nothing yet, so it need not know."""
+    async with raw_server(handler) as bad, raw_server(streaming(event("a"), DONE)) as good:
+        plan = [attempt(bad, "bad"), attempt(good, "good"), attempt(bad, "never asked")]
+        async with (
+            proxy_server(plan, replace(TIMEOUTS, first_byte_s=0.2)) as proxy,
+            raw_client(proxy.port) as client,
+        ):
+            assert await client.ask() == event("a") + DONE
+            recorder = await proxy.recorder(End.COMPLETED)
+            assert recorder.attempts == ["bad", "good"]
+            assert recorder.failures == [("bad", failure)]
+            assert [name for name, _ in recorder.first_bytes] == ["good"]
+            assert (recorder.outcome.attempts, recorder.outcome.attempt) == (2, plan[1])
+            if "answer" not in handler.__qualname__:
+                await eventually(
+                    lambda: bad.closed == bad.accepted, "the failed replica's connection is closed"
+                )
+
+
+async def test_a_dead_replica_is_followed_by_the_next() -> None:
+    """With a dead replica no request fails that another could serve."""
+    async with raw_server(answering(answer())) as good:
+        plan = [dead(), dead(), attempt(good, "good")]
+        async with proxy_server(plan) as proxy, raw_client(proxy.port) as client:
+            assert await client.ask() == b"{}"
+            recorder = await proxy.recorder(End.COMPLETED)
+            assert recorder.failures == [("dead", Failure.CONNECT)] * 2
+
+
+@pytest.mark.parametrize(
+    "status",
+    ["400 Bad Request", "401 Unauthorized", "404 Not Found", "422 X", "429 Too Many Requests"],
+)
+async def test_a_4xx_goes_through_and_never_counts_against_the_replica(status: str) -> None:
+    """A client must not be able to get a replica taken out of rotation."""
+    async with one_replica(answering(answer(b'{"error": "yours"}', status))) as (
+        proxy,
+        client,
+        replica,
+    ):
+        assert await client.ask() == b'{"error": "yours"}'
+        assert client.status == int(status[:3])
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert (recorder.failures, recorder.outcome.status) == ([], client.status)
+        assert replica.accepted == 1
+
+
+async def test_a_500_goes_through_and_counts_against_the_replica() -> None:
+    """The engine tried and failed: another would be asked to fail as well, but operators want to
+    know."""
+    async with one_replica(answering(answer(b"oops", "500 Internal Server Error"))) as (
+        proxy,
+        client,
+        _,
+    ):
+        assert await client.ask() == b"oops"
+        assert client.status == 500
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.failures == [("r0", Failure.SERVER_ERROR)]
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+async def test_when_every_candidate_fails_the_client_gets_an_error_it_can_read(
+    dialect: Dialect,
+) -> None:
+    """The shape that SDKs parse, and Retry-After, which they obey."""
+    async with (
+        raw_server(close_at_once) as bad,
+        raw_server(answering(answer(b"", "503 X"))) as busy,
+    ):
+        plans: list[tuple[list[Attempt], int]] = [
+            ([dead(), attempt(bad)], 502),
+            ([attempt(busy), dead()], 503),
+            ([], 503),
+        ]
+        for plan, status in plans:
+            rewrite = lambda request: request._replace(dialect=dialect)  # noqa: E731
+            async with (
+                proxy_server(plan, rewrite=rewrite) as proxy,
+                raw_client(proxy.port) as client,
+            ):
+                body = json.loads(await client.ask())
+                assert client.status == status
+                assert (client.headers["content-type"], client.headers["retry-after"]) == (
+                    "application/json",
+                    "1",
+                )
+                assert body["error"].keys() == {"message", "type", "code"}
+                assert body["error"]["code"] == "no_replica_available"
+                assert body.get("type") == (None if dialect is Dialect.OPENAI else "error")
+                recorder = await proxy.recorder(End.NO_REPLICA)
+                assert recorder.outcome[1:4] == (status, None, len(plan))
+
+
+async def test_a_router_out_of_connections_blames_no_replica() -> None:
+    """Its own bound must not take healthy replicas out of rotation."""
+    async with (
+        raw_server(streaming(event("a"), then="wait")) as replica,
+        proxy_server([attempt(replica), dead()], limits=PoolLimits(max_connections=1)) as proxy,
+        raw_client(proxy.port) as first,
+        raw_client(proxy.port) as second,
+    ):
+        await first.request()
+        await first.read_head()
+        body = json.loads(await second.ask())
+        assert (second.status, body["error"]["code"]) == (503, "overloaded")
+        assert proxy.recorders[1].outcome.end is End.OVERLOADED
+        assert proxy.recorders[1].failures == []
+        first.leave()
+
+
+# A replica that dies in mid-stream
+
+
+def split_events(body: bytes) -> list[bytes]:
+    """The data of every event, as a reader of event streams sees them."""
+    return [part.removeprefix(b"data: ") for part in body.split(b"\n\n") if part]
+
+
+CUTS = [
+    b"",
+    b'data: {"choi',
+    b"data: ",
+    b"d",
+    b": comment\n",
+    b'data: {"x": 1}',
+    b'data: {"x": 1}\n',
+    b'data: {"x": 1}\r\n',
+]
+
+
+@pytest.mark.parametrize("then", ["close", "reset"])
+async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_done(then: str) -> None:
+    """Wherever it was cut: every event the client sees is whole, the last two are the error and
+    [DONE]."""
+
+    async def handle(connection: RawConnection) -> None:
+        request = await connection.read_request()
+        assert request is not None
+        await streaming_now(connection, event("a"), event("b"), request.body)
+        if then == "reset":
+            connection.reset()
+
+    async with one_replica(handle) as (proxy, client, _):
+        for index, cut in enumerate(CUTS):
+            body = await client.ask(cut)
+            assert body.startswith(event("a") + event("b"))
+            *seen, error, done = split_events(body.replace(b"\r\n", b"\n"))
+            assert (json.loads(error)["error"]["code"], done) == ("replica_died", b"[DONE]")
+            assert json.loads(error)["error"].keys() == {"message", "type", "code"}
+            assert all(json.loads(data) for data in seen if not data.startswith(b":"))
+            assert body.endswith(DONE)
+            await eventually(
+                lambda: len(proxy.recorders) == index + 1 and proxy.recorders[index].ends,  # noqa: B023
+                "it has ended",
+            )
+            assert proxy.recorders[index].outcome.end is End.REPLICA_DIED
+            assert proxy.recorders[index].failures == [("r0", Failure.DIED)]
+
+
+async def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
+    """A hung replica must not hang its clients."""
+    timeouts = replace(TIMEOUTS, idle_s=0.2)
+    async with one_replica(streaming(event("a"), then="wait"), timeouts=timeouts) as (
+        proxy,
+        client,
+        replica,
+    ):
+        body = await client.ask()
+        assert body.startswith(event("a") + b'data: {"error": {')
+        assert body.endswith(b"}}\n\n" + DONE)
+        recorder = await proxy.recorder(End.REPLICA_DIED)
+        assert recorder.failures == [("r0", Failure.IDLE_TIMEOUT)]
+        await eventually(lambda: replica.closed == 1, "the replica's connection is closed")
+
+
+async def test_an_anthropic_stream_ends_with_an_error_event_of_that_form() -> None:
+    """Those SDKs go by the event's name and would take anything else for a regular end."""
+    rewrite = lambda request: request._replace(dialect=Dialect.ANTHROPIC)  # noqa: E731
+    async with one_replica(
+        streaming(b"event: ping\ndata: {}\n\n", then="close"), rewrite=rewrite
+    ) as (_, client, _):
+        body = await client.ask()
+    *_, name, data = body.rstrip().split(b"\n")
+    assert name == b"event: error"
+    assert json.loads(data.removeprefix(b"data: "))["type"] == "error"
+
+
+@pytest.mark.parametrize("last", [DONE, b'event: message_stop\ndata: {"type":"message_stop"}\n\n'])
+async def test_a_replica_that_dies_after_its_last_event_has_completed(last: bytes) -> None:
+    """An error after [DONE] would turn a whole answer into a failed one."""
+    async with one_replica(streaming(event("a"), last, then="close")) as (proxy, client, _):
+        assert await client.ask() == event("a") + last
+        await proxy.recorder(End.COMPLETED)
+
+
+@pytest.mark.parametrize("then", ["close", "reset"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        CHUNKED_JSON + b"5\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\ncontent-type: application/json\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\ncontent-type: text/event-stream\r\n\r\n",
+        EVENT_STREAM[:-2] + b"content-encoding: gzip\r\n\r\n5\r\n",
+    ],
+    ids=["chunked", "length", "event stream with a length", "compressed event stream"],
+)
+async def test_any_other_body_cut_short_is_seen_to_be_cut(head: bytes, then: str) -> None:
+    """A well-formed short body would be taken for the whole answer."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(head + b'{"a":')
+        # Long enough for the proxy to be listening for the client, whose end must not be taken for
+        # its leaving.
+        await asyncio.sleep(0.3)
+        if then == "reset":
+            connection.reset()
+
+    async with one_replica(handle) as (proxy, client, _):
+        await client.request()
+        await client.read_head()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.read_body()
+        recorder = await proxy.recorder(End.REPLICA_DIED)
+        assert recorder.failures == [("r0", Failure.DIED)]
+
+
+async def test_none_of_the_other_streams_notices_a_death() -> None:
+    """One replica dies under several streams; those of another go on undisturbed."""
+    go_on = asyncio.Event()
+
+    async def handle(connection: RawConnection) -> None:
+        request = await connection.read_request()
+        await connection.send(EVENT_STREAM)
+        await connection.send_chunk(event("a"))
+        await go_on.wait()
+        if request and request.body == b"die":
+            connection.reset()
+            return
+        await connection.send_chunk(event("b") + DONE)
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with (
+        raw_server(handle) as replica,
+        proxy_server([attempt(replica)]) as proxy,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        clients = [await stack.enter_async_context(raw_client(proxy.port)) for _ in range(20)]
+        for index, client in enumerate(clients):
+            await client.request(b"die" if index % 2 else b"live")
+            await client.read_head()
+            assert await client.read_piece() == event("a")
+        go_on.set()
+        bodies = await asyncio.gather(*(client.read_body() for client in clients))
+        assert bodies[::2] == [event("b") + DONE] * 10
+        assert all(b'"replica_died"' in body for body in bodies[1::2])
+
+
+# A client that leaves
+
+
+@pytest.mark.parametrize(
+    "handler", [say_nothing, send_headers_only, streaming(event("a"), then="wait")]
+)
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+async def test_a_client_that_leaves_ends_the_work_at_the_replica_within_a_second(
+    handler: Handler, how: str
+) -> None:
+    """Before the first token, streaming or not, and in mid-stream: tokens nobody reads cost a
+    GPU."""
+    async with one_replica(handler) as (proxy, client, replica):
+        await client.request()
+        await eventually(
+            lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is asked"
+        )
+        await eventually(lambda: replica.accepted == 1, "the replica is at work")
+        if "streaming" in handler.__qualname__:
+            await client.read_head()
+        left_at = time.monotonic()
+        {"close": client.leave, "reset": client.reset, "half-close": client.writer.write_eof}[how]()
+        await eventually(
+            lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1
+        )
+        assert time.monotonic() - left_at < 1
+        recorder = await proxy.recorder(End.CLIENT_LEFT)
+        assert recorder.failures == []
+
+
+async def test_a_client_that_leaves_a_stream_at_full_speed_ends_it_within_a_second() -> None:
+    """The replica writes all the time, so nothing ever waits; the leaving must be seen all the
+    same."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(EVENT_STREAM)
+        while True:
+            await connection.send_chunk(event("a"))
+            await asyncio.sleep(0)
+
+    async with one_replica(handle) as (proxy, client, replica):
+        await client.request()
+        await client.read_head()
+        client.reset()
+        await eventually(
+            lambda: replica.closed == 1, "the replica sees its connection closed", within_s=1
+        )
+        await proxy.recorder(End.CLIENT_LEFT)
+
+
+async def test_a_client_that_leaves_while_its_replica_is_being_connected_to_is_noticed() -> None:
+    """A replica that does not answer the knock must not hold the request, nor be blamed."""
+    with full_listener() as origin:
+        plan = [Attempt("r0", origin), dead()]
+        async with (
+            proxy_server(plan, replace(TIMEOUTS, connect_s=30)) as proxy,
+            raw_client(proxy.port) as client,
+        ):
+            await client.request()
+            await eventually(
+                lambda: proxy.recorders and proxy.recorders[0].attempts, "the replica is knocked at"
+            )
+            client.leave()
+            recorder = await proxy.recorder(End.CLIENT_LEFT, within_s=1)
+            assert (recorder.attempts, recorder.failures) == (["r0"], [])
+            assert proxy.statistics()[1].connections == 0
+
+
+async def test_a_client_that_never_reads_is_bounded_and_ended() -> None:
+    """It must cost a bounded amount of memory for a bounded time, and its socket must not stay
+    behind."""
+    sent = 0
+
+    async def handle(connection: RawConnection) -> None:
+        nonlocal sent
+        await connection.read_request()
+        await connection.send(EVENT_STREAM)
+        piece = event("x" * 60_000)
+        while True:
+            await connection.send_chunk(piece)
+            sent += len(piece)
+
+    async with one_replica(handle, client_stall_s=0.5) as (proxy, client, replica):
+        client.writer.transport.pause_reading()
+        await client.request()
+        recorder = await proxy.recorder(End.CLIENT_STALLED, within_s=5)
+        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
+        # Two pairs of kernel buffers; without backpressure it would be gigabytes.
+        assert sent < 64_000_000
+        assert recorder.failures == []
+        await eventually(
+            lambda: proxy.open_sockets == 0, "its socket is gone, although it has not read"
+        )
+        client.writer.transport.resume_reading()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await client.reader.readexactly(100_000_000)
+
+
+async def test_a_client_that_reads_slowly_is_not_taken_for_a_stalled_one() -> None:
+    """Mobile networks are slow; what counts is that it goes on."""
+    body = b"x" * 8_000_000
+    async with one_replica(answering(answer(body)), client_stall_s=0.5) as (_, client, _):
+        await client.request()
+        await client.read_head()
+        for _ in range(80):
+            await client.reader.readexactly(100_000)
+            await asyncio.sleep(0.01)
+
+
+# Counts and load
+
+
+async def test_a_thousand_concurrent_streams_finish() -> None:
+    """More than a select() or a small pool can hold; each stream is under way while all the others
+    are."""
+    count = 1000
+    all_asked = asyncio.Event()
+    asked = 0
+
+    async def handle(connection: RawConnection) -> None:
+        nonlocal asked
+        request = await connection.read_request()
+        assert request is not None
+        asked += 1
+        if asked == count:
+            all_asked.set()
+        await connection.send(EVENT_STREAM)
+        await connection.send_chunk(event("a"))
+        await all_asked.wait()
+        for _ in range(3):
+            await connection.send_chunk(event(request.body.decode()))
+        await connection.send_chunk(DONE)
+        await connection.send_chunk(b"")
+        await connection.read_request()
+
+    async def one(port: int, index: int) -> None:
+        async with raw_client(port) as client:
+            body = await client.ask(b"%d" % index)
+            assert body == event("a") + event(str(index)) * 3 + DONE
+
+    async with raw_server(handle) as replica, proxy_server([attempt(replica)]) as proxy:
+        await asyncio.gather(*(one(proxy.port, index) for index in range(count)))
+        await eventually(
+            lambda: proxy.statistics()[0].ended[End.COMPLETED] == count, "all are counted"
+        )
+
+
+async def test_first_byte_and_total_times_are_told() -> None:
+    """Time to first token is what a router is judged by."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(EVENT_STREAM)
+        await asyncio.sleep(0.1)
+        await connection.send_chunk(event("a"))
+        await asyncio.sleep(0.1)
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with one_replica(handle) as (proxy, client, _):
+        await client.ask()
+        recorder = await proxy.recorder(End.COMPLETED)
+    outcome = recorder.outcome
+    assert outcome.first_byte_s is not None
+    assert recorder.first_bytes == [("r0", outcome.first_byte_s)]
+    assert 0.09 < outcome.first_byte_s < outcome.seconds
+    assert outcome.seconds > 0.19
+
+
+# The call itself, without a server in front
+
+
+async def never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@contextlib.asynccontextmanager
+async def bare_proxy() -> AsyncIterator[tuple[Proxy, UpstreamClient]]:
+    client = UpstreamClient(tick_s=0.02)
+    proxy = Proxy(client, ProxySettings(TIMEOUTS, watch_s=0.02))
+    yield proxy, client
+    assert (proxy.statistics().active, client.statistics().active) == (0, 0)
+    await client.close()
+
+
+REQUEST = ProxyRequest(b"POST", b"/v1/completions", [], b"{}")
+
+
+async def test_a_cancelled_call_ends_once_and_closes_the_replicas_connection() -> None:
+    """A shutdown cancels tasks; the cancellation must go through, and the counts must return to
+    zero."""
+    recorder = Recorder()
+
+    async def send(message: Any) -> None:
+        pass
+
+    async with raw_server(say_nothing) as replica, bare_proxy() as (proxy, _):
+        task = asyncio.create_task(proxy.stream([attempt(replica)], REQUEST, never, send, recorder))
+        await eventually(lambda: replica.accepted == 1, "the replica is at work")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
+        assert recorder.outcome.end is End.ABANDONED
+
+
+async def test_a_send_that_says_the_client_is_gone_ends_the_request() -> None:
+    """ASGI servers may raise OSError there instead of answering `receive`."""
+    recorder = Recorder()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError
+
+    async with (
+        raw_server(streaming(event("a"), then="wait")) as replica,
+        bare_proxy() as (proxy, _),
+    ):
+        outcome = await proxy.stream([attempt(replica)], REQUEST, never, send, recorder)
+        assert outcome.end is End.CLIENT_LEFT
+        assert recorder.ends == [outcome]
+        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
+
+
+async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden() -> None:
+    """Our own bugs must neither leak connections nor vanish."""
+
+    class Faulty(Recorder):
+        def on_chunk(self, data: bytes) -> None:
+            raise KeyError("bug")
+
+    async def send(message: Any) -> None:
+        pass
+
+    recorder = Faulty()
+    async with (
+        raw_server(streaming(event("a"), then="wait")) as replica,
+        bare_proxy() as (proxy, _),
+    ):
+        with pytest.raises(KeyError, match="bug"):
+            await proxy.stream([attempt(replica)], REQUEST, never, send, recorder)
+        assert recorder.outcome.end is End.ABANDONED
+        await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
+
+
+async def test_a_task_can_go_on_after_its_client_has_left() -> None:
+    """The proxy ends its own waiting by a cancellation; none of it may be left for what the caller
+    does next."""
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def request() -> End:
+        outcome = await proxy.stream([attempt(replica)], REQUEST, receive, send, Recorder())
+        await asyncio.sleep(0.01)
+        return outcome.end
+
+    async with raw_server(say_nothing) as replica, bare_proxy() as (proxy, _):
+        task = asyncio.create_task(request())
+        await eventually(lambda: replica.accepted == 1, "the replica is at work")
+        gone.set()
+        assert await task is End.CLIENT_LEFT
+        if hasattr(task, "cancelling"):
+            assert task.cancelling() == 0
+
+
+async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_leaving() -> None:
+    """A server may report the disconnect that we caused before the call returns; the blame is the
+    replica's."""
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(CHUNKED_JSON + b"1\r\n{\r\n")
+        # Long enough for the proxy to be listening for the client.
+        await asyncio.sleep(0.1)
+
+    recorder = Recorder()
+    async with raw_server(handle) as replica, bare_proxy() as (proxy, _):
+        await proxy.stream(
+            [attempt(replica)], REQUEST._replace(abort_client=gone.set), receive, send, recorder
+        )
+    assert recorder.outcome.end is End.REPLICA_DIED
+    assert recorder.failures == [("r0", Failure.DIED)]
+
+
+async def test_a_short_request_starts_no_task() -> None:
+    """Listening for the client costs a task; an answer that is there at once must not pay for
+    it."""
+    before: set[asyncio.Task[Any]] = set()
+    during: set[asyncio.Task[Any]] = set()
+
+    async def send(message: Any) -> None:
+        during.update(asyncio.all_tasks())
+
+    async with raw_server(answering(answer())) as replica, bare_proxy() as (proxy, _):
+        await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
+        before.update(asyncio.all_tasks())
+        during.clear()
+        await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
+        assert during <= before
+
+
+async def test_a_request_that_is_over_leaves_no_task_behind() -> None:
+    """A server may keep `receive` waiting for as long as the client's connection lasts."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        # Long enough for the proxy to be listening for the client.
+        await asyncio.sleep(0.1)
+        await connection.send(answer())
+
+    async def send(message: Any) -> None:
+        pass
+
+    async with bare_proxy() as (proxy, _):
+        async with raw_server(handle) as replica:
+            before = asyncio.all_tasks()
+            outcome = await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
+        assert outcome.end is End.COMPLETED
+        await eventually(
+            lambda: asyncio.all_tasks() == before, "only the tasks from before are left"
+        )
+
+
+class Wire(asyncio.Transport):
+    """Counts the writes that reach the system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[Any] = []
+
+    def write(self, data: Any) -> None:
+        self.done.append(data)
+
+    def writelines(self, pieces: Any) -> None:
+        self.done.append(b"".join(pieces))
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def abort(self) -> None:
+        self.done.append("abort")
+
+    def is_closing(self) -> bool:
+        return bool({"close", "abort"} & {word for word in self.done if isinstance(word, str)})
+
+
+async def test_what_is_written_in_one_turn_is_one_write_and_precedes_a_close() -> None:
+    """Headers and body of a short answer in one packet; and nothing of it lost when the connection
+    is not kept."""
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"head")
+    transport.write(b"body")
+    assert wire.done == []
+    await asyncio.sleep(0)
+    assert wire.done == [b"headbody"]
+    transport.write(b"more")
+    transport.close()
+    await asyncio.sleep(0)
+    assert wire.done == [b"headbody", b"more", "close"]
+
+
+async def test_what_is_written_before_an_abort_is_dropped() -> None:
+    """An abort is for a client that is to see a cut; a late piece of body would be written to a
+    closed socket."""
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"body")
+    transport.abort()
+    await asyncio.sleep(0)
+    assert wire.done == ["abort"]
+
+
+async def test_what_was_written_before_the_connection_was_lost_is_dropped() -> None:
+    """uvloop raises at a write to a socket that it has closed, and the error would land in the
+    event loop's log."""
+    wire = Wire()
+    transport = JoiningTransport(wire, asyncio.get_running_loop())
+    transport.write(b"body")
+    wire.abort()
+    await asyncio.sleep(0)
+    assert wire.done == ["abort"]
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    """A watch interval of 0 would spin."""
+    for wrong in ({"client_stall_s": 0.0}, {"watch_s": -1.0}, {"retry_after_s": -1}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=name):
+            ProxySettings(TIMEOUTS, **wrong)  # type: ignore[arg-type]
+
+
+def test_an_endless_line_is_let_through_and_not_kept() -> None:
+    """What is held back for a clean end is bounded; beyond that, flow counts more."""
+    lines = EventLines()
+    total = 0
+    for _ in range(100):
+        total += len(lines.release(b"x" * 10_000, final=False))
+        assert len(lines._held) <= MAX_HELD_BYTES
+    assert total + len(lines._held) == 1_000_000
+    assert lines.separator == b"\n\n"
+    assert not lines.finished
+
+
+@pytest.mark.parametrize(
+    ("sent", "separator"),
+    [
+        (b"", b""),
+        (b"data: x\n\n", b""),
+        (b"data: x\r\n\r\n", b""),
+        (b"data: x\n", b"\n"),
+        (b"a\r\n", b"\n"),
+    ],
+)
+def test_the_missing_line_ends_before_an_error_event_are_counted(
+    sent: bytes, separator: bytes
+) -> None:
+    """One too few and the error becomes part of another event."""
+    lines = EventLines()
+    for index in range(len(sent)):
+        lines.release(sent[index : index + 1], final=False)
+    assert lines.separator == separator

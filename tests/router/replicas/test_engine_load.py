@@ -1,0 +1,106 @@
+"""The engine's own gauges, from whatever it answers to a scrape."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from router.replicas.engine_load import EngineGauges, parse_gauges
+
+# As vLLM 0.32 writes it, with one model and two data-parallel ranks.
+VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a } \\" model"} 3.0
+vllm:num_requests_running{engine="1",model_name="a } \\" model"} 2.0
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 1.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+"""
+
+
+def test_vllms_gauges_are_summed_over_its_ranks() -> None:
+    """The router sends to the server, not to one rank; the fullest cache is the one that hurts."""
+    assert parse_gauges(VLLM) == EngineGauges(running=5, waiting=1, kv_cache_usage=0.5)
+
+
+def test_older_vllm_and_sglang_name_them_differently() -> None:
+    """Clusters are mixed while they are upgraded."""
+    old = b"vllm:num_requests_running 4\nvllm:num_requests_waiting 2\nvllm:gpu_cache_usage_perc 0.75\n"
+    assert parse_gauges(old) == EngineGauges(4, 2, 0.75)
+    sglang = b'sglang:num_running_reqs{model_name="m"} 8\nsglang:num_queue_reqs{model_name="m"} 4\nsglang:token_usage 0.5\n'
+    assert parse_gauges(sglang) == EngineGauges(8, 4, 0.5)
+
+
+def test_what_the_prometheus_client_writes_is_read() -> None:
+    """vLLM uses that library, so its spelling is the one that counts."""
+    registry = CollectorRegistry()
+    running = Gauge(
+        "vllm:num_requests_running", "Running.", ["model_name", "engine"], registry=registry
+    )
+    running.labels("org/model", "0").set(17)
+    Gauge("vllm:num_requests_waiting", "Waiting.", registry=registry).set(1e5)
+    assert parse_gauges(generate_latest(registry)) == EngineGauges(17, 100_000, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"# nothing here\n",
+        b"vllm:num_requests_running\n",
+        b"vllm:num_requests_running NaN\n",
+        b"vllm:num_requests_running +Inf\n",
+        b"vllm:num_requests_running -1\n",
+        b"vllm:num_requests_running 1e300\n",
+        b"vllm:num_requests_running five\n",
+        b"vllm:num_requests_running_total 5\n",
+        b" vllm:num_requests_running 5\n",
+        b"vllm:num_requests_waiting 5\n",
+    ],
+)
+def test_nonsense_is_no_load(text: bytes) -> None:
+    """Better to know nothing of a replica than to believe it has -1 or infinitely many requests."""
+    assert parse_gauges(text) is None
+
+
+def test_a_share_above_one_is_one() -> None:
+    """Some engines count a little beyond their pool."""
+    gauges = parse_gauges(b"vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 7\n")
+    assert gauges is not None
+    assert gauges.kv_cache_usage == 1.0
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"vllm:num_requests_running", b"{", b"}", b" ", b"\n", b"1", b'"', b"\xff"]
+        ),
+        max_size=40,
+    )
+)
+def test_no_text_makes_it_fail(pieces: list[bytes]) -> None:
+    """Metrics are text from the network."""
+    gauges = parse_gauges(b"".join(pieces))
+    assert gauges is None or gauges.running >= 0
+
+
+@pytest.mark.parametrize(
+    "filler", [b"}", b"{", b" ", b"}\t", b"1", b"\nvllm:num_requests_running{"]
+)
+def test_the_largest_answer_is_read_in_no_time(filler: bytes) -> None:
+    """It is read on the event loop, where streams wait meanwhile; a slow pattern would be a way to
+    stall the router."""
+    text = b"vllm:num_requests_running{" + filler * (8 * 1024 * 1024 // len(filler))
+    began = time.process_time()
+    parse_gauges(text)
+    assert time.process_time() - began < 1.0

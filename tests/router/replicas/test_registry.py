@@ -1,0 +1,912 @@
+"""The registry against real HTTP servers: discovery, health, load, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from async_timeout import timeout
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.config import HealthConfig, ReplicaConfig, read_replica
+from router.errors import (
+    BadRequest,
+    ReplicaAnswerInvalid,
+    ReplicaExists,
+    ShuttingDown,
+    UnknownReplica,
+)
+from router.replicas import (
+    EventSource,
+    Health,
+    NullListener,
+    Replica,
+    ReplicaRegistry,
+    ReplicaState,
+    ServedModels,
+    UpstreamFetch,
+)
+from router.replicas.discovery import parse_models, parse_sources, reachable
+from router.replicas.health import HealthRecord
+from router.replicas.load import LoadTracker
+from router.replicas.registry import MAX_REPLICAS
+from router.upstream import UpstreamClient
+
+FAST = HealthConfig(
+    interval_s=0.25,
+    timeout_s=0.25,
+    unhealthy_after=2,
+    discovery_interval_s=0.3,
+    gauges_stale_after_s=5,
+)
+
+GAUGES = b'vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc 0.5\n'
+
+
+def zmq_config(port: int, **more: object) -> dict[str, object]:
+    """One rank's entry as vLLM 0.32 writes it."""
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{port + 1000}",
+        "buffer_steps": 10000,
+        "hwm": 100000,
+        "max_queue_size": 100000,
+        "topic": "kv-events",
+    }
+    return config | more
+
+
+def models(*names: str, **adapters: str) -> dict[str, object]:
+    base = [
+        {"id": name, "object": "model", "root": name, "parent": None, "max_model_len": 1024}
+        for name in names
+    ]
+    return {
+        "object": "list",
+        "data": base + [{"id": name, "parent": parent} for name, parent in adapters.items()],
+    }
+
+
+class Engine:
+    """A small HTTP server with an engine's face. It can hang, die, and come back at the same
+    address."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.hanging: set[str] = set()
+        self.asked: Counter[str] = Counter()
+        self.keys: set[str | None] = set()
+        self.most_at_once: Counter[str] = Counter()
+        self._at_once: Counter[str] = Counter()
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.answer("/health", b"")
+        self.answer("/v1/models", models("gemma", sql="gemma"))
+        self.answer("/kv_event_sources", {"0": zmq_config(5557)})
+        self.answer("/metrics", GAUGES)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def answer(self, path: str, body: object, status: int = 200) -> None:
+        self.answers[path] = (
+            status,
+            body if isinstance(body, bytes) else json.dumps(body).encode(),
+        )
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Die: connections break, new ones are refused."""
+        if self._server is not None:
+            self._server.close()
+            for _ in range(3):  # what was just being accepted comes a turn later
+                for writer in tuple(self._writers):
+                    writer.transport.abort()
+                await asyncio.sleep(0)
+            await self._server.wait_closed()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await self._reply(head.decode(), reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.transport.abort()
+
+    async def _reply(
+        self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        path = head.split(" ", 2)[1]
+        self.asked[path] += 1
+        self.keys.update(
+            line.partition(": ")[2]
+            for line in head.split("\r\n")
+            if line.startswith("authorization:")
+        )
+        self._at_once[path] += 1
+        self.most_at_once[path] = max(self.most_at_once[path], self._at_once[path])
+        if path in self.hanging:
+            await reader.read()  # for as long as the asker has patience
+        self._at_once[path] -= 1
+        status, body = self.answers.get(path, (404, b"{}"))
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        await writer.drain()
+
+
+class Diary:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, ...]] = []
+
+    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+        self.entries.append(("state", replica.id, before.value, replica.state.value))
+
+    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+        self.entries.append(("models", replica.id, before.models, replica.served.models))
+
+    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
+        self.entries.append(("sources", replica.id, len(before), len(replica.sources)))
+
+    def on_removed(self, replica: Replica) -> None:
+        self.entries.append(("removed", replica.id))
+
+
+class Setting:
+    """A registry on the router's own HTTP client, and engines to put into it."""
+
+    def __init__(self, client: UpstreamClient, health: HealthConfig) -> None:
+        self.load = LoadTracker()
+        self.diary = Diary()
+        self.registry = ReplicaRegistry(UpstreamFetch(client), health, self.load, self.diary)
+        self.engines: list[Engine] = []
+
+    async def engine(self) -> Engine:
+        engine = Engine()
+        await engine.start()
+        self.engines.append(engine)
+        return engine
+
+    def add(self, engine: Engine, replica_id: str, **more: Any) -> Replica:
+        return self.registry.add(ReplicaConfig(url=engine.url, id=replica_id, **more))
+
+
+@asynccontextmanager
+async def setting(health: HealthConfig = FAST) -> AsyncIterator[Setting]:
+    client = UpstreamClient()
+    this = Setting(client, health)
+    try:
+        yield this
+    finally:
+        await this.registry.close()
+        await client.close()
+        for engine in this.engines:
+            await engine.stop()
+
+
+async def until(condition: Callable[[], object], within_s: float = 10.0) -> float:
+    """Wait until *condition* holds; how long that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s, "did not come true"
+        await asyncio.sleep(0.002)
+    return time.monotonic() - began
+
+
+def is_in(replica: Replica, state: ReplicaState) -> Callable[[], bool]:
+    return lambda: replica.state is state
+
+
+# --- discovery ------------------------------------------------------------------------------------
+
+
+async def test_a_replica_needs_only_its_url() -> None:
+    """Models, adapters, event addresses and load all come from the engine itself."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.registry.add(ReplicaConfig(url=engine.url))
+        assert replica.state is ReplicaState.STARTING
+        await until(lambda: replica.sources and replica.gauges)
+        assert replica.id == f"127.0.0.1:{engine.port}"
+        assert replica.state is ReplicaState.HEALTHY
+        assert replica.served == ServedModels(("gemma",), (("sql", "gemma"),))
+        assert replica.sources == (
+            EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events"),
+        )
+        assert here.registry.serving("gemma") == here.registry.serving("sql") == (replica,)
+        assert here.registry.serving("other") == ()
+        assert here.registry.models() == {"gemma": None, "sql": "gemma"}
+
+
+async def test_models_are_told_before_sources_and_sources_never_without_models() -> None:
+    """A source is put into its model's index, so the model must be known first."""
+    async with setting() as here:
+        engine = await here.engine()
+        engine.answer("/v1/models", b"", status=500)
+        replica = here.add(engine, "r")
+        await until(lambda: engine.asked["/kv_event_sources"] >= 2)
+        assert replica.sources == ()
+        assert replica.notes == ("GET /v1/models: answered 500",)
+        engine.answer("/v1/models", models("gemma"))
+        await until(lambda: replica.sources)
+        assert here.diary.entries == [
+            ("state", "r", "starting", "healthy"),
+            ("models", "r", (), ("gemma",)),
+            ("sources", "r", 0, 1),
+        ]
+        assert replica.notes == ()
+
+
+async def test_what_is_configured_is_not_asked() -> None:
+    """Engines without these endpoints are configured by hand, and what is configured holds."""
+    async with setting() as here:
+        engine = await here.engine()
+        source = {"endpoint": "tcp://0.0.0.0:7000", "dp_rank": 1}
+        config = read_replica(
+            {"url": engine.url, "id": "r", "models": ["gemma"], "kv_events": [source]}
+        )
+        replica = here.registry.add(config)
+        assert replica.sources == (EventSource(1, "tcp://127.0.0.1:7000"),)
+        assert here.diary.entries == [("models", "r", (), ("gemma",)), ("sources", "r", 0, 1)]
+        await until(lambda: replica.discoveries)
+        assert engine.asked["/kv_event_sources"] == 0
+        assert replica.sources == (EventSource(1, "tcp://127.0.0.1:7000"),)
+        assert replica.served.adapters == (("sql", "gemma"),), (
+            "adapters come at run time, so they are asked for all the same"
+        )
+
+
+async def test_configured_sources_wait_for_discovered_models() -> None:
+    """Half of it configured, half of it discovered."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.registry.add(
+            read_replica({"url": engine.url, "kv_events": [{"endpoint": "tcp://*:7000"}]})
+        )
+        assert replica.sources == ()
+        await until(lambda: replica.sources)
+        assert replica.sources == (EventSource(0, "tcp://127.0.0.1:7000"),)
+        assert [entry[0] for entry in here.diary.entries] == ["state", "models", "sources"]
+
+
+async def test_an_engine_that_does_not_know_the_question_has_no_sources() -> None:
+    """vLLM before 0.32: it serves, its cache stays unknown, and the operator is told what to do."""
+    async with setting() as here:
+        engine = await here.engine()
+        del engine.answers["/kv_event_sources"]
+        replica = here.add(engine, "r")
+        await until(lambda: replica.discoveries)
+        assert here.registry.serving("gemma") == (replica,)
+        assert replica.sources == ()
+        assert replica.notes == (
+            "GET /kv_event_sources answered 404: configure kv_events, or its cache stays unknown",
+        )
+        assert replica.failed_discoveries == 0
+
+
+async def test_a_restart_on_other_ports_is_discovered() -> None:
+    """Event ports may be chosen by the system; the old ones would be silent for ever."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: replica.sources)
+        await engine.stop()
+        await until(is_in(replica, ReplicaState.UNHEALTHY))
+        assert replica.sources[0].endpoint == "tcp://127.0.0.1:5557", (
+            "while it is away, the streams may still come back"
+        )
+        engine.answer("/kv_event_sources", {"0": zmq_config(6001), "1": zmq_config(6002)})
+        engine.answer("/v1/models", models("bamba"))
+        await engine.start()
+        await until(lambda: len(replica.sources) == 2)
+        assert [source.endpoint for source in replica.sources] == [
+            "tcp://127.0.0.1:6001",
+            "tcp://127.0.0.1:6002",
+        ]
+        assert here.registry.serving("gemma") == ()
+        assert here.registry.serving("bamba") == (replica,)
+
+
+async def test_an_adapter_loaded_later_is_found_without_a_restart() -> None:
+    """LoRA adapters are loaded into running engines."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: here.registry.serving("gemma"))
+        engine.answer("/v1/models", models("gemma", poems="gemma"))
+        await until(lambda: here.registry.serving("poems"))
+        assert here.registry.serving("sql") == ()
+        assert replica.state is ReplicaState.HEALTHY
+
+
+@pytest.mark.parametrize(
+    "nonsense", [b"[", b"[" * 500_000, b'{"data": []}', b'{"data": [{"id": 5}]}', b"x" * 2_000_000]
+)
+async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: bytes) -> None:
+    """A proxy's error page with status 200 must not take a model out of service."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: replica.sources)
+        engine.answer("/v1/models", nonsense)
+        engine.answer("/kv_event_sources", nonsense)
+        await until(lambda: replica.failed_discoveries)
+        assert len(replica.notes) == 2
+        assert max(map(len, replica.notes)) <= 300
+        assert here.registry.serving("gemma") == (replica,)
+        assert len(replica.sources) == 1
+        assert replica.state is ReplicaState.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, ()),
+        ([], ()),
+        ({"0": zmq_config(5557, publisher="null")}, ()),
+        (
+            {"0": zmq_config(5557, replay_endpoint=None, topic="")},
+            (EventSource(0, "tcp://host:5557"),),
+        ),
+        (
+            {
+                "1": {"endpoint": "tcp://0.0.0.0:2"},
+                "0": {"endpoint": "tcp://[::]:1", "new_field": 1},
+            },
+            (EventSource(0, "tcp://host:1"), EventSource(1, "tcp://host:2")),
+        ),
+        (
+            [
+                {
+                    "data_parallel_rank": 3,
+                    "endpoint": "tcp://10.0.0.1:5557",
+                    "replay_endpoint": None,
+                    "topic": "",
+                }
+            ],
+            (EventSource(3, "tcp://10.0.0.1:5557"),),
+        ),
+        ([{"endpoint": "ipc:///run/kv"}], (EventSource(0, "ipc:///run/kv"),)),
+    ],
+)
+def test_event_sources_of_every_form_are_read(
+    body: object, expected: tuple[EventSource, ...]
+) -> None:
+    """As vLLM 0.32 answers, without events, with the address that port 0 became, and as its
+    development branches did."""
+    assert parse_sources(json.dumps(body).encode(), "host") == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "cannot be read"),
+        (b"null", "cannot be read"),
+        (b"\xff", "cannot be read"),
+        (b"[" * 500_000, "cannot be read"),
+        (b'{"0": {"x": ' + b"[" * 400_000 + b"]" * 400_000 + b"}}", "cannot be read"),
+        ({"0": {}}, "cannot be read: Object missing required field `endpoint`"),
+        ({"-1": {"endpoint": "tcp://a:1"}}, "rank '-1'; expected a number up to 65535"),
+        ({"²": {"endpoint": "tcp://a:1"}}, "expected a number"),
+        ({"9" * 5000: {"endpoint": "tcp://a:1"}}, "expected a number"),
+        ({"0": {"endpoint": "tcp://a:1"}, "00": {"endpoint": "tcp://a:2"}}, "rank 0 appears twice"),
+        ({"0": {"endpoint": "inproc://x"}}, "rank 0 endpoint: 'inproc://x'; expected tcp"),
+        (
+            {"0": {"endpoint": "tcp://a:1", "replay_endpoint": "http://b"}},
+            "rank 0 replay_endpoint: 'http://b'",
+        ),
+        ({"0": {"endpoint": "tcp://a:1" + "1" * 2000}}, "rank 0 endpoint"),
+        ({"0": {"endpoint": "tcp://a:1", "topic": "t" * 2000}}, "topic of 2000 characters"),
+        ([{"endpoint": "tcp://a:1"}] * 1025, "1025 ranks; at most 1024"),
+    ],
+)
+def test_event_sources_that_make_no_sense_are_refused_with_their_place(
+    body: object, message: str
+) -> None:
+    """The text goes to the operator; sockets are opened for what passes."""
+    with pytest.raises(ReplicaAnswerInvalid, match="/kv_event_sources.*" + message):
+        parse_sources(body if isinstance(body, bytes) else json.dumps(body).encode(), "host")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"data": [{"id": "sql", "parent": "gemma"}]}, "no base model"),
+        ({"data": [{"id": ""}]}, r"data\[0\]: a name must have 1 to 256 characters"),
+        ({"data": [{"id": "a"}, {"id": "b" * 300}]}, r"data\[1\]: a name"),
+        ({"data": [{"id": str(number)} for number in range(4097)]}, "4097 models"),
+        ({"data": None}, "cannot be read"),
+        ([], "cannot be read"),
+    ],
+)
+def test_models_that_make_no_sense_are_refused_with_their_place(body: object, message: str) -> None:
+    """Their names become metric labels and keys of indexes."""
+    with pytest.raises(ReplicaAnswerInvalid, match="/v1/models.*" + message):
+        parse_models(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "parse", [lambda body: parse_sources(body, "host"), parse_models], ids=["sources", "models"]
+)
+@given(
+    body=st.binary(max_size=60)
+    | st.text(alphabet='{}[]":,0123456789abdeint', max_size=60).map(str.encode)
+)
+def test_no_answer_raises_anything_else(parse: Callable[[bytes], object], body: bytes) -> None:
+    """One malformed answer must not end the task that watches the replica."""
+    with contextlib.suppress(ReplicaAnswerInvalid):
+        parse(body)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "expected"),
+    [
+        ("tcp://*:5557", "10.1.2.3", "tcp://10.1.2.3:5557"),
+        ("tcp://0.0.0.0:5557", "replica.example", "tcp://replica.example:5557"),
+        ("tcp://[::]:5557", "fd00::1", "tcp://[fd00::1]:5557"),
+        ("tcp://:::5557", "h", "tcp://h:5557"),
+        ("tcp://10.9.9.9:5557", "h", "tcp://10.9.9.9:5557"),
+        ("tcp://[fd00::2]:5557", "h", "tcp://[fd00::2]:5557"),
+        ("ipc:///run/*", "h", "ipc:///run/*"),
+    ],
+)
+def test_a_wildcard_becomes_the_replicas_host(endpoint: str, host: str, expected: str) -> None:
+    """Engines report the address that they bound; nobody can connect to `*`."""
+    assert reachable(endpoint, host) == expected
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+async def test_a_dead_replica_leaves_and_is_back_within_one_interval_of_its_return() -> None:
+    """Longer, and a restart of one replica costs its share of the traffic for nothing."""
+    interval_s = 0.5
+    async with setting(msgspec.structs.replace(FAST, interval_s=interval_s)) as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        for _ in range(3):
+            await until(is_in(replica, ReplicaState.HEALTHY))
+            await engine.stop()
+            await until(is_in(replica, ReplicaState.UNHEALTHY))
+            assert "no connection" in (replica.record.last_error or "")
+            await engine.start()
+            took_s = await until(is_in(replica, ReplicaState.HEALTHY))
+            assert took_s < interval_s + 0.3, "and a little for this machine"
+        assert replica.record.times_unhealthy == 3
+        assert replica.record.last_error is None
+
+
+@pytest.mark.parametrize("status", [500, 503, 404, 301])
+async def test_only_a_2xx_is_well(status: int) -> None:
+    """vLLM answers 503 when its engine has died behind a living server; a redirect answers for
+    somebody else."""
+    async with setting() as here:
+        engine = await here.engine()
+        engine.answer("/health", b"", status=status)
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.UNHEALTHY))
+        assert replica.record.last_error == f"GET /health answered {status}"
+        assert engine.asked["/v1/models"] == 0, "it is asked nothing else before it is well"
+
+
+async def test_a_hanging_replica_is_unhealthy_and_asked_by_one_check_at_a_time() -> None:
+    """Checks that pile up would be a load of their own on a server that is slow already."""
+    async with setting() as here:
+        engine = await here.engine()
+        engine.hanging.add("/health")
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.UNHEALTHY))
+        await until(lambda: engine.asked["/health"] >= 4)
+        assert "0.25 s" in (replica.record.last_error or "")
+        assert engine.most_at_once["/health"] == 1
+        engine.hanging.clear()
+        await until(is_in(replica, ReplicaState.HEALTHY))
+
+
+async def test_one_bad_replica_does_not_slow_the_others() -> None:
+    """Nor does a replica whose details hang delay its own checks."""
+    async with setting() as here:
+        dead, half_dead, well = [await here.engine() for _ in range(3)]
+        dead.hanging.update(dead.answers)
+        half_dead.hanging.update(["/v1/models", "/kv_event_sources", "/metrics"])
+        for name, engine in (("dead", dead), ("half", half_dead), ("well", well)):
+            here.add(engine, name)
+        await until(lambda: well.asked["/health"] >= 1)
+        began, before = time.monotonic(), well.asked["/health"]
+        await until(
+            lambda: well.asked["/health"] >= before + 6 and half_dead.asked["/health"] >= before + 6
+        )
+        assert time.monotonic() - began < 7 * FAST.interval_s + 0.5
+        assert here.registry.get("half").state is ReplicaState.HEALTHY
+        assert here.registry.get("well").sources
+
+
+async def test_an_unhealthy_replica_is_asked_for_its_health_only() -> None:
+    """An engine that is starting up or going down has other things to do."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: replica.gauges)
+        engine.answer("/health", b"", status=503)
+        await until(is_in(replica, ReplicaState.UNHEALTHY))
+        checks, others = engine.asked["/health"], engine.asked.total() - engine.asked["/health"]
+        await until(lambda: engine.asked["/health"] >= checks + 4)
+        assert engine.asked.total() - engine.asked["/health"] <= others + 3, (
+            "at most the round that was under way"
+        )
+
+
+async def test_failed_requests_take_a_replica_out_before_its_next_check() -> None:
+    """Between two checks lie seconds, and in them hundreds of requests that would all be
+    retried."""
+    slow = msgspec.structs.replace(FAST, interval_s=60.0, timeout_s=1.0, unhealthy_after=3)
+    async with setting(slow) as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        for _ in range(2):
+            here.registry.report_failure("r", "connection refused")
+        assert replica.state is ReplicaState.HEALTHY
+        here.registry.report_failure("r", "connection refused")
+        assert replica.state is ReplicaState.UNHEALTHY
+        assert replica.record.last_error == "connection refused"
+        assert here.diary.entries[-1] == ("state", "r", "healthy", "unhealthy")
+
+
+async def test_a_failed_request_asks_for_a_check_soon() -> None:
+    """Whether the replica is dead or one connection was unlucky is known in a moment, not in an
+    interval."""
+    rare = msgspec.structs.replace(FAST, interval_s=4.0, timeout_s=1.0)
+    async with setting(rare) as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        here.registry.report_failure("r", "connection reset")
+        took_s = await until(lambda: engine.asked["/health"] == 2)
+        assert took_s < 2.0
+        assert replica.record.failed_requests == 1
+
+
+async def test_a_4xx_answer_counts_for_the_replica() -> None:
+    """One client with a bad request could otherwise take every replica out of service."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        for _ in range(50):
+            here.registry.report_failure("r", "connection reset")
+            here.registry.report_served("r")
+        assert replica.state is ReplicaState.HEALTHY
+        assert replica.record.failed_requests == 50
+
+
+async def test_reports_about_a_replica_that_is_gone_are_nothing() -> None:
+    """Requests outlive their replica's entry."""
+    async with setting() as here:
+        here.registry.report_failure("gone", "connection reset")
+        here.registry.report_served("gone")
+
+
+def test_a_replica_is_starting_until_it_is_well_or_has_failed_often_enough() -> None:
+    """The state that nobody routes to, and that is no alarm."""
+    record = HealthRecord(unhealthy_after=3, healthy_after=2)
+    assert [
+        record.check_failed("x"),
+        record.check_passed(),
+        record.check_failed("x"),
+        record.check_passed(),
+    ] == [False] * 4
+    assert record.health is Health.STARTING
+    assert record.check_passed() is True
+    assert record.health is Health.HEALTHY
+
+
+def test_failures_count_in_a_row_and_checks_apart_from_requests() -> None:
+    """Now and then one check is lost, and a server whose health page works may still fail every
+    request."""
+    record = HealthRecord(unhealthy_after=2, healthy_after=1)
+    assert record.check_passed()
+    for _ in range(5):
+        assert not record.check_failed("x")
+        assert not record.check_passed()
+    assert not record.request_failed("y")
+    assert not record.check_passed()
+    assert record.request_failed("y"), "good checks in between do not hide failing requests"
+    assert not record.request_failed("y")
+    assert record.check_passed(), "and one check brings it back"
+    assert record.health is Health.HEALTHY
+
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+async def test_draining_overrules_health_and_ends_when_the_operator_says() -> None:
+    """A replica is emptied before an upgrade; its checks go on meanwhile."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        here.registry.drain("r")
+        here.registry.drain("r")
+        assert replica.state is ReplicaState.DRAINING
+        assert replica.candidate(here.load.load_of("r"), 0, 5).draining
+        await engine.stop()
+        await until(lambda: not replica.is_healthy)
+        assert replica.state is ReplicaState.DRAINING
+        here.registry.undrain("r")
+        assert replica.state is ReplicaState.UNHEALTHY
+        states = [entry[2:] for entry in here.diary.entries if entry[0] == "state"]
+        assert states == [
+            ("starting", "healthy"),
+            ("healthy", "draining"),
+            ("draining", "unhealthy"),
+        ]
+
+
+async def test_a_removed_replica_is_gone_at_once() -> None:
+    """Its sources end, its id and URL are free again, and nobody asks it any more."""
+    async with setting() as here:
+        engine = await here.engine()
+        first = here.add(engine, "r")
+        await until(lambda: first.sources)
+        here.registry.remove("r")
+        assert here.diary.entries[-2:] == [("sources", "r", 1, 0), ("removed", "r")]
+        assert (
+            here.registry.serving("gemma")
+            == here.registry.replicas()
+            == here.registry.snapshot()
+            == ()
+        )
+        assert here.registry.models() == {}
+        for act in (
+            here.registry.get,
+            here.registry.remove,
+            here.registry.drain,
+            here.registry.undrain,
+        ):
+            with pytest.raises(UnknownReplica, match="there is none with the id 'r'"):
+                act("r")
+        second = here.add(engine, "r")
+        await until(lambda: second.sources)
+        assert first.removed
+        assert not second.removed
+
+
+async def test_a_removed_replica_is_asked_nothing_more() -> None:
+    """The watcher's tasks end with it."""
+    async with setting() as here:
+        engine, other = await here.engine(), await here.engine()
+        replica = here.add(engine, "r")
+        still = here.add(other, "still there")
+        await until(lambda: replica.sources and still.sources)
+        here.registry.remove("r")
+        asked, others = engine.asked.total(), other.asked["/health"]
+        await until(lambda: other.asked["/health"] >= others + 3)
+        assert engine.asked.total() <= asked + 1, "at most what was on its way"
+
+
+async def test_an_id_or_url_cannot_be_taken_twice() -> None:
+    """Two entries for one server would count its cache and its load twice."""
+    async with setting() as here:
+        engine = await here.engine()
+        here.add(engine, "r")
+        with pytest.raises(ReplicaExists, match=r"id: 'r' belongs to the replica 'r' already"):
+            here.registry.add(ReplicaConfig(url="http://127.0.0.1:1", id="r"))
+        with pytest.raises(
+            ReplicaExists, match=r"url: .* belongs to the replica 'r' already"
+        ) as caught:
+            here.registry.add(ReplicaConfig(url=engine.url + "/", id="s"))
+        assert caught.value.status == 409
+        assert len(here.registry.replicas()) == 1
+
+
+async def test_there_is_a_bound_on_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs two tasks and a few sockets."""
+    monkeypatch.setattr("router.replicas.registry.MAX_REPLICAS", 1)
+    assert MAX_REPLICAS > 256
+    async with setting() as here:
+        here.add(await here.engine(), "r")
+        with pytest.raises(BadRequest, match="remove one before you add another"):
+            here.add(await here.engine(), "s")
+
+
+async def test_the_key_reaches_the_replica_and_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Checks need it where the engine was started with --api-key; views and logs do not."""
+    caplog.set_level(logging.DEBUG)
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.registry.add(
+            read_replica({"url": engine.url, "id": "r", "api_key": "sk-very-secret"})
+        )
+        await until(lambda: replica.sources and replica.gauges)
+        assert engine.keys == {"Bearer sk-very-secret"}
+        shown = (
+            msgspec.json.encode(here.registry.snapshot()).decode()
+            + repr(replica.config)
+            + caplog.text
+        )
+        assert "replica r" in caplog.text
+        assert "secret" not in shown
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+async def test_requests_in_the_gauges_that_are_not_ours_are_foreign() -> None:
+    """The gauges count our own requests too, and counting them twice would make a busy replica look
+    twice as busy."""
+    async with setting() as here:
+        engine = await here.engine()
+        ours = [here.load.started("r", 100, 200) for _ in range(3)]
+        replica = here.add(engine, "r", speed=2.0, max_concurrent_requests=3)
+        await until(lambda: replica.gauges)
+        now = replica.gauges_at
+        assert replica.foreign_requests == 5 + 2 - 3
+        candidate = replica.candidate(
+            here.load.load_of("r"), now + 5, 5, gpu_tokens=64, recent_tokens=32, dp_rank=1
+        )
+        assert (candidate.foreign_requests, candidate.waiting_requests) == (4, 2)
+        assert (candidate.queued_prefill_tokens, candidate.prefilling_requests) == (300, 3)
+        assert (candidate.gpu_tokens, candidate.total_tokens, candidate.recent_tokens) == (
+            64,
+            64,
+            32,
+        )
+        assert (candidate.speed, candidate.dp_rank, candidate.healthy) == (2.0, 1, True)
+        assert candidate.at_capacity, "three of three"
+        ours.pop().ended()
+        assert not replica.candidate(here.load.load_of("r"), now, 5).at_capacity
+        for flight in ours:
+            flight.ended()
+
+
+async def test_old_gauges_are_not_believed() -> None:
+    """A replica whose metrics page stopped answering would stay as busy as it last was."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: replica.gauges)
+        stale = replica.candidate(
+            here.load.load_of("r"), replica.gauges_at + 5.1, gauges_stale_after_s=5
+        )
+        assert (stale.foreign_requests, stale.waiting_requests) == (0, 0)
+        engine.answer("/metrics", b"", status=404)
+        await until(lambda: replica.failed_scrapes)
+        assert replica.state is ReplicaState.HEALTHY, "metrics are no matter of health"
+
+
+async def test_metrics_are_not_scraped_where_that_is_switched_off() -> None:
+    """Some engines' metrics pages are megabytes long."""
+    async with setting(msgspec.structs.replace(FAST, scrape_metrics=False)) as here:
+        engine = await here.engine()
+        here.add(engine, "r")
+        await until(lambda: engine.asked["/v1/models"] >= 2)
+        assert engine.asked["/metrics"] == 0
+
+
+async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
+    """It is the answer of GET /replicas."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(lambda: replica.sources and replica.gauges)
+        flight = here.load.started("r", 100, 200)
+        (view,) = json.loads(msgspec.json.encode(here.registry.snapshot()))
+        assert (view["id"], view["url"], view["state"], view["health"]) == (
+            "r",
+            engine.url,
+            "healthy",
+            "healthy",
+        )
+        assert (view["models"], view["adapters"], view["models_configured"]) == (
+            ["gemma"],
+            {"sql": "gemma"},
+            False,
+        )
+        assert view["sources"][0] == {
+            "dp_rank": 0,
+            "endpoint": "tcp://127.0.0.1:5557",
+            "replay_endpoint": "tcp://127.0.0.1:6557",
+            "topic": "kv-events",
+        }
+        assert view["load"] == {
+            "prefilling_requests": 1,
+            "prefill_tokens": 100,
+            "decoding_requests": 0,
+            "context_tokens": 0,
+        }
+        assert view["gauges"] == {"running": 5, "waiting": 2, "kv_cache_usage": 0.5}
+        assert view["checks"] >= 1
+        assert 0 <= view["seconds_since_check"] < 10
+        statistics = here.registry.statistics()
+        assert statistics.replicas[ReplicaState.HEALTHY] == 1
+        assert statistics.replicas[ReplicaState.UNHEALTHY] == 0
+        flight.ended()
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
+    """SIGTERM ends the process when the tasks have ended."""
+    before = asyncio.all_tasks()
+    client = UpstreamClient()
+    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker(), NullListener())
+    engines = [Engine() for _ in range(3)]
+    for index, engine in enumerate(engines):
+        await engine.start()
+        registry.add(ReplicaConfig(url=engine.url, id=f"r{index}"))
+    engines[0].hanging.add("/health")
+    engines[1].hanging.add("/v1/models")
+    await until(lambda: engines[1].asked["/v1/models"] and engines[0].asked["/health"])
+    registry.remove("r2")
+    await registry.close()
+    await client.close()
+    with pytest.raises(ShuttingDown):
+        registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
+    for engine in engines:
+        await engine.stop()
+    await until(lambda: asyncio.all_tasks() == before)
+
+
+async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> None:
+    """Before Python 3.12 `wait_for` swallows a cancellation that meets the end of what it waits
+    for."""
+    asked = asyncio.Event()
+
+    async def deaf_fetch(*anything: object) -> tuple[int, bytes]:
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 200, b""
+
+    registry = ReplicaRegistry(deaf_fetch, HealthConfig(interval_s=600), LoadTracker())
+    replica = registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
+    await asked.wait()
+    async with timeout(5):
+        await registry.close()
+    assert replica.state is ReplicaState.STARTING
+
+
+async def test_a_watcher_that_crashes_is_heard_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in a listener would otherwise leave a replica unwatched, and nobody would know why it
+    never returns."""
+
+    class Broken(NullListener):
+        def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
+            raise ZeroDivisionError
+
+    client = UpstreamClient()
+    engine = Engine()
+    await engine.start()
+    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker(), Broken())
+    registry.add(ReplicaConfig(url=engine.url, id="r"))
+    await until(
+        lambda: "replica r: health ended, and the replica is not watched any more" in caplog.text
+    )
+    await registry.close()
+    await client.close()
+    await engine.stop()

@@ -1,0 +1,182 @@
+"""The memory of recent prompts: the longest leading run, exactly as long as it counts, in bounded
+memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.routing.recent_prefixes import RecentPrefixes
+
+STEP = 16
+
+
+def chain(*tokens: str) -> list[int]:
+    """Keys as a key space makes them: each stands for everything up to it."""
+    return [hash(tokens[: end + 1]) for end in range(len(tokens))]
+
+
+def test_a_prompt_is_found_where_it_was_sent() -> None:
+    """The second of two equal prompts must know where the first one went."""
+    recent = RecentPrefixes(ttl_s=5)
+    recent.remember("a", chain("x", "y", "z"), now=0)
+    assert recent.match(chain("x", "y", "z"), STEP, now=1) == {"a": 48}
+
+
+def test_only_the_common_beginning_counts() -> None:
+    """Conversations share their system prompt and nothing else."""
+    recent = RecentPrefixes(ttl_s=5)
+    recent.remember("a", chain("x", "y", "z"), now=0)
+    recent.remember("b", chain("x"), now=0)
+    assert recent.match(chain("x", "y", "other", "z"), STEP, now=1) == {"a": 32, "b": 16}
+    assert recent.match(chain("other", "y", "z"), STEP, now=1) == {}
+    assert recent.match([], STEP, now=1) == {}
+
+
+def test_an_entry_counts_until_its_time_is_over_and_no_longer() -> None:
+    """Later the events must have told; a speculation that outlives them would hide evictions."""
+    recent = RecentPrefixes(ttl_s=5)
+    recent.remember("a", chain("x"), now=10)
+    assert recent.match(chain("x"), STEP, now=14.999) == {"a": 16}
+    assert recent.match(chain("x"), STEP, now=15) == {}
+
+
+def test_sending_again_prolongs() -> None:
+    """A steady stream of equal prompts must not fall apart every few seconds."""
+    recent = RecentPrefixes(ttl_s=5)
+    for now in range(0, 40, 4):
+        assert recent.match(chain("x"), STEP, now) == ({"a": 16} if now else {})
+        recent.remember("a", chain("x"), now)
+
+
+def test_a_shorter_prompt_does_not_shorten_what_is_remembered() -> None:
+    """Both were sent; the longer one's blocks are still being computed."""
+    recent = RecentPrefixes(ttl_s=5)
+    recent.remember("a", chain("x", "y"), now=0)
+    recent.remember("a", chain("x"), now=3)
+    assert recent.match(chain("x", "y"), STEP, now=4) == {"a": 32}
+    assert recent.match(chain("x", "y"), STEP, now=6) == {"a": 16}
+
+
+def test_a_forgotten_replica_has_nothing() -> None:
+    """After a restart its cache is empty, whatever was sent there before."""
+    recent = RecentPrefixes(ttl_s=5)
+    recent.remember("a", chain("x"), now=0)
+    recent.remember("b", chain("x"), now=0)
+    recent.match(chain("x"), STEP, now=5)  # one generation on
+    recent.remember("a", chain("x"), now=5)
+    recent.forget("a")
+    recent.forget("never heard of")
+    assert recent.match(chain("x"), STEP, now=6) == {}
+    assert recent.statistics().entries == 1
+
+
+def test_memory_is_given_back_when_time_has_passed() -> None:
+    """No sweep: what nobody asks for again goes with its generation."""
+    recent = RecentPrefixes(ttl_s=5)
+    for now in range(1000):
+        recent.remember("a", chain(str(now), "y", "z"), now)
+        assert recent.statistics().entries <= 3 * 10
+    recent.match(chain("x"), STEP, now=2000)
+    assert recent.statistics().entries == 0
+    assert recent.statistics().replicas == 0
+
+
+def test_at_the_bound_the_oldest_go_first() -> None:
+    """A flood of new prompts must not make the router grow, nor forget what was sent a moment
+    ago."""
+    recent = RecentPrefixes(ttl_s=5, max_entries=10)
+    recent.remember("a", chain("old", "1", "2", "3", "4", "5"), now=0)
+    recent.remember("a", chain("new", "1", "2"), now=5.5)
+    recent.remember("a", chain("newer", "1", "2", "3"), now=6)
+    assert recent.statistics().evicted == 6
+    assert recent.match(chain("new", "1", "2"), STEP, now=6) == {"a": 48}
+    assert recent.match(chain("newer", "1", "2", "3"), STEP, now=6) == {"a": 64}
+
+
+def test_a_prompt_over_the_bound_keeps_its_beginning() -> None:
+    """The beginning is what other prompts share."""
+    recent = RecentPrefixes(ttl_s=5, max_entries=4)
+    keys = chain(*map(str, range(10)))
+    recent.remember("a", keys, now=0)
+    assert recent.match(keys, STEP, now=1) == {"a": 4 * STEP}
+    recent.remember("b", keys, now=1)
+    assert recent.match(keys, STEP, now=1) == {"a": 4 * STEP}
+    assert recent.statistics().truncated == 2
+    assert recent.statistics().entries == 4
+
+
+@pytest.mark.parametrize("settings", [{"ttl_s": 0}, {"ttl_s": float("nan")}, {"max_entries": 0}])
+def test_senseless_settings_are_refused(settings: dict[str, float]) -> None:
+    """They would switch the memory off without a word."""
+    with pytest.raises(ValueError, match="recent: ttl_s"):
+        RecentPrefixes(**settings)  # type: ignore[arg-type]
+
+
+@dataclass
+class Plain:
+    """The same without cleverness: every key by itself."""
+
+    ttl_s: float
+    expiry: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def remember(self, replica: str, keys: list[int], now: float) -> None:
+        self.expiry.update({(replica, key): now + self.ttl_s for key in keys})
+
+    def match(self, keys: list[int], step: int, now: float) -> dict[str, int]:
+        found = {}
+        for replica in "abc":
+            run = 0
+            while run < len(keys) and self.expiry.get((replica, keys[run]), now) > now:
+                run += 1
+            if run:
+                found[replica] = run * step
+        return found
+
+    def forget(self, replica: str) -> None:
+        self.expiry = {name: at for name, at in self.expiry.items() if name[0] != replica}
+
+
+# Few different tokens and replicas, so that prompts share beginnings of every length.
+prompts = st.lists(st.sampled_from("xy"), max_size=12).map(lambda tokens: chain(*tokens))
+steps = st.tuples(
+    st.sampled_from(["remember", "remember", "match", "match", "forget"]),
+    st.sampled_from("abc"),
+    prompts,
+    st.floats(0, 4),
+)
+
+
+@given(st.lists(steps, max_size=40))
+def test_it_equals_looking_at_every_key(history: list[tuple[str, str, list[int], float]]) -> None:
+    """Bisection and generations must not change the answer."""
+    recent, plain, now = RecentPrefixes(ttl_s=3), Plain(ttl_s=3), 0.0
+    for what, replica, keys, later in history:
+        now += later
+        if what == "remember":
+            recent.remember(replica, keys, now)
+            plain.remember(replica, keys, now)
+        elif what == "forget":
+            recent.forget(replica)
+            plain.forget(replica)
+        assert recent.match(keys, STEP, now) == plain.match(keys, STEP, now)
+
+
+@given(st.lists(steps, max_size=40), st.integers(1, 20))
+def test_at_the_bound_it_never_says_more_than_was_sent(
+    history: list[tuple[str, str, list[int], float]], max_entries: int
+) -> None:
+    """To have forgotten costs a cache hit; to invent would send a request to a cold replica."""
+    recent, plain, now = RecentPrefixes(ttl_s=3, max_entries=max_entries), Plain(ttl_s=3), 0.0
+    for _, replica, keys, later in history:
+        now += later
+        recent.remember(replica, keys, now)
+        plain.remember(replica, keys, now)
+        allowed = plain.match(keys, STEP, now)
+        assert all(
+            tokens <= allowed[name] for name, tokens in recent.match(keys, STEP, now).items()
+        )
+        assert recent.statistics().entries <= max_entries

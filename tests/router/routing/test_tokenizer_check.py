@@ -1,0 +1,98 @@
+"""Every replica is asked whether it tokenises as the router does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from router.config import HealthConfig, ReplicaConfig
+from router.replicas import Replica, ReplicaRegistry
+from router.replicas.load import LoadTracker
+from router.routing.models import Model
+from router.routing.tokenizer_check import TokenizerCheck
+from router.tokenize import LocalTokenizer, Tokenization, read_model_files
+
+
+def trained(directory: Path, corpus: str) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [corpus],
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
+    )
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    trained(tmp_path / "model", "the answer is the answer to the question")
+    return Model("m", Tokenization(local=LocalTokenizer(read_model_files(tmp_path / "model"))))
+
+
+async def result_of(check: TokenizerCheck, model: Model) -> dict[tuple[str, str], int]:
+    """Start a check of one replica and wait until it is over."""
+    registry = ReplicaRegistry(_no_answer, HealthConfig(), LoadTracker())
+    replica = registry.add(ReplicaConfig(url="http://127.0.0.1:9", id="r", models=("m",)))
+    try:
+        check.start(replica, model)
+        await asyncio.gather(
+            *(task for task in asyncio.all_tasks() if task.get_name() == "tokenizer r")
+        )
+    finally:
+        await registry.close()
+        model.tokenization.close()
+    return check.disagreements
+
+
+async def _no_answer(*_arguments: object) -> tuple[int, bytes]:
+    raise ConnectionRefusedError
+
+
+def engine(tokenizer: Tokenizer) -> TokenizerCheck:
+    """A replica's /tokenize, as far as plain text goes."""
+
+    async def ask(_replica: Replica, _path: str, body: bytes) -> tuple[int, bytes]:
+        text = msgspec.json.decode(body).get("prompt")
+        if text is None:
+            return 400, b"{}"
+        return 200, msgspec.json.encode({"tokens": tokenizer.encode(text).ids})
+
+    return TokenizerCheck(ask)
+
+
+async def test_a_replica_with_the_same_tokenizer_agrees(model: Model, tmp_path: Path) -> None:
+    """The usual case says nothing."""
+    same = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    assert await result_of(engine(same), model) == {("m", "r"): 0}
+
+
+async def test_a_replica_with_another_tokenizer_is_named(
+    model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else would say why no hit ever comes true."""
+    other = trained(tmp_path / "other", "zzz yyy xxx zzz yyy xxx 42 42 42")
+    with caplog.at_level(logging.WARNING):
+        found = await result_of(engine(other), model)
+    assert found["m", "r"] > 0
+    assert "replica r tokenises m differently" in caplog.text
+
+
+async def test_a_replica_that_cannot_be_asked_proves_nothing(model: Model) -> None:
+    """No result is not a good one."""
+    assert await result_of(TokenizerCheck(_no_answer), model) == {}
+
+
+async def test_a_replica_that_is_gone_is_forgotten(model: Model, tmp_path: Path) -> None:
+    """Its series must vanish from the metrics."""
+    check = engine(Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")))
+    await result_of(check, model)
+    check.forget("r")
+    assert check.disagreements == {}
