@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvevents.events import pack_tokens
-from router.index import keys as keys_module
+from router.index.reference import keys as keys_module
 from router.index.reference.keys import (
     KeySpace,
     Mark,
