@@ -13,7 +13,7 @@ import argparse
 import asyncio
 
 from benchmarks.figures import report
-from offload.engine.presets import preset as model_preset
+from offload.engine.core.presets import preset as model_preset
 from router.demo.phase import Tally
 from router.demo.play import WAYS, DemoSettings, play
 from router.demo.workload import WorkloadSizes

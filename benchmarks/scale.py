@@ -25,10 +25,10 @@ from typing import Any
 from benchmarks.figures import report
 from benchmarks.simulation.outcome import percentile
 from kvevents.publisher import EventPublisher
-from offload.engine.build import EngineConfig, build_engine
-from offload.engine.engine import Engine
-from offload.engine.requests import EngineRequest, SamplingParams
-from offload.engine.time_model import VirtualClock
+from offload.engine.core.build import EngineConfig, build_engine
+from offload.engine.core.engine import Engine
+from offload.engine.core.requests import EngineRequest, SamplingParams
+from offload.engine.core.time_model import VirtualClock
 from router.demo.client import Client
 from router.demo.processes import router
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.simulation.workload import WorkloadSize
-from offload.engine.time_model import TimeModel
+from offload.engine.core.time_model import TimeModel
 
 
 def cold_requests_per_s(size: WorkloadSize, replicas: int, time_model: TimeModel) -> float:

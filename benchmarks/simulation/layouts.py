@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.simulation.workload import WorkloadSize
-from offload.engine.build import EngineConfig
-from offload.engine.model_config import ModelConfig
-from offload.engine.time_model import TimeModel
+from offload.engine.core.build import EngineConfig
+from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.time_model import TimeModel
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from benchmarks.simulation.timeline import Timeline
 from kvevents.events import Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import EventPublisher, PublisherStatistics, announce
-from offload.engine.build import build_engine
-from offload.engine.requests import EngineRequest, StepOutput
-from offload.engine.time_model import VirtualClock
+from offload.engine.core.build import build_engine
+from offload.engine.core.requests import EngineRequest, StepOutput
+from offload.engine.core.time_model import VirtualClock
 
 MOST_IDLE_STEPS = 100
 """Steps in a row that take no time: more than a few mean that nothing will ever fit."""

@@ -11,7 +11,7 @@ from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.routing import SimulatedRouter
 from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
-from offload.engine.requests import EngineRequest, SamplingParams, StepOutput
+from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.replicas.load import InFlight
 from router.scoring import Weights
 

@@ -13,16 +13,16 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvevents.errors import KVEventsError
 from kvevents.publisher import ZmqEventPublisher
-from offload.engine.answers import EventSource, ServedModel
-from offload.engine.build import EngineConfig, build_engine
-from offload.engine.engine import Engine
-from offload.engine.http_api import ApiConfig
-from offload.engine.presets import preset_names
-from offload.engine.server import ServerConfig
-from offload.engine.server import run as run_server
-from offload.engine.time_model import TimeModel
-from offload.engine.tokenizer import ByteTokenizer, Tokenizer
-from offload.engine.tokenizer_files import FileTokenizer
+from offload.engine.core.build import EngineConfig, build_engine
+from offload.engine.core.engine import Engine
+from offload.engine.core.presets import preset_names
+from offload.engine.core.time_model import TimeModel
+from offload.engine.http.api import ApiConfig
+from offload.engine.http.responses import EventSource, ServedModel
+from offload.engine.http.server import ServerConfig
+from offload.engine.http.server import run as run_server
+from offload.engine.http.tokenizer import ByteTokenizer, Tokenizer
+from offload.engine.http.tokenizer_files import FileTokenizer
 from offload.errors import OffloadError
 
 EXIT_USAGE = 2

@@ -26,7 +26,7 @@ from kvevents.events import BlockRemoved, BlockStored, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from offload.engine.requests import EngineRequest, SamplingParams, StepOutput
+from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.demo.blind import GroupBlindIndex
 from router.index.reference.index import SourceId
 from router.index.reference.match import Hit

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.offload.engine.test_tokenizer import write_tokenizer
+from tests.offload.engine.http.test_tokenizer import write_tokenizer
 from tests.support.actual_hits import cached_tokens
 from tests.support.engine_process import COMMAND, EngineProcess, engine_processes, simulated
 from tests.support.http_client import HttpClient, connect

@@ -1,0 +1,337 @@
+"""The engine over HTTP, as vLLM speaks it: completions, chats, and what a router asks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry, generate_latest
+
+from offload.engine.core.requests import EngineRequest, SamplingParams
+from offload.engine.http.chat import Chat
+from offload.engine.http.clients import read_body, unless_gone
+from offload.engine.http.completion import Completion
+from offload.engine.http.error_handlers import add_error_answers, json_response
+from offload.engine.http.errors import ApiError, BadRequest, UnknownModel
+from offload.engine.http.faults import crash, restart
+from offload.engine.http.responses import (
+    AnswerForm,
+    ChatForm,
+    CompletionForm,
+    EventSource,
+    ServedModel,
+    event_sources_answer,
+    models_answer,
+    tokenize_answer,
+)
+from offload.engine.http.schemas import (
+    DEFAULT_MAX_TOKENS,
+    ChatBody,
+    CompletionBody,
+    CrashFault,
+    DetokenizeBody,
+    GenerateBody,
+    HangFault,
+    RestartFault,
+    SlowFault,
+    TokenizeChatBody,
+    as_mapping,
+    check_token_ids,
+    conversation,
+    decode,
+    decode_fault,
+    decode_tokenize,
+    refuse_unsupported,
+)
+from offload.engine.http.service import EngineService
+from offload.engine.http.sse import EventStream, events
+from offload.engine.http.text_stream import TextStream
+from offload.engine.http.tokenizer import Tokenizer
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MAX_REQUEST_ID_CHARS = 128
+_INLINE_CHARS = 16_384
+"""Text that is tokenised in the event loop, some milliseconds at most; longer ones in a thread."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConfig:
+    """What the HTTP side of one engine is told."""
+
+    model: ServedModel
+    version: str
+    event_sources: tuple[EventSource, ...] = ()
+    max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 60.0
+    enable_faults: bool = False
+    drop_events: Callable[[int], None] | None = None
+    """Makes the publisher leave out so many batches; called on the engine's thread. None: it
+    cannot."""
+
+
+def create_app(
+    service: EngineService, tokenizer: Tokenizer, config: ApiConfig, registry: CollectorRegistry
+) -> FastAPI:
+    """The application of one engine, whose life is the caller's to manage."""
+    app = FastAPI(
+        title="kvroute engine",
+        version=config.version,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    api = _Api(service, tokenizer, config, registry)
+    for path, method, handler in api.routes():
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    add_error_answers(app)
+    return app
+
+
+class _Api:
+    def __init__(
+        self,
+        service: EngineService,
+        tokenizer: Tokenizer,
+        config: ApiConfig,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+        self._config = config
+        self._model = config.model
+        self._registry = registry
+        self._serials = itertools.count()
+
+    def routes(self) -> list[tuple[str, str, Callable[[Request], Coroutine[Any, Any, Response]]]]:
+        """Path, method, handler."""
+        routes = [
+            ("/v1/completions", "POST", self.complete),
+            ("/v1/chat/completions", "POST", self.chat),
+            ("/tokenize", "POST", self.tokenize),
+            ("/detokenize", "POST", self.detokenize),
+            ("/reset_prefix_cache", "POST", self.reset_prefix_cache),
+            ("/v1/models", "GET", self.models),
+            ("/kv_event_sources", "GET", self.event_sources),
+            ("/health", "GET", self.health),
+            ("/ping", "GET", self.health),
+            ("/ping", "POST", self.health),
+            ("/version", "GET", self.version),
+            ("/metrics", "GET", self.metrics),
+        ]
+        if self._config.enable_faults:
+            routes.append(("/faults", "POST", self.fault))
+        return routes
+
+    # --- completions ------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Response:
+        body = await self._body(request, CompletionBody)
+        self._check(body)
+        asked = body.prompts()
+        places = (
+            ["prompt"] if len(asked) == 1 else [f"prompt[{index}]" for index in range(len(asked))]
+        )
+        prompts = [
+            await self._prompt_ids(prompt, body, place)
+            for prompt, place in zip(asked, places, strict=True)
+        ]
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        form = CompletionForm(_answer_id("cmpl", request), self._name(body), int(time.time()))
+        engine_requests = [
+            self._engine_request(
+                ids, body, self._bounded(max_tokens, ids, is_wish=body.max_tokens is not None)
+            )
+            for ids in prompts
+        ]
+        return await self._answer(request, body, form, engine_requests)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatBody)
+        self._check(body)
+        ids = await self._chat_ids(conversation(body))
+        wish = (
+            body.max_completion_tokens
+            if body.max_completion_tokens is not None
+            else body.max_tokens
+        )
+        max_tokens = self._bounded(
+            self._model.max_model_len if wish is None else wish, ids, is_wish=wish is not None
+        )
+        form = ChatForm(_answer_id("chatcmpl", request), self._name(body), int(time.time()))
+        return await self._answer(
+            request, body, form, [self._engine_request(ids, body, max_tokens)]
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerateBody,
+        form: AnswerForm,
+        engine_requests: Sequence[EngineRequest],
+    ) -> Response:
+        completion = Completion([(each, self._text_stream(body)) for each in engine_requests])
+        generation = await unless_gone(completion.start(self._service), request.receive)
+        if body.stream:
+            return EventStream(events(completion, generation, form, body), generation)
+        async with generation:
+            choices = await unless_gone(completion.whole(generation), request.receive)
+        return json_response(form.whole(choices, completion.usage))
+
+    def _text_stream(self, body: GenerateBody) -> TextStream:
+        return TextStream(self._tokenizer.detokenizer(body.skip_special_tokens), body.stops)
+
+    def _engine_request(
+        self, ids: Sequence[int], body: GenerateBody, max_tokens: int
+    ) -> EngineRequest:
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            seed=body.seed,
+            ignore_eos=body.ignore_eos,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+        )
+        lora_name = body.model if body.model in self._model.adapters else None
+        return EngineRequest(
+            f"request-{next(self._serials)}", ids, sampling, lora_name, body.cache_salt
+        )
+
+    def _check(self, body: GenerateBody) -> None:
+        self._check_model(body.model)
+        refuse_unsupported(body)
+        if body.stream_options is not None and not body.stream:
+            raise BadRequest(
+                "stream_options",
+                "given",
+                "belongs to a stream: set stream to true, or leave it out",
+            )
+
+    def _bounded(self, max_tokens: int, ids: Sequence[int], is_wish: bool) -> int:
+        """Tokens that still fit behind the prompt; what a client asked for must."""
+        room = self._model.max_model_len - len(ids)
+        rule = f"prompt and answer must have at most {self._model.max_model_len} tokens together"
+        if room < 1:
+            raise BadRequest("prompt", f"{len(ids)} tokens", rule)
+        if is_wish and max_tokens > room:
+            raise BadRequest(
+                "max_tokens", f"{max_tokens} behind a prompt of {len(ids)} tokens", rule
+            )
+        return min(max_tokens, room)
+
+    # --- prompts ----------------------------------------------------------------------------------
+
+    async def _prompt_ids(
+        self, prompt: str | list[int], body: CompletionBody, place: str
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            ids = await _maybe_in_thread(
+                len(prompt), lambda: self._tokenizer.encode(prompt, body.add_special_tokens)
+            )
+        else:
+            ids = prompt
+            check_token_ids(ids, self._model.vocab_size, place)
+        if not ids:
+            raise BadRequest(place, "no tokens", "must have at least one")
+        return ids
+
+    async def _chat_ids(self, chat: Chat) -> list[int]:
+        size = sum(len(str(message.get("content"))) for message in chat.messages)
+        return await _maybe_in_thread(size, lambda: self._tokenizer.encode_chat(chat))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = decode_tokenize(await self._raw_body(request))
+        self._check_model(body.model)
+        if isinstance(body, TokenizeChatBody):
+            ids = await self._chat_ids(conversation(body))
+        else:
+            text, special = body.prompt, body.add_special_tokens
+            ids = await _maybe_in_thread(len(text), lambda: self._tokenizer.encode(text, special))
+        texts = self._tokenizer.token_texts(ids) if body.return_token_strs else None
+        return json_response(tokenize_answer(ids, texts, self._model.max_model_len))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeBody)
+        self._check_model(body.model)
+        check_token_ids(body.tokens, self._model.vocab_size, "tokens")
+        return json_response(
+            {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        )
+
+    # --- what routers and operators ask -----------------------------------------------------------
+
+    async def models(self, _request: Request) -> Response:
+        return json_response(models_answer(self._model))
+
+    async def event_sources(self, _request: Request) -> Response:
+        return json_response(event_sources_answer(self._config.event_sources))
+
+    async def health(self, _request: Request) -> Response:
+        return Response(status_code=503 if self._service.is_dead else 200)
+
+    async def version(self, _request: Request) -> Response:
+        return json_response({"version": self._config.version})
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=METRICS_TYPE)
+
+    async def reset_prefix_cache(self, _request: Request) -> Response:
+        return json_response({"success": await self._service.reset_prefix_cache()})
+
+    async def fault(self, request: Request) -> Response:
+        fault = decode_fault(await self._raw_body(request))
+        if isinstance(fault, CrashFault):
+            crash()
+        elif isinstance(fault, RestartFault):
+            restart(request.scope["server"][1])
+        elif isinstance(fault, HangFault):
+            self._service.faults.hang(fault.seconds)
+        elif isinstance(fault, SlowFault):
+            self._service.faults.slow(fault.factor)
+        else:
+            await self._drop_events(fault.batches)
+        return json_response(as_mapping(fault))
+
+    async def _drop_events(self, batches: int) -> None:
+        drop = self._config.drop_events
+        if drop is None:
+            raise ApiError(
+                "kind: drop_events; this engine's publisher cannot leave batches out",
+                501,
+                "NotImplementedError",
+            )
+        await self._service.run(lambda: drop(batches))
+
+    # --- bodies -----------------------------------------------------------------------------------
+
+    async def _body(self, request: Request, kind: type[Result]) -> Result:
+        return decode(await self._raw_body(request), kind)
+
+    async def _raw_body(self, request: Request) -> bytes:
+        return await read_body(request, self._config.max_body_bytes, self._config.body_timeout_s)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model.name and name not in self._model.adapters:
+            raise UnknownModel(name)
+
+    def _name(self, body: GenerateBody) -> str:
+        return body.model or self._model.name
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def _answer_id(prefix: str, request: Request) -> str:
+    """After the client's own id for the request, if it has one that can be repeated."""
+    own = request.headers.get("x-request-id", "")
+    return f"{prefix}-{own if 0 < len(own) <= _MAX_REQUEST_ID_CHARS and own.isprintable() else uuid.uuid4().hex}"
+
+
+async def _maybe_in_thread(chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    return encode() if chars <= _INLINE_CHARS else await asyncio.to_thread(encode)

@@ -1,0 +1,208 @@
+"""The engine's metrics under vLLM's names, so that dashboards and routers made for vLLM read
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from offload.engine.core.requests import EngineStatistics, FinishReason
+from offload.engine.http.responses import ServedModel
+
+LABELS = ("model_name", "engine")
+
+_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_NEXT_TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(
+        0.05,
+        0.1,
+        0.2,
+        0.3,
+        0.5,
+        0.8,
+        1.0,
+        1.5,
+        2.0,
+        2.5,
+        5.0,
+        10.0,
+        15.0,
+        20.0,
+        30.0,
+        40.0,
+        50.0,
+        60.0,
+    ),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class RequestMetrics:
+    """How long requests took; an `offload.engine.http.service.Observer`."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
+        """Register the metrics.
+
+        Args:
+            registry: Where to.
+            model_name: For the label.
+            engine: The data-parallel rank, for the label.
+        """
+        self._labels = (model_name, engine)
+        first = Histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", LABELS, registry=registry,
+            buckets=_FIRST_TOKEN_BUCKETS,
+        )  # fmt: skip
+        following = Histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", LABELS, registry=registry,
+            buckets=_NEXT_TOKEN_BUCKETS,
+        )  # fmt: skip
+        whole = Histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end.", LABELS, registry=registry,
+            buckets=_REQUEST_BUCKETS,
+        )  # fmt: skip
+        self._ended = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=registry,
+        )
+        self._first, self._following, self._whole = (
+            metric.labels(*self._labels) for metric in (first, following, whole)
+        )
+        for reason in FinishReason:
+            self._ended.labels(*self._labels, reason.value)
+
+    def on_first_token(self, since_arrival_s: float) -> None:
+        """See `Observer`."""
+        self._first.observe(since_arrival_s)
+
+    def on_next_tokens(self, gap_s: float, count: int) -> None:
+        """See `Observer`. Tokens that came together share the time."""
+        for _ in range(count):
+            self._following.observe(gap_s / count)
+
+    def on_end(self, since_arrival_s: float, reason: FinishReason) -> None:
+        """See `Observer`."""
+        self._whole.observe(since_arrival_s)
+        self._ended.labels(*self._labels, reason.value).inc()
+
+
+class EngineCollector(Collector):
+    """The engine's own counts, read at each scrape."""
+
+    def __init__(
+        self, model: ServedModel, engine: str, read: Callable[[], EngineStatistics]
+    ) -> None:
+        """
+        Args:
+            model: For labels and sizes.
+            engine: The data-parallel rank, for the label.
+            read: The counts; called on the thread that scrapes.
+        """
+        self._model = model
+        self._labels = (model.name, engine)
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """See `prometheus_client`."""
+        now = self._read()
+        yield self._gauge(
+            "num_requests_running", "Requests that are being computed.", now.num_running
+        )
+        yield self._gauge(
+            "num_requests_waiting", "Requests that wait for room or for a load.", now.num_waiting
+        )
+        yield self._gauge(
+            "kv_cache_usage_perc",
+            "Share of the blocks that requests hold, 1 is all.",
+            now.kv_cache_usage,
+        )
+        yield from self._cache_counters(now)
+        yield self._counter(
+            "num_preemptions",
+            "Requests that lost their blocks and were computed again.",
+            now.preemptions,
+        )
+        yield self._counter(
+            "prompt_tokens", "Prompt tokens of requests, cached ones included.", now.prompt_tokens
+        )
+        yield self._counter("generation_tokens", "Tokens said.", now.generation_tokens)
+        yield self._cache_config()
+        yield from self._groups(now)
+
+    def _groups(self, now: EngineStatistics) -> Iterator[Metric]:
+        """What vLLM does not tell: the cache by KV cache group, and why blocks went."""
+        labels = (*LABELS, "group", "kind")
+        cached = GaugeMetricFamily(
+            "kvroute_engine_cached_blocks", "Blocks that can be found, on the GPU.", labels=labels
+        )
+        evicted = CounterMetricFamily(
+            "kvroute_engine_evicted_blocks",
+            "Blocks that cannot be found any more, by cause.",
+            labels=(*labels, "cause"),
+        )
+        hits = CounterMetricFamily(
+            "kvroute_engine_group_hit_tokens",
+            "Prompt tokens that the group alone could have served.",
+            labels=labels,
+        )
+        for index, group in enumerate(now.groups):
+            values = (*self._labels, str(index), group.kind)
+            cached.add_metric(values, group.cached_blocks)
+            evicted.add_metric((*values, "window"), group.evicted_by_window)
+            evicted.add_metric((*values, "pressure"), group.evicted_by_pressure)
+            hits.add_metric(values, group.hit_tokens)
+        copies = GaugeMetricFamily(
+            "kvroute_engine_copies_in_flight", "Jobs between GPU and lower tiers.", labels=LABELS
+        )
+        copies.add_metric(self._labels, now.copies_in_flight)
+        yield from (cached, evicted, hits, copies)
+
+    def _cache_counters(self, now: EngineStatistics) -> Iterator[Metric]:
+        queries, hits = now.prefix_cache_queries, now.prefix_cache_hits
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the cache.", queries
+        )
+        yield self._counter("prefix_cache_hits", "Of these, tokens found.", hits)
+        # Lower tiers are asked for what was not found.
+        yield self._counter(
+            "external_prefix_cache_queries",
+            "Prompt tokens looked up in lower tiers.",
+            queries - hits,
+        )
+        yield self._counter(
+            "external_prefix_cache_hits", "Of these, tokens found.", now.external_prefix_cache_hits
+        )
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        metric = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        metric.add_metric(self._labels, value)
+        return metric
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        metric = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        metric.add_metric(self._labels, value)
+        return metric
+
+    def _cache_config(self) -> Metric:
+        settings = {
+            "block_size": str(self._model.block_size),
+            "num_gpu_blocks": str(self._model.num_blocks),
+            "enable_prefix_caching": str(self._model.enable_prefix_caching),
+        }
+        metric = GaugeMetricFamily(
+            "vllm:cache_config_info", "The cache's configuration.", labels=(*LABELS, *settings)
+        )
+        metric.add_metric((*self._labels, *settings.values()), 1)
+        return metric

@@ -1,0 +1,214 @@
+"""Runs one engine under uvicorn until a signal: refuses what is new, finishes what runs, and ends
+with 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from offload.engine.http.api import ApiConfig, create_app
+from offload.engine.http.errors import EngineServerError
+from offload.engine.http.metrics import EngineCollector, RequestMetrics
+from offload.engine.http.service import EngineService, ServedEngine
+from offload.engine.http.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+_SWITCH_INTERVAL_S = 0.0005
+"""The event loop and the engine's thread share Python's global lock; with 5 ms, its default, every
+token waits longer."""
+_CUT_S = 5
+"""What requests that were cut may take to end."""
+_EXIT_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where one engine is served, and how it ends."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: the system chooses."""
+    grace_s: float = 30.0
+    """For requests that run when it is told to end."""
+    log_level: str = "warning"
+
+
+def run(engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: ServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; a second one cuts what still runs.
+
+    Returns:
+        The exit code of the process.
+
+    Raises:
+        EngineServerError: The address cannot be listened on. The engine is closed.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        listener = _listen(config)
+    except EngineServerError:
+        engine.close()
+        raise
+    with contextlib.closing(listener):
+        has_ended = _on_uvloop(engine, tokenizer, api, config, listener)
+    if not has_ended:
+        log.error("the engine is stuck in a step; it is left behind")
+        os._exit(_EXIT_FAILED)  # its thread would keep the process
+    return 0
+
+
+def _on_uvloop(
+    engine: ServedEngine,
+    tokenizer: Tokenizer,
+    api: ApiConfig,
+    config: ServerConfig,
+    listener: socket.socket,
+) -> bool:
+    work = _serve(engine, tokenizer, api, config, listener)
+    if sys.version_info >= (3, 11):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work)
+    uvloop.install()
+    return asyncio.run(work)
+
+
+async def _serve(
+    engine: ServedEngine,
+    tokenizer: Tokenizer,
+    api: ApiConfig,
+    config: ServerConfig,
+    listener: socket.socket,
+) -> bool:
+    registry = CollectorRegistry()
+    label = str(api.event_sources[0].data_parallel_rank if api.event_sources else 0)
+    service = EngineService(engine, RequestMetrics(registry, api.model.name, label))
+    registry.register(EngineCollector(api.model, label, service.engine_statistics))
+    try:
+        server = _Server(_uvicorn_config(create_app(service, tokenizer, api, registry), config))
+        await _until_told(server, service, api, config, listener)
+    finally:
+        has_ended = await service.close()  # whatever happened: its thread would keep the process
+    return has_ended
+
+
+async def _until_told(
+    server: _Server,
+    service: EngineService,
+    api: ApiConfig,
+    config: ServerConfig,
+    listener: socket.socket,
+) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, server, service, config.grace_s)
+    host, port = listener.getsockname()[:2]
+    print(
+        f"kvroute engine {api.model.name} listens on http://{_in_url(host)}:{port}",
+        file=sys.stderr,
+        flush=True,
+    )
+    await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its way with signals: it would raise them again when it is done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def cut_connections(self) -> None:
+        """End every request at once; uvicorn's own way is to cancel them, and to log each as an
+        error."""
+        for connection in cast(set[HttpToolsProtocol], self.server_state.connections):
+            connection.transport.abort()
+
+
+def _stop(server: _Server, service: EngineService, grace_s: float) -> None:
+    """The first signal gives requests their grace, the second one none."""
+    if server.should_exit:
+        server.cut_connections()
+    server.should_exit = True
+    service.start_draining()
+    asyncio.get_running_loop().call_later(grace_s, server.cut_connections)
+
+
+class _BoundedHeadProtocol(HttpToolsProtocol):
+    """uvicorn's own would take a head without an end; here all that is no body is bounded."""
+
+    unframed_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.unframed_bytes += len(data)
+        super().data_received(data)
+        if self.unframed_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        self.unframed_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.unframed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.unframed_bytes = 0
+        super().on_message_complete()
+
+
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_BoundedHeadProtocol,
+        interface="asgi3",
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(config.grace_s) + _CUT_S,
+    )
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise EngineServerError(
+            f"--host {config.host} --port {config.port}: cannot be listened on: {error}"
+        ) from error
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

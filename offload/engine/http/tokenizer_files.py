@@ -1,0 +1,167 @@
+"""Any model's `tokenizer.json`, with the chat template that lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as Backend
+
+from offload.engine.http.chat import Chat
+from offload.engine.http.chat_template import ChatTemplate
+from offload.engine.http.errors import ConversationError, TokenizerError
+from offload.engine.http.tokenizer import Detokenizer
+
+_MAX_FILE_BYTES = 256 * 1024 * 1024
+_REPLACEMENT = "\ufffd"
+_MAX_HELD_IDS = 256
+"""Ids that may wait for the rest of a character: no character has so many, but nonsense may look as
+if."""
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library; the text of a chat comes from the model's own
+    template."""
+
+    def __init__(
+        self, backend: Backend, eos_token_id: int | None, template: ChatTemplate | None
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self.eos_token_id = eos_token_id
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, path: Path) -> FileTokenizer:
+        """Read a `tokenizer.json`, or the directory that holds one, and what lies beside it.
+
+        Raises:
+            TokenizerError: A file is missing or cannot be used.
+        """
+        file = path / "tokenizer.json" if path.is_dir() else path
+        backend = _backend(file)
+        config = _config(file.parent / "tokenizer_config.json")
+        special = {
+            name: text
+            for name in config
+            if name.endswith("_token") and (text := _token_text(config[name]))
+        }
+        eos = special.get("eos_token")
+        return cls(
+            backend,
+            None if eos is None else backend.token_to_id(eos),
+            _template(file.parent, config, special),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        if self._template is None:
+            raise ConversationError(
+                "messages: this model has no chat template; use /v1/completions"
+            )
+        return self.encode(self._template.render(chat), chat.add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        return _Window(self, skip_special_tokens)
+
+
+class _Window:
+    """Decodes a few ids behind those that are written already, since many decoders look at what
+    stands before.
+
+    What is written is what the window says beyond its known part, once it does not end within a
+    character.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._known: list[int] = []
+        self._new: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(self._take(token_id) for token_id in token_ids)
+
+    def finish(self) -> str:
+        return self._write()
+
+    def _take(self, token_id: int) -> str:
+        self._new.append(token_id)
+        if self._decode(self._new).endswith(_REPLACEMENT) and len(self._new) < _MAX_HELD_IDS:
+            return ""
+        return self._write()
+
+    def _write(self) -> str:
+        both = self._known + self._new
+        text = self._decode(both)[len(self._decode(self._known)) :]
+        # Ids without a text say nothing of what stands before the next one.
+        self._known, self._new = (self._new if text else both[-_MAX_HELD_IDS:]), []
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+
+
+def _backend(file: Path) -> Backend:
+    text = _read(file)
+    if text is None:
+        raise TokenizerError(f"{file}: missing; there must be a tokenizer.json")
+    try:
+        backend = Backend.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(
+            f"{file}: no tokenizer that can be used: {str(error)[:300]}"
+        ) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _template(
+    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    file = directory / "chat_template.jinja"
+    source = _read(file)
+    if source is not None:
+        return ChatTemplate(source, str(file), special_tokens)
+    configured = config.get("chat_template")
+    if not isinstance(configured, str):
+        return None
+    return ChatTemplate(configured, str(directory / "tokenizer_config.json"), special_tokens)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    text = _read(file)
+    try:
+        return {} if text is None else msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise TokenizerError(f"{file}: must be a JSON object: {error}") from error
+
+
+def _token_text(value: object) -> str | None:
+    """A token is written as a string, or as an object with its options."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _read(file: Path) -> str | None:
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise TokenizerError(f"{file}: larger than {_MAX_FILE_BYTES} bytes")
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file}: cannot be read ({type(error).__name__})") from error

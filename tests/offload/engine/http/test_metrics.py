@@ -1,0 +1,171 @@
+"""The metrics under vLLM's names: labels, values, and what a router reads of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from offload.engine.core.requests import EngineStatistics, FinishReason, GroupStatistics
+from offload.engine.http.metrics import EngineCollector, RequestMetrics
+from offload.engine.http.responses import ServedModel
+from router.replicas.engine_load import EngineGauges, parse_gauges
+from tests.offload.engine.http.served import MODEL, serving
+from tests.support.http_client import eventually
+
+SERVED = ServedModel("m", 512, 4096, 16, 500, True, 0)
+NAMES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:external_prefix_cache_queries_total",
+    "vllm:external_prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:request_success_total",
+    "vllm:cache_config_info",
+}
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (
+            sample.name,
+            sample.labels.get("finished_reason", sample.labels.get("le", "")),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_every_name_is_there_from_the_start_with_model_and_engine() -> None:
+    """A dashboard must show 0, not nothing."""
+    registry = CollectorRegistry()
+    RequestMetrics(registry, "m", "3")
+    registry.register(
+        EngineCollector(SERVED, "3", lambda: EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))
+    )
+    found = [
+        sample
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    ]
+    assert {sample.name for sample in found} >= NAMES
+    assert {(sample.labels["model_name"], sample.labels["engine"]) for sample in found} == {
+        ("m", "3")
+    }
+    (info,) = [sample for sample in found if sample.name == "vllm:cache_config_info"]
+    assert info.labels == {
+        "model_name": "m", "engine": "3", "block_size": "16", "num_gpu_blocks": "500", "enable_prefix_caching": "True",
+    }  # fmt: skip
+
+
+def test_every_count_stands_under_its_name() -> None:
+    """Two of them swapped would go unnoticed for long."""
+    registry = CollectorRegistry()
+    statistics = EngineStatistics(
+        num_running=1, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=60,
+        external_prefix_cache_hits=30, preemptions=5, prompt_tokens=6, generation_tokens=7, steps=8, copies_in_flight=9,
+    )  # fmt: skip
+    registry.register(EngineCollector(SERVED, "0", lambda: statistics))
+    found = {name.removeprefix("vllm:"): value for (name, _), value in samples(registry).items()}
+    assert found == {
+        "num_requests_running": 1,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": 0.25,
+        "prefix_cache_queries_total": 100,
+        "prefix_cache_hits_total": 60,
+        "external_prefix_cache_queries_total": 40,
+        "external_prefix_cache_hits_total": 30,
+        "num_preemptions_total": 5,
+        "prompt_tokens_total": 6,
+        "generation_tokens_total": 7,
+        "cache_config_info": 1,
+        "kvroute_engine_copies_in_flight": 9,
+    }
+
+
+def test_each_group_is_told_with_what_it_lost_and_why() -> None:
+    """What vLLM does not tell, and a sliding window is watched by."""
+    registry = CollectorRegistry()
+    groups = (
+        GroupStatistics("full_attention", 10, 0, 2, 96),
+        GroupStatistics("sliding_window", 4, 7, 1, 32),
+    )
+    statistics = EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, groups=groups)
+    registry.register(EngineCollector(SERVED, "0", lambda: statistics))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    found = {
+        (
+            sample.name,
+            sample.labels["group"],
+            sample.labels["kind"],
+            sample.labels.get("cause"),
+        ): sample.value
+        for family in families
+        for sample in family.samples
+        if "group" in sample.labels
+    }
+    assert found == {
+        ("kvroute_engine_cached_blocks", "0", "full_attention", None): 10,
+        ("kvroute_engine_cached_blocks", "1", "sliding_window", None): 4,
+        ("kvroute_engine_evicted_blocks_total", "0", "full_attention", "window"): 0,
+        ("kvroute_engine_evicted_blocks_total", "0", "full_attention", "pressure"): 2,
+        ("kvroute_engine_evicted_blocks_total", "1", "sliding_window", "window"): 7,
+        ("kvroute_engine_evicted_blocks_total", "1", "sliding_window", "pressure"): 1,
+        ("kvroute_engine_group_hit_tokens_total", "0", "full_attention", None): 96,
+        ("kvroute_engine_group_hit_tokens_total", "1", "sliding_window", None): 32,
+    }
+
+
+def test_times_go_into_their_histograms() -> None:
+    """Tokens that came together share the time between them."""
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, "m", "0")
+    metrics.on_first_token(0.5)
+    metrics.on_next_tokens(0.06, 3)
+    metrics.on_end(2.0, FinishReason.LENGTH)
+    found = samples(registry)
+    assert found["vllm:time_to_first_token_seconds_sum", ""] == 0.5
+    assert found["vllm:time_to_first_token_seconds_count", ""] == 1
+    assert found["vllm:inter_token_latency_seconds_count", ""] == 3
+    assert found["vllm:inter_token_latency_seconds_bucket", "0.025"] == 3
+    assert found["vllm:inter_token_latency_seconds_bucket", "0.01"] == 0
+    assert found["vllm:e2e_request_latency_seconds_sum", ""] == 2
+    reasons = {
+        reason: found["vllm:request_success_total", reason]
+        for reason in ("length", "stop", "abort")
+    }
+    assert reasons == {"length": 1, "stop": 0, "abort": 0}
+
+
+async def test_a_scrape_shows_what_is_under_way_without_waiting_for_the_engine() -> None:
+    """Scraped while a step is held: what the router balances by must not come late."""
+    async with serving("hello", settings={"max_num_seqs": 1}) as served:
+        served.runner.may_go.clear()
+        asked = [
+            asyncio.ensure_future(served.post("/v1/completions", {"prompt": list(range(100))}))
+        ]
+        await eventually(lambda: served.runner.steps, "the engine is in its step")
+        text = (await served.get("/metrics")).body
+        held = parse_gauges(text)
+        assert held is not None
+        assert held.running + held.waiting == 1
+        served.runner.may_go.set()
+        await asyncio.gather(*asked)
+        await served.until_idle()
+        now = await served.metrics()
+        assert parse_gauges(now.text.encode()) == EngineGauges(0, 0, 0.0)
+        assert now.sum("vllm:prompt_tokens_total", model_name=MODEL, engine="0") == 100
+        assert now.sum("vllm:generation_tokens_total") == 6
+        assert now.sum("vllm:time_to_first_token_seconds_count") == 1
+        assert now.sum("vllm:inter_token_latency_seconds_count") == 5
+        assert now.sum("vllm:request_success_total", finished_reason="stop") == 1
