@@ -3,6 +3,7 @@
 The files; each imports only what is listed above it:
 
     errors.py             exception tree
+    plugins.py            implementations by name: built-in, registered, from entry points
     events.py             BlockStored, BlockRemoved, AllBlocksCleared, CacheLayout, batches, the
                           aggregator of workers
     layout.py             groups and the hit rule: how much of a prompt such a cache can serve

@@ -8,6 +8,7 @@
     ├── EndpointError         an address no socket can bind or connect to
     ├── NoConnection          nobody to talk to at an endpoint, for now
     ├── NoAnswer              a replay endpoint that fell silent, hung up or would not end
+    ├── PlugInError           an unknown name, or a plug-in that cannot be used
     └── PublisherClosed       publish() after shutdown()
 
 Messages name place, value and rule, and never carry token ids: those are prompts.
@@ -46,6 +47,10 @@ class NoConnection(KVEventsError):
 
 class NoAnswer(KVEventsError):
     """The replay endpoint fell silent, hung up or would not end."""
+
+
+class PlugInError(KVEventsError, ValueError):
+    """An unknown name, or a plug-in that cannot be used."""
 
 
 class PublisherClosed(KVEventsError):

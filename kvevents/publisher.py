@@ -24,6 +24,7 @@ from kvevents.errors import MalformedBatch, PublisherClosed
 from kvevents.events import CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
+from kvevents.plugins import PlugIns
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 from kvevents.snapshot import Capture, Mirror
 from kvevents.stream import Stream, StreamStatistics, Taking
@@ -409,18 +410,25 @@ def _build_null(
     return NullEventPublisher()
 
 
-_builders: dict[str, PublisherBuilder] = {"null": _build_null, "zmq": ZmqEventPublisher}
+_BUILT_IN: dict[str, PublisherBuilder] = {"null": _build_null, "zmq": ZmqEventPublisher}
+_METHODS = ("publish", "shutdown", "statistics")
+_publishers = PlugIns("kvroute.publishers", "kind", _BUILT_IN, _METHODS)
 
 
 def register_publisher(kind: str, builder: PublisherBuilder) -> None:
-    """Make `PublisherConfig(kind=kind)` build something else.
+    """Make `PublisherConfig(kind=kind)` build something else, in this process.
+
+    A package that is to be found without being imported offers an entry point in the group
+    `kvroute.publishers` instead.
+
+    Args:
+        kind: The name.
+        builder: Called with configuration, layout, hash chain or None, and data-parallel rank.
 
     Raises:
         ValueError: The kind is taken.
     """
-    if kind in _builders:
-        raise ValueError(f"publisher kind {kind!r} is registered already")
-    _builders[kind] = builder
+    _publishers.register(kind, builder)
 
 
 def create_publisher(
@@ -429,19 +437,22 @@ def create_publisher(
     chain: HashChain | None = None,
     data_parallel_rank: int = 0,
 ) -> EventPublisher:
-    """The publisher a configuration asks for; none at all without one.
+    """The publisher a configuration asks for; without one, a publisher that sends nothing.
+
+    Args:
+        config: Its `kind` is a built-in one, a registered one, or a plug-in of the entry-point
+            group `kvroute.publishers`.
+        layout: Announced to consumers.
+        chain: The engine's hash function, if it is one of `kvevents.hashing.algorithms()`.
+        data_parallel_rank: This engine's rank. Ports move along by it.
 
     Raises:
         EndpointError: An address can be neither bound nor connected to.
-        ValueError: The kind is not registered.
+        PlugInError: The kind is unknown, or its plug-in cannot be used.
     """
     if config is None:
         return NullEventPublisher()
-    if config.kind not in _builders:
-        raise ValueError(
-            f"kind: publisher {config.kind[:40]!r} is none of {', '.join(sorted(_builders))}"
-        )
-    return _builders[config.kind](config, layout, chain, data_parallel_rank)
+    return _publishers.make(config.kind, config, layout, chain, data_parallel_rank)
 
 
 __all__ = [

@@ -44,7 +44,8 @@ class PublisherConfig:
     """Always bound; None: neither replays nor snapshots."""
     topic: str = ""
     kind: str = "zmq"
-    """Which publisher to build; see `kvevents.publisher.register_publisher`."""
+    """Which publisher to build: `zmq`, `null`, a registered one, or a plug-in of the entry-point
+    group `kvroute.publishers`."""
     buffer_steps: int = 10_000
     """Batches kept for replay, and not more than `buffer_bytes` of them."""
     buffer_bytes: int = 256 * 2**20

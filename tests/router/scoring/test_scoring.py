@@ -393,8 +393,11 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: str) -> No
         ("missing", "cannot be imported: No module named 'kvroute_no_such_module'"),
         ("absent", "cannot be imported"),
         ("number", "is int; it must be callable"),
-        ("nothing", r"made NoneType; it must have a method rank\(request, candidates\)"),
-        ("nobody", "'nobody' is none of prefix, round_robin, random, least_loaded, session"),
+        ("nothing", "made NoneType, which lacks rank"),
+        (
+            "nobody",
+            "'nobody' is unknown; known: prefix, round_robin, random, least_loaded, session",
+        ),
     ],
 )
 def test_a_plug_in_that_cannot_be_used_says_what_is_wrong(
