@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.simulation.workload import WorkloadSize
 from offload.engine.core.build import EngineConfig
-from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.time_model import TimeModel
 
 
@@ -18,7 +18,7 @@ class ReplicaConfig(EngineConfig):
     sliding_window: int = 1024
     """In tokens."""
 
-    def model(self) -> ModelConfig:
+    def model(self) -> TransformerConfig:
         """See `EngineConfig`."""
         return replace(super().model(), sliding_window=self.sliding_window)
 

@@ -18,8 +18,8 @@ from offload.engine.core.engine import Engine
 from offload.engine.core.presets import preset_names
 from offload.engine.core.time_model import TimeModel
 from offload.engine.http.api import ApiConfig
-from offload.engine.http.responses import EventSource, ServedModel
-from offload.engine.http.server import ServerConfig
+from offload.engine.http.responses import KVEventEndpoint, ServedModel
+from offload.engine.http.server import EngineServerConfig
 from offload.engine.http.server import run as run_server
 from offload.engine.http.tokenizer import ByteTokenizer, Tokenizer
 from offload.engine.http.tokenizer_files import FileTokenizer
@@ -28,7 +28,7 @@ from offload.errors import OffloadError
 EXIT_USAGE = 2
 _DEFAULTS = EngineConfig()
 _TIMES = TimeModel()
-_SERVER = ServerConfig()
+_SERVER = EngineServerConfig()
 
 
 @runtime_checkable
@@ -319,12 +319,12 @@ def _served_model(
     )
 
 
-def _event_sources(config: EngineConfig, engine: Engine) -> tuple[EventSource, ...]:
+def _event_sources(config: EngineConfig, engine: Engine) -> tuple[KVEventEndpoint, ...]:
     publisher = engine.publisher
     if not isinstance(publisher, ZmqEventPublisher):
         return ()
     return (
-        EventSource(
+        KVEventEndpoint(
             config.data_parallel_rank,
             publisher.endpoint,
             publisher.replay_endpoint,
@@ -333,5 +333,7 @@ def _event_sources(config: EngineConfig, engine: Engine) -> tuple[EventSource, .
     )
 
 
-def _server_config(arguments: argparse.Namespace) -> ServerConfig:
-    return ServerConfig(arguments.host, arguments.port, arguments.grace_s, arguments.log_level)
+def _server_config(arguments: argparse.Namespace) -> EngineServerConfig:
+    return EngineServerConfig(
+        arguments.host, arguments.port, arguments.grace_s, arguments.log_level
+    )

@@ -21,7 +21,7 @@ from offload.connector import OffloadingConnector, Tier
 from offload.cpu.manager import CPUOffloadingManager
 from offload.engine.core.batch import ModelRunner
 from offload.engine.core.engine import Engine
-from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.presets import preset
 from offload.engine.core.scheduler import Scheduler, SchedulerConfig
 from offload.engine.core.simulated import (
@@ -78,7 +78,7 @@ class EngineConfig:
     time_model: TimeModel = field(default_factory=TimeModel)
     """With `simulate`."""
 
-    def model(self) -> ModelConfig:
+    def model(self) -> TransformerConfig:
         """The preset with what this configuration changes of it."""
         changes = {
             "block_size": self.block_size,
@@ -89,7 +89,7 @@ class EngineConfig:
         return preset(self.preset, seed=self.seed, **changed)
 
 
-class _Hands(Protocol):
+class Backend(Protocol):
     """What computes and copies."""
 
     runner: ModelRunner
@@ -117,10 +117,10 @@ def build_engine(
     model = _fitting(config.model(), config)
     cache = CacheManager(_cache_config(config, model), model.block_size)
     clock = clock or RealClock()
-    hands = (
-        _SimulatedHands(config, model, clock) if config.simulate else _torch_hands(config, model)
+    backend = (
+        SimulatedBackend(config, model, clock) if config.simulate else _torch_backend(config, model)
     )
-    tiers, workers, stores = _tiers(config, model, cache.config.layout, hands)
+    tiers, workers, stores = _tiers(config, model, cache.config.layout, backend)
     connector = OffloadingConnector(cache, tiers) if tiers else None
     chain = HashChain.from_seed()
     limits = SchedulerConfig(
@@ -132,7 +132,7 @@ def build_engine(
         scheduler=Scheduler(
             limits, cache, RequestHasher(chain, model.block_size), config.eos_token_id, connector
         ),
-        runner=hands.runner,
+        runner=backend.runner,
         publisher=publisher or _publisher(config, cache.config.layout, chain),
         connector=connector,
         workers=workers,
@@ -141,7 +141,7 @@ def build_engine(
     )
 
 
-def _fitting(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+def _fitting(model: TransformerConfig, config: EngineConfig) -> TransformerConfig:
     """The model with no longer sequences than the cache has blocks for, so that none is admitted
     that never fits."""
     size = model.block_size
@@ -156,7 +156,7 @@ def _fitting(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     return replace(model, max_model_len=min(fitting * size, model.max_model_len))
 
 
-def _blocks_at_once(model: ModelConfig, config: EngineConfig, length: int) -> int:
+def _blocks_at_once(model: TransformerConfig, config: EngineConfig, length: int) -> int:
     """Most blocks that a sequence of *length* tokens holds at a time."""
     cache = CacheManager(
         _cache_config(replace(config, num_blocks=2), replace(model, max_model_len=length)),
@@ -169,7 +169,7 @@ def _blocks_at_once(model: ModelConfig, config: EngineConfig, length: int) -> in
     )
 
 
-def _cache_config(config: EngineConfig, model: ModelConfig) -> CacheConfig:
+def _cache_config(config: EngineConfig, model: TransformerConfig) -> CacheConfig:
     return CacheConfig.build(
         model.cache_groups(),
         num_blocks=config.num_blocks,
@@ -194,7 +194,7 @@ def _publisher(config: EngineConfig, layout: KVCacheLayout, chain: HashChain) ->
 
 
 def _tiers(
-    config: EngineConfig, model: ModelConfig, layout: KVCacheLayout, hands: _Hands
+    config: EngineConfig, model: TransformerConfig, layout: KVCacheLayout, backend: Backend
 ) -> tuple[list[Tier], list[OffloadingWorker], list[BlockFiles]]:
     tiers: list[Tier] = []
     workers: list[OffloadingWorker] = []
@@ -203,29 +203,29 @@ def _tiers(
         tiers.append(
             Tier(CPUOffloadingManager(config.cpu_blocks, config.cpu_cache_policy), layout.groups)
         )
-        workers.append(hands.cpu_worker(config.cpu_blocks))
+        workers.append(backend.cpu_worker(config.cpu_blocks))
     if config.disk_directory:
-        store, worker = hands.disk(config.disk_directory, _payload_bytes(model), _identity(model))
+        store, worker = backend.disk(config.disk_directory, _payload_bytes(model), _identity(model))
         tiers.append(Tier(FileOffloadingManager(store, config.disk_bytes), layout.groups))
         workers.append(worker)
         stores.append(store)
     return tiers, workers, stores
 
 
-def _identity(model: ModelConfig) -> str:
+def _identity(model: TransformerConfig) -> str:
     """Of the weights, and with them of every block: all that the model is made of but the length of
     what it is asked."""
     made_of = repr(replace(model, max_model_len=0))
     return f"{model.name} {sha256(made_of.encode()).hexdigest()}"
 
 
-def _payload_bytes(model: ModelConfig) -> list[int]:
+def _payload_bytes(model: TransformerConfig) -> list[int]:
     kinds = [group.kind for group in model.layer_groups()]
     return [model.group_page_bytes(kind) * model.layers_per_group for kind in kinds]
 
 
-class _SimulatedHands:
-    def __init__(self, config: EngineConfig, model: ModelConfig, clock: Clock) -> None:
+class SimulatedBackend:
+    def __init__(self, config: EngineConfig, model: TransformerConfig, clock: Clock) -> None:
         self.runner: ModelRunner = SimulatedRunner(
             config.time_model, clock, min(256, model.vocab_size)
         )
@@ -249,13 +249,13 @@ class _SimulatedHands:
         return SimulatedBlockFiles(payload_bytes), worker
 
 
-def _torch_hands(config: EngineConfig, model: ModelConfig) -> _Hands:
+def _torch_backend(config: EngineConfig, model: TransformerConfig) -> Backend:
     try:
-        hands = importlib.import_module("offload.engine.model.torch_backend")
+        module = importlib.import_module("offload.engine.model.torch_backend")
     except ImportError as error:
         raise CacheConfigError(
             f"the engine's model needs torch: pip install '.[offload]', or use --simulate ({error.name})"
         ) from None
     return cast(
-        _Hands, hands.TorchHands(model, config.num_blocks, config.device, config.cpu_threads)
+        Backend, module.TorchBackend(model, config.num_blocks, config.device, config.cpu_threads)
     )

@@ -10,7 +10,7 @@ from offload.base import OffloadingWorker
 from offload.cache_manager import CacheManager
 from offload.connector import OffloadingConnector
 from offload.engine.core.batch import ModelRunner
-from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.requests import (
     EngineRequest,
     EngineStatistics,
@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: TransformerConfig,
         cache: CacheManager,
         scheduler: Scheduler,
         runner: ModelRunner,

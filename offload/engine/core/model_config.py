@@ -40,7 +40,7 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class TransformerConfig:
     """A decoder-only transformer with seeded random weights."""
 
     name: str

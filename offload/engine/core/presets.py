@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.engine.core.model_config import LayerKind, ModelConfig
+from offload.engine.core.model_config import LayerKind, TransformerConfig
 from offload.errors import CacheConfigError
 
 _F, _W, _C, _S = LayerKind.FULL, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_LOCAL, LayerKind.STATE
@@ -49,7 +49,7 @@ def preset_names() -> list[str]:
     return [*_PATTERNS, *(f"{pattern}-{size}" for pattern in _PATTERNS for size in _SIZES)]
 
 
-def preset(name: str, **changes: object) -> ModelConfig:
+def preset(name: str, **changes: object) -> TransformerConfig:
     """A model by its name, such as `gemma` or `gptoss-small`; *changes* replace fields of it.
 
     Raises:
@@ -63,7 +63,7 @@ def preset(name: str, **changes: object) -> ModelConfig:
             f"preset {name[:40]!r} is none of {', '.join(_PATTERNS)}, alone or with -{', -'.join(_SIZES)}"
         )
     size = _SIZES[size_name]
-    config = ModelConfig(
+    config = TransformerConfig(
         name=name,
         layers=_PATTERNS[pattern] * size.repeats,
         hidden_size=size.hidden_size,

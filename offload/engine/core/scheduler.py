@@ -208,7 +208,7 @@ class Scheduler:
             if self._connector:
                 self._connector.store(sequence.cache)
             if token is not None:
-                outputs.append(self._say(sequence, token))
+                outputs.append(self._append_token(sequence, token))
         return outputs
 
     def loads_ended(self, loaded: Sequence[str], failed: Sequence[str]) -> None:
@@ -321,7 +321,7 @@ class Scheduler:
             num_output_tokens=len(sequence.output),
         )
 
-    def _say(self, sequence: _Sequence, token: int) -> StepOutput:
+    def _append_token(self, sequence: _Sequence, token: int) -> StepOutput:
         sequence.cache.append([token])
         sequence.output.append(token)
         self.generation_tokens += 1

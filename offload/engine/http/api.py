@@ -15,20 +15,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from offload.engine.core.requests import EngineRequest, SamplingParams
 from offload.engine.http.chat import Chat
-from offload.engine.http.clients import read_body, unless_gone
-from offload.engine.http.completion import Completion
-from offload.engine.http.error_handlers import add_error_answers, json_response
-from offload.engine.http.errors import ApiError, BadRequest, UnknownModel
+from offload.engine.http.clients import read_body, unless_disconnected
+from offload.engine.http.completion import CompletionBuilder
+from offload.engine.http.error_handlers import add_error_handlers, json_response
+from offload.engine.http.errors import ApiError, InvalidRequest, ModelNotFound
 from offload.engine.http.faults import crash, restart
 from offload.engine.http.responses import (
-    AnswerForm,
-    ChatForm,
-    CompletionForm,
-    EventSource,
+    ChatFormat,
+    CompletionFormat,
+    KVEventEndpoint,
+    ResponseFormat,
     ServedModel,
-    event_sources_answer,
-    models_answer,
-    tokenize_answer,
+    event_sources_response,
+    models_response,
+    tokenize_response,
 )
 from offload.engine.http.schemas import (
     DEFAULT_MAX_TOKENS,
@@ -68,7 +68,7 @@ class ApiConfig:
 
     model: ServedModel
     version: str
-    event_sources: tuple[EventSource, ...] = ()
+    event_sources: tuple[KVEventEndpoint, ...] = ()
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
     enable_faults: bool = False
@@ -91,7 +91,7 @@ def create_app(
     api = _Api(service, tokenizer, config, registry)
     for path, method, handler in api.routes():
         app.add_api_route(path, handler, methods=[method], response_model=None)
-    add_error_answers(app)
+    add_error_handlers(app)
     return app
 
 
@@ -144,7 +144,7 @@ class _Api:
             for prompt, place in zip(asked, places, strict=True)
         ]
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        form = CompletionForm(_answer_id("cmpl", request), self._name(body), int(time.time()))
+        form = CompletionFormat(_response_id("cmpl", request), self._name(body), int(time.time()))
         engine_requests = [
             self._engine_request(
                 ids, body, self._bounded(max_tokens, ids, is_wish=body.max_tokens is not None)
@@ -165,7 +165,7 @@ class _Api:
         max_tokens = self._bounded(
             self._model.max_model_len if wish is None else wish, ids, is_wish=wish is not None
         )
-        form = ChatForm(_answer_id("chatcmpl", request), self._name(body), int(time.time()))
+        form = ChatFormat(_response_id("chatcmpl", request), self._name(body), int(time.time()))
         return await self._answer(
             request, body, form, [self._engine_request(ids, body, max_tokens)]
         )
@@ -174,15 +174,17 @@ class _Api:
         self,
         request: Request,
         body: GenerateBody,
-        form: AnswerForm,
+        form: ResponseFormat,
         engine_requests: Sequence[EngineRequest],
     ) -> Response:
-        completion = Completion([(each, self._text_stream(body)) for each in engine_requests])
-        generation = await unless_gone(completion.start(self._service), request.receive)
+        completion = CompletionBuilder(
+            [(each, self._text_stream(body)) for each in engine_requests]
+        )
+        generation = await unless_disconnected(completion.start(self._service), request.receive)
         if body.stream:
             return EventStream(events(completion, generation, form, body), generation)
         async with generation:
-            choices = await unless_gone(completion.whole(generation), request.receive)
+            choices = await unless_disconnected(completion.whole(generation), request.receive)
         return json_response(form.whole(choices, completion.usage))
 
     def _text_stream(self, body: GenerateBody) -> TextStream:
@@ -207,7 +209,7 @@ class _Api:
         self._check_model(body.model)
         refuse_unsupported(body)
         if body.stream_options is not None and not body.stream:
-            raise BadRequest(
+            raise InvalidRequest(
                 "stream_options",
                 "given",
                 "belongs to a stream: set stream to true, or leave it out",
@@ -218,9 +220,9 @@ class _Api:
         room = self._model.max_model_len - len(ids)
         rule = f"prompt and answer must have at most {self._model.max_model_len} tokens together"
         if room < 1:
-            raise BadRequest("prompt", f"{len(ids)} tokens", rule)
+            raise InvalidRequest("prompt", f"{len(ids)} tokens", rule)
         if is_wish and max_tokens > room:
-            raise BadRequest(
+            raise InvalidRequest(
                 "max_tokens", f"{max_tokens} behind a prompt of {len(ids)} tokens", rule
             )
         return min(max_tokens, room)
@@ -238,7 +240,7 @@ class _Api:
             ids = prompt
             check_token_ids(ids, self._model.vocab_size, place)
         if not ids:
-            raise BadRequest(place, "no tokens", "must have at least one")
+            raise InvalidRequest(place, "no tokens", "must have at least one")
         return ids
 
     async def _chat_ids(self, chat: Chat) -> list[int]:
@@ -254,7 +256,7 @@ class _Api:
             text, special = body.prompt, body.add_special_tokens
             ids = await _maybe_in_thread(len(text), lambda: self._tokenizer.encode(text, special))
         texts = self._tokenizer.token_texts(ids) if body.return_token_strs else None
-        return json_response(tokenize_answer(ids, texts, self._model.max_model_len))
+        return json_response(tokenize_response(ids, texts, self._model.max_model_len))
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, DetokenizeBody)
@@ -267,10 +269,10 @@ class _Api:
     # --- what routers and operators ask -----------------------------------------------------------
 
     async def models(self, _request: Request) -> Response:
-        return json_response(models_answer(self._model))
+        return json_response(models_response(self._model))
 
     async def event_sources(self, _request: Request) -> Response:
-        return json_response(event_sources_answer(self._config.event_sources))
+        return json_response(event_sources_response(self._config.event_sources))
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=503 if self._service.is_dead else 200)
@@ -318,7 +320,7 @@ class _Api:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name and name not in self._model.adapters:
-            raise UnknownModel(name)
+            raise ModelNotFound(name)
 
     def _name(self, body: GenerateBody) -> str:
         return body.model or self._model.name
@@ -327,7 +329,7 @@ class _Api:
 # --- answers --------------------------------------------------------------------------------------
 
 
-def _answer_id(prefix: str, request: Request) -> str:
+def _response_id(prefix: str, request: Request) -> str:
     """After the client's own id for the request, if it has one that can be repeated."""
     own = request.headers.get("x-request-id", "")
     return f"{prefix}-{own if 0 < len(own) <= _MAX_REQUEST_ID_CHARS and own.isprintable() else uuid.uuid4().hex}"

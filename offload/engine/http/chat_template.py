@@ -20,7 +20,7 @@ MAX_PROMPT_CHARS = 16_777_216
 
 # What a template may raise over a client's data. The messages quote the conversation, so they go no
 # further.
-_FAULTS = (
+_TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,
     AttributeError,
@@ -46,7 +46,7 @@ class _GenerationBlock(Extension):
         )
 
 
-class ChatTemplate:
+class EngineChatTemplate:
     """A compiled template; chats in, text out."""
 
     def __init__(self, source: str, place: str, special_tokens: Mapping[str, str]) -> None:
@@ -105,7 +105,7 @@ class ChatTemplate:
                         f"messages: their text is longer than {MAX_PROMPT_CHARS} characters"
                     )
                 pieces.append(piece)
-        except _FAULTS:
+        except _TEMPLATE_ERRORS:
             raise ConversationError(
                 "messages: the model's chat template refuses this conversation"
             ) from None

@@ -11,12 +11,12 @@ from async_timeout import timeout
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from offload.engine.http.errors import ApiError, BodyTooLarge
+from offload.engine.http.errors import ApiError, RequestTooLarge
 
 Result = TypeVar("Result")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody is there to be answered."""
 
 
@@ -24,9 +24,9 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
     """The whole body.
 
     Raises:
-        BodyTooLarge: It is longer than *limit_bytes*.
+        RequestTooLarge: It is longer than *limit_bytes*.
         ApiError: It is not there within *timeout_s*.
-        ClientGone: The client left in the middle of it.
+        ClientDisconnected: The client left in the middle of it.
     """
     try:
         async with timeout(timeout_s):
@@ -36,14 +36,14 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
             f"body: not there within {timeout_s:g} s", 408, "RequestTimeoutError"
         ) from None
     except ClientDisconnect:
-        raise ClientGone from None
+        raise ClientDisconnected from None
 
 
-async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result:
+async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
     """What *work* brings; it is cancelled if the client leaves. To be used once the body was read.
 
     Raises:
-        ClientGone: The client left first.
+        ClientDisconnected: The client left first.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
@@ -52,7 +52,7 @@ async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for task in tasks:
             task.cancel()
@@ -62,12 +62,12 @@ async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result:
 async def _read(request: Request, limit_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
+        raise RequestTooLarge(limit_bytes)
     pieces = bytearray()
     async for piece in request.stream():
         pieces += piece
         if len(pieces) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
+            raise RequestTooLarge(limit_bytes)
     return bytes(pieces)
 
 

@@ -8,24 +8,24 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from offload.engine.core.requests import EngineRequest, FinishReason, StepOutput
-from offload.engine.http.responses import Choice, Usage
+from offload.engine.http.responses import Choice, TokenUsage
 from offload.engine.http.service import EngineService, Generation
 from offload.engine.http.text_stream import TextStream
 
 
 @dataclass(slots=True)
-class _Growing:
+class _ChoiceInProgress:
     """One choice under way."""
 
     index: int
     request: EngineRequest
     text: TextStream
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
     def take(self, output: StepOutput) -> Choice:
         """The next piece; the last one has a finish reason."""
         count = self.usage.completion_tokens + len(output.new_token_ids)
-        self.usage = Usage(output.num_prompt_tokens, count, output.num_cached_tokens)
+        self.usage = TokenUsage(output.num_prompt_tokens, count, output.num_cached_tokens)
         ids, reason = output.new_token_ids, output.finish_reason
         # The token that ended it is counted and not written, as a stop string is.
         text = self.text.feed(ids[:-1] if reason is FinishReason.STOP else ids)
@@ -42,19 +42,19 @@ class _Growing:
         return last if last in self.request.sampling.stop_token_ids else None
 
 
-class Completion:
+class CompletionBuilder:
     """The answer to one request of a client: a choice for each of its prompts."""
 
     def __init__(self, choices: Sequence[tuple[EngineRequest, TextStream]]) -> None:
         self._growing = {
-            request.request_id: _Growing(index, request, text)
+            request.request_id: _ChoiceInProgress(index, request, text)
             for index, (request, text) in enumerate(choices)
         }
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Tokens so far, over all choices."""
-        return sum((growing.usage for growing in self._growing.values()), Usage())
+        return sum((growing.usage for growing in self._growing.values()), TokenUsage())
 
     @property
     def num_choices(self) -> int:

@@ -8,15 +8,15 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from offload.engine.http.clients import ClientGone
+from offload.engine.http.clients import ClientDisconnected
 from offload.engine.http.errors import (
     ApiError,
     ConversationError,
+    EndpointNotFound,
     EngineBusyError,
     EngineDeadError,
-    MethodNotAllowed,
-    UnknownPath,
-    error_answer,
+    WrongMethod,
+    error_body,
 )
 from offload.errors import EngineRequestError
 
@@ -28,52 +28,52 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
-def add_error_answers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """Answer each kind of error in its way."""
-    app.add_exception_handler(ApiError, _answer_api)
-    app.add_exception_handler(EngineRequestError, _answer_refused)
-    app.add_exception_handler(ConversationError, _answer_refused)
-    app.add_exception_handler(EngineBusyError, _answer_busy)
-    app.add_exception_handler(EngineDeadError, _answer_dead)
-    app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(ClientGone, _answer_nobody)
-    app.add_exception_handler(Exception, _answer_fault)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineRequestError, _on_refused)
+    app.add_exception_handler(ConversationError, _on_refused)
+    app.add_exception_handler(EngineBusyError, _on_busy)
+    app.add_exception_handler(EngineDeadError, _on_dead)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnected, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected_error)
 
 
-async def _answer_api(_request: Request, error: Exception) -> Response:
+async def _on_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return json_response(
-        error_answer(str(error), error.kind, error.status, error.place), error.status
+        error_body(str(error), error.kind, error.status, error.place), error.status
     )
 
 
-async def _answer_refused(_request: Request, error: Exception) -> Response:
-    return json_response(error_answer(str(error), "BadRequestError", 400), 400)
+async def _on_refused(_request: Request, error: Exception) -> Response:
+    return json_response(error_body(str(error), "BadRequestError", 400), 400)
 
 
-async def _answer_busy(_request: Request, error: Exception) -> Response:
-    answer = json_response(error_answer(str(error), "ServiceUnavailableError", 503), 503)
+async def _on_busy(_request: Request, error: Exception) -> Response:
+    answer = json_response(error_body(str(error), "ServiceUnavailableError", 503), 503)
     answer.headers["retry-after"] = "1"
     return answer
 
 
-async def _answer_dead(_request: Request, error: Exception) -> Response:
-    return json_response(error_answer(str(error), "InternalServerError", 500), 500)
+async def _on_dead(_request: Request, error: Exception) -> Response:
+    return json_response(error_body(str(error), "InternalServerError", 500), 500)
 
 
-async def _answer_http(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return await _answer_api(
-        request, MethodNotAllowed() if error.status_code == 405 else UnknownPath()
+    return await _on_api_error(
+        request, WrongMethod() if error.status_code == 405 else EndpointNotFound()
     )
 
 
-async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
-async def _answer_fault(_request: Request, _error: Exception) -> Response:
+async def _on_unexpected_error(_request: Request, _error: Exception) -> Response:
     """A mistake of this server's own, which is logged by uvicorn and not told."""
     return json_response(
-        error_answer("the server has made a mistake", "InternalServerError", 500), 500
+        error_body("the server has made a mistake", "InternalServerError", 500), 500
     )

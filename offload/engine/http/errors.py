@@ -8,11 +8,11 @@
     ├── EngineDeadError       the engine raised: nothing is served any more
     ├── EngineBusyError       nothing new is taken: too much is under way, or the engine is going down
     └── ApiError              a request is answered with an error: status, place, rule
-        ├── BadRequest        400
-        ├── UnknownModel      404
-        ├── UnknownPath       404
-        ├── MethodNotAllowed  405
-        └── BodyTooLarge      413
+        ├── InvalidRequest        400
+        ├── ModelNotFound      404
+        ├── EndpointNotFound       404
+        ├── WrongMethod  405
+        └── RequestTooLarge      413
 
 Messages name place, value and rule; no prompt is ever in one.
 """
@@ -64,7 +64,7 @@ class ApiError(OffloadError):
         self.place = place
 
 
-class BadRequest(ApiError):
+class InvalidRequest(ApiError):
     """The input breaks a rule.
 
     Args:
@@ -77,7 +77,7 @@ class BadRequest(ApiError):
         super().__init__(f"{place}: {found}; {rule}", 400, "BadRequestError", place)
 
 
-class UnknownModel(ApiError):
+class ModelNotFound(ApiError):
     """This server has no model of that name."""
 
     def __init__(self, name: str) -> None:
@@ -89,21 +89,21 @@ class UnknownModel(ApiError):
         )
 
 
-class UnknownPath(ApiError):
+class EndpointNotFound(ApiError):
     """No endpoint of that path; it is not repeated, since nobody knows what a client puts there."""
 
     def __init__(self) -> None:
         super().__init__("path: there is no such endpoint", 404, "NotFoundError")
 
 
-class MethodNotAllowed(ApiError):
+class WrongMethod(ApiError):
     """The endpoint exists, for other methods."""
 
     def __init__(self) -> None:
         super().__init__("method: this endpoint takes another one", 405, "MethodNotAllowedError")
 
 
-class BodyTooLarge(ApiError):
+class RequestTooLarge(ApiError):
     """A body over the bound."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -112,6 +112,6 @@ class BodyTooLarge(ApiError):
         )
 
 
-def error_answer(message: str, kind: str, status: int, place: str | None = None) -> dict[str, Any]:
+def error_body(message: str, kind: str, status: int, place: str | None = None) -> dict[str, Any]:
     """An error as clients are told it."""
     return {"error": {"message": message, "type": kind, "param": place, "code": status}}

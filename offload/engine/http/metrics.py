@@ -48,7 +48,7 @@ _REQUEST_BUCKETS = (
 
 
 class RequestMetrics:
-    """How long requests took; an `offload.engine.http.service.Observer`."""
+    """How long requests took; an `offload.engine.http.service.LatencyObserver`."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
         """Register the metrics.
@@ -84,16 +84,16 @@ class RequestMetrics:
             self._ended.labels(*self._labels, reason.value)
 
     def on_first_token(self, since_arrival_s: float) -> None:
-        """See `Observer`."""
+        """See `LatencyObserver`."""
         self._first.observe(since_arrival_s)
 
     def on_next_tokens(self, gap_s: float, count: int) -> None:
-        """See `Observer`. Tokens that came together share the time."""
+        """See `LatencyObserver`. Tokens that came together share the time."""
         for _ in range(count):
             self._following.observe(gap_s / count)
 
     def on_end(self, since_arrival_s: float, reason: FinishReason) -> None:
-        """See `Observer`."""
+        """See `LatencyObserver`."""
         self._whole.observe(since_arrival_s)
         self._ended.labels(*self._labels, reason.value).inc()
 

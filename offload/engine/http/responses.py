@@ -29,7 +29,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class EventSource:
+class KVEventEndpoint:
     """Where the engine publishes what its cache holds."""
 
     data_parallel_rank: int
@@ -39,15 +39,15 @@ class EventSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of one answer, over all its prompts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
@@ -75,10 +75,10 @@ class Choice:
     """The stop string or stop token that ended it."""
 
 
-class AnswerForm(Protocol):
+class ResponseFormat(Protocol):
     """One endpoint's shapes, for one answer."""
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
         """Everything at once."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -87,11 +87,11 @@ class AnswerForm(Protocol):
     def piece(self, choice: Choice) -> dict[str, Any]:
         """One event of a stream."""
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage) -> dict[str, Any]:
         """The event that tells the usage."""
 
 
-class CompletionForm:
+class CompletionFormat:
     """Of /v1/completions."""
 
     def __init__(self, answer_id: str, model: str, created: int) -> None:
@@ -102,7 +102,7 @@ class CompletionForm:
             "model": model,
         }
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
         return {
             **self._head,
             "choices": [self._choice(choice) for choice in choices],
@@ -115,7 +115,7 @@ class CompletionForm:
     def piece(self, choice: Choice) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(choice)]}
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage.to_dict()}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class CompletionForm:
         }
 
 
-class ChatForm:
+class ChatFormat:
     """Of /v1/chat/completions."""
 
     def __init__(self, answer_id: str, model: str, created: int) -> None:
@@ -140,7 +140,7 @@ class ChatForm:
         }
         self._stream_head = {**self._head, "object": "chat.completion.chunk"}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
         entries = [
             self._entry(choice, "message", {"role": "assistant", "content": choice.text})
             for choice in choices
@@ -160,7 +160,7 @@ class ChatForm:
             "choices": [self._entry(choice, "delta", {"content": choice.text})],
         }
 
-    def closing(self, usage: Usage) -> dict[str, Any]:
+    def closing(self, usage: TokenUsage) -> dict[str, Any]:
         return {**self._stream_head, "choices": [], "usage": usage.to_dict()}
 
     def _entry(self, choice: Choice, name: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class ChatForm:
         }
 
 
-def models_answer(model: ServedModel) -> dict[str, Any]:
+def models_response(model: ServedModel) -> dict[str, Any]:
     """The model, and its adapters as entries with a parent."""
     entries = [_model_entry(model, model.name, None)]
     entries += [_model_entry(model, adapter, model.name) for adapter in model.adapters]
@@ -193,7 +193,7 @@ def _model_entry(model: ServedModel, name: str, parent: str | None) -> dict[str,
     }
 
 
-def event_sources_answer(sources: Sequence[EventSource]) -> dict[str, Any]:
+def event_sources_response(sources: Sequence[KVEventEndpoint]) -> dict[str, Any]:
     """Rank -> publisher, as vLLM 0.32 tells it."""
     return {
         str(source.data_parallel_rank): {
@@ -207,7 +207,7 @@ def event_sources_answer(sources: Sequence[EventSource]) -> dict[str, Any]:
     }
 
 
-def tokenize_answer(
+def tokenize_response(
     token_ids: Sequence[int], texts: Sequence[str] | None, max_model_len: int
 ) -> dict[str, Any]:
     """Of /tokenize."""

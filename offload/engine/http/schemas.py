@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from offload.engine.http.chat import Chat
-from offload.engine.http.errors import BadRequest
+from offload.engine.http.errors import InvalidRequest
 from offload.engine.http.faults import MAX_FACTOR, MAX_SECONDS
 
 MAX_PROMPTS = 256
@@ -107,16 +107,18 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
         """One or many, each a text or token ids.
 
         Raises:
-            BadRequest: It is none of the four forms.
+            InvalidRequest: It is none of the four forms.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise BadRequest("prompt", "an empty list", "must hold at least one prompt or token id")
+            raise InvalidRequest(
+                "prompt", "an empty list", "must hold at least one prompt or token id"
+            )
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
         if len(self.prompt) > MAX_PROMPTS:
-            raise BadRequest(
+            raise InvalidRequest(
                 "prompt", f"{len(self.prompt)} prompts", f"must be at most {MAX_PROMPTS}"
             )
         return [_one_of_many(item, index) for index, item in enumerate(self.prompt)]
@@ -234,7 +236,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     """Read a body.
 
     Raises:
-        BadRequest: It is not JSON, or breaks a rule of *kind*. The error names types and places,
+        InvalidRequest: It is not JSON, or breaks a rule of *kind*. The error names types and places,
             never content.
     """
     result: Body = _decode(body, kind)
@@ -247,11 +249,11 @@ def _decode(body: bytes, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         found, _, path = str(error).partition(" - at ")
         place = path.strip("`").removeprefix("$").removeprefix(".") or "body"
-        raise BadRequest(
+        raise InvalidRequest(
             place[:_MAX_SHOWN_CHARS], found[:_MAX_SHOWN_CHARS], "see the OpenAI API"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadRequest(
+        raise InvalidRequest(
             "body", f"{len(body)} bytes that are not JSON", "must be a JSON object in UTF-8"
         ) from None
 
@@ -260,7 +262,7 @@ def decode_tokenize(body: bytes) -> TokenizeTextBody | TokenizeChatBody:
     """Read a body of /tokenize: a conversation if it has messages.
 
     Raises:
-        BadRequest: It is neither form.
+        InvalidRequest: It is neither form.
     """
     fields = decode(body, dict[str, msgspec.Raw])
     return (
@@ -272,7 +274,7 @@ def decode_fault(body: bytes) -> Fault:
     """Read a body of /faults.
 
     Raises:
-        BadRequest: It is no fault that there is.
+        InvalidRequest: It is no fault that there is.
     """
     fault: Fault = _decode(body, Fault)
     return fault
@@ -282,16 +284,16 @@ def conversation(body: ChatBody | TokenizeChatBody) -> Chat:
     """The chat in a body.
 
     Raises:
-        BadRequest: A message has no role, or fields contradict each other.
+        InvalidRequest: A message has no role, or fields contradict each other.
     """
     if not body.messages:
-        raise BadRequest("messages", "an empty list", "must hold at least one message")
+        raise InvalidRequest("messages", "an empty list", "must hold at least one message")
     if body.continue_final_message and body.add_generation_prompt:
         rule = "must be false where add_generation_prompt is true, which is its default"
-        raise BadRequest("continue_final_message", "true", rule)
+        raise InvalidRequest("continue_final_message", "true", rule)
     for index, message in enumerate(body.messages):
         if not isinstance(message.get("role"), str):
-            raise BadRequest(
+            raise InvalidRequest(
                 f"messages[{index}].role", "not a string", "every message must have a role"
             )
     documents = {} if body.documents is None else {"documents": body.documents}
@@ -309,26 +311,26 @@ def refuse_unsupported(body: GenerateBody) -> None:
     """Say no to what would change the answer and cannot be done, rather than answer something else.
 
     Raises:
-        BadRequest: Such a field has a value of its own.
+        InvalidRequest: Such a field has a value of its own.
     """
     for name, only in _ONLY_VALUES.items():
         value = getattr(body, name, None)
         if value is not None and value != only:
-            raise BadRequest(
+            raise InvalidRequest(
                 name,
                 _shown(value),
                 f"this engine does not support it; leave it out, or {_shown(only)}",
             )
     for name in _NEVER:
         if getattr(body, name, None) is not None:
-            raise BadRequest(name, "given", "this engine does not support it; leave it out")
+            raise InvalidRequest(name, "given", "this engine does not support it; leave it out")
     if body.top_k not in _NEUTRAL_TOP_K:
-        raise BadRequest(
+        raise InvalidRequest(
             "top_k", str(body.top_k), "this engine samples from all tokens; leave it out"
         )
     _refuse_log_probabilities(body)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "auto", "none"):
-        raise BadRequest(
+        raise InvalidRequest(
             "tool_choice",
             "a tool to be called",
             "this engine calls none; must be auto, none or left out",
@@ -338,7 +340,7 @@ def refuse_unsupported(body: GenerateBody) -> None:
 def _refuse_log_probabilities(body: GenerateBody) -> None:
     wanted = getattr(body, "logprobs", None)
     if wanted is not None and wanted is not False:
-        raise BadRequest(
+        raise InvalidRequest(
             "logprobs", "given", "this engine does not tell probabilities; leave it out"
         )
 
@@ -352,13 +354,13 @@ def _one_of_many(item: object, index: int) -> str | list[int]:
         return item
     if isinstance(item, list):
         return item
-    raise BadRequest(f"prompt[{index}]", type(item).__name__, _PROMPT_RULE)
+    raise InvalidRequest(f"prompt[{index}]", type(item).__name__, _PROMPT_RULE)
 
 
 def _ids(values: Sequence[object]) -> list[int]:
     ids = [value for value in values if isinstance(value, int)]
     if len(ids) < len(values):
-        raise BadRequest("prompt", "token ids among other things", _PROMPT_RULE)
+        raise InvalidRequest("prompt", "token ids among other things", _PROMPT_RULE)
     return ids
 
 
@@ -366,13 +368,13 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, place: str) -> No
     """Refuse ids that the model does not have.
 
     Raises:
-        BadRequest: There is one.
+        InvalidRequest: There is one.
     """
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         index = next(
             index for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size
         )
-        raise BadRequest(
+        raise InvalidRequest(
             f"{place}[{index}]",
             "a token id out of range",
             f"must be at least 0 and below {vocab_size}",

@@ -40,7 +40,7 @@ _EXIT_FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
+class EngineServerConfig:
     """Where one engine is served, and how it ends."""
 
     host: str = "127.0.0.1"
@@ -51,7 +51,9 @@ class ServerConfig:
     log_level: str = "warning"
 
 
-def run(engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: ServerConfig) -> int:
+def run(
+    engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: EngineServerConfig
+) -> int:
     """Serve until SIGTERM or SIGINT; a second one cuts what still runs.
 
     Returns:
@@ -81,7 +83,7 @@ def _on_uvloop(
     engine: ServedEngine,
     tokenizer: Tokenizer,
     api: ApiConfig,
-    config: ServerConfig,
+    config: EngineServerConfig,
     listener: socket.socket,
 ) -> bool:
     work = _serve(engine, tokenizer, api, config, listener)
@@ -96,7 +98,7 @@ async def _serve(
     engine: ServedEngine,
     tokenizer: Tokenizer,
     api: ApiConfig,
-    config: ServerConfig,
+    config: EngineServerConfig,
     listener: socket.socket,
 ) -> bool:
     registry = CollectorRegistry()
@@ -104,7 +106,9 @@ async def _serve(
     service = EngineService(engine, RequestMetrics(registry, api.model.name, label))
     registry.register(EngineCollector(api.model, label, service.engine_statistics))
     try:
-        server = _Server(_uvicorn_config(create_app(service, tokenizer, api, registry), config))
+        server = _EngineServer(
+            _uvicorn_config(create_app(service, tokenizer, api, registry), config)
+        )
         await _until_told(server, service, api, config, listener)
     finally:
         has_ended = await service.close()  # whatever happened: its thread would keep the process
@@ -112,10 +116,10 @@ async def _serve(
 
 
 async def _until_told(
-    server: _Server,
+    server: _EngineServer,
     service: EngineService,
     api: ApiConfig,
-    config: ServerConfig,
+    config: EngineServerConfig,
     listener: socket.socket,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -130,7 +134,7 @@ async def _until_told(
     await server.serve(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
+class _EngineServer(uvicorn.Server):
     """uvicorn without its way with signals: it would raise them again when it is done."""
 
     @contextlib.contextmanager
@@ -144,7 +148,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _stop(server: _Server, service: EngineService, grace_s: float) -> None:
+def _stop(server: _EngineServer, service: EngineService, grace_s: float) -> None:
     """The first signal gives requests their grace, the second one none."""
     if server.should_exit:
         server.cut_connections()
@@ -177,7 +181,7 @@ class _BoundedHeadProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
 
-def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: Any, config: EngineServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=_BoundedHeadProtocol,
@@ -194,7 +198,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def _listen(config: EngineServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -56,7 +56,7 @@ class ServedEngine(Protocol):
         """The last call."""
 
 
-class Observer(Protocol):
+class LatencyObserver(Protocol):
     """Who wants to know how long things took. Called on the event loop, times in seconds."""
 
     def on_first_token(self, since_arrival_s: float) -> None:
@@ -149,7 +149,7 @@ class EngineService:
     def __init__(
         self,
         engine: ServedEngine,
-        observer: Observer | None = None,
+        observer: LatencyObserver | None = None,
         *,
         max_under_way: int = 4096,
         clock: Callable[[], float] = time.monotonic,

@@ -10,10 +10,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offload.engine.http.clients import ClientGone, unless_gone
-from offload.engine.http.completion import Completion
-from offload.engine.http.errors import EngineDeadError, error_answer
-from offload.engine.http.responses import AnswerForm
+from offload.engine.http.clients import ClientDisconnected, unless_disconnected
+from offload.engine.http.completion import CompletionBuilder
+from offload.engine.http.errors import EngineDeadError, error_body
+from offload.engine.http.responses import ResponseFormat
 from offload.engine.http.schemas import GenerateBody
 from offload.engine.http.service import Generation
 
@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def events(
-    completion: Completion, generation: Generation, form: AnswerForm, body: GenerateBody
+    completion: CompletionBuilder, generation: Generation, form: ResponseFormat, body: GenerateBody
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An engine that dies in between is told as an event, since the status
     is gone already."""
@@ -41,12 +41,12 @@ async def events(
         if body.wants_usage:
             yield _event(form.closing(completion.usage))
     except EngineDeadError as error:
-        yield _event(error_answer(str(error), "InternalServerError", 500))
+        yield _event(error_body(str(error), "InternalServerError", 500))
     yield DONE
 
 
 def _with_usage(
-    event: dict[str, Any], completion: Completion, body: GenerateBody
+    event: dict[str, Any], completion: CompletionBuilder, body: GenerateBody
 ) -> dict[str, Any]:
     """Where a client wants the usage, every event has the field, and most of them nothing in it."""
     if not body.wants_usage:
@@ -71,8 +71,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (the interface's)
         try:
-            with contextlib.suppress(ClientGone):
-                await unless_gone(self._send(send), receive)
+            with contextlib.suppress(ClientDisconnected):
+                await unless_disconnected(self._send(send), receive)
         finally:
             self._generation.close()
 

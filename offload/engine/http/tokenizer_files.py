@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer as Backend
 
 from offload.engine.http.chat import Chat
-from offload.engine.http.chat_template import ChatTemplate
+from offload.engine.http.chat_template import EngineChatTemplate
 from offload.engine.http.errors import ConversationError, TokenizerError
 from offload.engine.http.tokenizer import Detokenizer
 
@@ -26,7 +26,7 @@ class FileTokenizer:
     template."""
 
     def __init__(
-        self, backend: Backend, eos_token_id: int | None, template: ChatTemplate | None
+        self, backend: Backend, eos_token_id: int | None, template: EngineChatTemplate | None
     ) -> None:
         self._backend = backend
         self._template = template
@@ -131,15 +131,15 @@ def _backend(file: Path) -> Backend:
 
 def _template(
     directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> ChatTemplate | None:
+) -> EngineChatTemplate | None:
     file = directory / "chat_template.jinja"
     source = _read(file)
     if source is not None:
-        return ChatTemplate(source, str(file), special_tokens)
+        return EngineChatTemplate(source, str(file), special_tokens)
     configured = config.get("chat_template")
     if not isinstance(configured, str):
         return None
-    return ChatTemplate(configured, str(directory / "tokenizer_config.json"), special_tokens)
+    return EngineChatTemplate(configured, str(directory / "tokenizer_config.json"), special_tokens)
 
 
 def _config(file: Path) -> dict[str, Any]:

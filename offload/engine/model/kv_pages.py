@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.model_config import TransformerConfig
 from offload.transfer.canonical import CanonicalKVCache, DataRef
 
 
@@ -14,7 +14,7 @@ class KVPages:
     """`tensors[j]` is `(num_blocks, page_bytes)` int8 and holds the j-th layer of every group:
     groups share the blocks."""
 
-    def __init__(self, model: ModelConfig, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, model: TransformerConfig, num_blocks: int, device: torch.device) -> None:
         self._model = model
         shape = (num_blocks, model.page_bytes)
         self.tensors = [

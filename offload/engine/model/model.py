@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload.engine.core.batch import SequenceChunk
-from offload.engine.core.model_config import LayerKind, ModelConfig
+from offload.engine.core.model_config import LayerKind, TransformerConfig
 from offload.engine.model.kv_pages import KVPages
 
 
 class Transformer(nn.Module):
     """The whole model. All of a step's tokens go through it together, attention aside."""
 
-    def __init__(self, config: ModelConfig, pages: KVPages) -> None:
+    def __init__(self, config: TransformerConfig, pages: KVPages) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -68,7 +68,7 @@ class Layer(nn.Module):
     """Attention or a state, then SwiGLU, each behind a norm and around a residual."""
 
     def __init__(
-        self, config: ModelConfig, kind: LayerKind, pages: KVPages, group_idx: int, place: int
+        self, config: TransformerConfig, kind: LayerKind, pages: KVPages, group_idx: int, place: int
     ) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
@@ -94,7 +94,9 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over the pages that a chunk's block table names."""
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, pages: Tensor, group_idx: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, kind: LayerKind, pages: Tensor, group_idx: int
+    ) -> None:
         super().__init__()
         self._config = config
         self._kind = kind
@@ -180,7 +182,7 @@ class Attention(nn.Module):
 class StateMixer(nn.Module):
     """Linear attention: `S_t = decay * S_(t-1) + k_t v_t^T`, `o_t = q_t S_t`, a chunk at a time."""
 
-    def __init__(self, config: ModelConfig, pages: Tensor, group_idx: int) -> None:
+    def __init__(self, config: TransformerConfig, pages: Tensor, group_idx: int) -> None:
         super().__init__()
         self._config = config
         self._pages = pages
@@ -242,7 +244,7 @@ class StateMixer(nn.Module):
         return mixed
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+def rotary(positions: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines of rotary positions (Su et al., 2021), each `(tokens, 1, head_dim / 2)`."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (

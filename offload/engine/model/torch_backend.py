@@ -8,17 +8,17 @@ from pathlib import Path
 
 from offload.base import OffloadingWorker
 from offload.cpu.worker import CPUTransferWorker
-from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.model_config import TransformerConfig
 from offload.engine.model.torch_runner import TorchRunner
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
 
 
-class TorchHands:
+class TorchBackend:
     """A model, its pages, and the workers that copy them."""
 
     def __init__(
-        self, model: ModelConfig, num_blocks: int, device: str | None, cpu_threads: int
+        self, model: TransformerConfig, num_blocks: int, device: str | None, cpu_threads: int
     ) -> None:
         self.runner = TorchRunner(model, num_blocks, device, cpu_threads)
         self._pages = self.runner.pages.canonical()

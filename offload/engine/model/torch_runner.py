@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.engine.core.batch import SequenceChunk
-from offload.engine.core.model_config import ModelConfig
+from offload.engine.core.model_config import TransformerConfig
 from offload.engine.model.kv_pages import KVPages
 from offload.engine.model.model import Transformer
 from offload.errors import CacheConfigError
@@ -18,7 +18,11 @@ class TorchRunner:
     """A model and its pages on one device."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, device: str | None = None, cpu_threads: int = 1
+        self,
+        config: TransformerConfig,
+        num_blocks: int,
+        device: str | None = None,
+        cpu_threads: int = 1,
     ) -> None:
         """
         Args:

@@ -18,7 +18,7 @@ from offload.engine.core.build import EngineConfig, build_engine
 from offload.engine.core.engine import Engine
 from offload.engine.http.api import ApiConfig, create_app
 from offload.engine.http.metrics import EngineCollector, RequestMetrics
-from offload.engine.http.responses import EventSource, ServedModel
+from offload.engine.http.responses import KVEventEndpoint, ServedModel
 from offload.engine.http.service import EngineService
 from offload.engine.http.tokenizer import EOS_TOKEN_ID, ByteTokenizer, Tokenizer
 from tests.support.http_client import Answer, ask, eventually
@@ -26,7 +26,7 @@ from tests.support.router_process import Metrics
 
 MODEL = "a-model"
 ADAPTER = "an-adapter"
-SOURCE = EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events")
+SOURCE = KVEventEndpoint(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events")
 
 
 class ScriptedRunner:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from offload.block import Block
 from offload.engine.core.batch import SequenceChunk
-from offload.engine.core.model_config import LayerKind, ModelConfig
+from offload.engine.core.model_config import LayerKind, TransformerConfig
 from offload.engine.core.presets import preset, preset_names
 from offload.engine.core.requests import SamplingParams
 from offload.engine.model.model import Attention, StateMixer, Transformer, rotary, rotate
@@ -62,7 +62,7 @@ def plain_attention(
     return out
 
 
-def sees(config: ModelConfig, kind: LayerKind, position: int, other: int) -> bool:
+def sees(config: TransformerConfig, kind: LayerKind, position: int, other: int) -> bool:
     """Does the token at *position* look at the one at *other*?"""
     if kind is LayerKind.SLIDING_WINDOW:
         return position - other < config.sliding_window
