@@ -1,15 +1,26 @@
-"""A toy engine that publishes what its KV cache holds: a prompt per line as a JSON list in, the
-number of cached tokens out."""
+"""A toy engine that publishes what its KV cache holds.
+
+A prompt per line as a JSON list in, the number of cached tokens out.
+"""
 
 import json
 import sys
 from itertools import takewhile
 
-from kvevents.events import GPU, BlockHash, BlockRemoved, BlockStored, Event
-from kvevents.hashing import HashChain
-from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from kvevents.publisher import EventPublisher, create_publisher
-from kvevents.publisher_config import PublisherConfig
+from kvevents import (
+    GPU,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventPublisher,
+    GroupKind,
+    HashChain,
+    KVCacheGroup,
+    KVCacheLayout,
+    PublisherConfig,
+    create_publisher,
+)
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 LAYOUT = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, BLOCK_SIZE)])
@@ -24,29 +35,23 @@ class Engine:
     def prefill(self, token_ids: list[int]) -> int:
         hashes: list[BlockHash] = list(CHAIN.block_hashes(token_ids, BLOCK_SIZE))
         known = sum(1 for _ in takewhile(self._cached.__contains__, hashes))
-        for block in reversed(
-            hashes
-        ):  # so that ends go first: a block is of no use without all before it
+        # A block is useless without all blocks before it, so the last ones are evicted first.
+        for block in reversed(hashes):
             self._cached.pop(block, None)
             self._cached[block] = None
         events: list[Event] = []
         if stored := hashes[known:]:
             parent = hashes[known - 1] if known else None
-            events.append(
-                BlockStored(
-                    stored, parent, token_ids[known * BLOCK_SIZE : len(hashes) * BLOCK_SIZE], GPU, 0
-                )
-            )
+            tokens = token_ids[known * BLOCK_SIZE : len(hashes) * BLOCK_SIZE]
+            events.append(BlockStored(stored, parent, tokens, GPU, group_idx=0))
         if removed := list(self._cached)[:-NUM_BLOCKS]:
-            events.append(BlockRemoved(removed, GPU, 0))
+            events.append(BlockRemoved(removed, GPU, group_idx=0))
         for block in removed:
             del self._cached[block]
-        self._publisher.publish(
-            events
-        )  # one batch a step, in order; takes microseconds and never waits
-        return (
-            min(known, (len(token_ids) - 1) // BLOCK_SIZE) * BLOCK_SIZE
-        )  # the last token is always computed
+        # One batch a step, in order. It takes microseconds and never waits.
+        self._publisher.publish(events)
+        # The last token is always computed.
+        return min(known, (len(token_ids) - 1) // BLOCK_SIZE) * BLOCK_SIZE
 
 
 if __name__ == "__main__":

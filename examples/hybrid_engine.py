@@ -12,10 +12,14 @@ from pathlib import Path
 
 import torch
 
-from kvevents.hashing import HashChain
-from kvevents.layout import GroupKind, KVCacheGroup
-from kvevents.publisher import EventPublisher, create_publisher
-from kvevents.publisher_config import PublisherConfig
+from kvevents import (
+    EventPublisher,
+    GroupKind,
+    HashChain,
+    KVCacheGroup,
+    PublisherConfig,
+    create_publisher,
+)
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
 from offload.connector import ExternalHit, OffloadingConnector, Tier

@@ -1,4 +1,18 @@
-"""KV cache events.
+"""KV cache events: what an inference engine's cache holds, published and followed over ZMQ.
+
+An engine announces every block that it stores or removes; a consumer, such as the router, follows
+the stream, detects every loss and repairs it. Everything an engine's author needs is imported from
+here:
+
+    import kvevents as kv
+
+    layout = kv.KVCacheLayout.build([kv.KVCacheGroup(kv.GroupKind.FULL, block_size=16)])
+    config = kv.PublisherConfig(endpoint="tcp://*:5557", replay_endpoint="tcp://*:6557")
+    with kv.create_publisher(config, layout) as publisher:
+        publisher.publish([kv.BlockStored([0xB10C], None, list(range(16)), kv.GPU, group_idx=0)])
+
+`Subscriber` is the other end. `examples/engine.py` is a whole engine, `docs/engines.md` has the
+rules of publishing.
 
 The files; each imports only what is listed above it:
 
@@ -26,3 +40,112 @@ The files; each imports only what is listed above it:
     recovery.py           making a picture whole again
     subscriber.py         the router's side: follows one publisher
 """
+
+from kvevents.codec import decode, encode
+from kvevents.delivery import Consumer, Effect, SourceState
+from kvevents.errors import (
+    EndpointError,
+    HashAlgorithmError,
+    KVEventsError,
+    LayoutError,
+    MalformedBatch,
+    MalformedReply,
+    NoAnswer,
+    NoConnection,
+    PlugInError,
+    PublisherClosed,
+)
+from kvevents.events import (
+    CPU,
+    GPU,
+    STORAGE,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+    GroupIdx,
+    GroupSpec,
+    KVEventAggregator,
+)
+from kvevents.hashing import HashChain, hash_algorithms
+from kvevents.layout import (
+    GroupKind,
+    KVCacheGroup,
+    KVCacheLayout,
+    longest_extended_hit,
+    longest_hit,
+)
+from kvevents.live import BacklogLimits
+from kvevents.messages import Batch
+from kvevents.pacing import Pacer
+from kvevents.publisher import (
+    EventPublisher,
+    NullEventPublisher,
+    PresentState,
+    PublisherStatistics,
+    ZmqEventPublisher,
+    create_publisher,
+    register_publisher,
+)
+from kvevents.publisher_config import PublisherConfig, ReplyLimits
+from kvevents.replay import ReplayLimits
+from kvevents.sockets import SocketLimits
+from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
+
+__all__ = [
+    "CPU",
+    "GPU",
+    "STORAGE",
+    "AllBlocksCleared",
+    "BacklogLimits",
+    "Batch",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheLayout",
+    "Consumer",
+    "Effect",
+    "EndpointError",
+    "Event",
+    "EventBatch",
+    "EventPublisher",
+    "GroupIdx",
+    "GroupKind",
+    "GroupSpec",
+    "HashAlgorithmError",
+    "HashChain",
+    "KVCacheGroup",
+    "KVCacheLayout",
+    "KVEventAggregator",
+    "KVEventsError",
+    "LayoutError",
+    "MalformedBatch",
+    "MalformedReply",
+    "NoAnswer",
+    "NoConnection",
+    "NullEventPublisher",
+    "Pacer",
+    "PlugInError",
+    "PresentState",
+    "PublisherClosed",
+    "PublisherConfig",
+    "PublisherStatistics",
+    "ReplayLimits",
+    "ReplyLimits",
+    "SocketLimits",
+    "SourceState",
+    "Subscriber",
+    "SubscriberOptions",
+    "SubscriberStatistics",
+    "ZmqEventPublisher",
+    "create_publisher",
+    "decode",
+    "encode",
+    "hash_algorithms",
+    "longest_extended_hit",
+    "longest_hit",
+    "register_publisher",
+]

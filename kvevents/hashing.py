@@ -55,7 +55,7 @@ if xxhash is not None:
     _ALGORITHMS |= {"xxhash": _xxh3_pickle, "xxhash_cbor": _xxh3_cbor}
 
 
-def algorithms() -> tuple[str, ...]:
+def hash_algorithms() -> tuple[str, ...]:
     """Names of the algorithms usable here; the xxhash family needs the package `xxhash`."""
     return tuple(_ALGORITHMS)
 

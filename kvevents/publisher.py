@@ -443,7 +443,7 @@ def create_publisher(
         config: Its `kind` is a built-in one, a registered one, or a plug-in of the entry-point
             group `kvroute.publishers`.
         layout: Announced to consumers.
-        chain: The engine's hash function, if it is one of `kvevents.hashing.algorithms()`.
+        chain: The engine's hash function, if it is one of `kvevents.hashing.hash_algorithms()`.
         data_parallel_rank: This engine's rank. Ports move along by it.
 
     Raises:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvevents.codec import decode
 from kvevents.errors import HashAlgorithmError
 from kvevents.events import BlockStored
-from kvevents.hashing import DEFAULT_SEED, HashChain, algorithms, encode_cbor, to_wire_int
+from kvevents.hashing import DEFAULT_SEED, HashChain, encode_cbor, hash_algorithms, to_wire_int
 from router.recordings.format import Query, RecordingReader
 
 STREAMS = Path(__file__).parent.parent / "conformance" / "streams"
@@ -355,7 +355,7 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
 
 def test_every_algorithm_vllm_offers_is_there() -> None:
     """With the packages of this installation."""
-    assert set(algorithms()) == set(DIGESTS)
+    assert set(hash_algorithms()) == set(DIGESTS)
 
 
 def test_without_its_package_the_xxhash_family_is_missing_and_the_error_says_what_to_install() -> (
@@ -364,8 +364,8 @@ def test_without_its_package_the_xxhash_family_is_missing_and_the_error_says_wha
     """kvevents needs the package only for engines that chose the algorithm."""
     code = (
         "import sys; sys.modules['xxhash'] = None\n"
-        "from kvevents.hashing import HashChain, algorithms\n"
-        "print(*algorithms(), HashChain.from_seed('sha256').none_hash.hex())\n"
+        "from kvevents.hashing import HashChain, hash_algorithms\n"
+        "print(*hash_algorithms(), HashChain.from_seed('sha256').none_hash.hex())\n"
         "HashChain.from_seed('xxhash')\n"
     )
     done = subprocess.run(

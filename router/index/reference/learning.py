@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout
-from kvevents.hashing import DEFAULT_SEED, ExtraKeys, HashChain, algorithms, to_wire_int
+from kvevents.hashing import DEFAULT_SEED, ExtraKeys, HashChain, hash_algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout, kind_from_wire
 
 _UNKNOWN_SIZE = "unknown, taken as full attention"
@@ -251,7 +251,7 @@ class HashFinder:
 
     def see_announcement(self, event: CacheLayout) -> None:
         """Take the publisher's own word, if it names an algorithm we have."""
-        if event.hash_algorithm in algorithms() and event.none_hash:
+        if event.hash_algorithm in hash_algorithms() and event.none_hash:
             self.chain = HashChain(event.hash_algorithm, event.none_hash)
 
     def try_event(self, event: BlockStored, hash_block_size: int) -> None:
@@ -300,7 +300,7 @@ class HashFinder:
                 return
 
     def _candidates(self) -> Iterator[HashChain]:
-        for algorithm in algorithms():
+        for algorithm in hash_algorithms():
             for seed in self._seeds:
                 yield HashChain.from_seed(algorithm, seed)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvevents.events import CPU, BlockHash, BlockStored, CacheLayout, GroupSpec
-from kvevents.hashing import DEFAULT_SEED, HashChain, algorithms, to_wire_int
+from kvevents.hashing import DEFAULT_SEED, HashChain, hash_algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from router.index.reference.learning import (
     HashFinder,
@@ -311,7 +311,7 @@ def first_event(
 @pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("kept", [None, [64], [32, 48]], ids=["dense", "last", "holes"])
 @pytest.mark.parametrize("as_int", [True, False], ids=["int", "bytes"])
-@pytest.mark.parametrize("algorithm", algorithms())
+@pytest.mark.parametrize("algorithm", hash_algorithms())
 def test_every_known_function_is_found_from_an_event(
     algorithm: str, as_int: bool, kept: list[int] | None, lookahead: int
 ) -> None:
