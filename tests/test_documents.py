@@ -521,8 +521,8 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
             hits = [
                 await compared_in_tiers(engine, index, source, prompt) for prompt in prompts(60)
             ]
-            assert sum(hit.total > hit.gpu for hit in hits) > 5
-            assert is_first or hits[0].total + hits[1].total > 0, (
+            assert sum(hit.cached_tokens > hit.gpu_cached_tokens for hit in hits) > 5
+            assert is_first or hits[0].cached_tokens + hits[1].cached_tokens > 0, (
                 "of the first families nothing is left on disk"
             )
         finally:
@@ -553,7 +553,7 @@ async def compared_in_tiers(
         hit = Hit(**json.loads(await engine.stdout.readline()))
     assert predicted == hit
     await until(
-        lambda: index.match(prompt)[source].gpu == (len(prompt) - 1) // 16 * 16,
+        lambda: index.match(prompt)[source].gpu_cached_tokens == (len(prompt) - 1) // 16 * 16,
         "the events of this prompt",
     )
     return hit
@@ -578,13 +578,13 @@ async def compared(
     then published."""
     assert engine.stdin is not None
     assert engine.stdout is not None
-    predicted = index.match(prompt)[source].total
+    predicted = index.match(prompt)[source].cached_tokens
     engine.stdin.write(json.dumps(prompt).encode() + b"\n")
     async with timeout(10):
         hit = int(await engine.stdout.readline())
     assert predicted == hit
     await until(
-        lambda: index.match(prompt)[source].total == (len(prompt) - 1) // 16 * 16,
+        lambda: index.match(prompt)[source].cached_tokens == (len(prompt) - 1) // 16 * 16,
         "the events of this prompt",
     )
     return hit

@@ -81,7 +81,7 @@ class SimulatedRouter:
         account = self.load.started(
             chosen, decision.uncached_tokens(chosen), decision.prompt_tokens
         )
-        return chosen, decision.hit_of(chosen).total, account
+        return chosen, decision.hit_of(chosen).cached_tokens, account
 
     def _decide(self, session: str, token_ids: Sequence[int]) -> Decision:
         prompt = self.index.prompt(token_ids)

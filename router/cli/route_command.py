@@ -110,8 +110,8 @@ def _show(answer: dict[str, Any]) -> None:
         table.add_row(
             plain(entry["replica"]),
             f"{entry['cost']:g}",
-            f"{hit['gpu']}{doubt}",
-            str(hit["total"]),
+            f"{hit['gpu_cached_tokens']}{doubt}",
+            str(hit["cached_tokens"]),
             groups,
             plain(entry["reason"]),
         )

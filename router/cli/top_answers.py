@@ -51,7 +51,7 @@ class Overview(msgspec.Struct):
 class Predicted(msgspec.Struct):
     """Tokens in any tier."""
 
-    total: int
+    cached_tokens: int
 
 
 class Request(msgspec.Struct):

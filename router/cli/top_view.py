@@ -271,7 +271,7 @@ def _add_request(table: Table, request: Request) -> None:
     table.add_row(
         _cell(_time_of_day(request.arrived_at)),
         _cell(request.replica or "nobody"),
-        _cell(f"{request.predicted.total:,}/{request.prompt_tokens:,}"),
+        _cell(f"{request.predicted.cached_tokens:,}/{request.prompt_tokens:,}"),
         _cell(_truth(request), _VERDICTS.get(request.verdict or "", "")),
         _cell("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),
         _cell(
@@ -285,7 +285,7 @@ def _truth(request: Request) -> str:
     """Of the prediction, by what the engine reported."""
     if request.actual is None:
         return "not told" if request.end else ""
-    difference = abs(request.predicted.total - request.actual)
+    difference = abs(request.predicted.cached_tokens - request.actual)
     return request.verdict or "" if not difference else f"{request.verdict} {difference:,}"
 
 

@@ -195,7 +195,7 @@ class Gateway:
             request_headers=self._request_headers(replica.headers, dp_rank, request_id),
             response_headers=(
                 (b"x-kv-replica", replica_id.encode()),
-                (b"x-kv-hit-tokens", b"%d" % hit.total),
+                (b"x-kv-hit-tokens", b"%d" % hit.cached_tokens),
             ),
         )
 

@@ -58,8 +58,8 @@ def request_answer(request: RoutedRequest) -> dict[str, Any]:
         "attempts": request.attempts,
         "last_failure": request.last_failure,
         "predicted": {
-            "gpu": request.gpu_tokens,
-            "total": request.total_tokens,
+            "gpu_cached_tokens": request.gpu_cached_tokens,
+            "cached_tokens": request.cached_tokens,
             "suspect": request.suspect,
         },
         "actual": request.actual_tokens,
@@ -94,7 +94,11 @@ def _ranked(dispatched: Dispatched, ranked: Ranked) -> dict[str, Any]:
         "dp_rank": candidate.dp_rank,
         "cost": round(ranked.cost, 3),
         "reason": ranked.reason,
-        "hit": {"gpu": hit.gpu, "total": hit.total, "suspect": hit.suspect},
+        "hit": {
+            "gpu_cached_tokens": hit.gpu_cached_tokens,
+            "cached_tokens": hit.cached_tokens,
+            "suspect": hit.suspect,
+        },
         "recent_tokens": candidate.recent_tokens,
         "groups": [_groups(index.group_hits(prompt, hit.source)) for prompt in prompts],
     }

@@ -42,9 +42,9 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     replica: str | None = None
     """Where it was sent last."""
     dp_rank: int | None = None
-    gpu_tokens: int = 0
+    gpu_cached_tokens: int = 0
     """Predicted to be cached on that replica's GPU."""
-    total_tokens: int = 0
+    cached_tokens: int = 0
     """Predicted to be cached there in any tier."""
     suspect: bool = False
     why: str | Callable[[], str] = ""
@@ -70,9 +70,9 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         """The prediction held against the truth."""
         if self.actual_tokens is None:
             return None
-        if self.actual_tokens == self.total_tokens:
+        if self.actual_tokens == self.cached_tokens:
             return "exact"
-        return "over" if self.total_tokens > self.actual_tokens else "under"
+        return "over" if self.cached_tokens > self.actual_tokens else "under"
 
     @property
     def has_failed(self) -> bool:
@@ -139,11 +139,11 @@ class Journal:
         tally = self.minute.now
         tally.failed += request.has_failed
         tally.routed_tokens += request.prompt_tokens
-        tally.promised_tokens += request.total_tokens
+        tally.promised_tokens += request.cached_tokens
         if request.actual_tokens is not None:
             tally.compared += 1
             tally.compared_tokens += request.prompt_tokens
-            tally.predicted_tokens += request.total_tokens
+            tally.predicted_tokens += request.cached_tokens
             tally.actual_tokens += request.actual_tokens
             tally.over += request.verdict == "over"
             tally.under += request.verdict == "under"

@@ -123,7 +123,11 @@ class Account:
             ranked.candidate.dp_rank,
             ranked.why,
         )
-        routed.gpu_tokens, routed.total_tokens, routed.suspect = hit.gpu, hit.total, hit.suspect
+        routed.gpu_cached_tokens, routed.cached_tokens, routed.suspect = (
+            hit.gpu_cached_tokens,
+            hit.cached_tokens,
+            hit.suspect,
+        )
         self._books.journal.changed(routed)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -154,7 +158,7 @@ class Account:
         if actual is not None:
             self._routed.actual_tokens = actual
             self._books.metrics.compare(
-                self._decision.model, replica, self._decision.hit_of(replica).total, actual
+                self._decision.model, replica, self._decision.hit_of(replica).cached_tokens, actual
             )
 
     def _cached_tokens(self, replica: str) -> int | None:

@@ -71,7 +71,7 @@ def replay(path: Path, learn_layout: bool, summary: ReplaySummary) -> Iterator[P
 
 def _predict(index: PrefixIndex, line: int, query: Query) -> Prediction:
     hit = index.match(query.query, query.lora, query.salt, query.extra_keys)[_SOURCE]
-    return Prediction(line, len(query.query), hit.total, hit.gpu, query.hit)
+    return Prediction(line, len(query.query), hit.cached_tokens, hit.gpu_cached_tokens, query.hit)
 
 
 def _apply(index: PrefixIndex, payload: bytes, summary: ReplaySummary) -> None:

@@ -62,8 +62,8 @@ class Replica:
         load: ReplicaLoad,
         now: float,
         gauges_stale_after_s: float,
-        gpu_tokens: int = 0,
-        total_tokens: int = 0,
+        gpu_cached_tokens: int = 0,
+        cached_tokens: int = 0,
         recent_tokens: int = 0,
         suspect: bool = False,
         dp_rank: int | None = None,
@@ -74,8 +74,8 @@ class Replica:
         limit = self.config.max_concurrent_requests
         return Candidate(
             replica_id=self.id,
-            gpu_tokens=gpu_tokens,
-            total_tokens=max(gpu_tokens, total_tokens),
+            gpu_cached_tokens=gpu_cached_tokens,
+            cached_tokens=max(gpu_cached_tokens, cached_tokens),
             recent_tokens=recent_tokens,
             suspect=suspect,
             queued_prefill_tokens=load.prefill_tokens,

@@ -31,8 +31,8 @@ class PredictedHit(NamedTuple):
     """What one replica would reuse of a request, in tokens, summed over its prompts."""
 
     source: SourceId
-    gpu: int
-    total: int
+    gpu_cached_tokens: int
+    cached_tokens: int
     suspect: bool
 
 
@@ -55,7 +55,7 @@ class Decision:
         """Prompt tokens that the replica will have to compute. What it is computing for another
         request, it need not again: counted twice, a burst of equal prompts would look like a queue
         and scatter."""
-        reused = max(self.hits[replica_id].total, self.recent_tokens.get(replica_id, 0))
+        reused = max(self.hits[replica_id].cached_tokens, self.recent_tokens.get(replica_id, 0))
         return max(self.prompt_tokens - reused, 0)
 
     def hit_of(self, replica_id: str) -> PredictedHit:
@@ -151,18 +151,21 @@ class RoutePlanner:
         for dp_rank in ranks[1:]:
             source = SourceId(replica.id, dp_rank)
             other = found.get(source, _NO_HIT)
-            if (other.total, other.gpu) > (hit.total, hit.gpu):
+            if (other.cached_tokens, other.gpu_cached_tokens) > (
+                hit.cached_tokens,
+                hit.gpu_cached_tokens,
+            ):
                 best, hit = source, other
-        return PredictedHit(best, hit.gpu, hit.total, self._is_suspect(best))
+        return PredictedHit(best, hit.gpu_cached_tokens, hit.cached_tokens, self._is_suspect(best))
 
     def _candidate(self, replica: Replica, hit: PredictedHit, recent_tokens: int) -> Candidate:
-        has_choice = len(replica.sources) > 1 and hit.total > 0
+        has_choice = len(replica.sources) > 1 and hit.cached_tokens > 0
         return replica.candidate(
             self._load.load_of(replica.id),
             self._clock(),
             self._gauges_stale_after_s,
-            gpu_tokens=hit.gpu,
-            total_tokens=hit.total,
+            gpu_cached_tokens=hit.gpu_cached_tokens,
+            cached_tokens=hit.cached_tokens,
             recent_tokens=recent_tokens,
             suspect=hit.suspect,
             dp_rank=hit.source.dp_rank if has_choice else None,
@@ -177,7 +180,10 @@ def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
     for match in matches:
         for source, hit in match.items():
             before = total.get(source, _NO_HIT)
-            total[source] = Hit(before.gpu + hit.gpu, before.total + hit.total)
+            total[source] = Hit(
+                before.gpu_cached_tokens + hit.gpu_cached_tokens,
+                before.cached_tokens + hit.cached_tokens,
+            )
     return total
 
 

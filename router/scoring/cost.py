@@ -31,12 +31,14 @@ class Estimate(NamedTuple):
         candidate = self.candidate
         if not self.prompt_tokens:
             return ["the prompt's length is unknown"]
-        lower = candidate.total_tokens - candidate.gpu_tokens
+        lower = candidate.cached_tokens - candidate.gpu_cached_tokens
         offloaded = f" and {lower:,} offloaded" if lower else ""
-        parts = [f"{candidate.gpu_tokens:,} of {self.prompt_tokens:,} tokens cached{offloaded}"]
+        parts = [
+            f"{candidate.gpu_cached_tokens:,} of {self.prompt_tokens:,} tokens cached{offloaded}"
+        ]
         if candidate.suspect:
             parts.append("discounted, since events were lost")
-        if candidate.recent_tokens > candidate.gpu_tokens:
+        if candidate.recent_tokens > candidate.gpu_cached_tokens:
             parts.append(f"{candidate.recent_tokens:,} sent there just now")
         return [*parts, f"{self.uncached_tokens:,.0f} to compute"]
 
@@ -54,9 +56,9 @@ class Estimate(NamedTuple):
 def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Estimate:
     """The wait of a prompt of *prompt_tokens* at *candidate*."""
     trust = weights.suspect_trust if candidate.suspect else 1.0
-    gpu = max(candidate.gpu_tokens * trust, candidate.recent_tokens * weights.recent_trust)
+    gpu = max(candidate.gpu_cached_tokens * trust, candidate.recent_tokens * weights.recent_trust)
     gpu = min(gpu, prompt_tokens)
-    lower = min(max(candidate.total_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
+    lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
     uncached = prompt_tokens - gpu - lower
     busy = busyness(candidate, weights)
     cost = (uncached + lower * weights.lower_tier_token + busy) / candidate.speed

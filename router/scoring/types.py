@@ -81,8 +81,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         replica_id: Unique among the candidates.
-        gpu_tokens: Prompt tokens cached on the GPU.
-        total_tokens: Those and what lower tiers would bring back; at least *gpu_tokens*.
+        gpu_cached_tokens: Prompt tokens cached on the GPU.
+        cached_tokens: Those and what lower tiers would bring back; at least *gpu_cached_tokens*.
         recent_tokens: Leading prompt tokens that were sent there so recently that events may not
             show them yet.
         suspect: Events of it were lost, so its hits are doubtful.
@@ -102,8 +102,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     replica_id: str
-    gpu_tokens: int = 0
-    total_tokens: int = 0
+    gpu_cached_tokens: int = 0
+    cached_tokens: int = 0
     recent_tokens: int = 0
     suspect: bool = False
     queued_prefill_tokens: int = 0

@@ -109,10 +109,10 @@ function levelOf(request) {
 }
 
 function drawHit(cell, request) {
-  const { gpu, total } = request.predicted;
+  const { gpu_cached_tokens: gpu, cached_tokens: cached } = request.predicted;
   const all = request.prompt_tokens || 1;
   widen(cell.querySelector(".gpu"), gpu / all);
-  widen(cell.querySelector(".lower"), (total - gpu) / all);
+  widen(cell.querySelector(".lower"), (cached - gpu) / all);
   const tick = cell.querySelector(".tick");
   show(tick, request.actual !== null);
   if (request.actual !== null) tick.style.left = `${Math.min(100, (100 * request.actual) / all).toFixed(2)}%`;
@@ -121,12 +121,12 @@ function drawHit(cell, request) {
 
 function hitText(request) {
   if (!request.prompt_tokens) return request.unknown ? "not known" : "no prompt";
-  return `${count(request.predicted.total)} / ${count(request.prompt_tokens)}`;
+  return `${count(request.predicted.cached_tokens)} / ${count(request.prompt_tokens)}`;
 }
 
 function drawVerdict(cell, request) {
   mark(cell, "verdict", request.verdict ?? "none");
-  const by = Math.abs(request.predicted.total - (request.actual ?? 0));
+  const by = Math.abs(request.predicted.cached_tokens - (request.actual ?? 0));
   const words = { exact: "exact", over: `over ${count(by)}`, under: `under ${count(by)}` };
   write(cell, words[request.verdict] ?? (request.end === null ? "" : "not told"));
 }
@@ -158,14 +158,14 @@ function drawMore(list, request) {
 }
 
 function factsOf(request) {
-  const { gpu, total } = request.predicted;
+  const { gpu_cached_tokens: gpu, cached_tokens: cached } = request.predicted;
   const facts = [
     ["Request id", request.request_id],
     ["Asked", `${request.path}${request.stream ? ", streamed" : ""}`],
     ["Model", request.model],
     ["Policy", request.policy],
     ["Why", reasonOf(request)],
-    ["Predicted", `${count(gpu)} on the GPU, ${count(total - gpu)} offloaded, of ${plural(request.prompt_tokens, "token")}`],
+    ["Predicted", `${count(gpu)} on the GPU, ${count(cached - gpu)} offloaded, of ${plural(request.prompt_tokens, "token")}`],
     ["Reported", request.actual === null ? "not told, or not of the same thing" : plural(request.actual, "token")],
   ];
   if (request.dp_rank !== null) facts.push(["Rank", String(request.dp_rank)]);

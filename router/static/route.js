@@ -100,9 +100,9 @@ function summary() {
 function hitSentence(hit) {
   const all = answer.prompt_tokens;
   if (!all) return "Nothing is known of the prompt, so only load decides.";
-  if (!hit.total) return `None of its ${plural(all, "token")} is cached there.`;
-  const lower = hit.total > hit.gpu ? `, ${count(hit.total - hit.gpu)} of them in a lower tier` : " on the GPU";
-  return `${count(hit.total)} of its ${plural(all, "token")} are cached there${lower}; ${count(all - hit.total)} would be computed.`;
+  if (!hit.cached_tokens) return `None of its ${plural(all, "token")} is cached there.`;
+  const lower = hit.cached_tokens > hit.gpu_cached_tokens ? `, ${count(hit.cached_tokens - hit.gpu_cached_tokens)} of them in a lower tier` : " on the GPU";
+  return `${count(hit.cached_tokens)} of its ${plural(all, "token")} are cached there${lower}; ${count(all - hit.cached_tokens)} would be computed.`;
 }
 
 function* promptNotes() {
@@ -159,14 +159,14 @@ function drawRanked(row, ranked, index) {
   write(name, ranked.dp_rank === null ? ranked.replica : `${ranked.replica} rank ${ranked.dp_rank}`);
   write(wait, count(ranked.cost));
   const all = answer.prompt_tokens || 1;
-  widen(hit.querySelector(".gpu"), ranked.hit.gpu / all);
-  widen(hit.querySelector(".lower"), (ranked.hit.total - ranked.hit.gpu) / all);
+  widen(hit.querySelector(".gpu"), ranked.hit.gpu_cached_tokens / all);
+  widen(hit.querySelector(".lower"), (ranked.hit.cached_tokens - ranked.hit.gpu_cached_tokens) / all);
   write(hit.querySelector(".hit-text"), groupsText(ranked));
   write(why, ranked.reason);
 }
 
 function groupsText(ranked) {
   const groups = (ranked.groups[0] ?? []).map((group) => `${kindOfGroup(group.kind)} ${count(group.tokens)}`);
-  const lower = ranked.hit.total > ranked.hit.gpu ? ` + ${count(ranked.hit.total - ranked.hit.gpu)} offloaded` : "";
-  return `${count(ranked.hit.gpu)}${lower}${groups.length > 1 ? ` (${groups.join(", ")})` : ""}`;
+  const lower = ranked.hit.cached_tokens > ranked.hit.gpu_cached_tokens ? ` + ${count(ranked.hit.cached_tokens - ranked.hit.gpu_cached_tokens)} offloaded` : "";
+  return `${count(ranked.hit.gpu_cached_tokens)}${lower}${groups.length > 1 ? ` (${groups.join(", ")})` : ""}`;
 }

@@ -47,8 +47,8 @@ tokens = st.integers(0, 2_000_000)
 counts = st.integers(0, 100_000)
 candidate_states = st.fixed_dictionaries(
     {
-        "gpu_tokens": tokens,
-        "total_tokens": tokens,
+        "gpu_cached_tokens": tokens,
+        "cached_tokens": tokens,
         "recent_tokens": tokens,
         "suspect": st.booleans(),
         "queued_prefill_tokens": tokens,
@@ -181,7 +181,7 @@ def test_a_replica_that_cannot_serve_is_never_ranked(
 ) -> None:
     """However good its cache is: a request sent there would fail."""
     good = Candidate(replica_id="good")
-    unable = Candidate(replica_id="unable", gpu_tokens=900, total_tokens=900, **state)
+    unable = Candidate(replica_id="unable", gpu_cached_tokens=900, cached_tokens=900, **state)
     policy = make(1)
     for turn in range(20):
         ranking = rank(policy, request(session=str(turn)), [unable, good])

@@ -131,7 +131,10 @@ async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None
                 kvroute, "route", "--url", router.url, "--model", "nobody", "--token-ids", "1"
             )
     answer = json.loads(found.stdout)
-    assert (answer["replica"], answer["ranking"][0]["hit"]["gpu"]) == (stubs[1].name, 80)
+    assert (answer["replica"], answer["ranking"][0]["hit"]["gpu_cached_tokens"]) == (
+        stubs[1].name,
+        80,
+    )
     assert "80" in shown.stdout
     assert (wrong.returncode, "status 404" in wrong.stderr) == (2, True)
 

@@ -148,7 +148,7 @@ def told(index: PrefixIndex, groups: list[KVCacheGroup], *events: Event) -> int:
     layout = KVCacheLayout.build(groups)
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(layout, CHAIN), *events], 0)))
-    return index.match(PROMPT)[SOURCE].gpu
+    return index.match(PROMPT)[SOURCE].gpu_cached_tokens
 
 
 def stored(group: int) -> BlockStored:

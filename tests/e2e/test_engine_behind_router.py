@@ -243,7 +243,7 @@ class Asking:
         """Other requests take the room of what was used longest ago, until the hit is shorter than
         *below*."""
         for seed in range(1000, 1200):
-            if (await self.route(ids))["hit"]["total"] < below:
+            if (await self.route(ids))["hit"]["cached_tokens"] < below:
                 return
             await self.serve(tokens(64, seed))
         raise AssertionError(f"{ids[:3]}...: still a hit of {below} tokens")

@@ -265,7 +265,7 @@ def _expect_bounded(index: PrefixIndex, source: SourceId) -> None:
     assert len(index.sources[source]._forgotten) <= LIMITS.forgotten
     assert len(index.sources[source].hash_at) <= LIMITS.blocks
     for hit in index.match(tokens(100, first=0), "sql", "salt").values():
-        assert 0 <= hit.gpu <= hit.total <= 100
+        assert 0 <= hit.gpu_cached_tokens <= hit.cached_tokens <= 100
     index.explain(tokens(40))
 
 

@@ -158,7 +158,11 @@ async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(
             stub.model,
             "/v1/completions",
         )
-        assert request["predicted"] == {"gpu": 80, "total": 80, "suspect": False}
+        assert request["predicted"] == {
+            "gpu_cached_tokens": 80,
+            "cached_tokens": 80,
+            "suspect": False,
+        }
         assert (request["prompt_tokens"], request["actual"], request["verdict"]) == (
             81,
             80,
@@ -194,7 +198,7 @@ async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(
             2,
             "closed",
         )
-        assert request["predicted"]["total"] == request["actual"] == 0
+        assert request["predicted"]["cached_tokens"] == request["actual"] == 0
 
 
 async def test_a_request_that_nobody_could_take_is_there_with_its_503(

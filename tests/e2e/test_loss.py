@@ -67,7 +67,7 @@ class Router:
             for prompt in engine.prompts
         ]
         assert [found for found, _ in hits] == [expected for _, expected in hits]
-        assert any(hit.gpu for hit, _ in hits)
+        assert any(hit.gpu_cached_tokens for hit, _ in hits)
 
 
 @asynccontextmanager

@@ -93,8 +93,12 @@ async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: b
 
         route = (await router.post("/route", body)).json
         assert route["replica"] == holder.name
-        assert route["ranking"][0]["hit"] == {"gpu": 80, "total": 80, "suspect": False}
-        assert [entry["hit"]["gpu"] for entry in route["ranking"][1:]] == [0, 0]
+        assert route["ranking"][0]["hit"] == {
+            "gpu_cached_tokens": 80,
+            "cached_tokens": 80,
+            "suspect": False,
+        }
+        assert [entry["hit"]["gpu_cached_tokens"] for entry in route["ranking"][1:]] == [0, 0]
 
         found = await router.post("/v1/completions", body, {"x-request-id": "mine-42"})
         assert found.status == 200
@@ -357,7 +361,9 @@ async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
         question = {"model": stub.model, "token_ids": [*ids, 1]}
         stub.store(ids)
         await router.until_applied(stub)
-        assert (await router.post("/route", question)).json["ranking"][0]["hit"]["gpu"] == 64
+        assert (await router.post("/route", question)).json["ranking"][0]["hit"][
+            "gpu_cached_tokens"
+        ] == 64
         await stub.stop()
         await stub.start()
         await router.until(
@@ -366,11 +372,14 @@ async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
         )
         await router.until_in_rotation(stub)
         assert [
-            entry["hit"]["gpu"] for entry in (await router.post("/route", question)).json["ranking"]
+            entry["hit"]["gpu_cached_tokens"]
+            for entry in (await router.post("/route", question)).json["ranking"]
         ] == [0, 0]
         stub.store(prompt_ids(32, 4))
         await router.until_applied(stub)
-        assert (await router.post("/route", question)).json["ranking"][0]["hit"]["gpu"] == 32
+        assert (await router.post("/route", question)).json["ranking"][0]["hit"][
+            "gpu_cached_tokens"
+        ] == 32
 
 
 # --- probes ---------------------------------------------------------------------------------------

@@ -120,8 +120,8 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
     assert mirror.blocks == sum(len(hashes) for hashes in held.values())
     for prompt in PROMPTS:
         hits = index.match([*prompt.tokens, 1], prompt.lora, prompt.salt)
-        assert hits[late].gpu >= hits[FOLLOWED].gpu
-        assert hits[late].total >= hits[FOLLOWED].total
+        assert hits[late].gpu_cached_tokens >= hits[FOLLOWED].gpu_cached_tokens
+        assert hits[late].cached_tokens >= hits[FOLLOWED].cached_tokens
 
 
 def test_the_histories_reach_what_is_interesting() -> None:
@@ -136,8 +136,8 @@ def test_the_histories_reach_what_is_interesting() -> None:
         )
     for prompt in PROMPTS:
         for hit in index.match([*prompt.tokens, 1], prompt.lora, prompt.salt).values():
-            totals["gpu"] += hit.gpu > 0
-            totals["lower"] += hit.total > hit.gpu
+            totals["gpu"] += hit.gpu_cached_tokens > 0
+            totals["lower"] += hit.cached_tokens > hit.gpu_cached_tokens
     assert min(totals.values()) > 20, totals
 
 
@@ -157,7 +157,7 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
             late.append(_join(index, mirror, f"joined at {number}", hints))
         if isinstance(record, Query):
             hits = index.match(record.query, record.lora, record.salt, record.extra_keys)
-            assert {source: hits[source].total for source in late} == dict.fromkeys(
+            assert {source: hits[source].cached_tokens for source in late} == dict.fromkeys(
                 late, record.hit
             )
         else:
@@ -187,7 +187,7 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
     mirror, index = mirror_of([group], HashChain.from_seed("sha256")), PrefixIndex()
     mirror.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
     late = _join(index, mirror, "late")
-    assert index.match([*prompt.tokens, 1])[late].gpu == 24
+    assert index.match([*prompt.tokens, 1])[late].gpu_cached_tokens == 24
 
 
 # --- how it is told -------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
         prompt.hashes[1:2],
         prompt.hashes[2:],
     ]
-    assert index.match([*prompt.tokens, 1])[late].gpu == 24
+    assert index.match([*prompt.tokens, 1])[late].gpu_cached_tokens == 24
 
 
 def test_batches_and_events_are_bounded() -> None:

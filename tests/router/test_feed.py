@@ -103,7 +103,7 @@ async def test_two_ranks_of_a_replica_are_two_sources(feed: Feed, models: Models
         first.publish(stored(64))
         await until_live(feed, ranks[0], 0)
         await until_live(feed, ranks[1], None)
-        assert [models.hit(rank).gpu for rank in ranks] == [64, 0]
+        assert [models.hit(rank).gpu_cached_tokens for rank in ranks] == [64, 0]
 
 
 async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:

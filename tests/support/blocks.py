@@ -115,4 +115,4 @@ def gpu_hit(
     index: PrefixIndex, prompt: Sequence[int], source: SourceId = SOURCE, **extras: str
 ) -> int:
     """GPU tokens predicted; the prompt gets one more token, which is always computed."""
-    return index.match([*prompt, 1], **extras)[source].gpu  # type: ignore[arg-type]
+    return index.match([*prompt, 1], **extras)[source].gpu_cached_tokens  # type: ignore[arg-type]

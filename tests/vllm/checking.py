@@ -184,7 +184,7 @@ class Checker:
             replica,
             usage["prompt_tokens"],
             int(answer.headers["x-kv-hit-tokens"]),
-            None if ranked is None else ranked["hit"]["total"],
+            None if ranked is None else ranked["hit"]["cached_tokens"],
             None if ranked is None else _full_attention_tokens(ranked),
             cached_tokens(usage),
             content,

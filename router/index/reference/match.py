@@ -29,8 +29,8 @@ known."""
 class Hit(NamedTuple):
     """What a source would reuse of a prompt, in tokens."""
 
-    gpu: int
-    total: int
+    gpu_cached_tokens: int
+    cached_tokens: int
     """With the blocks that lower tiers would bring back."""
 
 

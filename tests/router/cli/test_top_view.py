@@ -55,7 +55,7 @@ def glance(
         "replica": "replica-1",
         "reason": "960 of 1000 tokens cached",
         "attempts": 2,
-        "predicted": {"total": 960},
+        "predicted": {"cached_tokens": 960},
         "actual": 900,
         "verdict": "over",
         "failed": False,

@@ -97,7 +97,7 @@ class Pair:
         """Every prompt's hit, and every count, is the model's own."""
         for prompt in asked:
             hit = self.index.match(prompt.tokens, prompt.lora, prompt.salt)[SOURCE]
-            assert (hit.gpu, hit.total) == self.model.hit(prompt), prompt
+            assert (hit.gpu_cached_tokens, hit.cached_tokens) == self.model.hit(prompt), prompt
         statistics = self.index.statistics()[SOURCE]
         assert statistics.blocks == self.model.counts()
         assert statistics.unplaced == self.unplaced()
@@ -402,7 +402,7 @@ def test_events_delivered_twice_count_twice() -> None:
     pair.apply([stored])
     pair.apply([stored])
     pair.apply([BlockRemoved(stored.block_hashes, GPU, 0)])
-    assert pair.index.match((*prompt.tokens, 7))[SOURCE].gpu == 8
+    assert pair.index.match((*prompt.tokens, 7))[SOURCE].gpu_cached_tokens == 8
 
 
 # --- several sources ------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_a_hash_with_copies_left_anywhere_keeps_its_place() -> None:
     )
     assert len(index.sources[SOURCE].hash_at) == 1
     hit = index.match(PROMPT.tokens)[SOURCE]
-    assert (hit.gpu, hit.total) == (0, 16)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (0, 16)
 
 
 def test_two_live_hashes_of_one_prefix_are_counted_as_ambiguous() -> None:
@@ -189,10 +189,10 @@ def test_a_hash_that_covers_the_next_tokens_is_found_only_with_them() -> None:
             lookahead_token_ids=behind[2:],
         ),
     )
-    assert index.match([*token_ids, 7])[SOURCE].gpu == 64
-    assert index.match([*token_ids[:64], 1, 2, 3])[SOURCE].gpu == 48
-    assert index.match(token_ids[:64])[SOURCE].gpu == 48
-    assert index.match([*token_ids[:32], 1, 2, 3])[SOURCE].gpu == 16
+    assert index.match([*token_ids, 7])[SOURCE].gpu_cached_tokens == 64
+    assert index.match([*token_ids[:64], 1, 2, 3])[SOURCE].gpu_cached_tokens == 48
+    assert index.match(token_ids[:64])[SOURCE].gpu_cached_tokens == 48
+    assert index.match([*token_ids[:32], 1, 2, 3])[SOURCE].gpu_cached_tokens == 16
 
 
 # --- runs that wait for their parent --------------------------------------------------------------
@@ -527,8 +527,8 @@ def test_no_well_formed_batch_makes_the_index_fail(seed: int) -> None:
         hit = index.match(
             prompt, nonsense.rng.choice([None, "sql"]), nonsense.rng.choice([None, "salt"])
         )[SOURCE]
-        assert 0 <= hit.gpu <= 8
-        assert hit.gpu <= hit.total <= 9
+        assert 0 <= hit.gpu_cached_tokens <= 8
+        assert hit.gpu_cached_tokens <= hit.cached_tokens <= 9
         index.explain(prompt)
         _expect_sound(index.sources[SOURCE])
 

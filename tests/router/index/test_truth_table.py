@@ -223,7 +223,7 @@ def test_two_replicas_with_different_seeds_share_one_index(index: PrefixIndex) -
     other = SourceId("replica-b")
     apply(index, Prefix(tokens(160), seed="one").stored(0, FULL, 0, 96))
     apply(index, Prefix(tokens(160), seed="two").stored(0, FULL, 0, 128), source=other)
-    assert [hit.gpu for hit in index.match(tokens(161)).values()] == [96, 128]
+    assert [hit.gpu_cached_tokens for hit in index.match(tokens(161)).values()] == [96, 128]
 
 
 def test_two_models_with_equal_hashes_do_not_mix() -> None:
@@ -240,7 +240,7 @@ def test_two_dp_ranks_are_two_caches(index: PrefixIndex, prompt: Prefix) -> None
     apply(index, prompt.stored(0, FULL), source=first)
     apply(index, prompt.stored(0, FULL, 0, 64), source=second)
     apply(index, AllBlocksCleared(), source=first)
-    assert {source: hit.gpu for source, hit in index.match(tokens(161)).items()} == {
+    assert {source: hit.gpu_cached_tokens for source, hit in index.match(tokens(161)).items()} == {
         first: 0,
         second: 64,
     }
@@ -281,7 +281,7 @@ def test_cpu_blocks_without_tokens_extend_the_hit(index: PrefixIndex, prompt: Pr
         prompt.removed(0, range(64, 161, 16)),
     )
     hit = index.match(prompt.tokens)[SOURCE]
-    assert (hit.gpu, hit.total) == (48, 144)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (48, 144)
 
 
 def test_cpu_blocks_announced_before_the_gpu_event_are_placed_by_it(
@@ -293,7 +293,7 @@ def test_cpu_blocks_announced_before_the_gpu_event_are_placed_by_it(
     apply(index, prompt.stored(0, FULL))
     apply(index, prompt.removed(0, range(32, 161, 16)))
     hit = index.match([*prompt.tokens, 1])[SOURCE]
-    assert (hit.gpu, hit.total) == (16, 160)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (16, 160)
 
 
 def test_cpu_blocks_announced_after_the_gpu_evicted_them_are_still_placed(
@@ -307,14 +307,14 @@ def test_cpu_blocks_announced_after_the_gpu_evicted_them_are_still_placed(
         prompt.offloaded(0, range(32, 161, 16)),
     )
     hit = index.match([*prompt.tokens, 1])[SOURCE]
-    assert (hit.gpu, hit.total) == (16, 160)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (16, 160)
 
 
 def test_the_offloaded_part_may_reach_the_whole_prompt(index: PrefixIndex, prompt: Prefix) -> None:
     """On the GPU the last token is always computed; a load leaves nothing to compute."""
     apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [160]))
     hit = index.match(prompt.tokens)[SOURCE]
-    assert (hit.gpu, hit.total) == (144, 160)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (144, 160)
 
 
 def test_a_gpu_block_behind_the_first_gap_does_not_extend_an_offloaded_run(
@@ -323,7 +323,7 @@ def test_a_gpu_block_behind_the_first_gap_does_not_extend_an_offloaded_run(
     """Beyond the GPU hit only what a lower tier holds counts."""
     apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [64]), prompt.removed(0, [64]))
     hit = index.match([*prompt.tokens, 1])[SOURCE]
-    assert (hit.gpu, hit.total) == (48, 64)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (48, 64)
 
 
 def test_a_window_may_lean_on_gpu_blocks_before_the_gpu_hit(
@@ -334,7 +334,7 @@ def test_a_window_may_lean_on_gpu_blocks_before_the_gpu_hit(
     apply(index, prompt.offloaded(0, [128, 144]), prompt.offloaded(1, [128, 144]))
     apply(index, prompt.removed(0, [128, 144, 160]), prompt.removed(1, [128, 144, 160, 16, 32]))
     hit = index.match([*prompt.tokens, 1])[SOURCE]
-    assert (hit.gpu, hit.total) == (112, 144)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (112, 144)
 
 
 def test_all_blocks_cleared_empties_the_gpu_tier_and_leaves_the_others(
@@ -349,7 +349,7 @@ def test_all_blocks_cleared_empties_the_gpu_tier_and_leaves_the_others(
     )
     apply(index, prompt.offloaded(1, range(16, 161, 16)), AllBlocksCleared())
     hit = index.match([*prompt.tokens, 1])[SOURCE]
-    assert (hit.gpu, hit.total) == (0, 160)
+    assert (hit.gpu_cached_tokens, hit.cached_tokens) == (0, 160)
     assert {tier for _, tier in index.statistics()[SOURCE].blocks} == {"CPU"}
 
 

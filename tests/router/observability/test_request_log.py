@@ -112,7 +112,7 @@ def test_a_prediction_is_held_against_what_the_engine_tells(
     predicted: int, actual: int | None, verdict: str | None
 ) -> None:
     """`over` is the one that costs: a hit was promised that was not there."""
-    assert request(total_tokens=predicted, actual_tokens=actual).verdict == verdict
+    assert request(cached_tokens=predicted, actual_tokens=actual).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_what_a_client_did_is_no_failure(
 def test_the_minute_sums_what_was_settled() -> None:
     """These are the figures at the top of the page."""
     journal = Journal(minute=Minute(Clock()))
-    settled(journal, total_tokens=64, actual_tokens=64)
-    settled(journal, total_tokens=64, actual_tokens=16)
-    settled(journal, total_tokens=32)
+    settled(journal, cached_tokens=64, actual_tokens=64)
+    settled(journal, cached_tokens=64, actual_tokens=16)
+    settled(journal, cached_tokens=32)
     settled(journal, status=503, end="no_replica")
     total = journal.minute.total()
     assert (total.requests, total.failed, total.compared, total.over, total.under) == (

@@ -766,11 +766,11 @@ async def test_requests_in_the_gauges_that_are_not_ours_are_foreign() -> None:
         now = replica.gauges_at
         assert replica.foreign_requests == 5 + 2 - 3
         candidate = replica.candidate(
-            here.load.load_of("r"), now + 5, 5, gpu_tokens=64, recent_tokens=32, dp_rank=1
+            here.load.load_of("r"), now + 5, 5, gpu_cached_tokens=64, recent_tokens=32, dp_rank=1
         )
         assert (candidate.foreign_requests, candidate.waiting_requests) == (4, 2)
         assert (candidate.queued_prefill_tokens, candidate.prefilling_requests) == (300, 3)
-        assert (candidate.gpu_tokens, candidate.total_tokens, candidate.recent_tokens) == (
+        assert (candidate.gpu_cached_tokens, candidate.cached_tokens, candidate.recent_tokens) == (
             64,
             64,
             32,

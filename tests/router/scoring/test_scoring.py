@@ -41,7 +41,7 @@ def order(
 
 def cached(replica_id: str, gpu: int, **more: object) -> Candidate:
     return Candidate(
-        replica_id=replica_id, gpu_tokens=gpu, total_tokens=more.pop("total", gpu), **more
+        replica_id=replica_id, gpu_cached_tokens=gpu, cached_tokens=more.pop("total", gpu), **more
     )  # type: ignore[arg-type]
 
 
@@ -181,7 +181,7 @@ class Cluster:
             .candidate
         )
         self.recent.remember(best.replica_id, self.keys, now=0)
-        known = max(best.gpu_tokens, best.recent_tokens)
+        known = max(best.gpu_cached_tokens, best.recent_tokens)
         self.flight = self.load.started(best.replica_id, prompt_tokens - known, prompt_tokens)
         return best.replica_id
 
@@ -194,8 +194,8 @@ class Cluster:
         load = self.load.load_of(name)
         return Candidate(
             replica_id=name,
-            gpu_tokens=self.cached[name],
-            total_tokens=self.cached[name],
+            gpu_cached_tokens=self.cached[name],
+            cached_tokens=self.cached[name],
             recent_tokens=recent.get(name, 0),
             queued_prefill_tokens=load.prefill_tokens,
             prefilling_requests=load.prefilling_requests,
