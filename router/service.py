@@ -21,7 +21,7 @@ from router.errors import NoReplica
 from router.feed import Feed
 from router.http.gateway import Gateway
 from router.index.reference.index import PrefixIndex, SourceId, SourceStatistics
-from router.observability.collector import families
+from router.observability.collector import collect
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import Journal
 from router.observability.request_observer import Bookkeeper
@@ -162,7 +162,7 @@ class RouterService:
 
     async def render_metrics(self) -> bytes:
         """Everything, as Prometheus reads it."""
-        return await self.metrics.render(families(self))
+        return await self.metrics.render(collect(self))
 
     # --- what the registry tells (`ReplicaListener`) ----------------------------------------------
 

@@ -1,17 +1,18 @@
-"""The gauges, and the counters that parts keep themselves: read from their statistics at a
-scrape."""
+"""Metrics collected at a scrape from the statistics that the parts keep themselves."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, TypeAlias, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 
 from kvevents.delivery import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index.reference.index import SourceId, SourceStatistics
-from router.observability.metrics import Family, counter, gauge
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
@@ -21,6 +22,12 @@ from router.upstream import UpstreamClient
 
 _SOURCE = ("model", "replica", "dp_rank")
 _REPLICA = ("replica",)
+
+_Of = TypeVar("_Of")
+_Table: TypeAlias = tuple[tuple[str, str, Callable[[_Of], float]], ...]
+"""Metrics of one thing: name, help, and how to read the value."""
+_Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+"""Label values, value."""
 
 
 class Parts(Protocol):
@@ -41,55 +48,46 @@ class Parts(Protocol):
         """Every source's blocks, over all models."""
 
 
-def families(parts: Parts) -> Iterator[Family]:
-    """Everything that is read at a scrape: numbers as of this call, families made when somebody
-    goes through them."""
+def collect(parts: Parts) -> Iterator[Metric]:
+    """Take the numbers now, on the event loop; make metrics of them as the iterator is consumed,
+    in whatever thread does so."""
     feeds = parts.feed.statistics()
     return itertools.chain(
-        _index_families(parts.index_statistics(), feeds),
-        _feed_families(feeds),
-        _replica_families(parts.registry.snapshot()),
-        _tokenization_families(
+        _index_metrics(parts.index_statistics(), feeds),
+        _feed_metrics(feeds),
+        _replica_metrics(parts.registry.snapshot()),
+        _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
         ),
-        tuple(_own_families(parts)),
+        tuple(_router_metrics(parts)),
     )
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    gauge = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        gauge.add_metric(values, value)
+    return gauge
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], samples: _Samples) -> Metric:
+    counter = CounterMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        counter.add_metric(values, value)
+    return counter
 
 
 # --- index and feed -------------------------------------------------------------------------------
 
 
-def _labels(
+def _source_labels(
     source: SourceId, feeds: Mapping[SourceId, SourceFeedStatistics]
 ) -> tuple[str, str, str]:
     model = feeds[source].model if source in feeds else ""
     return model, source.replica, str(source.dp_rank)
 
 
-def _index_families(
-    sources: Mapping[SourceId, SourceStatistics], feeds: Mapping[SourceId, SourceFeedStatistics]
-) -> Iterator[Family]:
-    blocks = {
-        (*_labels(source, feeds), str(group), tier): float(count)
-        for source, found in sources.items()
-        for (group, tier), count in found.blocks.items()
-    }
-    yield gauge(
-        "kvroute_index_blocks",
-        "Distinct blocks held, by KV cache group and tier.",
-        (*_SOURCE, "group", "tier"),
-        blocks,
-    )
-    for name, help_text, value in _INDEX_GAUGES:
-        yield gauge(
-            name,
-            help_text,
-            _SOURCE,
-            {_labels(source, feeds): value(found) for source, found in sources.items()},
-        )
-
-
-_INDEX_GAUGES: tuple[tuple[str, str, Callable[[SourceStatistics], float]], ...] = (
+_INDEX_GAUGES: _Table[SourceStatistics] = (
     (
         "kvroute_index_unplaced_blocks",
         "Blocks whose prefix is not known.",
@@ -108,58 +106,43 @@ _INDEX_GAUGES: tuple[tuple[str, str, Callable[[SourceStatistics], float]], ...] 
 )
 
 
-def _feed_families(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Family]:
-    for name, help_text, value in _FEED_COUNTERS:
-        yield counter(
-            name,
-            help_text,
-            _SOURCE,
-            {_labels(source, feeds): value(found) for source, found in feeds.items()},
-        )
-    states = {
-        (*_labels(source, feeds), state.value): float(found.state is state)
-        for source, found in feeds.items()
-        for state in SourceState
-    }
-    yield gauge(
-        "kvroute_source_state",
-        "1 for the state an event stream is in.",
-        (*_SOURCE, "state"),
-        states,
+def _index_metrics(
+    sources: Mapping[SourceId, SourceStatistics], feeds: Mapping[SourceId, SourceFeedStatistics]
+) -> Iterator[Metric]:
+    labelled = [(_source_labels(source, feeds), found) for source, found in sources.items()]
+    yield _gauge(
+        "kvroute_index_blocks",
+        "Distinct blocks held, by KV cache group and tier.",
+        (*_SOURCE, "group", "tier"),
+        (
+            ((*labels, str(group), tier), count)
+            for labels, found in labelled
+            for (group, tier), count in found.blocks.items()
+        ),
     )
-    suspects = sum(found.state is SourceState.SUSPECT for found in feeds.values())
-    yield gauge(
-        "kvroute_suspect_sources",
-        "Event streams with a loss that could not be repaired.",
-        (),
-        {(): float(suspects)},
-    )
-    now = time.monotonic()
-    silent = {
-        _labels(source, feeds): now - found.stream.last_message_at
-        for source, found in feeds.items()
-        if found.stream.last_message_at is not None
-    }
-    yield gauge(
-        "kvroute_source_silence_seconds", "Since an event stream's last message.", _SOURCE, silent
-    )
+    for name, text, value in _INDEX_GAUGES:
+        yield _gauge(name, text, _SOURCE, ((labels, value(found)) for labels, found in labelled))
 
 
-_FEED_COUNTERS: tuple[tuple[str, str, Callable[[SourceFeedStatistics], float]], ...] = (
+_FEED_COUNTERS: _Table[SourceFeedStatistics] = (
     ("kvroute_event_batches", "Batches applied.", lambda found: found.stream.batches),
     (
         "kvroute_events_malformed",
-        "Messages refused: no batch, or over a bound.",
+        "Messages refused: not a batch, or over a bound.",
         lambda found: found.stream.malformed,
     ),
-    ("kvroute_events_duplicate", "Batches that came again.", lambda found: found.stream.duplicates),
+    (
+        "kvroute_events_duplicate",
+        "Batches received more than once.",
+        lambda found: found.stream.duplicates,
+    ),
     ("kvroute_events_gaps", "Gaps seen in the sequence numbers.", lambda found: found.stream.gaps),
     ("kvroute_events_replays", "Replays that brought batches.", lambda found: found.stream.replays),
     ("kvroute_events_snapshots", "Snapshots taken.", lambda found: found.stream.snapshots),
     ("kvroute_events_restarts", "Restarts of the publisher.", lambda found: found.stream.restarts),
     (
         "kvroute_events_unanswered",
-        "Questions to the replay endpoint without an answer.",
+        "Requests to the replay endpoint that got no reply.",
         lambda found: found.stream.unanswered,
     ),
     (
@@ -182,25 +165,41 @@ _FEED_COUNTERS: tuple[tuple[str, str, Callable[[SourceFeedStatistics], float]], 
 )
 
 
+def _feed_metrics(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Metric]:
+    labelled = [(_source_labels(source, feeds), found) for source, found in feeds.items()]
+    for name, text, value in _FEED_COUNTERS:
+        yield _counter(name, text, _SOURCE, ((labels, value(found)) for labels, found in labelled))
+    yield _gauge(
+        "kvroute_source_state",
+        "1 for the state an event stream is in.",
+        (*_SOURCE, "state"),
+        (
+            ((*labels, state.value), found.state is state)
+            for labels, found in labelled
+            for state in SourceState
+        ),
+    )
+    yield _single(
+        "kvroute_suspect_sources",
+        "Event streams with a loss that could not be repaired.",
+        sum(found.state is SourceState.SUSPECT for found in feeds.values()),
+    )
+    now = time.monotonic()
+    yield _gauge(
+        "kvroute_source_silence_seconds",
+        "Time since an event stream's last message.",
+        _SOURCE,
+        (
+            (labels, now - found.stream.last_message_at)
+            for labels, found in labelled
+            if found.stream.last_message_at is not None
+        ),
+    )
+
+
 # --- replicas -------------------------------------------------------------------------------------
 
-
-def _replica_families(replicas: tuple[ReplicaView, ...]) -> Iterator[Family]:
-    states = {
-        (view.id, state.value): float(view.state == state.value)
-        for view in replicas
-        for state in ReplicaState
-    }
-    yield gauge(
-        "kvroute_replica_state", "1 for the state a replica is in.", ("replica", "state"), states
-    )
-    for name, help_text, value in _REPLICA_GAUGES:
-        yield gauge(name, help_text, _REPLICA, {(view.id,): value(view) for view in replicas})
-    for name, help_text, value in _REPLICA_COUNTERS:
-        yield counter(name, help_text, _REPLICA, {(view.id,): value(view) for view in replicas})
-
-
-_REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaView], float]], ...] = (
+_REPLICA_GAUGES: _Table[ReplicaView] = (
     (
         "kvroute_replica_healthy",
         "1 while the replica passes its checks.",
@@ -208,7 +207,7 @@ _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaView], float]], ...] = (
     ),
     (
         "kvroute_in_flight_requests",
-        "Requests of this router under way there.",
+        "Requests of this router in flight there.",
         lambda view: view.load.requests,
     ),
     (
@@ -216,7 +215,11 @@ _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaView], float]], ...] = (
         "Uncached prompt tokens waiting for a first token.",
         lambda view: view.load.prefill_tokens,
     ),
-    ("kvroute_in_flight_decodes", "Answers under way.", lambda view: view.load.decoding_requests),
+    (
+        "kvroute_in_flight_decodes",
+        "Requests past their first token.",
+        lambda view: view.load.decoding_requests,
+    ),
     (
         "kvroute_engine_running_requests",
         "By the engine's own gauge.",
@@ -228,7 +231,7 @@ _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaView], float]], ...] = (
         lambda view: view.gauges.waiting if view.gauges else 0,
     ),
 )
-_REPLICA_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaView], float]], ...] = (
+_REPLICA_COUNTERS: _Table[ReplicaView] = (
     ("kvroute_health_checks", "Health checks.", lambda view: view.checks),
     ("kvroute_health_checks_failed", "Health checks that failed.", lambda view: view.failed_checks),
     (
@@ -244,76 +247,79 @@ _REPLICA_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaView], float]], ...] =
 )
 
 
+def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
+    yield _gauge(
+        "kvroute_replica_state",
+        "1 for the state a replica is in.",
+        ("replica", "state"),
+        (
+            ((view.id, state.value), view.state == state.value)
+            for view in replicas
+            for state in ReplicaState
+        ),
+    )
+    for name, text, value in _REPLICA_GAUGES:
+        yield _gauge(name, text, _REPLICA, (((view.id,), value(view)) for view in replicas))
+    for name, text, value in _REPLICA_COUNTERS:
+        yield _counter(name, text, _REPLICA, (((view.id,), value(view)) for view in replicas))
+
+
 # --- tokenisation and the router itself -----------------------------------------------------------
 
 
-def _tokenization_families(models: Mapping[str, TokenizationStatistics]) -> Iterator[Family]:
-    coverage = {
-        (name, kind.value): float(count)
-        for name, found in models.items()
-        for kind, count in found.prompts.items()
-    }
-    yield counter(
+def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Iterator[Metric]:
+    yield _counter(
         "kvroute_tokenized_prompts",
         "Prompts by how much of them is known.",
         ("model", "coverage"),
-        coverage,
+        (
+            ((name, kind.value), count)
+            for name, found in models.items()
+            for kind, count in found.prompts.items()
+        ),
     )
-    reasons = {
-        (name, reason): float(count)
-        for name, found in models.items()
-        for reason, count in found.unknown.items()
-    }
-    yield counter(
+    yield _counter(
         "kvroute_untokenized_prompts",
         "Prompts not known in full, by reason.",
         ("model", "reason"),
-        reasons,
+        (
+            ((name, reason), count)
+            for name, found in models.items()
+            for reason, count in found.unknown.items()
+        ),
     )
-    local = {(name,): found.local.cache for name, found in models.items() if found.local}
-    yield counter(
+    caches = {(name,): found.local.cache for name, found in models.items() if found.local}
+    yield _counter(
         "kvroute_token_cache_hits",
-        "Pieces of text whose ids were kept.",
+        "Pieces of text whose token ids were cached.",
         ("model",),
-        {key: float(kept.hits) for key, kept in local.items()},
+        ((labels, cache.hits) for labels, cache in caches.items()),
     )
-    yield counter(
+    yield _counter(
         "kvroute_token_cache_misses",
         "Pieces of text that were tokenised.",
         ("model",),
-        {key: float(kept.misses) for key, kept in local.items()},
+        ((labels, cache.misses) for labels, cache in caches.items()),
     )
 
 
-def _own_families(parts: Parts) -> Iterator[Family]:
-    yield gauge(
+def _router_metrics(parts: Parts) -> Iterator[Metric]:
+    yield _gauge(
         "kvroute_tokenizer_disagreements",
-        "Probes that a replica tokenises differently from the router; every one means mispredicted hits.",
+        "Probes that a replica tokenises differently from the router: its hits are mispredicted.",
         ("model", "replica"),
-        {key: float(count) for key, count in parts.tokenizer_check.disagreements.items()},
+        parts.tokenizer_check.disagreements.items(),
     )
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
-    yield gauge(
-        "kvroute_requests_under_way",
-        "Requests admitted and not ended.",
-        (),
-        {(): float(parts.under_way)},
-    )
-    yield gauge(
-        "kvroute_upstream_connections",
-        "Connections to replicas.",
-        (),
-        {(): float(upstream.connections)},
-    )
-    yield gauge(
-        "kvroute_upstream_idle_connections",
-        "Of these, kept for later.",
-        (),
-        {(): float(upstream.idle)},
-    )
-    yield gauge(
-        "kvroute_recent_prefix_keys",
-        "Prefixes remembered as just sent.",
-        (),
-        {(): float(recent.entries)},
-    )
+    for name, text, value in (
+        ("kvroute_requests_under_way", "Requests admitted and not ended.", parts.under_way),
+        ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
+        ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),
+        ("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", recent.entries),
+    ):
+        yield _single(name, text, value)
+
+
+def _single(name: str, text: str, value: float) -> Metric:
+    """A gauge without labels."""
+    return GaugeMetricFamily(name, text, value=value)

@@ -1,186 +1,167 @@
 """Every metric of the router, on a registry passed in. All names begin with `kvroute_`.
 
-Counters and histograms are written as things happen. Gauges are read at a scrape, from the
-statistics of the parts: the event loop takes a snapshot of plain numbers, and a thread turns it
-into text, so that no stream waits for a scrape. Labels are models and replicas of the configuration
-or the registry, and words of this file; nothing a client sends becomes a label.
+Counters and histograms are written as things happen. Everything else is collected at a scrape from
+the statistics of the parts (`collector`): the event loop takes a snapshot of plain numbers, and a
+thread turns it into text, so that no stream waits for a scrape. Label values are models and
+replicas of the configuration or the registry, and words of this package; nothing a client sends
+becomes a label.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-
-_Key = TypeVar("_Key", bound=tuple[str, ...])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
-    300,
-    600,
+_REQUEST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 30, 60, 120, 300, 600),
 )
 _ROUTING_SECONDS = (
-    0.00005,
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    1,
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
+    *(0.025, 0.05, 0.1, 0.25, 1),
 )
 _TOKENS = (0, 16, 64, 256, 1024, 4096, 16_384, 65_536)
 
 
-class Sample(NamedTuple):
-    """One value of a gauge, or of a counter that another part keeps."""
-
-    labels: tuple[str, ...]
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A metric that is read at a scrape."""
+class _Spec(NamedTuple):
+    """A metric that is written as things happen."""
 
     name: str
     help: str
-    labels: tuple[str, ...]
-    samples: Sequence[Sample]
-    is_counter: bool = False
+    labels: tuple[str, ...] = ()
+    buckets: Sequence[float] = ()
+
+
+# By the attributes of `RouterMetrics`.
+_COUNTERS = {
+    "requests": _Spec(
+        "kvroute_requests",
+        "Requests by the replica whose response was passed on (none: no replica responded) and "
+        "the status sent.",
+        ("model", "replica", "policy", "status"),
+    ),
+    "ends": _Spec("kvroute_request_ends", "Requests by the way they ended.", ("end",)),
+    "retries": _Spec(
+        "kvroute_retries",
+        "Attempts that failed and went to the next replica.",
+        ("replica", "reason"),
+    ),
+    "predicted": _Spec(
+        "kvroute_predicted_cached_tokens",
+        "Prompt tokens predicted to be cached, over requests whose response reported the truth.",
+        ("model", "replica"),
+    ),
+    "actual": _Spec(
+        "kvroute_actual_cached_tokens",
+        "Prompt tokens the engine reported as cached, over the same requests.",
+        ("model", "replica"),
+    ),
+    "predictions": _Spec(
+        "kvroute_predictions",
+        "Predictions by outcome: exact, over (promised too much) or under.",
+        ("model", "replica", "outcome"),
+    ),
+    "bad_requests": _Spec(
+        "kvroute_rejected_requests",
+        "Requests the router itself refused, by error code.",
+        ("code",),
+    ),
+    "report_modes": _Spec(
+        "kvroute_stripped_report_modes",
+        "Requests whose kv_cache_report_mode was taken out: it would spoil the engine's event "
+        "counts.",
+    ),
+}
+_HISTOGRAMS = {
+    "first_byte": _Spec(
+        "kvroute_time_to_first_byte_seconds",
+        "From the request's arrival to the first byte of its response.",
+        ("model", "replica"),
+        _REQUEST_SECONDS,
+    ),
+    "total": _Spec(
+        "kvroute_request_seconds",
+        "From the request's arrival to its end.",
+        ("model",),
+        _REQUEST_SECONDS,
+    ),
+    "routing": _Spec(
+        "kvroute_routing_seconds",
+        "Time to decide: hashing, matching, ranking.",
+        ("model",),
+        _ROUTING_SECONDS,
+    ),
+    "tokenization": _Spec(
+        "kvroute_tokenization_seconds",
+        "Time from a parsed request to its token ids.",
+        ("model",),
+        _ROUTING_SECONDS,
+    ),
+    "prediction_error": _Spec(
+        "kvroute_prediction_error_tokens",
+        "Absolute difference of predicted and actual cached tokens.",
+        ("model",),
+        _TOKENS,
+    ),
+}
 
 
 @dataclass(slots=True, eq=False)
-class _Snapshot:
-    """What the last scrape found; the collector reads it in a thread while the loop goes on."""
+class _Collected:
+    """The metrics collected for the scrape in progress; a Prometheus collector."""
 
-    families: Sequence[Family] = field(default_factory=tuple)
+    metrics: Iterable[Metric] = ()
 
-    def collect(self) -> Iterator[Metric]:
-        for family in self.families:
-            kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
-            metric = kind(family.name, family.help, labels=family.labels)
-            for labels, value in family.samples:
-                metric.add_metric(labels, value)
-            yield metric
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
 
 
 class RouterMetrics:
     """The metrics that are written as things happen, and the way to read all of them."""
 
+    requests: Counter
+    ends: Counter
+    retries: Counter
+    predicted: Counter
+    actual: Counter
+    predictions: Counter
+    bad_requests: Counter
+    report_modes: Counter
+    first_byte: Histogram
+    total: Histogram
+    routing: Histogram
+    tokenization: Histogram
+    prediction_error: Histogram
+
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._snapshot = _Snapshot()
-        registry.register(self._snapshot)
-        self.requests = Counter(
-            "kvroute_requests",
-            "Requests by the replica whose answer was passed on (none: no replica answered) and the status sent.",
-            ("model", "replica", "policy", "status"),
-            registry=registry,
-        )
-        self.ends = Counter(
-            "kvroute_request_ends", "Requests by the way they ended.", ("end",), registry=registry
-        )
-        self.first_byte = Histogram(
-            "kvroute_time_to_first_byte_seconds",
-            "From the request's arrival to the first byte of its answer.",
-            ("model", "replica"),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.total = Histogram(
-            "kvroute_request_seconds",
-            "From the request's arrival to its end.",
-            ("model",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.routing = Histogram(
-            "kvroute_routing_seconds",
-            "Time to decide: hashing, matching, ranking.",
-            ("model",),
-            buckets=_ROUTING_SECONDS,
-            registry=registry,
-        )
-        self.tokenization = Histogram(
-            "kvroute_tokenization_seconds",
-            "Time from a parsed request to its token ids.",
-            ("model",),
-            buckets=_ROUTING_SECONDS,
-            registry=registry,
-        )
-        self.retries = Counter(
-            "kvroute_retries",
-            "Attempts that failed and went to the next replica.",
-            ("replica", "reason"),
-            registry=registry,
-        )
-        self.predicted = Counter(
-            "kvroute_predicted_cached_tokens",
-            "Prompt tokens predicted to be cached, over requests whose answer told the truth.",
-            ("model", "replica"),
-            registry=registry,
-        )
-        self.actual = Counter(
-            "kvroute_actual_cached_tokens",
-            "Prompt tokens the engine reported as cached, over the same requests.",
-            ("model", "replica"),
-            registry=registry,
-        )
-        self.predictions = Counter(
-            "kvroute_predictions",
-            "Predictions by outcome: exact, over (promised too much) or under.",
-            ("model", "replica", "outcome"),
-            registry=registry,
-        )
-        self.prediction_error = Histogram(
-            "kvroute_prediction_error_tokens",
-            "Absolute difference of predicted and actual cached tokens.",
-            ("model",),
-            buckets=_TOKENS,
-            registry=registry,
-        )
-        self.bad_requests = Counter(
-            "kvroute_rejected_requests",
-            "Requests the router itself refused, by error code.",
-            ("code",),
-            registry=registry,
-        )
-        self.report_modes = Counter(
-            "kvroute_stripped_report_modes",
-            "Requests whose kv_cache_report_mode was taken out, which would spoil the engine's event counts.",
-            registry=registry,
-        )
+        self._collected = _Collected()
+        registry.register(self._collected)
+        for attribute, spec in _COUNTERS.items():
+            counter = Counter(spec.name, spec.help, spec.labels, registry=registry)
+            setattr(self, attribute, counter)
+        for attribute, spec in _HISTOGRAMS.items():
+            histogram = Histogram(
+                spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=registry
+            )
+            setattr(self, attribute, histogram)
 
     def compare(self, model: str, replica: str, predicted: int, actual: int) -> None:
-        """Hold a prediction against what the engine reported, in tokens."""
+        """Compare a prediction with what the engine reported.
+
+        Args:
+            model: The model's name.
+            replica: The replica that responded.
+            predicted: Prompt tokens the router predicted to be cached there.
+            actual: Prompt tokens the engine reported as cached.
+        """
         self.predicted.labels(model, replica).inc(predicted)
         self.actual.labels(model, replica).inc(actual)
         outcome = "exact" if predicted == actual else "over" if predicted > actual else "under"
@@ -188,40 +169,20 @@ class RouterMetrics:
         self.prediction_error.labels(model).observe(abs(predicted - actual))
 
     def forget(self, label: str, value: str) -> None:
-        """Drop every series with this label: of a replica, or a model, that is gone for good."""
-        for metric in (
-            metric for metric in vars(self).values() if isinstance(metric, (Counter, Histogram))
-        ):
-            if label not in metric._labelnames:
-                continue
-            place = metric._labelnames.index(label)
-            for labels in [labels for labels in metric._metrics if labels[place] == value]:
-                metric.remove(*labels)
+        """Drop every series of a replica or a model that is gone for good.
 
-    async def render(self, families: Iterable[Family]) -> bytes:
-        """The whole registry as text, with *families*, which a thread goes through."""
-        return await asyncio.to_thread(self._render, families)
+        Args:
+            label: `replica` or `model`.
+            value: The replica's id or the model's name.
+        """
+        for attribute, spec in (_COUNTERS | _HISTOGRAMS).items():
+            if label in spec.labels:
+                getattr(self, attribute).remove_by_labels({label: value})
 
-    def _render(self, families: Iterable[Family]) -> bytes:
-        self._snapshot.families = tuple(families)
+    async def render(self, collected: Iterable[Metric]) -> bytes:
+        """Render the whole registry and *collected* as text, iterating over both in a thread."""
+        return await asyncio.to_thread(self._render, collected)
+
+    def _render(self, collected: Iterable[Metric]) -> bytes:
+        self._collected.metrics = tuple(collected)
         return generate_latest(self._registry)
-
-
-def gauge(
-    name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]
-) -> Family:
-    """A gauge from values by label."""
-    return Family(name, help_text, labels, [Sample(key, value) for key, value in values.items()])
-
-
-def counter(
-    name: str, help_text: str, labels: tuple[str, ...], values: Mapping[_Key, float]
-) -> Family:
-    """A counter that another part keeps, from values by label."""
-    return Family(
-        name,
-        help_text,
-        labels,
-        [Sample(key, value) for key, value in values.items()],
-        is_counter=True,
-    )
