@@ -94,7 +94,7 @@ def run(
         most = max(most, sum(group.cached for group in cache.statistics().pool.groups[1:]))
     statistics = cache.statistics()
     evicted = sum(group.evicted for group in statistics.pool.groups)
-    return Outcome(statistics.hit_tokens / statistics.queried_tokens, most, evicted)
+    return Outcome(statistics.counts.hit_tokens / statistics.counts.queried_tokens, most, evicted)
 
 
 def turns(conversations: int, count: int) -> Iterator[tuple[list[int], list[int]]]:

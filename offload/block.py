@@ -1,4 +1,4 @@
-"""Blocks nobody references, in the order in which they will be given out again."""
+"""A block of the KV cache, and the queue of blocks that no request holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvevents.events import GroupIdx
 
 
 class Block:
-    """One page of the KV cache. Blocks are made once, with the pool, and never copied."""
+    """One page of the KV cache. Blocks are created once, with the pool, and never copied."""
 
     __slots__ = (
         "block_hash",
@@ -25,28 +25,30 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        """Set while the block is cached: what a later request finds it by, together with
-        `group_idx`."""
+        """Set while the block is cached: later requests find it by this and `group_idx`."""
         self.group_idx = GroupIdx(0)
         self.is_null = False
-        """Stands in a block table for a block that is not needed; never in the queue, never
-        written."""
+        """Fills a block table where no block is needed; never in the queue, never written."""
         self.has_slid_out = False
         """Freed because its request's window or state moved on, and not used since."""
         self.previous_free: Block | None = None
         self.next_free: Block | None = None
 
     def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.block_hash is not None})"
+        is_cached = self.block_hash is not None
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={is_cached})"
 
 
 class FreeQueue:
-    """A doubly linked list through the blocks themselves: any block leaves it in constant time."""
+    """Free blocks in the order in which they are given out.
+
+    A doubly linked list through the blocks themselves: any block leaves it in constant time.
+    """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        """The queue of *blocks*, the first to be given out first."""
+        """Queue *blocks*; the first is given out first."""
         self._end = Block(-1)
-        # One sentinel closes the ring, so that no operation has an edge to look after.
+        # One sentinel closes the ring, so that no operation has an edge case.
         self._end.next_free = self._end.previous_free = self._end
         self._count = 0
         self.append(blocks)
@@ -55,7 +57,7 @@ class FreeQueue:
         return self._count
 
     def pop(self, count: int) -> list[Block]:
-        """The first *count* blocks; there must be as many."""
+        """Take the first *count* blocks, at most `len(self)`."""
         taken: list[Block] = []
         block = self._end.next_free
         assert count <= self._count
@@ -79,17 +81,17 @@ class FreeQueue:
         self._count -= 1
 
     def append(self, blocks: Sequence[Block]) -> None:
-        """To be given out last, in this order."""
+        """Add blocks that are given out last, in this order."""
         assert self._end.previous_free is not None
         self._insert(self._end.previous_free, blocks, self._end)
 
     def prepend(self, blocks: Sequence[Block]) -> None:
-        """To be given out next, in this order."""
+        """Add blocks that are given out next, in this order."""
         assert self._end.next_free is not None
         self._insert(self._end, blocks, self._end.next_free)
 
     def blocks(self) -> list[Block]:
-        """All of them, the next to be given out first."""
+        """All blocks in the queue, the next to be given out first."""
         found: list[Block] = []
         block = self._end.next_free
         while block is not self._end:

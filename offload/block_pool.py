@@ -1,20 +1,24 @@
-"""The blocks of one KV cache: who holds them, which of them can be found again, and which goes
-next.
+"""The blocks of one KV cache: which are held, which can be found again, and which is evicted next.
 
 All groups draw from one pool, since their pages have one size. A block is *held* while requests
 reference it, *free* while none does, and *cached* while it can be found by its hash; a free block
-stays cached until it is given out again. Blocks freed without a hash are given out first, the
-latest before the others, whose memory is cold; cached ones follow, least recently used first, so
-that eviction takes the tail of a request before its head: its blocks are freed in reverse. A free
-block that `evict_blocks` strips of its hash keeps its place.
+stays cached until it is given out again.
+
+    next to be given out                                                          last
+    | freed without a hash, latest first | never used | cached, least recently used first |
+
+The latest block without a hash comes first because its memory is still warm. A request's blocks
+are freed in reverse, so its tail is evicted before its head. A free block that loses its hash in
+`evict_blocks` keeps its position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from kvevents.events import Event, GroupIdx
+from kvevents.events import GroupIdx
 from kvevents.layout import KVCacheGroup
 from offload.block import Block, FreeQueue
 from offload.cached_blocks import CachedBlocks
@@ -23,11 +27,11 @@ from offload.event_log import EventLog
 from offload.request import CacheRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupPoolStatistics:
-    """Of one group: what is cached now, and what happened since the start."""
+    """One group: what is cached now, and what happened since the start."""
 
-    cached: int
+    cached: int = 0
     """Distinct hashes."""
     stored: int = 0
     evicted: int = 0
@@ -38,7 +42,7 @@ class GroupPoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """Blocks now, without the null block."""
+    """The pool's blocks now, without the null block."""
 
     num_blocks: int
     free: int
@@ -49,14 +53,17 @@ class BlockPool:
     """Gives out blocks, takes them back, and finds cached ones."""
 
     def __init__(
-        self, num_blocks: int, groups: Sequence[KVCacheGroup], enable_events: bool = True
+        self, num_blocks: int, groups: Sequence[KVCacheGroup], event_log: EventLog | None = None
     ) -> None:
         """
         Args:
             num_blocks: Pages of the cache, at least two: the first is the null block and is never
                 given out.
-            groups: Kind and block size of each group, for the events.
-            enable_events: Whether `take_events` will be called; if not, nothing is recorded.
+            groups: Kind and block size of each group.
+            event_log: Records every change of presence; its owner takes the events.
+
+        Raises:
+            BlockRangeError: Fewer than two blocks.
         """
         if num_blocks < 2:
             raise BlockRangeError(
@@ -65,51 +72,43 @@ class BlockPool:
         self._blocks = [Block(index) for index in range(num_blocks)]
         self.null_block = self._blocks[0]
         self.null_block.is_null = True
-        self._free = FreeQueue(self._blocks[1:])
+        self.free_queue = FreeQueue(self._blocks[1:])
+        """Blocks that can be given out, cached ones included; read-only outside the pool."""
+        self.evictions = 0
+        """How often a block lost its hash since the start; a reset counts once."""
         self._groups = groups
         self._cached = [CachedBlocks() for _ in groups]
-        self._log = EventLog(groups) if enable_events else None
-        self._stored = [0] * len(groups)
-        self._resets = 0
-        self._evicted = [0] * len(groups)
-        self._evicted_after_sliding = [0] * len(groups)
+        self.event_log = event_log
+        self._counts = [GroupPoolStatistics() for _ in groups]
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be given out, cached ones included."""
-        return len(self._free)
+        return len(self.free_queue)
 
     @property
     def usage(self) -> float:
         """Share of the blocks that requests hold, from 0 to 1."""
-        return 1.0 - len(self._free) / (len(self._blocks) - 1)
-
-    @property
-    def evictions(self) -> int:
-        """How often a block lost its hash, since the start; a reset counts too."""
-        return sum(self._evicted) + self._resets
+        return 1.0 - len(self.free_queue) / (len(self._blocks) - 1)
 
     def cached(self, group_idx: GroupIdx) -> CachedBlocks:
-        """What can be found of a group; to be read only."""
+        """The blocks of a group that can be found; read-only outside the pool."""
         return self._cached[group_idx]
-
-    def free_block_ids(self) -> list[int]:
-        """In the order in which they will be given out."""
-        return [block.block_id for block in self._free.blocks()]
 
     # --- giving out and taking back ---------------------------------------------------------------
 
     def get_new_blocks(self, count: int) -> list[Block]:
-        """*count* blocks, each referenced once and no longer cached.
+        """Give out *count* blocks, each referenced once and no longer cached.
 
         Raises:
-            BlockRangeError: There are not as many free blocks. Nothing was given out.
+            BlockRangeError: Fewer blocks are free. None was given out.
         """
-        if not 0 <= count <= len(self._free):
+        if not 0 <= count <= len(self.free_queue):
             raise BlockRangeError(
-                f"get_new_blocks: count {count} must lie in [0, {len(self._free)}], the free blocks"
+                f"get_new_blocks: count {count} must lie in [0, {len(self.free_queue)}], "
+                "the free blocks"
             )
-        blocks = self._free.pop(count)
+        blocks = self.free_queue.pop(count)
         for block in blocks:
             if block.block_hash is not None:
                 self._evict(block)
@@ -118,19 +117,23 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Another reference to each of *blocks*; null blocks are passed over."""
+        """Add a reference to each of *blocks*; null blocks are skipped."""
         for block in blocks:
             if block.is_null:
                 continue
             if block.ref_count == 0:
-                self._free.remove(block)
+                self.free_queue.remove(block)
             block.ref_count += 1
             block.has_slid_out = False
 
     def free_blocks(self, blocks: Iterable[Block], have_slid_out: bool = False) -> None:
-        """One reference less to each of *blocks*, in the order in which they may go; null blocks
-        are passed over."""
-        unnamed: list[Block] = []
+        """Drop a reference to each of *blocks*; null blocks are skipped.
+
+        Args:
+            blocks: In the order in which they may be evicted.
+            have_slid_out: Whether their request goes on without them.
+        """
+        unhashed: list[Block] = []
         cached: list[Block] = []
         for block in blocks:
             if block.is_null:
@@ -139,11 +142,11 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 block.has_slid_out = have_slid_out
-                (unnamed if block.block_hash is None else cached).append(block)
-        self._free.prepend(unnamed)
-        self._free.append(cached)
+                (unhashed if block.block_hash is None else cached).append(block)
+        self.free_queue.prepend(unhashed)
+        self.free_queue.append(cached)
 
-    # --- finding again ----------------------------------------------------------------------------
+    # --- caching and eviction ---------------------------------------------------------------------
 
     def cache_full_blocks(
         self,
@@ -154,8 +157,7 @@ class BlockPool:
         stop: int,
         keep: Sequence[bool] | None = None,
     ) -> None:
-        """Make blocks of a request findable; those that are null or have a hash already are passed
-        over.
+        """Make blocks of a request findable; null blocks and hashed ones are skipped.
 
         Args:
             request: Whose tokens the blocks hold.
@@ -166,28 +168,31 @@ class BlockPool:
             keep: One flag per block of `[start, stop)`; None keeps all.
         """
         for first, run in _runs(blocks, start, stop, keep):
-            if self._log:
-                self._log.start_run(group_idx, first, request)
+            if self.event_log:
+                self.event_log.start_run(group_idx, first, request)
             self._cache_run(request, group_idx, first, run)
 
     def _cache_run(
         self, request: CacheRequest, group_idx: GroupIdx, first: int, run: Sequence[Block]
     ) -> None:
-        size, cached, log = self._groups[group_idx].block_size, self._cached[group_idx], self._log
+        size, cached, log = (
+            self._groups[group_idx].block_size,
+            self._cached[group_idx],
+            self.event_log,
+        )
         for index, block in enumerate(run, first):
             block_hash = request.hash_at((index + 1) * size)
             block.block_hash, block.group_idx = block_hash, group_idx
             has_appeared = cached.add(block_hash, block)
             if log:
                 log.add_stored(block_hash, has_appeared)
-        self._stored[group_idx] += len(run)
+        self._counts[group_idx].stored += len(run)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make blocks unfindable, such as those a failed load left wrong; who holds them keeps
-        them.
+        """Make blocks unfindable, such as those a failed load left wrong; their holders keep them.
 
         Raises:
-            BlockRangeError: An id is none of the pool's. Nothing was evicted.
+            BlockRangeError: An id is outside the pool. Nothing was evicted.
         """
         ids = list(block_ids)
         for block_id in ids:
@@ -201,15 +206,15 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Make every block unfindable; False, and nothing changed, while a request holds one."""
-        if len(self._free) != len(self._blocks) - 1:
+        if len(self.free_queue) != len(self._blocks) - 1:
             return False
-        self._resets += 1
+        self.evictions += 1
         for block in self._blocks:
             block.block_hash = None
         for cached in self._cached:
             cached.clear()
-        if self._log:
-            self._log.add_cleared()
+        if self.event_log:
+            self.event_log.add_cleared()
         return True
 
     def _evict(self, block: Block) -> None:
@@ -217,33 +222,66 @@ class BlockPool:
         assert block_hash is not None
         block.block_hash = None
         is_gone = self._cached[group_idx].discard(block_hash, block)
-        if is_gone and self._log:
-            self._log.add_removed(group_idx, block_hash)
-        self._evicted[group_idx] += 1
-        self._evicted_after_sliding[group_idx] += block.has_slid_out
+        if is_gone and self.event_log:
+            self.event_log.add_removed(group_idx, block_hash)
+        self.evictions += 1
+        counts = self._counts[group_idx]
+        counts.evicted += 1
+        counts.evicted_after_sliding += block.has_slid_out
 
-    # --- telling ----------------------------------------------------------------------------------
-
-    def take_events(self) -> list[Event]:
-        """What changed since the last call; empty without events."""
-        return self._log.take() if self._log else []
+    # --- observing --------------------------------------------------------------------------------
 
     def statistics(self) -> PoolStatistics:
         """Blocks now, and per group what happened since the start."""
-        counts = zip(
-            self._cached, self._stored, self._evicted, self._evicted_after_sliding, strict=True
-        )
         return PoolStatistics(
             num_blocks=len(self._blocks) - 1,
-            free=len(self._free),
-            groups=tuple(GroupPoolStatistics(len(cached), *counted) for cached, *counted in counts),
+            free=len(self.free_queue),
+            groups=tuple(
+                replace(counts, cached=len(cached))
+                for cached, counts in zip(self._cached, self._counts, strict=True)
+            ),
         )
+
+    def check_integrity(self, references: Mapping[int, int]) -> None:
+        """Check the pool's invariants; for tests and debugging, linear in the size of the pool.
+
+        Args:
+            references: Per block id, how many times block tables and copies reference the block;
+                0 where left out.
+
+        Raises:
+            AssertionError: References are miscounted, a block is both free and held or neither, or
+                hashes and blocks do not match.
+        """
+        free = Counter(block.block_id for block in self.free_queue.blocks())
+        assert len(self.free_queue) == free.total(), "free queue: its length is wrong"
+        for block in self._blocks:
+            held = references.get(block.block_id, 0)
+            assert block.ref_count == held, f"{block}: {held} references exist"
+            is_free = held == 0 and not block.is_null
+            assert free[block.block_id] == is_free, f"{block}: wrongly free, held or queued twice"
+        assert self.null_block.block_hash is None, "the null block has a hash"
+        named = {(b.group_idx, b.block_hash, b) for b in self._blocks if b.block_hash is not None}
+        found = [
+            (group_idx, block_hash, block)
+            for group_idx, cached in enumerate(self._cached)
+            for block_hash in cached
+            for block in cached.copies(block_hash)
+        ]
+        assert len(found) == len(named), "cached blocks: one is listed twice, missing or stale"
+        assert set(found) == named, "cached blocks: one is listed under another hash than its own"
 
 
 def _runs(
     blocks: Sequence[Block], start: int, stop: int, keep: Sequence[bool] | None
 ) -> Iterator[tuple[int, Sequence[Block]]]:
-    """Contiguous blocks that are to be cached, each run with the index of its first block."""
+    """Contiguous blocks that are to be cached, each run with the index of its first block.
+
+    With *keep* over blocks 0 to 5 as below, and block 4 hashed already:
+
+        index   0  1  2  3  4  5
+        keep    x  x  .  x  x  x        yields (0, blocks 0-1), (3, block 3), (5, block 5)
+    """
     first = start
     for index in range(start, stop + 1):
         if index < stop and _is_cacheable(blocks[index]) and (keep is None or keep[index - start]):

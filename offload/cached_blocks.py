@@ -8,16 +8,16 @@ from offload.block import Block
 
 
 class CachedBlocks:
-    """Hash -> block, with duplicates: requests that computed the same prefix at the same time each
-    keep their own copy.
+    """Hash -> block, with duplicates.
 
-    A block table never changes under its request, so equal blocks are not merged; the oldest copy
-    serves the hits.
+    Requests that computed the same prefix at the same time each keep their own copy. A block table
+    never changes under its request, so equal blocks are not merged; the oldest copy serves the
+    hits.
     """
 
     def __init__(self) -> None:
         self._oldest: dict[bytes, Block] = {}
-        # Rarely anything: keeping later copies apart spares the first a container of its own.
+        # Usually empty: with later copies kept apart, the first needs no container of its own.
         self._later: dict[bytes, dict[int, Block]] = {}
 
     def __len__(self) -> int:
@@ -34,8 +34,18 @@ class CachedBlocks:
         """The oldest copy."""
         return self._oldest.get(block_hash)
 
+    def copies(self, block_hash: bytes) -> list[Block]:
+        """All copies, the oldest first."""
+        oldest = self._oldest.get(block_hash)
+        return [] if oldest is None else [oldest, *self._later.get(block_hash, {}).values()]
+
     def add(self, block_hash: bytes, block: Block) -> bool:
-        """Note a copy; True if it is the only one."""
+        """Add a copy; True if it is the only one.
+
+        Args:
+            block_hash: Identifies the prefix up to the block's end.
+            block: Not among the copies yet.
+        """
         if block_hash not in self._oldest:
             self._oldest[block_hash] = block
             return True
@@ -43,7 +53,12 @@ class CachedBlocks:
         return False
 
     def discard(self, block_hash: bytes, block: Block) -> bool:
-        """Forget a copy that was added; True if it was the last."""
+        """Remove a copy; True if it was the last.
+
+        Args:
+            block_hash: What *block* was added under.
+            block: One of the copies.
+        """
         later = self._later.get(block_hash)
         if later is None:
             del self._oldest[block_hash]
@@ -58,5 +73,6 @@ class CachedBlocks:
         return False
 
     def clear(self) -> None:
+        """Remove every copy of every hash."""
         self._oldest.clear()
         self._later.clear()

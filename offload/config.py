@@ -1,4 +1,4 @@
-"""How an engine's KV cache is set up: one frozen model, checked at the door."""
+"""How an engine's KV cache is set up: one frozen model, checked when it is built."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class CacheConfig:
 
     layout: KVCacheLayout
     num_blocks: int
-    """Blocks in the pool, with the null block: one fewer can be held."""
+    """Blocks in the pool, the null block included: requests can hold one fewer."""
     max_model_len: int
     """Longest request, prompt and output, in tokens."""
     max_in_flight_tokens: int
-    """Most tokens one step computes for one request; bounds what a window's group holds of it."""
+    """Most tokens one step computes for one request; bounds the blocks a window's group holds for
+    it."""
     enable_caching: bool
     enable_events: bool
     retention_interval: int | None
-    """Which blocks of sliding-window and Mamba groups are kept: None all that can serve a hit; 0
-    only those at the ends of prompts; n > 0 also those at every n-th token."""
+    """Which blocks of sliding-window and Mamba groups stay findable: None keeps all that can serve
+    a hit, 0 only those at the ends of prompts, n > 0 also those at every n-th token."""
 
     @property
     def scheduler_block_size(self) -> int:
@@ -49,7 +50,20 @@ class CacheConfig:
         eagle: bool = False,
         retention_interval: int | None = None,
     ) -> CacheConfig:
-        """A checked configuration. All sizes but *num_blocks* in tokens.
+        """Build a checked configuration. All sizes but *num_blocks* are in tokens.
+
+        Args:
+            groups: Kind and block size of each group of layers.
+            num_blocks: Blocks in the pool, the null block included.
+            scheduler_block_size: Hits end at its multiples; a multiple of every group's block size.
+            hash_block_size: Tokens between two block hashes; divides every group's block size.
+            max_model_len: Longest request, prompt and output.
+            max_in_flight_tokens: Most tokens one step computes for one request; *max_model_len* if
+                left out.
+            enable_caching: Whether blocks can be found again by their hash.
+            enable_events: Whether changes are recorded; if so, `take_events` must be called.
+            eagle: Whether a hit must have one block more than is reused.
+            retention_interval: See the attribute of that name.
 
         Raises:
             CacheConfigError: A size contradicts another; the message names place, value and rule.
@@ -64,9 +78,8 @@ class CacheConfig:
         _check_retention(retention_interval, layout)
         _check_chunks(layout)
         if max_in_flight_tokens is not None:
-            _check_at_least(
-                "max_in_flight_tokens", max_in_flight_tokens, 1, "a step computes a token"
-            )
+            why = "a step computes a token"
+            _check_at_least("max_in_flight_tokens", max_in_flight_tokens, 1, why)
         return cls(
             layout=layout,
             num_blocks=num_blocks,
@@ -84,22 +97,15 @@ def _check_scheduler_block_size(
     _check_at_least("scheduler_block_size", scheduler_block_size, 1, "hits end at its multiples")
     _check_at_least("hash_block_size", hash_block_size, 1, "hashes end at its multiples")
     sizes = [
-        (f"group {index} ({group.kind.value}): block_size", group)
+        (f"group {index} ({group.kind.value}): block_size", group.block_size)
         for index, group in enumerate(groups)
+        if group.kind is not GroupKind.NOT_CACHED
     ]
-    for place, size in [("hash_block_size", hash_block_size), *_caching_sizes(sizes)]:
+    for place, size in [("hash_block_size", hash_block_size), *sizes]:
         if size < 1 or scheduler_block_size % size:
             raise CacheConfigError(
                 f"scheduler_block_size {scheduler_block_size} must be a multiple of {place} {size}"
             )
-
-
-def _caching_sizes(groups: Sequence[tuple[str, KVCacheGroup]]) -> list[tuple[str, int]]:
-    return [
-        (place, group.block_size)
-        for place, group in groups
-        if group.kind is not GroupKind.NOT_CACHED
-    ]
 
 
 def _check_at_least(name: str, value: int, least: int, why: str) -> None:
@@ -112,11 +118,13 @@ def _check_retention(interval: int | None, layout: KVCacheLayout) -> None:
         return
     if interval < 0 or interval % layout.scheduler_block_size:
         raise CacheConfigError(
-            f"retention_interval {interval} must be 0 or a multiple of scheduler_block_size {layout.scheduler_block_size}"
+            f"retention_interval {interval} must be 0 or a multiple of "
+            f"scheduler_block_size {layout.scheduler_block_size}"
         )
     if interval and not any(group.kind in _RETAINABLE for group in layout.groups):
         raise CacheConfigError(
-            f"retention_interval {interval} needs a sliding-window or Mamba group: no other leaves blocks out; leave it unset"
+            f"retention_interval {interval} needs a sliding-window or Mamba group: all other kinds "
+            "keep every block; leave it unset"
         )
 
 
@@ -126,15 +134,16 @@ def _check_chunks(layout: KVCacheLayout) -> None:
             continue
         place = f"group {index} ({group.kind.value})"
         if group.attention_chunk_size % layout.scheduler_block_size:
-            # A hit could end before the chunk whose blocks were looked at, and need blocks that
-            # nobody looked for.
+            # The lookup checks one chunk's blocks; a hit that ends before that chunk would need
+            # blocks that were never checked.
             raise CacheConfigError(
                 f"{place}: attention_chunk_size {group.attention_chunk_size} must be a multiple of "
                 f"scheduler_block_size {layout.scheduler_block_size}"
             )
         if layout.eagle:
-            # Where EAGLE's block ends a chunk, the chunk behind it needs nothing, and the hit
-            # before it would go unproven.
+            # Where EAGLE's block is the last of a chunk, the next chunk needs nothing, and the hit
+            # before that block would go unproven.
             raise CacheConfigError(
-                f"{place}: eagle must be off: vLLM does not support it with chunked local attention either"
+                f"{place}: eagle must be off: like vLLM, this cache does not support EAGLE with "
+                "chunked local attention"
             )

@@ -1,14 +1,18 @@
 """The groups of one cache together: one hit for all of them, and blocks for a request in each.
 
-Three forms: without caching nothing is found; one group is asked alone; several must agree on one
-length, by the rule in `kvevents/layout.py`. Nothing here decides whether a request fits: the cache
-manager does.
+Three forms: without caching nothing is found; a single group is asked by itself; several must agree
+on one length, by the rule in `kvevents/layout.py`. Whether a request fits is decided by the cache
+manager.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 from kvevents.events import GroupIdx
 from kvevents.layout import (
@@ -23,7 +27,7 @@ from offload.block import Block
 from offload.block_pool import BlockPool
 from offload.cached_blocks import CachedBlocks
 from offload.config import CacheConfig
-from offload.groups.base import GroupManager, Need, Retention
+from offload.groups.base import GroupManager, GroupSettings, RequestNeed, Retention
 from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager
 from offload.groups.full import FullAttentionManager
@@ -38,6 +42,7 @@ _MANAGERS: dict[GroupKind, type[GroupManager]] = {
     GroupKind.MAMBA: MambaManager,
     GroupKind.NOT_CACHED: CrossAttentionManager,
 }
+_KEEP_ALL = Retention(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,67 +56,67 @@ class ComputedBlocks:
     evictions: int = 0
     """The pool's count of evictions when the hit was found."""
     shared_prefix_boundary: int = 0
-    """Where full attention holds more of the prompt than a group of states, or one that is kept
-    sparsely; else 0. Worth keeping there from now on; a scheduler ends a chunk there if it has
-    states to keep."""
+    """Length of the prefix that full attention holds beyond the hit, where a group of states or a
+    sparsely retained one cut the hit short; else 0. It is worth retaining from now on, and a
+    scheduler with states ends a chunk there."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestNeed:
-    """What a request needs of all groups for its next tokens; fields as in `Need`."""
-
-    num_tokens: int
-    num_slots: int
-    num_computed_tokens: int
-    num_encoder_tokens: int
-    computed_blocks: tuple[Sequence[Block], ...]
-
-
-class Coordinator:
-    """Without prefix caching: blocks are given and taken, none is found again. The other forms
-    build on it."""
+class Coordinator(ABC):
+    """Blocks of all groups for a request; its forms differ in what they find and cache."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
         """
         Args:
             config: The cache, checked.
-            pool: Where blocks come from.
-            scheduler_block_size: The scheduler's own; passed on to every group as it is.
+            pool: Shared by all groups.
+            scheduler_block_size: The scheduler's own, in tokens; handed to every group unchanged.
         """
         self.layout = config.layout
         self.pool = pool
         self.scheduler_block_size = scheduler_block_size
         self.retention_interval = config.retention_interval
         self.managers = tuple(
-            _MANAGERS[group.kind](
-                GroupIdx(index),
-                group,
-                pool,
-                # An encoder's blocks take no part in hits, so they need not fit the scheduler's.
-                group.block_size if group.kind is GroupKind.NOT_CACHED else scheduler_block_size,
-                config.max_in_flight_tokens,
-                config.max_model_len,
-                config.layout.eagle,
-            )
-            for index, group in enumerate(config.layout.groups)
+            _create_manager(GroupIdx(index), config, pool, scheduler_block_size)
+            for index in range(len(config.layout.groups))
         )
         self.no_blocks = ComputedBlocks(0, tuple(() for _ in self.managers))
 
-    # --- finding ----------------------------------------------------------------------------------
+    # --- finding and caching ----------------------------------------------------------------------
 
+    @abstractmethod
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
-        """The longest prefix of at most *limit* tokens that every group can serve."""
-        del request, limit
-        return self.no_blocks
+        """The longest prefix that every group can serve.
 
+        Args:
+            request: Whose prefix is looked up.
+            limit: Longest hit wanted, in tokens.
+        """
+
+    @abstractmethod
     def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
-        """The longest prefix of at most *limit* tokens that each group alone can serve, for
-        people."""
-        del request, limit
-        return tuple(0 for _ in self.managers)
+        """The longest prefix in tokens that each group could serve by itself; for display.
+
+        Args:
+            request: Whose prefix is looked up.
+            limit: Longest hit wanted, in tokens.
+        """
+
+    @abstractmethod
+    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
+        """Make full blocks of a request findable.
+
+        Args:
+            request: One that holds blocks.
+            num_tokens: How far its blocks are written, or will be by the end of this step.
+        """
 
     def still_holds(self, request: CacheRequest, hit: ComputedBlocks) -> bool:
-        """Are a hit's blocks what they were when it was found?"""
+        """Whether a hit's blocks still hold the prefix they were found for.
+
+        Args:
+            request: Whose prefix was looked up.
+            hit: What was found then.
+        """
         if hit.evictions == self.pool.evictions:
             return True
         return all(
@@ -125,49 +130,68 @@ class Coordinator:
     def num_blocks_to_allocate(
         self, request_id: str, need: RequestNeed, is_admission: bool = False
     ) -> int:
-        """Free blocks the request will take in all groups."""
+        """Free blocks the request will take in all groups.
+
+        Args:
+            request_id: The request.
+            need: Its next tokens, or all of them.
+            is_admission: Whether *need* is the whole request.
+        """
         return sum(
-            manager.num_blocks_to_allocate(request_id, _of_group(need, manager), is_admission)
+            manager.num_blocks_to_allocate(request_id, need, is_admission)
             for manager in self.managers
         )
 
     def num_blocks_to_free(self, request_id: str, num_computed_tokens: int) -> int:
-        """Blocks that `free_skipped_blocks` would make free."""
+        """Blocks that `free_skipped_blocks` would make free.
+
+        Args:
+            request_id: The request.
+            num_computed_tokens: Where it goes on.
+        """
         skipped = (
             manager.skipped_blocks(request_id, num_computed_tokens) for manager in self.managers
         )
         return sum(block.ref_count == 1 for blocks in skipped for block in blocks)
 
     def can_read(self, need: RequestNeed) -> bool:
-        """Are a hit's blocks ready for this step in every group?"""
+        """Whether a hit's blocks can be read in this step, in every group."""
         return all(
             manager.can_read(blocks)
             for manager, blocks in zip(self.managers, need.computed_blocks, strict=True)
         )
 
-    def adopt_computed_blocks(
-        self, request_id: str, need: RequestNeed, num_external_tokens: int
-    ) -> None:
-        """Start the request's tables with a hit's blocks, and blocks for what a lower tier will
-        bring.
+    def adopt_computed_blocks(self, request_id: str, need: RequestNeed) -> None:
+        """Start the request's tables with a hit's blocks and blocks for what a tier will bring.
 
         All groups' hits are taken first: a new block for one group must not be another's hit.
+
+        Args:
+            request_id: A request that holds no blocks.
+            need: Its next tokens.
         """
         for manager, blocks in zip(self.managers, need.computed_blocks, strict=True):
             manager.adopt_computed_blocks(request_id, blocks, need.num_computed_tokens)
-        if num_external_tokens:
+        if need.num_external_tokens:
             for manager in self.managers:
                 manager.allocate_external_blocks(request_id, need.num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> tuple[list[Block], ...]:
-        """Blocks for the slots that have none, per group."""
-        return tuple(
-            manager.allocate_new_blocks(request_id, _of_group(need, manager))
-            for manager in self.managers
-        )
+        """Allocate blocks for the slots that have none, and return them per group.
+
+        Args:
+            request_id: The request.
+            need: Its next tokens.
+        """
+        return tuple(manager.allocate_new_blocks(request_id, need) for manager in self.managers)
 
     def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Give back what the request no longer needs, while it runs."""
+        """Give back what the request no longer needs, while it runs.
+
+        Args:
+            request_id: The request.
+            num_computed_tokens: Where it goes on.
+        """
         for manager in self.managers:
             manager.free_skipped_blocks(request_id, num_computed_tokens)
 
@@ -177,25 +201,41 @@ class Coordinator:
             manager.free(request_id)
 
     def start_step(self) -> None:
-        """The scheduler begins a step."""
+        """Begin a step: what the last one wrote can be read now."""
         for manager in self.managers:
             manager.start_step()
 
-    # --- caching ----------------------------------------------------------------------------------
+    def references(self) -> Counter[int]:
+        """Per block id, how many block tables list the block."""
+        return sum((manager.references() for manager in self.managers), Counter[int]())
 
+
+class UncachedCoordinator(Coordinator):
+    """Without prefix caching: blocks are given out and taken back, and none is found again."""
+
+    @override
+    def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
+        return self.no_blocks
+
+    @override
+    def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
+        return tuple(0 for _ in self.managers)
+
+    @override
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Make the full blocks of the first *num_tokens* findable."""
-        del request, num_tokens
+        """Do nothing."""
 
 
 class SingleGroupCoordinator(Coordinator):
-    """One group: it is asked alone, and every full block of it may be kept."""
+    """One group: its own hit is the hit, and every full block of it may be kept."""
 
+    @override
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
         present, reach = self._present(request), self._reach(request)
         num_tokens = longest_hit(self.layout, present, limit, reach)
         return self._computed_blocks(request, num_tokens, 0)
 
+    @override
     def group_hits(self, request: CacheRequest, limit: int) -> tuple[int, ...]:
         present, reach = self._present(request), self._reach(request)
         indexes = range(len(self.managers))
@@ -203,35 +243,29 @@ class SingleGroupCoordinator(Coordinator):
             longest_accepted(self.layout, index, present, limit, reach) for index in indexes
         )
 
+    @override
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         for manager in self.managers:
-            retention = Retention(self.retention_interval, self._boundaries(request, manager))
-            manager.cache_blocks(request, self._cacheable_tokens(manager, num_tokens), retention)
+            manager.cache_blocks(request, num_tokens, self._retention(request, manager))
 
-    def _cacheable_tokens(self, manager: GroupManager, num_tokens: int) -> int:
-        del manager
-        return num_tokens
-
-    def _boundaries(self, request: CacheRequest, manager: GroupManager) -> Sequence[int]:
-        """Where a later request can resume under sparse retention."""
+    def _retention(self, request: CacheRequest, manager: GroupManager) -> Retention:
+        """Where later requests can resume behind this one."""
         if self.retention_interval is None:
-            return ()
+            return _KEEP_ALL
         ends = resume_positions(
             request.num_prompt_tokens, self.scheduler_block_size, self.layout.eagle
         )
-        junction = request.shared_prefix_boundary
-        if not junction:
-            return ends
-        # Who parts from the prefix right at the junction lacks EAGLE's block behind it, and resumes
-        # a block before.
-        return (
-            (*ends, junction, junction - manager.block_size)
-            if self.layout.eagle
-            else (*ends, junction)
-        )
+        shared = request.shared_prefix_boundary
+        if shared and self.layout.eagle:
+            # A request that leaves the shared prefix right at its end lacks EAGLE's block behind
+            # it, and resumes a block before.
+            ends = (*ends, shared, shared - manager.block_size)
+        elif shared:
+            ends = (*ends, shared)
+        return Retention(self.retention_interval, ends)
 
     def _reach(self, request: CacheRequest) -> int:
-        # Blocks behind the last hash have no name yet.
+        # Blocks behind the last hash cannot be looked up yet.
         return len(request.block_hashes) * self.layout.hash_block_size
 
     def _present(self, request: CacheRequest) -> Present:
@@ -264,48 +298,63 @@ class SingleGroupCoordinator(Coordinator):
 
 
 class HybridCoordinator(SingleGroupCoordinator):
-    """Several groups: the hit is what all accept, so only blocks up to such a length are worth
-    keeping."""
+    """Several groups: the hit is what all accept, and only blocks within such a hit are kept."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool, scheduler_block_size: int) -> None:
+        """See `Coordinator`."""
         super().__init__(config, pool, scheduler_block_size)
         self._has_states = any(group.kind is GroupKind.MAMBA for group in config.layout.groups)
 
+    @override
     def find_longest_hit(self, request: CacheRequest, limit: int) -> ComputedBlocks:
         present, reach = self._present(request), self._reach(request)
         num_tokens = longest_hit(self.layout, present, limit, reach)
-        return self._computed_blocks(
-            request, num_tokens, self._junction(request, limit, num_tokens)
-        )
+        boundary = self._shared_prefix_boundary(request, limit, num_tokens)
+        return self._computed_blocks(request, num_tokens, boundary)
 
-    def _junction(self, request: CacheRequest, limit: int, num_tokens: int) -> int:
-        """Where the group that is asked first would have let the hit end, if a sparsely kept one
-        cut it shorter."""
+    def _shared_prefix_boundary(self, request: CacheRequest, limit: int, num_tokens: int) -> int:
+        """How far the leading group's blocks reach, if a sparsely kept group cut the hit short.
+
+        With `retention_interval` 0, and a request that shares 20 tokens with an earlier one:
+
+                             0         20                  40
+            full attention   xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx     the earlier prompt, whole
+            sliding window   .............................x     only its end was retained
+            this request     ssssssssssoooooooooooooo           hit 0, boundary 20
+        """
         if self.retention_interval is None and not self._has_states:
             return 0
-        first, present = _asked_first(self.layout), self._present(request)
-        group = self.layout.groups[first]
+        leading, present = _leading_group(self.layout), self._present(request)
+        group = self.layout.groups[leading]
         behind = num_tokens + group.block_size
-        if group.kind is GroupKind.FULL and not (behind <= limit and present(first, behind)):
+        if group.kind is GroupKind.FULL and not (behind <= limit and present(leading, behind)):
             return 0  # its run ends here too
-        longest = longest_accepted(self.layout, first, present, limit, self._reach(request))
+        longest = longest_accepted(self.layout, leading, present, limit, self._reach(request))
         return longest if longest > num_tokens else 0
 
-    def _cacheable_tokens(self, manager: GroupManager, num_tokens: int) -> int:
+    @override
+    def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         step = self.scheduler_block_size
         aligned = num_tokens // step * step
-        # EAGLE's block lies behind the boundary.
-        return (
-            min(num_tokens, aligned + manager.block_size) if aligned and manager.eagle else aligned
-        )
+        for manager in self.managers:
+            cacheable = aligned
+            if aligned and self.layout.eagle:  # EAGLE's block lies behind the boundary
+                cacheable = min(num_tokens, aligned + manager.block_size)
+            manager.cache_blocks(request, cacheable, self._retention(request, manager))
 
 
 def create_coordinator(
     config: CacheConfig, pool: BlockPool, scheduler_block_size: int
 ) -> Coordinator:
-    """The form that fits the configuration."""
+    """Create the form that fits the configuration.
+
+    Args:
+        config: The cache, checked.
+        pool: Shared by all groups.
+        scheduler_block_size: The scheduler's own, in tokens; handed to every group unchanged.
+    """
     if not config.enable_caching:
-        return Coordinator(config, pool, scheduler_block_size)
+        return UncachedCoordinator(config, pool, scheduler_block_size)
     if len(config.layout.groups) == 1:
         return SingleGroupCoordinator(config, pool, scheduler_block_size)
     return HybridCoordinator(config, pool, scheduler_block_size)
@@ -317,7 +366,13 @@ def resume_positions(
     """Token positions at which a later request can resume behind a prompt.
 
     The same prompt again is hit up to its last token but one; a longer one up to the last whole
-    block. The two differ where a prompt ends with a block. EAGLE gives a block back in both cases.
+    block. The two differ where a prompt ends with a block. EAGLE gives a block back in both cases:
+    with blocks of 16, a prompt of 32 tokens is resumed at 0 or 16, one of 33 at 16.
+
+    Args:
+        num_prompt_tokens: Length of the earlier prompt.
+        scheduler_block_size: Hits end at its multiples, in tokens.
+        eagle: Whether a hit must have one block more than is reused.
     """
     if not eagle:
         return (num_prompt_tokens - 1,)
@@ -326,19 +381,26 @@ def resume_positions(
     return tuple(sorted({max(end - step, 0) for end in ends}))
 
 
-def _asked_first(layout: KVCacheLayout) -> int:
+def _create_manager(
+    group_idx: GroupIdx, config: CacheConfig, pool: BlockPool, scheduler_block_size: int
+) -> GroupManager:
+    group = config.layout.groups[group_idx]
+    is_cached = group.kind is not GroupKind.NOT_CACHED
+    settings = GroupSettings(
+        group_idx=group_idx,
+        group=group,
+        # An encoder's blocks take no part in hits, so they need not fit the scheduler's.
+        scheduler_block_size=scheduler_block_size if is_cached else group.block_size,
+        max_in_flight_tokens=config.max_in_flight_tokens,
+        max_model_len=config.max_model_len,
+        eagle=config.layout.eagle,
+    )
+    return _MANAGERS[group.kind](settings, pool)
+
+
+def _leading_group(layout: KVCacheLayout) -> int:
+    """The group that bounds the hit first: full attention, or else the first that caches."""
     firsts = [members[0] for members in equal_groups(layout)]
     return next(
         (index for index in firsts if layout.groups[index].kind is GroupKind.FULL), firsts[0]
-    )
-
-
-def _of_group(need: RequestNeed, manager: GroupManager) -> Need:
-    if manager.group.kind is GroupKind.NOT_CACHED:
-        return Need(need.num_encoder_tokens, need.num_encoder_tokens, 0)
-    return Need(
-        need.num_tokens,
-        need.num_slots,
-        need.num_computed_tokens,
-        need.computed_blocks[manager.group_idx],
     )

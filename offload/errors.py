@@ -1,13 +1,13 @@
 """What can go wrong in an engine's KV cache.
 
     OffloadError
-    ├── CacheConfigError      sizes of a cache or a tier that contradict each other
-    ├── RequestStateError     a call that does not fit what the request did before
-    ├── BlockRangeError       a block id or a count outside its pool
-    ├── TransferError         a copy job whose shapes, sizes or ids do not fit; nothing of it was queued
-    ├── TierStateError        a prepare or complete call that does not fit a tier's block
-    ├── EngineRequestError    a request that the small engine can never serve
-    └── BlockFileError        a block's file that is missing, unreadable, or not the block that was written
+    ├── CacheConfigError      sizes of a cache or a tier contradict each other
+    ├── RequestStateError     a call does not fit what the request did before
+    ├── BlockRangeError       a block id or a count lies outside its pool
+    ├── TransferError         shapes, sizes or ids of a copy job do not fit; nothing was queued
+    ├── TierStateError        a prepare or complete call does not fit the state of a tier's block
+    ├── EngineRequestError    the small engine can never serve the request
+    └── BlockFileError        a block's file is missing, unreadable, or not the block that was written
 
 Messages name place, value and rule, and never carry token ids: those are prompts.
 """
@@ -24,8 +24,10 @@ class CacheConfigError(OffloadError):
 
 
 class RequestStateError(OffloadError):
-    """A call does not fit what the request did before, such as allocating for one that was never
-    admitted."""
+    """A call does not fit what the request did before.
+
+    For example, it allocates slots for a request that was never admitted.
+    """
 
 
 class BlockRangeError(OffloadError):

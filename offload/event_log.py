@@ -1,9 +1,9 @@
-"""What one engine step did to the cache, told presence-exactly.
+"""What one engine step changed in the cache, reported presence-exactly.
 
-A (group, hash) is *stored* when it goes from no copy to one and *removed* when the last copy goes,
-counted from one `take_events` to the next: what came and went in between is not told, so removals
-and stores of a step can be told in any order. Removals of a group travel in one event; a store is
-one contiguous run of blocks.
+A (group, hash) is *stored* when it goes from no copy to one and *removed* when its last copy goes,
+compared between one `take` and the next. A change that was undone in between is not reported, so a
+step's removals and stores can be reported in any order. Removals of a group travel in one event; a
+store event is one contiguous run of blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from offload.request import CacheRequest
 
 
 @dataclass(slots=True)
-class _Run:
-    """Contiguous blocks of one request that were cached one behind the other."""
+class _StoredRun:
+    """Contiguous blocks of one request, cached in one call."""
 
     group_idx: GroupIdx
     first_block: int
@@ -41,17 +41,27 @@ class EventLog:
         self._groups = groups
         self._is_cleared = False
         self._removed: list[dict[bytes, None]] = [{} for _ in groups]
-        self._stored: list[dict[bytes, _Run]] = [{} for _ in groups]
-        """Where each hash that is to be told stands; a run may hold hashes that are gone again."""
-        self._runs: list[_Run] = []
+        self._stored: list[dict[bytes, _StoredRun]] = [{} for _ in groups]
+        """The run that reports each new hash; a run may hold hashes that are gone again."""
+        self._runs: list[_StoredRun] = []
 
     def start_run(self, group_idx: GroupIdx, first_block: int, request: CacheRequest) -> None:
-        """The blocks stored next are *request*'s, from its *first_block* on."""
-        self._runs.append(_Run(group_idx, first_block, request))
+        """Begin a run of blocks, each of which is added by `add_stored`.
+
+        Args:
+            group_idx: The blocks' group.
+            first_block: Index of the first of them in the request's block table.
+            request: Whose tokens the blocks hold.
+        """
+        self._runs.append(_StoredRun(group_idx, first_block, request))
 
     def add_stored(self, block_hash: bytes, has_appeared: bool) -> None:
-        """The next block of the run was cached; *has_appeared* if it is the first copy of its
-        hash."""
+        """Record that the next block of the run was cached.
+
+        Args:
+            block_hash: The block's hash.
+            has_appeared: Whether it is the first copy of its hash.
+        """
         run = self._runs[-1]
         run.hashes.append(block_hash)
         removed = self._removed[run.group_idx]
@@ -63,17 +73,22 @@ class EventLog:
             self._stored[run.group_idx][block_hash] = run
 
     def add_removed(self, group_idx: GroupIdx, block_hash: bytes) -> None:
-        """The last copy of a hash went."""
+        """Record that the last copy of a hash is gone.
+
+        Args:
+            group_idx: The block's group.
+            block_hash: The hash that can no longer be found.
+        """
         if self._stored[group_idx].pop(block_hash, None) is None:
             self._removed[group_idx][block_hash] = None
 
     def add_cleared(self) -> None:
-        """The cache was emptied at once."""
+        """Record that the whole cache was emptied at once."""
         self._is_cleared = True
         self._forget_changes()
 
     def take(self) -> list[Event]:
-        """The step's events; the next step starts empty."""
+        """Return the step's events; the next step starts empty."""
         events: list[Event] = [AllBlocksCleared()] if self._is_cleared else []
         for index, removed in enumerate(self._removed):
             if removed:
@@ -90,8 +105,8 @@ class EventLog:
             removed.clear()
             stored.clear()
 
-    def _stored_events(self, run: _Run) -> Iterator[BlockStored]:
-        """A run without its holes: blocks that were there before, or went again."""
+    def _stored_events(self, run: _StoredRun) -> Iterator[BlockStored]:
+        """The run cut at its holes: blocks that were there before, or are gone again."""
         stored = self._stored[run.group_idx]
         start = 0
         for index in range(len(run.hashes) + 1):
@@ -100,7 +115,7 @@ class EventLog:
                     yield self._event(run, start, index)
                 start = index + 1
 
-    def _event(self, run: _Run, start: int, stop: int) -> BlockStored:
+    def _event(self, run: _StoredRun, start: int, stop: int) -> BlockStored:
         group, request = self._groups[run.group_idx], run.request
         size = group.block_size
         first, last = (run.first_block + start) * size, (run.first_block + stop) * size

@@ -1,5 +1,4 @@
-"""What the cache knows of one request: its tokens, the hashes of its blocks, and how far it is
-computed."""
+"""What the cache knows of one request: its tokens, the hashes of its blocks, its progress."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from kvevents.hashing import ExtraKeys, HashChain
 
 @dataclass(frozen=True, slots=True)
 class RequestHasher:
-    """How an engine names blocks; one for all its requests."""
+    """How an engine hashes blocks; one for all its requests."""
 
     chain: HashChain
     hash_block_size: int
@@ -21,8 +20,8 @@ class RequestHasher:
 class CacheRequest:
     """One request, as the scheduler hands it to the cache manager.
 
-    Tokens are only ever appended. `block_hashes[i]` stands for the first `(i + 1) *
-    hash_block_size` tokens, and is there as soon as they all are.
+    Tokens are only ever appended. `block_hashes[i]` identifies the first `(i + 1) *
+    hash_block_size` tokens, and exists as soon as the last of them does.
     """
 
     def __init__(
@@ -38,9 +37,9 @@ class CacheRequest:
         Args:
             request_id: Unique among the requests that hold blocks.
             prompt_token_ids: The whole prompt.
-            hasher: How its blocks are named.
-            lora_name: The adapter, which parts its blocks from those of others.
-            cache_salt: Parts its blocks from those of requests with another salt.
+            hasher: How its blocks are hashed.
+            lora_name: The adapter; keeps its blocks apart from those of other adapters.
+            cache_salt: Keeps its blocks apart from those of requests with another salt.
             extra_keys: What else decides a block's content, per hash block of the prompt:
                 `(multimodal id, offset in the block)` pairs, and digests of embeddings or of an
                 encoder's input as bytes.
@@ -52,8 +51,8 @@ class CacheRequest:
         """Tokens whose KV is in the cache; set by the scheduler after each step, and to 0 on
         preemption."""
         self.shared_prefix_boundary = 0
-        """Where another request's prefix parts from this one's, found at admission; kept under
-        sparse retention."""
+        """Length of the prefix shared with earlier requests, found at admission; retained there
+        under sparse retention."""
         self.lora_name = lora_name
         self.block_hashes: list[bytes] = []
         self._cache_salt = cache_salt
@@ -67,7 +66,7 @@ class CacheRequest:
         return len(self.token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """The model said more."""
+        """Add tokens that the model generated."""
         self.token_ids += token_ids
         self._hash_full_blocks()
 
@@ -76,16 +75,19 @@ class CacheRequest:
         return self.block_hashes[end // self._hasher.hash_block_size - 1]
 
     def extra_keys_between(self, start: int, end: int) -> ExtraKeys:
-        """What besides tokens decides the block of `[start, end)`, both multiples of the hash block
-        size, as events tell it.
+        """What besides tokens decides the block of `[start, end)`, in the form that events carry.
 
-        Adapter, multimodal pairs with their offset in this block, salt, digests.
+        In this order: adapter, multimodal pairs with their offset in this block, salt, digests.
+
+        Args:
+            start: First token of the block, a multiple of the hash block size.
+            end: Token behind its last, a multiple too.
         """
         return tuple(item for _, item in self._keys_between(start, end)) or None
 
     @property
     def has_extra_keys(self) -> bool:
-        """Does anything besides tokens decide its blocks?"""
+        """Whether anything besides tokens decides the content of its blocks."""
         return bool(self.lora_name is not None or self._cache_salt or self._extra_keys)
 
     def _hash_full_blocks(self) -> None:
@@ -97,35 +99,33 @@ class CacheRequest:
             self.block_hashes.append(parent)
 
     def _hashed_keys(self, start: int, end: int) -> ExtraKeys:
-        # Each under the name of its source, as in vLLM >= 0.31: a salt must not be taken for an
-        # adapter of that name.
-        keys = self._keys_between(start, end)
-        return (
-            tuple(
-                (source, *item) if isinstance(item, tuple) else (source, item)
-                for source, item in keys
-            )
-            or None
-        )
+        # Each key is hashed with its kind, as in vLLM >= 0.31: a salt must not pass for an adapter
+        # of the same name.
+        keys = [
+            (kind, *item) if isinstance(item, tuple) else (kind, item)
+            for kind, item in self._keys_between(start, end)
+        ]
+        return tuple(keys) or None
 
     def _keys_between(self, start: int, end: int) -> list[tuple[str, object]]:
-        """What decides the block besides tokens, each with the name of its source."""
+        """What decides the block besides tokens, each key behind its kind."""
         size = self._hasher.hash_block_size
         items: list[object] = []
         for position in range(start, end, size):
             index = position // size
             here = (self._extra_keys[index] if index < len(self._extra_keys) else None) or ()
-            items += [_moved(item, position - start) for item in here]
+            items += [_shifted(item, position - start) for item in here]
         keys: list[tuple[str, object]] = (
             [] if self.lora_name is None else [("lora", self.lora_name)]
         )
-        # What runs on over several hash blocks is named in each; told from here it is one.
+        # An input that spans several hash blocks is listed in each; shifted to this block's start,
+        # its entries are equal and become one.
         keys += [("mm", item) for item in dict.fromkeys(items) if isinstance(item, tuple)]
         if start == 0 and self._cache_salt:
             keys.append(("cache_salt", self._cache_salt))
         return keys + [("prompt_embeds", item) for item in items if not isinstance(item, tuple)]
 
 
-def _moved(item: object, offset: int) -> object:
-    # A multimodal pair counts from the start of the block it is reported for.
+def _shifted(item: object, offset: int) -> object:
+    # The offset in a multimodal pair counts from the start of the block it is reported for.
     return (item[0], item[1] + offset) if isinstance(item, tuple) else item

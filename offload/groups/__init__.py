@@ -1,11 +1,9 @@
-"""What each kind of attention needs of the KV cache: one file per kind behind one base.
+"""What each kind of attention needs of the KV cache: one file per kind over one base.
 
-The files; each imports only what is listed above it:
-
-    base.py              what all kinds share
-    full.py              full attention, MLA, sinks
-    sliding_window.py    sliding window
-    chunked_local.py     chunked local attention
-    mamba.py             Mamba and linear attention
-    cross_attention.py   cross attention
+- `base`: block tables of one group, the part that all kinds share
+- `full`: full attention, MLA, sinks
+- `sliding_window`: sliding window
+- `chunked_local`: chunked local attention
+- `mamba`: Mamba and linear attention
+- `cross_attention`: cross attention
 """

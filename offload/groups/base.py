@@ -1,13 +1,15 @@
 """What one group of layers holds for every request: the part that all kinds share.
 
-A request's *block table* in a group lists its blocks in the order of its tokens; the null block
-stands where none is needed any more, or none was ever. A manager knows how many blocks a request
-must be given, which it no longer needs, and which may be found again. It decides nothing about
-other groups: the coordinator does.
+A request's *block table* in a group lists its blocks in the order of its tokens, with the null
+block wherever none is needed any more, or none ever was. A manager decides how many blocks a
+request must be given, which it no longer needs, and which may be found again. Agreement between
+groups is the coordinator's.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,20 +22,39 @@ from offload.request import CacheRequest
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """One group's part of a cache's configuration. All sizes in tokens."""
+
+    group_idx: GroupIdx
+    """Index in the layout."""
+    group: KVCacheGroup
+    scheduler_block_size: int
+    """Hits end at its multiples; a multiple of the group's block size."""
+    max_in_flight_tokens: int
+    """Most tokens a step computes for one request."""
+    max_model_len: int
+    """Longest request."""
+    eagle: bool = False
+    """Whether a hit must have one block more than is reused."""
+
+
+@dataclass(frozen=True, slots=True)
 class Retention:
-    """Where a later request can resume, and so what is worth keeping of groups that need only the
-    end of a prefix."""
+    """Where later requests can resume; only the ends of such prefixes are worth keeping.
+
+    It concerns groups that need only the end of a prefix: sliding windows and states.
+    """
 
     interval: int | None
     """As in `CacheConfig.retention_interval`."""
     boundaries: Sequence[int] = ()
-    """Token positions at which a hit may end whatever the interval: the ends of the prompt, a
-    junction with another."""
+    """Token positions at which a hit may end whatever the interval: the ends of the prompt, and the
+    end of a shared prefix."""
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a request needs of a group for its next tokens."""
+class RequestNeed:
+    """What a request needs of all groups for its next tokens."""
 
     num_tokens: int
     """Computed and new ones together."""
@@ -41,62 +62,47 @@ class Need:
     """The same with room for drafts behind them."""
     num_computed_tokens: int
     """Tokens whose KV the cache holds or is about to be given."""
-    computed_blocks: Sequence[Block] = ()
-    """A hit's blocks, for a request that holds none yet."""
+    computed_blocks: tuple[Sequence[Block], ...]
+    """Per group a hit's blocks, for a request that holds none yet."""
+    num_external_tokens: int = 0
+    """Of `num_computed_tokens`, those that a lower tier will bring."""
+    num_encoder_tokens: int = 0
+    """Tokens of the encoder's output, for cross attention."""
 
 
-class GroupManager:
-    """Block tables of one group. This class is full attention's bookkeeping; other kinds override
-    what differs."""
+class GroupManager(ABC):
+    """Block tables of one group. Each kind of attention overrides what differs."""
 
-    def __init__(
-        self,
-        group_idx: GroupIdx,
-        group: KVCacheGroup,
-        pool: BlockPool,
-        scheduler_block_size: int,
-        max_in_flight_tokens: int,
-        max_model_len: int,
-        eagle: bool = False,
-    ) -> None:
+    def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
         """
         Args:
-            group_idx: Its place in the layout.
-            group: Kind and sizes.
+            settings: The group and the cache's limits.
             pool: Shared with the other groups.
-            scheduler_block_size: Hits end at its multiples; the scheduler's own, a multiple of the
-                group's block size.
-            max_in_flight_tokens: Most tokens a step computes for one request.
-            max_model_len: Longest request in tokens.
-            eagle: Whether a hit must have one block more than is reused.
 
         Raises:
-            CacheConfigError: scheduler_block_size is no multiple of the group's block size.
+            CacheConfigError: scheduler_block_size is not a multiple of the group's block size.
         """
-        if scheduler_block_size % group.block_size:
+        group = settings.group
+        if settings.scheduler_block_size % group.block_size:
             raise CacheConfigError(
-                f"group {group_idx} ({group.kind.value}): scheduler_block_size {scheduler_block_size} must be a multiple of "
-                f"block_size {group.block_size}"
+                f"group {settings.group_idx} ({group.kind.value}): scheduler_block_size "
+                f"{settings.scheduler_block_size} must be a multiple of block_size "
+                f"{group.block_size}"
             )
-        self.group_idx = group_idx
+        self.settings = settings
+        self.group_idx = settings.group_idx
         self.group = group
+        self.block_size = group.block_size
         self.pool = pool
-        self.scheduler_block_size = scheduler_block_size
-        self.max_in_flight_tokens = max_in_flight_tokens
-        self.max_model_len = max_model_len
-        self.eagle = eagle
         self.slid_out = 0
         """Blocks freed while their request ran on."""
         self._tables: dict[str, list[Block]] = {}
         self._cached_counts: dict[str, int] = {}
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self.group.block_size
+        self._unreadable: set[bytes] = set()
+        """Hashes of blocks that only the next step can read."""
 
     def holds(self, request_id: str) -> bool:
-        """Was the request admitted and not freed since?"""
+        """Whether the request was admitted and not freed since."""
         return request_id in self._tables
 
     def block_table(self, request_id: str) -> Sequence[Block]:
@@ -104,50 +110,59 @@ class GroupManager:
         return self._tables.get(request_id, ())
 
     def num_cached_blocks(self, request_id: str) -> int:
-        """How many leading blocks of the request's table were made findable, or found not worth
-        it."""
+        """Leading blocks of the request's table that are findable or were not worth it."""
         return self._cached_counts.get(request_id, 0)
+
+    def references(self) -> Counter[int]:
+        """Per block id, how many tables list the block; null blocks are left out."""
+        tables = self._tables.values()
+        return Counter(b.block_id for table in tables for b in table if not b.is_null)
 
     # --- what differs from kind to kind -----------------------------------------------------------
 
+    @abstractmethod
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """How many leading tokens the next one does not look at."""
-        del num_computed_tokens
-        return 0
+        """How many leading tokens the next token does not look at."""
+
+    @abstractmethod
+    def keep_mask(
+        self, request_id: str, start: int, stop: int, retention: Retention
+    ) -> list[bool] | None:
+        """Which of the request's blocks `[start, stop)` can ever serve a hit; None for all.
+
+        Args:
+            request_id: Whose blocks they are.
+            start: Index of the first block in the request's table.
+            stop: Index behind the last.
+            retention: Where later requests can resume.
+        """
 
     def needed_blocks(self, num_tokens: int) -> range:
-        """Which blocks of a hit of *num_tokens* a request reads that goes on behind it, as indices
-        of its table."""
+        """Which blocks of a hit of *num_tokens* the token behind it reads, as table indices."""
         return range(
             self.num_skipped_tokens(num_tokens) // self.block_size, num_tokens // self.block_size
         )
 
     def max_held_blocks(self) -> int:
         """Most blocks one request can hold at a time, for the admission check."""
-        return blocks_for(self.max_model_len, self.block_size)
-
-    def keep_mask(
-        self, request_id: str, start: int, stop: int, retention: Retention
-    ) -> list[bool] | None:
-        """Which of the request's blocks `[start, stop)` can ever serve a hit; None for all."""
-        del request_id, start, stop, retention
-        return None
+        return blocks_for(self.settings.max_model_len, self.block_size)
 
     def can_read(self, computed_blocks: Sequence[Block]) -> bool:
-        """May a request of this step start from a hit's blocks? Those that the same step writes may
-        not be ready."""
-        del computed_blocks
-        return True
+        """Whether a request of this step can start from a hit's blocks, or the step writes them."""
+        return not computed_blocks or computed_blocks[-1].block_hash not in self._unreadable
 
     # --- allocation -------------------------------------------------------------------------------
 
     def num_blocks_to_allocate(
-        self, request_id: str, need: Need, is_admission: bool = False
+        self, request_id: str, need: RequestNeed, is_admission: bool = False
     ) -> int:
-        """Free blocks the request will take: new ones, and a hit's blocks that nobody else
-        references.
+        """Free blocks the request will take: new ones, and a hit's blocks that are free now.
 
-        With *is_admission*, for the whole request: what slides out on the way is not counted twice.
+        Args:
+            request_id: The request; it may hold blocks already.
+            need: Its next tokens, or all of them.
+            is_admission: Whether *need* is the whole request: then blocks that will have slid out
+                on the way are not counted twice.
         """
         required = blocks_for(need.num_slots, self.block_size)
         if is_admission:
@@ -155,19 +170,21 @@ class GroupManager:
         held = len(self.block_table(request_id))
         if self.holds(request_id):
             return max(required - held, 0)
+        computed_blocks = need.computed_blocks[self.group_idx]
         skipped = self.num_skipped_tokens(need.num_computed_tokens) // self.block_size
-        new = max(required - max(skipped, len(need.computed_blocks)), 0)
-        return new + sum(
-            1
-            for block in need.computed_blocks[skipped:]
-            if block.ref_count == 0 and not block.is_null
-        )
+        new = max(required - max(skipped, len(computed_blocks)), 0)
+        return new + num_free(computed_blocks[skipped:])
 
     def adopt_computed_blocks(
         self, request_id: str, blocks: Sequence[Block], num_computed_tokens: int
     ) -> None:
-        """Start the request's table with a hit's *blocks*, less those that its
-        *num_computed_tokens* do not need."""
+        """Start the request's table with a hit's blocks.
+
+        Args:
+            request_id: A request that holds no blocks.
+            blocks: The hit's table.
+            num_computed_tokens: Where the request goes on; blocks it will not read are left out.
+        """
         skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
         kept = blocks[skipped:]
         self.pool.touch(kept)
@@ -175,15 +192,24 @@ class GroupManager:
         self._cached_counts[request_id] = len(self._tables[request_id])
 
     def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Blocks for tokens that a lower tier will bring, as far as the next token looks at
-        them."""
+        """Allocate blocks for tokens that a lower tier will bring.
+
+        Args:
+            request_id: A request whose table was just started.
+            num_computed_tokens: Where it goes on once they are there.
+        """
         table = self._tables[request_id]
         missing = blocks_for(num_computed_tokens, self.block_size) - len(table)
         if missing > 0:
             table += self.pool.get_new_blocks(missing)
 
-    def allocate_new_blocks(self, request_id: str, need: Need) -> list[Block]:
-        """Blocks for all slots that have none yet; returns them."""
+    def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> list[Block]:
+        """Allocate blocks for all slots that have none yet, and return them.
+
+        Args:
+            request_id: The request; its table is started if it has none.
+            need: Its next tokens.
+        """
         table = self._tables.setdefault(request_id, [])
         self._cached_counts.setdefault(request_id, 0)
         missing = blocks_for(need.num_slots, self.block_size) - len(table)
@@ -194,8 +220,13 @@ class GroupManager:
     # --- caching ----------------------------------------------------------------------------------
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int, retention: Retention) -> None:
-        """Make the full blocks of the request's first *num_tokens* findable, if they can serve a
-        hit."""
+        """Make full blocks of a request findable if they can serve a hit.
+
+        Args:
+            request: One that holds blocks.
+            num_tokens: How far its blocks are written, or will be by the end of this step.
+            retention: Where later requests can resume.
+        """
         start = self._cached_counts[request.request_id]
         stop = num_tokens // self.block_size
         if start >= stop:
@@ -209,12 +240,22 @@ class GroupManager:
     # --- giving back ------------------------------------------------------------------------------
 
     def skipped_blocks(self, request_id: str, num_computed_tokens: int) -> list[Block]:
-        """Blocks the request holds and no longer needs, its latest first."""
+        """Blocks the request holds and no longer needs, its latest first.
+
+        Args:
+            request_id: The request.
+            num_computed_tokens: Where it goes on.
+        """
         table = self.block_table(request_id)
         return [table[index] for index in self._skipped_indices(request_id, num_computed_tokens)]
 
     def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Give back what the request no longer needs, while it runs."""
+        """Give back what the request no longer needs, while it runs.
+
+        Args:
+            request_id: The request.
+            num_computed_tokens: Where it goes on.
+        """
         indices = self._skipped_indices(request_id, num_computed_tokens)
         if indices:
             table = self._tables[request_id]
@@ -231,12 +272,13 @@ class GroupManager:
         self.pool.free_blocks(reversed(table))
 
     def start_step(self) -> None:
-        """The scheduler begins a step."""
+        """Begin a step: what the last one wrote can be read now."""
+        self._unreadable.clear()
 
     def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:
-        """Backwards to the first null block: what lies before it was given back earlier."""
+        """Backwards to the first null block: those before it were given back earlier."""
         table = self.block_table(request_id)
-        skipped = min(self.num_skipped_tokens(num_computed_tokens) // self.block_size, len(table))
+        skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
         indices: list[int] = []
         for index in range(skipped - 1, -1, -1):
             if table[index].is_null:
@@ -244,7 +286,17 @@ class GroupManager:
             indices.append(index)
         return indices
 
+    def _num_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> int:
+        """Leading blocks of the request's table that it no longer needs, given back or not."""
+        skipped = self.num_skipped_tokens(num_computed_tokens) // self.block_size
+        return min(skipped, len(self.block_table(request_id)))
+
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks hold that many tokens."""
+    """How many blocks of *block_size* tokens hold *num_tokens*."""
     return -(-num_tokens // block_size)
+
+
+def num_free(blocks: Sequence[Block]) -> int:
+    """How many of *blocks* no request references; null blocks are left out."""
+    return sum(block.ref_count == 0 and not block.is_null for block in blocks)

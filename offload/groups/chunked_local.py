@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from offload.groups.base import GroupManager, blocks_for
+from typing_extensions import override
+
+from offload.groups.base import GroupManager, Retention, blocks_for
 
 
 class ChunkedLocalManager(GroupManager):
-    """A chunk's blocks are given back when the next chunk begins; a hit needs those of its own
-    chunk."""
+    """A chunk's blocks are given back when the next chunk begins; a hit needs its own chunk's."""
 
     @property
     def attention_chunk_size(self) -> int:
@@ -15,11 +16,17 @@ class ChunkedLocalManager(GroupManager):
         assert self.group.attention_chunk_size is not None
         return self.group.attention_chunk_size
 
+    @override
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
+    @override
+    def keep_mask(
+        self, request_id: str, start: int, stop: int, retention: Retention
+    ) -> list[bool] | None:
+        return None
+
+    @override
     def max_held_blocks(self) -> int:
-        return blocks_for(
-            min(self.attention_chunk_size + self.max_in_flight_tokens, self.max_model_len),
-            self.block_size,
-        )
+        in_flight = self.attention_chunk_size + self.settings.max_in_flight_tokens
+        return blocks_for(min(in_flight, self.settings.max_model_len), self.block_size)

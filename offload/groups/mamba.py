@@ -1,49 +1,54 @@
-"""Mamba and linear attention: a state stands for all tokens before it, and the next token needs the
-latest alone.
+"""Mamba and linear attention: a state summarises all tokens before it; only the latest is needed.
 
 A block holds the state behind the last token computed into it. It can serve a hit only if that
 token is the block's last, so a scheduler ends prefill chunks at block boundaries where it can, as
-vLLM's "align" mode does. A step reads the state it starts from and writes the one it ends with: two
-blocks at most, whatever the length.
+vLLM's "align" mode does. A step reads the state it starts from and writes the one it ends with: at
+most two blocks, whatever the length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing_extensions import override
 
 from offload.block import Block
-from offload.groups.base import GroupManager, Need, Retention, blocks_for
+from offload.block_pool import BlockPool
+from offload.groups.base import (
+    GroupManager,
+    GroupSettings,
+    RequestNeed,
+    Retention,
+    blocks_for,
+    num_free,
+)
 from offload.request import CacheRequest
 
 
 class MambaManager(GroupManager):
-    """Block tables with a block where a step ended, and null blocks between."""
+    """Block tables with a block where a step ended, and null blocks between.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._cached_this_step: set[bytes] = set()
+    Attention writes keys and values before it reads them; a state is read before the step that
+    writes it has ended. So a state that was cached in this step cannot be read before the next.
+    """
+
+    def __init__(self, settings: GroupSettings, pool: BlockPool) -> None:
+        """See `GroupManager`."""
+        super().__init__(settings, pool)
         self._whole_states: dict[str, set[int]] = {}
-        """Per request, blocks whose state is that of their last token, as far as they were not
-        cached yet."""
+        """Per request, indices of blocks whose state is that of their last token, until they are
+        cached."""
         self._given_back: dict[str, int] = {}
         """Per request, how many leading blocks were given back; its table has null blocks beyond
         too."""
 
-    def start_step(self) -> None:
-        self._cached_this_step.clear()
-
+    @override
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - 1)
 
+    @override
     def max_held_blocks(self) -> int:
         return 2
 
-    def can_read(self, computed_blocks: Sequence[Block]) -> bool:
-        # Attention writes keys and values before it reads them; a state is read before the step
-        # that makes it has ended.
-        return not computed_blocks or computed_blocks[-1].block_hash not in self._cached_this_step
-
+    @override
     def keep_mask(
         self, request_id: str, start: int, stop: int, retention: Retention
     ) -> list[bool] | None:
@@ -55,36 +60,38 @@ class MambaManager(GroupManager):
     def _is_retained(self, index: int, retention: Retention) -> bool:
         if retention.interval is None:
             return True
-        end, step = (index + 1) * self.block_size, self.scheduler_block_size
+        end, step = (index + 1) * self.block_size, self.settings.scheduler_block_size
         at_interval = retention.interval > 0 and end % retention.interval == 0
         return at_interval or any(
             boundary // step * step == end for boundary in retention.boundaries
         )
 
+    @override
     def num_blocks_to_allocate(
-        self, request_id: str, need: Need, is_admission: bool = False
+        self, request_id: str, need: RequestNeed, is_admission: bool = False
     ) -> int:
         end = blocks_for(need.num_tokens, self.block_size)
         if self.holds(request_id):
             return int(end > len(self.block_table(request_id)))
+        computed_blocks = need.computed_blocks[self.group_idx]
         start = blocks_for(need.num_computed_tokens, self.block_size)
-        brought, new = int(start > len(need.computed_blocks)), int(end > start)
-        kept = need.computed_blocks[
-            self.num_skipped_tokens(need.num_computed_tokens) // self.block_size :
-        ]
-        taken = sum(1 for block in kept if block.ref_count == 0 and not block.is_null)
+        brought, new = int(start > len(computed_blocks)), int(end > start)
+        skipped = self.num_skipped_tokens(need.num_computed_tokens) // self.block_size
         # One state for a whole request, as vLLM counts: the second is held only while a step goes
         # from the one to the other.
-        return (max(brought, new) if is_admission else brought + new) + taken
+        states = max(brought, new) if is_admission else brought + new
+        return states + num_free(computed_blocks[skipped:])
 
+    @override
     def allocate_external_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         super().allocate_external_blocks(request_id, num_computed_tokens)
-        self._note_state(request_id, num_computed_tokens)
+        self._record_state(request_id, num_computed_tokens)
 
-    def allocate_new_blocks(self, request_id: str, need: Need) -> list[Block]:
+    @override
+    def allocate_new_blocks(self, request_id: str, need: RequestNeed) -> list[Block]:
         table = self._tables.setdefault(request_id, [])
         self._cached_counts.setdefault(request_id, 0)
-        self._note_state(request_id, need.num_tokens)
+        self._record_state(request_id, need.num_tokens)
         missing = blocks_for(need.num_tokens, self.block_size) - len(table)
         if missing <= 0:
             return []
@@ -92,42 +99,41 @@ class MambaManager(GroupManager):
         table += [self.pool.null_block] * (missing - 1) + state
         return state
 
+    @override
     def cache_blocks(self, request: CacheRequest, num_tokens: int, retention: Retention) -> None:
         request_id = request.request_id
         start = self._cached_counts[request_id]
         super().cache_blocks(request, num_tokens, retention)
         stop = self._cached_counts[request_id]
         states = self._tables[request_id][start:stop]
-        self._cached_this_step.update(
+        self._unreadable.update(
             state.block_hash for state in states if state.block_hash is not None
         )
         self._whole_states[request_id] = {
             index for index in self._whole_states[request_id] if index >= stop
         }
 
-    def _note_state(self, request_id: str, num_tokens: int) -> None:
+    def _record_state(self, request_id: str, num_tokens: int) -> None:
+        """The state behind *num_tokens* will be written: is it that of a block's last token?"""
         whole = self._whole_states.setdefault(request_id, set())
         if num_tokens and num_tokens % self.block_size == 0:
             whole.add(num_tokens // self.block_size - 1)
 
+    @override
     def free_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         super().free_skipped_blocks(request_id, num_computed_tokens)
-        skipped = min(
-            self.num_skipped_tokens(num_computed_tokens) // self.block_size,
-            len(self.block_table(request_id)),
-        )
+        skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
         self._given_back[request_id] = max(skipped, self._given_back.get(request_id, 0))
 
+    @override
     def free(self, request_id: str) -> None:
         super().free(request_id)
         self._whole_states.pop(request_id, None)
         self._given_back.pop(request_id, None)
 
+    @override
     def _skipped_indices(self, request_id: str, num_computed_tokens: int) -> list[int]:
         table = self.block_table(request_id)
-        skipped = min(self.num_skipped_tokens(num_computed_tokens) // self.block_size, len(table))
-        return [
-            i
-            for i in range(skipped - 1, self._given_back.get(request_id, 0) - 1, -1)
-            if not table[i].is_null
-        ]
+        skipped = self._num_skipped_blocks(request_id, num_computed_tokens)
+        given_back = self._given_back.get(request_id, 0)
+        return [i for i in range(skipped - 1, given_back - 1, -1) if not table[i].is_null]

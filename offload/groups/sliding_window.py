@@ -1,14 +1,14 @@
-"""Sliding-window attention: a token looks at itself and the `sliding_window - 1` tokens before
-it."""
+"""Sliding-window attention: a token looks at itself and `sliding_window - 1` tokens before it."""
 
 from __future__ import annotations
+
+from typing_extensions import override
 
 from offload.groups.base import GroupManager, Retention, blocks_for
 
 
 class SlidingWindowManager(GroupManager):
-    """Blocks that slid out are given back while the request runs; a hit needs the window before its
-    end alone."""
+    """Blocks that slid out are given back while the request runs; a hit needs one window."""
 
     @property
     def sliding_window(self) -> int:
@@ -16,21 +16,35 @@ class SlidingWindowManager(GroupManager):
         assert self.group.sliding_window is not None
         return self.group.sliding_window
 
+    @override
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.sliding_window + 1)
 
+    @override
     def max_held_blocks(self) -> int:
-        tokens = min(self.sliding_window - 1 + self.max_in_flight_tokens, self.max_model_len)
+        in_flight = self.sliding_window - 1 + self.settings.max_in_flight_tokens
+        tokens = min(in_flight, self.settings.max_model_len)
         return blocks_for(tokens, self.block_size) + 1  # the window may start inside a block
 
+    @override
     def keep_mask(
         self, request_id: str, start: int, stop: int, retention: Retention
     ) -> list[bool] | None:
-        """The blocks before every boundary at which a hit can end: a window's worth, and with EAGLE
-        the one behind it."""
-        del request_id
-        tail = self.group.window_blocks(int(self.eagle))
-        interval = self.scheduler_block_size if retention.interval is None else retention.interval
+        """Keep a window's worth of blocks before every position at which a hit can end.
+
+        Blocks of 4 tokens, a window of 9, so 2 blocks before each end; hits end at multiples of 16
+        tokens (`interval` None), which are 4 blocks:
+
+            block           0  1  2  3| 4  5  6  7| 8  9 10 11|
+            kept            .  .  x  x| .  .  x  x| .  .  x  x|
+            with EAGLE      .  .  x  x| x  .  x  x| x  .  x  x|    and the block behind the end
+
+        With `interval` 32 every second end is kept, with 0 only the boundaries: a prompt of 38
+        tokens, whose boundary 37 is rounded down to 32, keeps blocks 6 and 7.
+        """
+        tail = self.group.window_blocks(int(self.settings.eagle))
+        step = self.settings.scheduler_block_size
+        interval = step if retention.interval is None else retention.interval
         period = interval // self.block_size
         if period and tail >= period:
             return None
@@ -39,17 +53,12 @@ class SlidingWindowManager(GroupManager):
         ]
         if retention.interval is not None:
             for boundary in retention.boundaries:
-                end = (
-                    boundary
-                    // self.scheduler_block_size
-                    * self.scheduler_block_size
-                    // self.block_size
-                    + self.eagle
-                )
+                end = boundary // step * step // self.block_size + self.settings.eagle
                 for index in range(max(start, end - tail), min(stop, end)):
                     mask[index - start] = True
         return mask
 
     def _is_in_tail(self, index: int, period: int, tail: int) -> bool:
         # EAGLE's block is the first of the next period.
-        return index >= self.eagle and (index - self.eagle) % period >= period - tail
+        eagle = self.settings.eagle
+        return index >= eagle and (index - eagle) % period >= period - tail

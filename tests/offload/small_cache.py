@@ -11,7 +11,8 @@ from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheGroup
 from offload.block import Block
 from offload.block_pool import BlockPool
-from offload.groups.base import GroupManager, Need, Retention
+from offload.event_log import EventLog
+from offload.groups.base import GroupManager, GroupSettings, RequestNeed, Retention
 from offload.request import CacheRequest, RequestHasher
 
 CHAIN = HashChain.from_seed("sha256", "a seed")
@@ -24,6 +25,12 @@ def request(
 ) -> CacheRequest:
     """A request whose blocks are named every *hash_block_size* tokens."""
     return CacheRequest(request_id, list(tokens), RequestHasher(CHAIN, hash_block_size), **settings)
+
+
+def take_events(pool: BlockPool) -> list[Event]:
+    """What changed since the last call."""
+    assert pool.event_log is not None
+    return pool.event_log.take()
 
 
 def ids(blocks: Iterable[Block]) -> list[int]:
@@ -42,16 +49,26 @@ def manager_of(
     eagle: bool = False,
 ) -> GroupManager:
     """One group with a pool of its own, whose blocks are given out as 1, 2, 3 and so on."""
-    pool = BlockPool(num_blocks, [group])
     step = scheduler_block_size or group.block_size
-    return kind(GROUP_0, group, pool, step, max_in_flight_tokens, max_model_len, eagle)
+    settings = GroupSettings(GROUP_0, group, step, max_in_flight_tokens, max_model_len, eagle)
+    return kind(settings, BlockPool(num_blocks, [group], EventLog([group])))
 
 
 def need(
-    num_tokens: int, computed: int = 0, blocks: Sequence[Block] = (), slots: int | None = None
-) -> Need:
-    """What a request needs to come to *num_tokens* with *computed* of them there."""
-    return Need(num_tokens, num_tokens if slots is None else slots, computed, blocks)
+    num_tokens: int,
+    computed: int = 0,
+    blocks: Sequence[Block] = (),
+    slots: int | None = None,
+    encoder: int = 0,
+) -> RequestNeed:
+    """What a request of one group needs to reach *num_tokens*, *computed* of which it has."""
+    return RequestNeed(
+        num_tokens,
+        num_tokens if slots is None else slots,
+        computed,
+        (blocks,),
+        num_encoder_tokens=encoder,
+    )
 
 
 def table_after(manager: GroupManager, num_tokens: int) -> list[int]:

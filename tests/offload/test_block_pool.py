@@ -11,13 +11,16 @@ from kvevents.events import GPU, AllBlocksCleared, BlockRemoved
 from offload.block import Block
 from offload.block_pool import BlockPool, GroupPoolStatistics, PoolStatistics
 from offload.errors import BlockRangeError
+from offload.event_log import EventLog
 from offload.request import CacheRequest
-from tests.offload.small_cache import GROUP_0, GROUP_1, ids, removed, request, stored
+from tests.offload.small_cache import GROUP_0, GROUP_1, ids, removed, request, stored, take_events
+from tests.support.cache_driver import free_ids
 from tests.support.cache_layouts import full, mamba, window
 
 
 def pool_of(num_blocks: int = 10, enable_events: bool = True) -> BlockPool:
-    return BlockPool(num_blocks, [full(), window(9)], enable_events)
+    groups = [full(), window(9)]
+    return BlockPool(num_blocks, groups, EventLog(groups) if enable_events else None)
 
 
 def compute(pool: BlockPool, prompt: CacheRequest, group_idx: int = GROUP_0) -> list[Block]:
@@ -53,7 +56,7 @@ def test_blocks_without_a_hash_go_first_and_the_latest_freed_before_the_others()
     pool.free_blocks(blocks[:1])
     pool.free_blocks(blocks[2:3])
     give_back(pool, blocks[3:])
-    assert pool.free_block_ids() == [5, 4, 3, 1, 6, 7, 8, 9]
+    assert free_ids(pool) == [5, 4, 3, 1, 6, 7, 8, 9]
 
 
 def test_cached_blocks_go_last_the_tail_of_a_request_before_its_head() -> None:
@@ -61,7 +64,7 @@ def test_cached_blocks_go_last_the_tail_of_a_request_before_its_head() -> None:
     it."""
     pool = pool_of()
     give_back(pool, compute(pool, request("a", range(14))))
-    assert pool.free_block_ids() == [4, 5, 6, 7, 8, 9, 3, 2, 1]
+    assert free_ids(pool) == [4, 5, 6, 7, 8, 9, 3, 2, 1]
 
 
 def test_cached_blocks_go_least_recently_used_first() -> None:
@@ -71,11 +74,11 @@ def test_cached_blocks_go_least_recently_used_first() -> None:
     tables = [compute(pool, prompt) for prompt in prompts]
     for table in tables:
         give_back(pool, table)
-    assert pool.free_block_ids() == [2, 1, 4, 3, 6, 5]
+    assert free_ids(pool) == [2, 1, 4, 3, 6, 5]
     pool.touch(tables[0])
-    assert pool.free_block_ids() == [4, 3, 6, 5]
+    assert free_ids(pool) == [4, 3, 6, 5]
     give_back(pool, tables[0])
-    assert pool.free_block_ids() == [4, 3, 6, 5, 2, 1]
+    assert free_ids(pool) == [4, 3, 6, 5, 2, 1]
     assert ids(pool.get_new_blocks(3)) == [4, 3, 6]
     assert [found(pool, prompt) for prompt in prompts] == [[1, 2], [None, None], [5, None]]
 
@@ -151,7 +154,7 @@ def test_only_the_asked_blocks_are_cached_and_those_that_are_kept() -> None:
     pool.cache_full_blocks(prompt, GROUP_0, blocks, 2, 7, [True, False, True, True, False])
     assert found(pool, prompt) == [None, None, 3, None, 5, 6, None, None]
     assert [
-        (event.block_hashes, event.parent_block_hash) for event in stored(pool.take_events())
+        (event.block_hashes, event.parent_block_hash) for event in stored(take_events(pool))
     ] == [
         (prompt.block_hashes[2:3], prompt.block_hashes[1]),
         (prompt.block_hashes[4:6], prompt.block_hashes[3]),
@@ -163,12 +166,12 @@ def test_a_block_that_is_cached_keeps_its_hash_and_is_not_counted_again() -> Non
     pool = pool_of()
     prompt = request("a", range(16))
     blocks = compute(pool, prompt)
-    pool.take_events()
+    take_events(pool)
     pool.evict_blocks([2])
     pool.cache_full_blocks(prompt, GROUP_0, blocks, 0, 4)
     assert found(pool, prompt) == [1, 2, 3, 4]
     assert pool.statistics().groups[0] == GroupPoolStatistics(cached=4, stored=5, evicted=1)
-    assert pool.take_events() == []
+    assert take_events(pool) == []
 
 
 def test_runs_end_at_null_blocks() -> None:
@@ -178,18 +181,19 @@ def test_runs_end_at_null_blocks() -> None:
     first, last, behind = pool.get_new_blocks(3)
     pool.cache_full_blocks(prompt, GROUP_1, [first, pool.null_block, last, behind], 0, 4)
     assert found(pool, prompt, GROUP_1) == [1, None, 2, 3]
-    events = stored(pool.take_events())
+    events = stored(take_events(pool))
     assert [event.token_ids for event in events] == [[0, 1, 2, 3], [8, 9, 10, 11, 12, 13, 14, 15]]
     assert [event.group_idx for event in events] == [1, 1]
 
 
 def test_a_group_with_larger_blocks_is_cached_by_the_hash_at_their_end() -> None:
     """A state after eight tokens has the name of the second of the hash blocks."""
-    pool = BlockPool(10, [full(4), mamba(8)])
+    groups = [full(4), mamba(8)]
+    pool = BlockPool(10, groups, EventLog(groups))
     prompt = request("a", range(20))
     pool.cache_full_blocks(prompt, GROUP_1, pool.get_new_blocks(2), 0, 2)
     assert found(pool, prompt, GROUP_1) == [None, 1, None, 2, None]
-    (event,) = stored(pool.take_events())
+    (event,) = stored(take_events(pool))
     assert (event.block_hashes, event.token_ids) == (
         [prompt.block_hashes[1], prompt.block_hashes[3]],
         list(range(16)),
@@ -204,16 +208,16 @@ def test_two_copies_are_stored_once_and_removed_with_the_last() -> None:
     pool = pool_of(5)
     prompt = request("a", range(8))
     first, second = compute(pool, prompt), compute(pool, request("b", range(8)))
-    events = pool.take_events()
+    events = take_events(pool)
     assert [event.block_hashes for event in stored(events)] == [prompt.block_hashes]
     assert len(events) == 1
     give_back(pool, first)
     pool.get_new_blocks(2)
-    assert pool.take_events() == []
+    assert take_events(pool) == []
     assert found(pool, prompt) == [3, 4]
     give_back(pool, second)
     pool.get_new_blocks(1)
-    assert pool.take_events() == [BlockRemoved([prompt.block_hashes[1]], GPU, 0)]
+    assert take_events(pool) == [BlockRemoved([prompt.block_hashes[1]], GPU, 0)]
     assert found(pool, prompt) == [3, None]
 
 
@@ -222,13 +226,13 @@ def test_the_later_copy_may_go_first() -> None:
     pool = pool_of(5)
     prompt = request("a", range(8))
     first, second = compute(pool, prompt), compute(pool, request("b", range(8)))
-    pool.take_events()
+    take_events(pool)
     give_back(pool, second)
     pool.get_new_blocks(2)
-    assert (pool.take_events(), found(pool, prompt)) == ([], [1, 2])
+    assert (take_events(pool), found(pool, prompt)) == ([], [1, 2])
     give_back(pool, first)
     pool.get_new_blocks(2)
-    assert pool.take_events() == [BlockRemoved([*reversed(prompt.block_hashes)], GPU, 0)]
+    assert take_events(pool) == [BlockRemoved([*reversed(prompt.block_hashes)], GPU, 0)]
 
 
 def test_the_part_that_two_prompts_share_is_told_by_the_first() -> None:
@@ -237,7 +241,7 @@ def test_the_part_that_two_prompts_share_is_told_by_the_first() -> None:
     one, other = request("a", range(8)), request("b", [*range(8), 50, 51, 52, 53])
     compute(pool, one)
     compute(pool, other)
-    first, second = stored(pool.take_events())
+    first, second = stored(take_events(pool))
     assert (first.block_hashes, first.parent_block_hash, first.token_ids) == (
         one.block_hashes,
         None,
@@ -251,9 +255,9 @@ def test_a_block_evicted_for_its_own_content_is_no_news() -> None:
     """The last free block held the very prefix that is computed into it again."""
     pool = pool_of(3)
     give_back(pool, compute(pool, request("a", range(8))))
-    pool.take_events()
+    take_events(pool)
     compute(pool, request("b", range(8)))
-    assert pool.take_events() == []
+    assert take_events(pool) == []
     assert [group.evicted for group in pool.statistics().groups] == [2, 0]
 
 
@@ -264,9 +268,9 @@ def test_an_eviction_names_its_group_also_where_it_is_the_first() -> None:
     prompt = request("a", range(4))
     for group_idx in (GROUP_1, GROUP_0):
         give_back(pool, compute(pool, prompt, group_idx))
-    pool.take_events()
+    take_events(pool)
     pool.get_new_blocks(3)
-    assert removed(pool.take_events()) == [
+    assert removed(take_events(pool)) == [
         BlockRemoved([*prompt.block_hashes], GPU, 0),
         BlockRemoved([*prompt.block_hashes], GPU, 1),
     ]
@@ -281,14 +285,14 @@ def test_a_block_evicted_by_hand_is_kept_by_its_holder_and_found_by_nobody() -> 
     pool = pool_of()
     prompt = request("a", range(12))
     blocks = compute(pool, prompt)
-    pool.take_events()
+    take_events(pool)
     pool.evict_blocks([2, 2, 9])
     assert found(pool, prompt) == [1, None, 3]
     assert blocks[1].ref_count == 1
-    assert pool.take_events() == [BlockRemoved([prompt.block_hashes[1]], GPU, 0)]
+    assert take_events(pool) == [BlockRemoved([prompt.block_hashes[1]], GPU, 0)]
     assert pool.statistics().groups[0].evicted == 1
     give_back(pool, blocks)
-    assert pool.free_block_ids()[:2] == [2, 4]
+    assert free_ids(pool)[:2] == [2, 4]
 
 
 @pytest.mark.parametrize("block_id", [0, -1, 10])
@@ -297,13 +301,13 @@ def test_an_id_outside_the_pool_evicts_nothing(block_id: int) -> None:
     pool = pool_of()
     prompt = request("a", range(8))
     compute(pool, prompt)
-    pool.take_events()
+    take_events(pool)
     with pytest.raises(
         BlockRangeError, match=rf"^evict_blocks: block id {block_id} must lie in \[1, 9\]$"
     ):
         pool.evict_blocks([1, block_id])
     assert found(pool, prompt) == [1, 2]
-    assert pool.take_events() == []
+    assert take_events(pool) == []
 
 
 @pytest.mark.parametrize("count", [-1, 8, 100])
@@ -312,13 +316,13 @@ def test_more_blocks_than_are_free_are_refused_and_none_is_given_out(count: int)
     pool = pool_of()
     prompt = request("a", range(8))
     blocks = compute(pool, prompt)
-    free = pool.free_block_ids()
+    free = free_ids(pool)
     with pytest.raises(
         BlockRangeError,
         match=re.escape(f"get_new_blocks: count {count} must lie in [0, 7], the free blocks"),
     ):
         pool.get_new_blocks(count)
-    assert pool.free_block_ids() == free
+    assert free_ids(pool) == free
     assert ids(blocks) == found(pool, prompt) == [1, 2]
     assert pool.get_new_blocks(0) == []
 
@@ -339,11 +343,11 @@ def test_a_reset_is_refused_while_a_block_is_held_and_changes_nothing() -> None:
     prompt = request("a", range(8))
     blocks = compute(pool, prompt)
     pool.free_blocks(blocks[1:])
-    pool.take_events()
-    before = (pool.statistics(), pool.free_block_ids(), found(pool, prompt))
+    take_events(pool)
+    before = (pool.statistics(), free_ids(pool), found(pool, prompt))
     assert not pool.reset_prefix_cache()
-    assert (pool.statistics(), pool.free_block_ids(), found(pool, prompt)) == before
-    assert pool.take_events() == []
+    assert (pool.statistics(), free_ids(pool), found(pool, prompt)) == before
+    assert take_events(pool) == []
 
 
 def test_a_reset_forgets_everything_and_is_one_event() -> None:
@@ -353,11 +357,11 @@ def test_a_reset_forgets_everything_and_is_one_event() -> None:
     for group_idx in (GROUP_0, GROUP_0, GROUP_1):
         give_back(pool, compute(pool, prompt, group_idx))
     assert pool.reset_prefix_cache()
-    assert pool.take_events() == [AllBlocksCleared()]
+    assert take_events(pool) == [AllBlocksCleared()]
     assert found(pool, prompt, GROUP_0) == found(pool, prompt, GROUP_1) == [None, None]
     assert [group.cached for group in pool.statistics().groups] == [0, 0]
     pool.get_new_blocks(9)
-    assert pool.take_events() == []
+    assert take_events(pool) == []
 
 
 def test_what_is_stored_after_a_reset_in_the_same_step_is_told_behind_it() -> None:
@@ -367,7 +371,7 @@ def test_what_is_stored_after_a_reset_in_the_same_step_is_told_behind_it() -> No
     give_back(pool, compute(pool, prompt))
     pool.reset_prefix_cache()
     compute(pool, request("b", range(8)))
-    cleared, event = pool.take_events()
+    cleared, event = take_events(pool)
     assert cleared == AllBlocksCleared()
     assert stored([event])[0].block_hashes == prompt.block_hashes
 
@@ -385,10 +389,8 @@ def test_without_events_nothing_is_told_and_everything_else_is_the_same() -> Non
     assert found(pool, prompt) == [1, None]
     pool.evict_blocks([1])
     assert found(pool, prompt) == [None, None]
-    assert pool.take_events() == []
     pool.free_blocks(given)
     assert pool.reset_prefix_cache()
-    assert pool.take_events() == []
 
 
 def test_statistics_count_what_happened_in_each_group() -> None:

@@ -11,11 +11,12 @@ import pytest
 from kvevents.events import AllBlocksCleared
 from kvevents.layout import KVCacheGroup
 from offload.block_pool import GroupPoolStatistics, PoolStatistics
-from offload.cache_manager import AllocatedBlocks, CacheManager, CacheStatistics
+from offload.cache_manager import AllocatedBlocks, CacheCounts, CacheManager, CacheStatistics
 from offload.coordinator import ComputedBlocks
 from offload.errors import BlockRangeError, OffloadError, RequestStateError
 from offload.request import CacheRequest
 from tests.offload.small_cache import ids, removed, request, stored
+from tests.support.cache_driver import free_ids
 from tests.support.cache_layouts import chunked, config_of, cross, full, mamba, window
 
 
@@ -80,7 +81,7 @@ def state(cache: CacheManager, *request_ids: str) -> Sequence[object]:
         [manager.holds(request_id) for manager in cache.coordinator.managers]
         for request_id in request_ids
     ]
-    return [blocks, cached, held, cache.pool.free_block_ids(), cache.pool.statistics(), cache.usage]
+    return [blocks, cached, held, free_ids(cache.pool), cache.pool.statistics(), cache.usage]
 
 
 # --- a request's way ------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def test_a_preempted_request_finds_what_it_had_computed() -> None:
     prompt.num_computed_tokens = 0
     assert cache.get_computed_blocks(prompt).num_tokens == 16
     assert admit(cache, prompt, 2) is not None
-    assert cache.statistics().requests == 2
+    assert cache.statistics().counts.requests == 2
 
 
 def test_blocks_that_slid_out_serve_the_same_request_again() -> None:
@@ -210,7 +211,7 @@ def test_a_new_request_that_does_not_fit_leaves_no_trace() -> None:
     assert state(cache, "a", "running") == before
     assert cache.take_events() == []
     assert (prompt.num_computed_tokens, prompt.shared_prefix_boundary) == (0, 0)
-    assert (cache.statistics().refused, cache.statistics().requests) == (1, 2)
+    assert (cache.statistics().counts.refused, cache.statistics().counts.requests) == (1, 2)
     assert cache.allocate_slots(prompt, 4, hit) is not None
 
 
@@ -264,7 +265,7 @@ def test_a_whole_prompt_must_fit_where_the_scheduler_asks_for_it(blocks: int, fi
     """Chunk after chunk of a prompt that never fits would preempt everybody else."""
     cache, prompt = cache_of(blocks=blocks), request("a", range(40))
     assert (cache.allocate_slots(prompt, 4, full_sequence_must_fit=True) is not None) is fits
-    assert cache.statistics().refused == (not fits)
+    assert cache.statistics().counts.refused == (not fits)
     assert cache.holds("a") is fits
     if not fits:
         assert cache.allocate_slots(prompt, 4) is not None
@@ -367,12 +368,8 @@ def test_a_load_continues_a_hit() -> None:
         6,
     )
     assert len({*full_table, *window_table}) == 6 + 4 + 1
-    statistics = cache.statistics()
-    assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (
-        8 + 21,
-        8,
-        8,
-    )
+    counts = cache.statistics().counts
+    assert (counts.queried_tokens, counts.hit_tokens, counts.external_tokens) == (8 + 21, 8, 8)
 
 
 def test_an_encoders_tokens_are_given_once() -> None:
@@ -545,12 +542,12 @@ def test_a_reset_is_refused_while_a_request_runs() -> None:
     before = state(cache, "a")
     assert not cache.reset()
     assert state(cache, "a") == before
-    assert (cache.take_events(), cache.statistics().resets) == ([], 0)
+    assert (cache.take_events(), cache.statistics().counts.resets) == ([], 0)
     cache.free("a")
     assert cache.reset()
     assert cache.take_events() == [AllBlocksCleared()]
     assert cache.get_computed_blocks(request("b", range(12))).num_tokens == 0
-    assert cache.statistics().resets == 1
+    assert cache.statistics().counts.resets == 1
 
 
 def test_a_block_whose_load_failed_is_found_by_nobody() -> None:
@@ -573,6 +570,10 @@ def test_without_events_nothing_is_told() -> None:
     run_and_free(cache, request("a", range(12)))
     assert cache.take_events() == []
     assert cache.get_computed_blocks(request("b", range(12))).num_tokens == 8
+    cache.evict_blocks([3])
+    assert cache.take_events() == []
+    assert cache.reset()
+    assert cache.take_events() == []
 
 
 def test_a_junction_is_noted_on_the_request_that_is_admitted() -> None:
@@ -601,12 +602,10 @@ def test_statistics_tell_what_happened() -> None:
     cache.free("c")
     assert cache.reset()
     statistics = cache.statistics()
-    assert (statistics.requests, statistics.refused, statistics.resets) == (3, 1, 1)
-    assert (statistics.queried_tokens, statistics.hit_tokens, statistics.external_tokens) == (
-        20 + 16 + 56,
-        12,
-        4,
-    )
+    counts = statistics.counts
+    assert (counts.requests, counts.refused, counts.resets) == (3, 1, 1)
+    assert (counts.queried_tokens, counts.hit_tokens) == (20 + 16 + 56, 12)
+    assert counts.external_tokens == 4
     assert statistics.slid_out == (0, 4)
     assert [group.stored for group in statistics.pool.groups] == [5 + 1 + 7, 5 + 1 + 7]
     assert [group.cached for group in statistics.pool.groups] == [0, 0]
@@ -619,12 +618,14 @@ def test_a_new_caches_statistics_are_all_zero() -> None:
     assert cache_of().statistics() == CacheStatistics(
         pool=pool,
         slid_out=(0,),
-        requests=0,
-        queried_tokens=0,
-        hit_tokens=0,
-        external_tokens=0,
-        refused=0,
-        resets=0,
+        counts=CacheCounts(
+            requests=0,
+            queried_tokens=0,
+            hit_tokens=0,
+            external_tokens=0,
+            refused=0,
+            resets=0,
+        ),
     )
 
 

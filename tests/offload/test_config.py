@@ -193,8 +193,11 @@ def test_an_interval_must_meet_ends_of_hits(interval: int, message: str) -> None
 
 @pytest.mark.parametrize("groups", [[full()], [full(), chunked(16)]])
 def test_an_interval_without_a_group_it_concerns_is_refused(groups: list[KVCacheGroup]) -> None:
-    """It would do nothing, and somebody believes that it saves memory."""
-    message = "retention_interval 16 needs a sliding-window or Mamba group: no other leaves blocks out; leave it unset"
+    """It would do nothing, while the user believes that it saves memory."""
+    message = (
+        "retention_interval 16 needs a sliding-window or Mamba group: "
+        "all other kinds keep every block; leave it unset"
+    )
     with pytest.raises(CacheConfigError, match=f"^{message}$"):
         build(*groups, retention_interval=16)
 
@@ -215,7 +218,10 @@ def test_an_interval_is_none_or_nothing_or_a_multiple(
 def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) -> None:
     """A hit could need blocks of a chunk that nobody looked for."""
     place = "group 1 (chunked_local_attention)"
-    message = f"{place}: attention_chunk_size {chunk} must be a multiple of scheduler_block_size {scheduler}"
+    message = (
+        f"{place}: attention_chunk_size {chunk} must be a multiple of "
+        f"scheduler_block_size {scheduler}"
+    )
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}$"):
         build(full(), chunked(chunk), scheduler=scheduler)
 
@@ -223,7 +229,10 @@ def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) ->
 def test_eagle_with_chunks_is_refused() -> None:
     """The block it needs beyond a hit may belong to the next chunk, which proves nothing of this
     one."""
-    message = "group 0 (chunked_local_attention): eagle must be off: vLLM does not support it with chunked local attention either"
+    message = (
+        "group 0 (chunked_local_attention): eagle must be off: "
+        "like vLLM, this cache does not support EAGLE with chunked local attention"
+    )
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}$"):
         build(chunked(16), full(), eagle=True)
     assert build(chunked(16), full()).layout.groups[0] == chunked(16)

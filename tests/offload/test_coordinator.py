@@ -12,11 +12,12 @@ from offload.config import CacheConfig
 from offload.coordinator import (
     Coordinator,
     HybridCoordinator,
-    RequestNeed,
     SingleGroupCoordinator,
+    UncachedCoordinator,
     create_coordinator,
     resume_positions,
 )
+from offload.groups.base import RequestNeed
 from offload.groups.chunked_local import ChunkedLocalManager
 from offload.groups.cross_attention import CrossAttentionManager
 from offload.groups.full import FullAttentionManager
@@ -50,7 +51,8 @@ def prompt_of(config: CacheConfig, tokens: int, request_id: str = "a") -> CacheR
 def need_of(
     coordinator: Coordinator, tokens: int, computed: int = 0, encoder: int = 0
 ) -> RequestNeed:
-    return RequestNeed(tokens, tokens, computed, encoder, coordinator.no_blocks.blocks)
+    blocks = coordinator.no_blocks.blocks
+    return RequestNeed(tokens, tokens, computed, blocks, num_encoder_tokens=encoder)
 
 
 def fill(coordinator: Coordinator, prompt: CacheRequest, keep: list[set[int]]) -> None:
@@ -65,7 +67,7 @@ def fill(coordinator: Coordinator, prompt: CacheRequest, keep: list[set[int]]) -
 
 def compute(coordinator: Coordinator, prompt: CacheRequest, tokens: int) -> None:
     """Give a request blocks for its first tokens and cache what may be."""
-    coordinator.adopt_computed_blocks(prompt.request_id, need_of(coordinator, tokens), 0)
+    coordinator.adopt_computed_blocks(prompt.request_id, need_of(coordinator, tokens))
     coordinator.allocate_new_blocks(prompt.request_id, need_of(coordinator, tokens))
     coordinator.cache_blocks(prompt, tokens)
 
@@ -95,8 +97,8 @@ def cached_ends(coordinator: Coordinator, prompt: CacheRequest) -> list[list[int
         ([mamba()], True, SingleGroupCoordinator),
         ([full(), window(9)], True, HybridCoordinator),
         ([full(), cross()], True, HybridCoordinator),
-        ([full()], False, Coordinator),
-        ([full(), window(9)], False, Coordinator),
+        ([full()], False, UncachedCoordinator),
+        ([full(), window(9)], False, UncachedCoordinator),
     ],
 )
 def test_the_form_follows_from_the_configuration(
@@ -138,12 +140,17 @@ def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
     coordinator = coordinator_of(config)
     assert coordinator.scheduler_block_size == 48
     # An encoder's blocks take no part in hits: its group is told its own size.
-    assert [manager.scheduler_block_size for manager in coordinator.managers] == [48, 48, 48, 7]
+    assert [manager.settings.scheduler_block_size for manager in coordinator.managers] == [
+        48,
+        48,
+        48,
+        7,
+    ]
     assert [manager.group_idx for manager in coordinator.managers] == [0, 1, 2, 3]
-    assert {
-        (manager.max_in_flight_tokens, manager.max_model_len, manager.eagle)
-        for manager in coordinator.managers
-    } == {(5, 77, True)}
+    settings = [manager.settings for manager in coordinator.managers]
+    assert {(each.max_in_flight_tokens, each.max_model_len, each.eagle) for each in settings} == {
+        (5, 77, True)
+    }
 
 
 def test_without_caching_nothing_is_found_or_cached() -> None:
@@ -426,7 +433,7 @@ def test_groups_counts_are_added_up() -> None:
     need = need_of(coordinator, 41, encoder=20)
     assert coordinator.num_blocks_to_allocate("a", need) == 11 + 11 + 1 + 3
     assert coordinator.num_blocks_to_allocate("a", need, is_admission=True) == 11 + 7 + 1 + 3
-    coordinator.adopt_computed_blocks("a", need, 0)
+    coordinator.adopt_computed_blocks("a", need)
     given = coordinator.allocate_new_blocks("a", need)
     assert [len(blocks) for blocks in given] == [11, 11, 1, 3]
     assert [manager.holds("a") for manager in coordinator.managers] == [True] * 4
@@ -457,8 +464,8 @@ def test_all_groups_hits_are_taken_before_anything_new() -> None:
     prompt = request("a", range(13))
     hit = coordinator.find_longest_hit(prompt, 12)
     assert (hit.num_tokens, [ids(table) for table in hit.blocks]) == (8, [[1, 2], [3, 4]])
-    need = RequestNeed(13, 13, 12, 0, hit.blocks)
-    coordinator.adopt_computed_blocks("a", need, 4)
+    need = RequestNeed(13, 13, 12, hit.blocks, num_external_tokens=4)
+    coordinator.adopt_computed_blocks("a", need)
     coordinator.allocate_new_blocks("a", need)
     tables = [ids(manager.block_table("a")) for manager in coordinator.managers]
     assert [table[:2] for table in tables] == [[1, 2], [0, 4]]
@@ -471,7 +478,7 @@ def test_a_step_begins_in_every_group() -> None:
     coordinator = coordinator_of(config_of([full(), mamba()]))
     compute(coordinator, request("a", range(8)), 8)
     hit = coordinator.find_longest_hit(request("b", range(9)), 8)
-    need = RequestNeed(9, 9, 8, 0, hit.blocks)
+    need = RequestNeed(9, 9, 8, hit.blocks)
     assert hit.num_tokens == 8
     assert not coordinator.can_read(need)
     coordinator.start_step()

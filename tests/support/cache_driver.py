@@ -16,6 +16,7 @@ from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStor
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup
 from offload.block import Block
+from offload.block_pool import BlockPool
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
 from offload.coordinator import ComputedBlocks
@@ -230,7 +231,7 @@ class CacheDriver:
         """Counts add up, no block is both free and held, and events alone rebuild what is
         cached."""
         pool = self.cache.pool
-        free = pool.free_block_ids()
+        free = free_ids(pool)
         held = Counter(
             block.block_id for table in self._tables() for block in table if not block.is_null
         )
@@ -243,6 +244,7 @@ class CacheDriver:
             for block in table:
                 assert block.is_null or block.ref_count == held[block.block_id]
         assert self.present == set(self._cached())
+        self.cache.check_integrity(self.held_by_copies())
 
     def held_by_copies(self) -> Counter[int]:
         """References beside those of requests."""
@@ -264,7 +266,7 @@ class CacheDriver:
     def snapshot(self) -> object:
         """Everything a refused call must leave alone."""
         tables = [[block.block_id for block in table] for table in self._tables()]
-        return self.cache.pool.free_block_ids(), tables, sorted(map(repr, self._cached()))
+        return free_ids(self.cache.pool), tables, sorted(map(repr, self._cached()))
 
     def _replay(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -301,6 +303,11 @@ class CacheDriver:
         assert hashes[size // step - 1 :: size // step] == event.block_hashes
         known = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
         assert not known & self.present, "stored what was there"
+
+
+def free_ids(pool: BlockPool) -> list[int]:
+    """Ids of the free blocks, in the order in which they will be given out."""
+    return [block.block_id for block in pool.free_queue.blocks()]
 
 
 def positions_read(group: KVCacheGroup, position: int) -> Sequence[int]:

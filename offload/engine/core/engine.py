@@ -96,14 +96,14 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """The engine now, and counts since its start."""
-        cache = self.cache.statistics()
+        counts = self.cache.statistics().counts
         return EngineStatistics(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             kv_cache_usage=self.cache.usage,
-            prefix_cache_queries=cache.queried_tokens,
-            prefix_cache_hits=cache.hit_tokens,
-            external_prefix_cache_hits=cache.external_tokens,
+            prefix_cache_queries=counts.queried_tokens,
+            prefix_cache_hits=counts.hit_tokens,
+            external_prefix_cache_hits=counts.external_tokens,
             preemptions=self.scheduler.preemptions,
             prompt_tokens=self.scheduler.prompt_tokens,
             generation_tokens=self.scheduler.generation_tokens,

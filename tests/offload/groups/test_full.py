@@ -17,6 +17,7 @@ from tests.offload.small_cache import (
     request,
     table_after,
 )
+from tests.support.cache_driver import free_ids
 from tests.support.cache_layouts import cross, full
 
 
@@ -74,7 +75,7 @@ def test_blocks_come_back_the_last_first_and_twice_is_no_error() -> None:
     group.free("a")
     assert not group.holds("a")
     assert (group.block_table("a"), group.num_cached_blocks("a")) == ((), 0)
-    assert group.pool.free_block_ids() == [3, 2, 1, 4, 5]
+    assert free_ids(group.pool) == [3, 2, 1, 4, 5]
 
 
 def test_a_request_counts_what_it_lacks() -> None:
@@ -171,12 +172,14 @@ def test_a_schedulers_size_that_does_not_fit_is_refused_by_every_group(
     scheduler_block_size: int,
 ) -> None:
     """Nobody recomputes it further down, so nobody may take a wrong one."""
-    message = rf"^group 0 \(full_attention\): scheduler_block_size {scheduler_block_size} must be a multiple of block_size 4$"
+    message = (
+        rf"^group 0 \(full_attention\): scheduler_block_size {scheduler_block_size} "
+        "must be a multiple of block_size 4$"
+    )
     with pytest.raises(CacheConfigError, match=message):
         manager_of(FullAttentionManager, full(), scheduler_block_size=scheduler_block_size)
-    assert (
-        manager_of(FullAttentionManager, full(), scheduler_block_size=12).scheduler_block_size == 12
-    )
+    group = manager_of(FullAttentionManager, full(), scheduler_block_size=12)
+    assert group.settings.scheduler_block_size == 12
 
 
 def test_a_group_knows_its_own_sizes() -> None:
@@ -184,5 +187,7 @@ def test_a_group_knows_its_own_sizes() -> None:
     group = manager_of(
         FullAttentionManager, cross(8), scheduler_block_size=16, max_in_flight_tokens=7, eagle=True
     )
-    assert (group.block_size, group.scheduler_block_size, group.max_in_flight_tokens) == (8, 16, 7)
-    assert group.eagle
+    settings = group.settings
+    assert group.block_size == 8
+    assert (settings.scheduler_block_size, settings.max_in_flight_tokens) == (16, 7)
+    assert settings.eagle

@@ -9,6 +9,7 @@ from kvevents.layout import KVCacheGroup
 from offload.groups.base import GroupManager, Retention
 from offload.groups.sliding_window import SlidingWindowManager
 from tests.offload.small_cache import KEEP_ALL, ids, manager_of, need, request, table_after
+from tests.support.cache_driver import free_ids
 from tests.support.cache_layouts import window
 
 
@@ -83,9 +84,9 @@ def test_what_slides_out_at_once_goes_the_latest_first() -> None:
     group.cache_blocks(prompt, 20, KEEP_ALL)
     assert ids(group.skipped_blocks("a", 20)) == [3, 2, 1]
     group.free_skipped_blocks("a", 20)
-    assert group.pool.free_block_ids()[-3:] == [3, 2, 1]
+    assert free_ids(group.pool)[-3:] == [3, 2, 1]
     assert (group.slid_out, group.skipped_blocks("a", 20)) == (3, [])
-    group.pool.get_new_blocks(len(group.pool.free_block_ids()))
+    group.pool.get_new_blocks(len(free_ids(group.pool)))
     assert group.pool.statistics().groups[0].evicted_after_sliding == 3
 
 
@@ -273,8 +274,8 @@ def test_only_what_the_mask_keeps_can_be_found() -> None:
     assert found == [False, False, True, True, False, False, True, True]
     assert group.num_cached_blocks("a") == 8
     group.free("a")
-    assert group.pool.free_block_ids()[:4] == [6, 5, 2, 1]
-    assert group.pool.free_block_ids()[-4:] == [8, 7, 4, 3]
+    assert free_ids(group.pool)[:4] == [6, 5, 2, 1]
+    assert free_ids(group.pool)[-4:] == [8, 7, 4, 3]
 
 
 def test_groups_of_other_block_sizes_count_in_their_own_blocks() -> None:
