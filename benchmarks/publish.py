@@ -57,7 +57,7 @@ def _through_publisher(events: list[BlockStored], pause_s: float) -> tuple[list[
         seconds = [
             _timed(lambda event=event: publisher.publish([event]), pause_s) for event in events
         ]  # type: ignore[misc]
-        return seconds, publisher.statistics().dropped
+        return seconds, publisher.statistics().stream.dropped
 
 
 def _on_own_thread(events: list[BlockStored], pause_s: float) -> list[float]:

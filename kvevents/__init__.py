@@ -28,9 +28,10 @@ The files; each imports only what is listed above it:
     endpoints.py          addresses: checked, moved along by rank, opened
     publisher_config.py   what a publisher can be told
     replay_ring.py        the last batches of a stream
-    snapshot.py           the present state of a cache, told again as events
-    replies.py            the replay endpoint: who asked for what, how much of it is sent
+    cache_state.py        the present state of a cache, written as a snapshot
+    replay_server.py      the replay endpoint: requests, and how much of each reply is sent
     stream.py             one numbered stream on its own thread
+    cache_source.py       what the stream of a cache says: steps, heartbeats, layout, snapshots
     publisher.py          the engine's side: publishers, and which one a configuration asks for
     pacing.py             how subscribers share the event loop; backoff
     sockets.py            one connection of one ZMQ socket on an event loop

@@ -1,67 +1,48 @@
-"""An engine's way to tell the world what its KV cache holds.
+"""How an engine publishes what its KV cache holds.
 
 `publish` costs the engine's thread microseconds and never waits: everything else happens on the
-publisher's own thread (`kvevents/stream.py`). When that thread falls behind, batches are left off
-the wire, counted, and missing from the sequence, so that consumers notice and recover; what the
-cache holds is kept along all the same (`kvevents/snapshot.py`).
+publisher's own thread (`kvevents/stream.py`). When that thread falls behind, batches are dropped,
+counted, and missing from the sequence, so that consumers notice and recover; the cache's state is
+kept all the same (`kvevents/cache_state.py`), and a snapshot repairs the loss.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from kvevents.codec import decode, encode
+from kvevents.cache_source import CacheSource, EngineStep
 from kvevents.endpoints import Context
-from kvevents.errors import MalformedBatch, PublisherClosed
-from kvevents.events import CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.errors import PublisherClosed
+from kvevents.events import CacheLayout, Event, GroupSpec
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.plugins import PlugIns
-from kvevents.publisher_config import PublisherConfig, ReplyLimits
-from kvevents.snapshot import Capture, Mirror
-from kvevents.stream import Stream, StreamStatistics, Taking
-
-logger = logging.getLogger(__name__)
+from kvevents.publisher_config import PublisherConfig
+from kvevents.stream import OfferResult, Stream, StreamStatistics
 
 Self = TypeVar("Self", bound="EventPublisher")
 PresentState: TypeAlias = Callable[[], Sequence[Event]]
 """Everything an engine's cache holds, as `BlockStored` events. Called from `publish`, on the
 engine's thread: it must include the batch that is being published, and nothing later."""
 
-_UNTELLABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What encoding raises for a value that msgpack has no form for."""
-
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatistics:
     """Counts since the start, and the state now."""
 
-    published: int = 0
-    """Batches on the wire; the layout and heartbeats are batches too."""
-    dropped: int = 0
-    """Batches that a full queue kept off the wire; each left a gap in the sequence."""
+    stream: StreamStatistics = field(default_factory=StreamStatistics)
     rejected_events: int = 0
-    """Events left out of their batch because they cannot be encoded, and such that the mirror could
-    not follow."""
-    queue_depth: int = 0
-    last_seq: int = -1
-    ring_batches: int = 0
-    ring_bytes: int = 0
-    replays_served: int = 0
-    snapshots_served: int = 0
-    replies_aborted: int = 0
-    malformed_requests: int = 0
-    mirror_blocks: int = 0
+    """Events left out of their batch because they cannot be encoded, and such that the cache's
+    state could not follow."""
+    state_blocks: int = 0
     """Distinct (group, tier, hash) that a snapshot would announce."""
-    mirror_is_complete: bool = True
+    state_is_complete: bool = True
     """False: snapshots are refused, see `ZmqEventPublisher`."""
 
 
@@ -71,7 +52,7 @@ class EventPublisher(ABC):
 
     @abstractmethod
     def publish(self, events: Sequence[Event]) -> bool:
-        """Take one step's events, in order; neither they nor their lists may change afterwards.
+        """Publish one step's events, in order; neither they nor their lists may change afterwards.
 
         Returns:
             False if the batch will not reach the wire.
@@ -82,11 +63,11 @@ class EventPublisher(ABC):
 
     @abstractmethod
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Send what was taken, for at most *timeout_s*, and end. Again: nothing happens."""
+        """Send what is queued, for at most *timeout_s*, and end. A second call does nothing."""
 
     @abstractmethod
     def statistics(self) -> PublisherStatistics:
-        """May be called from any thread, also after `shutdown`."""
+        """Counts and state. May be called from any thread, also after `shutdown`."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -101,7 +82,7 @@ class EventPublisher(ABC):
 
 
 class NullEventPublisher(EventPublisher):
-    """Takes everything, tells nobody."""
+    """Accepts every batch and sends nothing."""
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -124,12 +105,11 @@ class NullEventPublisher(EventPublisher):
 class ZmqEventPublisher(EventPublisher):
     """Publishes over ZMQ, with replay, snapshots and heartbeats.
 
-    With *max_queue_size* batches waiting, further ones are dropped: they use up a sequence number
-    and still reach the mirror from which snapshots are told, so consumers see the gap and a
-    snapshot repairs it. With as many again waiting (a thread that gets no time at all), events pass
-    the mirror unseen too. Snapshots are then refused until *present_state* has told the mirror
-    everything anew, at the first `publish` that finds room; without *present_state* they stay
-    refused.
+    With `max_queue_size` batches waiting, further ones are dropped: they use up a sequence number
+    and still update the cache's state here, so consumers see the gap and a snapshot repairs it.
+    With twice as many waiting (the publisher's thread gets no time at all), batches do not reach
+    that state either. Snapshots are then refused until *present_state* has given the whole state
+    again, at the first `publish` that finds room; without *present_state* they stay refused.
     """
 
     def __init__(
@@ -147,19 +127,20 @@ class ZmqEventPublisher(EventPublisher):
             config: Addresses and bounds. Ports move along by *data_parallel_rank*.
             layout: Announced first, under a new publisher id.
             chain: The engine's hash function, announced so that consumers can compute its hashes.
-            data_parallel_rank: This engine's rank; it stands in every batch.
+            data_parallel_rank: This engine's rank, written into every batch.
             present_state: See above.
             context: Whose sockets to use; None: its own, or `zmq.Context.instance()` for `inproc`.
 
         Raises:
             EndpointError: An address can be neither bound nor connected to.
+            ValueError: The rank is out of range.
         """
         announcement = announce(layout, chain)
         self.publisher_id = announcement.publisher_id
         self._present_state = present_state
-        self._must_tell_state = False
-        self._content = _CacheContent(announcement, data_parallel_rank)
-        self._stream: Stream[_Step] = Stream(config, self._content, data_parallel_rank, context)
+        self._state_is_due = False
+        self._source = CacheSource(announcement, data_parallel_rank)
+        self._stream: Stream[EngineStep] = Stream(config, self._source, data_parallel_rank, context)
 
     @property
     def endpoint(self) -> str:
@@ -168,7 +149,7 @@ class ZmqEventPublisher(EventPublisher):
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where requests are answered."""
+        """Where replays and snapshots are requested; None: nowhere."""
         return self._stream.replay_endpoint
 
     def publish(self, events: Sequence[Event]) -> bool:
@@ -176,34 +157,43 @@ class ZmqEventPublisher(EventPublisher):
         if not events:
             self._stream.check_open()
             return True
-        if self._must_tell_state and self._stream.has_room:
+        if self._state_is_due and self._stream.has_room:
             return self._publish_with_state(events)
-        taking = self._stream.offer(_Step(time.time(), tuple(events), None))
-        if taking is Taking.LOST:
-            self._must_tell_state = self._present_state is not None
-        return taking is Taking.SENT
+        result = self._stream.offer(EngineStep(time.time(), tuple(events), None))
+        if result is OfferResult.LOST:
+            self._state_is_due = self._present_state is not None
+        return result is OfferResult.SENT
 
     def leave_out(self, batches: int) -> None:
-        """Lose the next *batches*: they are numbered and not sent. For those who test what happens
-        then."""
+        """Number the next *batches* without sending them, to test what a loss leads to."""
         self._stream.leave_out(batches)
 
     def _publish_with_state(self, events: Sequence[Event]) -> bool:
         assert self._present_state is not None
-        step = _Step(time.time(), tuple(events), tuple(self._present_state()))
-        taking = self._stream.offer(step)
-        self._must_tell_state = taking is Taking.LOST
-        return taking is Taking.SENT
+        step = EngineStep(time.time(), tuple(events), tuple(self._present_state()))
+        result = self._stream.offer(step)
+        self._state_is_due = result is OfferResult.LOST
+        return result is OfferResult.SENT
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         self._stream.close(timeout_s)
 
     def statistics(self) -> PublisherStatistics:
-        return _statistics(self._stream.statistics(), self._content)
+        return PublisherStatistics(
+            stream=self._stream.statistics(),
+            rejected_events=self._source.rejected_events,
+            state_blocks=self._source.state.blocks,
+            state_is_complete=self._source.state.is_complete,
+        )
 
 
 def announce(layout: KVCacheLayout, chain: HashChain | None = None) -> CacheLayout:
-    """A layout as it is told to consumers, under a publisher id that no other process has."""
+    """The event that announces a layout, under a publisher id that no other process has.
+
+    Args:
+        layout: The cache's groups.
+        chain: The engine's hash function; None: consumers learn from tokens alone.
+    """
     groups = [
         GroupSpec(
             group.kind.value, group.block_size, group.sliding_window, group.attention_chunk_size
@@ -219,182 +209,6 @@ def announce(layout: KVCacheLayout, chain: HashChain | None = None) -> CacheLayo
         none_hash=chain.none_hash if chain else None,
         eagle=layout.eagle,
     )
-
-
-class _Step(NamedTuple):
-    """What one engine step published."""
-
-    ts: float
-    events: tuple[Event, ...]
-    state: tuple[Event, ...] | None
-    """The whole state after it, where the mirror has to start over."""
-
-
-class _CacheContent:
-    """Writes steps down and keeps the mirror along; what a `Stream` asks of its content."""
-
-    def __init__(self, announcement: CacheLayout, data_parallel_rank: int) -> None:
-        self.mirror = Mirror(announcement)
-        self.rejected_events = 0
-        self._rank = data_parallel_rank
-        self._last_capture: weakref.ref[Capture] | None = None
-        self._captured_seq = -1
-
-    def opening(self) -> bytes:
-        return self._encode(time.time(), [self.mirror.layout])
-
-    def heartbeat(self) -> bytes:
-        return self._encode(time.time(), [])
-
-    def payload(self, item: _Step) -> bytes:
-        payload = self._encode(item.ts, item.events)
-        self.note(item)
-        return payload
-
-    def note(self, item: _Step) -> None:
-        try:
-            self._follow(item)
-        except TypeError:
-            # A field is not of its declared type, a list for a hash perhaps. What comes before it
-            # is applied already.
-            self.rejected_events += 1
-            self.lose()
-
-    def _follow(self, item: _Step) -> None:
-        if item.state is None:
-            self.mirror.apply(item.events)
-        else:
-            self.mirror.reset(item.state)
-
-    def lose(self) -> None:
-        if self.mirror.is_complete:
-            logger.error(
-                "publisher: events were lost before the mirror saw them; snapshots are refused for now"
-            )
-        self.mirror.lose()
-
-    def snapshot(self, seq: int) -> Iterator[bytes] | None:
-        if not self.mirror.is_complete:
-            return None
-        ts = time.time()
-        return (self._encode(ts, batch) for batch in self._capture(seq).batches())
-
-    def _capture(self, seq: int) -> Capture:
-        """Everybody who asks while nothing happens shares one, as long as one of them reads it."""
-        capture = self._last_capture() if self._last_capture and self._captured_seq == seq else None
-        if capture is None:
-            capture = self.mirror.capture()
-            self._last_capture, self._captured_seq = weakref.ref(capture), seq
-        return capture
-
-    def _encode(self, ts: float, events: Sequence[Event]) -> bytes:
-        try:
-            return encode(EventBatch(ts, events, self._rank))
-        except _UNTELLABLE:
-            tellable = [event for event in events if _is_tellable(event)]
-        if not self.rejected_events:
-            logger.error(
-                "publisher: an event that cannot be encoded was left out; more of them are only counted"
-            )
-        self.rejected_events += len(events) - len(tellable)
-        return encode(EventBatch(ts, tellable, self._rank))
-
-
-def _is_tellable(event: Event) -> bool:
-    try:
-        decode(encode(EventBatch(0.0, [event])))
-    except (*_UNTELLABLE, MalformedBatch):
-        return False
-    return True
-
-
-def _statistics(stream: StreamStatistics, content: _CacheContent | None) -> PublisherStatistics:
-    return PublisherStatistics(
-        published=stream.sent,
-        dropped=stream.dropped,
-        rejected_events=content.rejected_events if content else 0,
-        queue_depth=stream.queue_depth,
-        last_seq=stream.last_seq,
-        ring_batches=stream.ring_batches,
-        ring_bytes=stream.ring_bytes,
-        replays_served=stream.replies.replays_served,
-        snapshots_served=stream.replies.snapshots_served,
-        replies_aborted=stream.replies.replies_aborted,
-        malformed_requests=stream.replies.malformed_requests,
-        mirror_blocks=content.mirror.blocks if content else 0,
-        mirror_is_complete=content.mirror.is_complete if content else False,
-    )
-
-
-# --- recordings -----------------------------------------------------------------------------------
-
-
-class RecordedStreamPublisher:
-    """Plays recorded payloads as vLLM would: verbatim, without layout, heartbeats or snapshots,
-    with a replay ring."""
-
-    def __init__(
-        self, config: PublisherConfig, data_parallel_rank: int = 0, context: Context | None = None
-    ) -> None:
-        """Open the sockets and start the thread; raises `EndpointError`."""
-        self._stream: Stream[bytes] = Stream(
-            config, _RecordedContent(), data_parallel_rank, context
-        )
-
-    @property
-    def endpoint(self) -> str:
-        """Where payloads are published, with the port the system picked."""
-        return self._stream.endpoint
-
-    @property
-    def replay_endpoint(self) -> str | None:
-        """Where requests are answered; a request for a snapshot gets only the end marker."""
-        return self._stream.replay_endpoint
-
-    def publish_raw(self, payload: bytes) -> bool:
-        """Take one payload as the next batch; False if a full queue drops it. Raises
-        `PublisherClosed` after `shutdown`."""
-        return self._stream.offer(payload) is Taking.SENT
-
-    def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Send what was taken, for at most *timeout_s*, and end."""
-        self._stream.close(timeout_s)
-
-    def statistics(self) -> PublisherStatistics:
-        return _statistics(self._stream.statistics(), None)
-
-    def __enter__(self) -> RecordedStreamPublisher:
-        return self
-
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self.shutdown()
-
-
-class _RecordedContent:
-    """Says what it is given, and nothing of its own."""
-
-    def opening(self) -> None:
-        return None
-
-    def heartbeat(self) -> None:
-        return None
-
-    def payload(self, item: bytes) -> bytes:
-        return item
-
-    def note(self, item: bytes) -> None:
-        pass
-
-    def lose(self) -> None:
-        pass
-
-    def snapshot(self, seq: int) -> None:  # noqa: ARG002 (the interface's)
-        return None
 
 
 # --- by configuration -----------------------------------------------------------------------------
@@ -443,7 +257,7 @@ def create_publisher(
         config: Its `kind` is a built-in one, a registered one, or a plug-in of the entry-point
             group `kvroute.publishers`.
         layout: Announced to consumers.
-        chain: The engine's hash function, if it is one of `kvevents.hashing.hash_algorithms()`.
+        chain: The engine's hash function, if it is one of `kvevents.hash_algorithms()`.
         data_parallel_rank: This engine's rank. Ports move along by it.
 
     Raises:
@@ -453,19 +267,3 @@ def create_publisher(
     if config is None:
         return NullEventPublisher()
     return _publishers.make(config.kind, config, layout, chain, data_parallel_rank)
-
-
-__all__ = [
-    "EventPublisher",
-    "NullEventPublisher",
-    "PresentState",
-    "PublisherBuilder",
-    "PublisherConfig",
-    "PublisherStatistics",
-    "RecordedStreamPublisher",
-    "ReplyLimits",
-    "ZmqEventPublisher",
-    "announce",
-    "create_publisher",
-    "register_publisher",
-]

@@ -1,16 +1,20 @@
-"""One numbered stream on its own thread: what is offered is sent, remembered, and repeated to those
+"""One numbered stream on its own thread: items are sent, kept for a while, and sent again to those
 who ask.
 
-`offer` puts an item on a bounded queue, and that is all: the thread looks there every few
-milliseconds by itself. Waking it would be a system call, which gives Python's global lock away and
-then waits to get it back: on a busy machine one call in ten then takes 250 µs, against 20 µs. The
-thread owns both sockets: it turns items into payloads (what they say is up to a `Content`), numbers
-and sends them, keeps the last ones for replay, and answers requests in between, a little at a time.
+`offer` only puts an item on a bounded queue; the thread polls the queue every few milliseconds.
+Waking the thread would be a system call, which releases Python's global lock and then waits to get
+it back: on a busy machine one call in ten then takes 250 µs, against 20 µs. The thread owns both
+sockets: it turns items into payloads (a `StreamSource` writes them), numbers and sends them, keeps
+the last ones for replay, and replies to requests in between, a little at a time.
 
-Every item offered uses up one sequence number. While the queue is full, items still reach the
-`Content`, which may keep a state along with the stream, but not the wire: the gap in the numbers
-tells consumers, and a snapshot stays right. Only when as many again wait do items pass unseen, and
-the `Content` is told that it has lost some.
+Every item offered uses up one sequence number. What becomes of it depends on the queue's length:
+
+    0               max_queue_size            2 * max_queue_size
+    |---- SENT ------------|---- UNSENT ---------------|---- LOST ---->
+
+An UNSENT item still reaches the source, which keeps the cache's state, but not the wire: the gap in
+the numbers shows consumers the loss, and a snapshot repairs it. A LOST item reaches neither, and
+the source is only notified that items are missing.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
 
@@ -31,12 +35,12 @@ from kvevents.errors import EndpointError, PublisherClosed
 from kvevents.messages import SNAPSHOT_START, Batch
 from kvevents.publisher_config import PublisherConfig
 from kvevents.replay_ring import ReplayRing
-from kvevents.replies import Answer, ReplyDesk, ReplyStatistics, prepare_router
+from kvevents.replay_server import ReplayServer, Reply, ReplyStatistics, prepare_router
 
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.005
-"""How long an item, a request or a stalled reply may wait for the thread to look again."""
+"""Between two polls of the queue and the requests when there is nothing to do."""
 _REST_S = 0.0005
 """Between two parts of a reply: a long one must not keep Python's global lock from the engine."""
 _BURST = 256
@@ -47,52 +51,54 @@ Item = TypeVar("Item")
 ItemIn = TypeVar("ItemIn", contravariant=True)
 
 
-class Taking(Enum):
-    """What becomes of an offered item."""
+class OfferResult(Enum):
+    """What becomes of an offered item; see the picture above."""
 
     SENT = auto()
     UNSENT = auto()
-    """It reaches the content, not the wire."""
     LOST = auto()
 
 
-class Content(Protocol[ItemIn]):
-    """What a stream says. Called by the stream's thread alone."""
+class StreamSource(Protocol[ItemIn]):
+    """Writes a stream's payloads. Called only by the stream's thread."""
 
     def opening(self) -> bytes | None:
-        """The batch that stands first, and before a replay from 0 whose first batches are gone;
-        None: none does."""
+        """The first batch of the stream, also sent before a replay from 0 whose first batches are
+        gone; None: there is no such batch."""
 
     def payload(self, item: ItemIn) -> bytes:
-        """Take note of an item and write it."""
+        """Write an item, and note it in the state."""
 
     def note(self, item: ItemIn) -> None:
-        """Take note of an item that is not sent."""
+        """Note an item in the state; it is not sent."""
 
-    def lose(self) -> None:
-        """Items passed by unseen."""
+    def note_loss(self) -> None:
+        """Note that items are missing from the state."""
 
     def heartbeat(self) -> bytes | None:
-        """A batch without events; None: silence stays silent."""
+        """A batch without events; None: no heartbeats."""
 
     def snapshot(self, seq: int) -> Iterator[bytes] | None:
-        """The whole present state, after the batch *seq*; None: there are no snapshots, or none at
-        the moment."""
+        """The whole state after the batch *seq*; None: no snapshots, or none at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStatistics:
-    sent: int
-    dropped: int
-    """Items that did not reach the wire."""
-    lost: int
-    """Part of *dropped*: those the content did not see either."""
-    queue_depth: int
-    last_seq: int
+    """Counts since the start, and the state now."""
+
+    sent: int = 0
+    """Batches on the wire; the layout and heartbeats are batches too."""
+    dropped: int = 0
+    """Items that a full queue kept off the wire; each left a gap in the sequence."""
+    lost: int = 0
+    """Part of *dropped*: items that did not reach the source either."""
+    queue_depth: int = 0
+    last_seq: int = -1
     """-1 before the first batch."""
-    ring_batches: int
-    ring_bytes: int
-    replies: ReplyStatistics
+    ring_batches: int = 0
+    """Batches kept for replay."""
+    ring_bytes: int = 0
+    replies: ReplyStatistics = field(default_factory=ReplyStatistics)
 
 
 class Stream(Generic[Item]):
@@ -101,17 +107,29 @@ class Stream(Generic[Item]):
     def __init__(
         self,
         config: PublisherConfig,
-        content: Content[Item],
+        source: StreamSource[Item],
         rank: int,
         context: Context | None = None,
     ) -> None:
+        """Open the sockets and start the thread.
+
+        Args:
+            config: Addresses and bounds.
+            source: Writes payloads, and keeps the state that snapshots are made of.
+            rank: Data-parallel rank; ports move along by it.
+            context: Whose sockets to use; None: its own, or `zmq.Context.instance()` for `inproc`.
+
+        Raises:
+            EndpointError: An address can be neither bound nor connected to.
+            ValueError: The rank is out of range.
+        """
         if not 0 <= rank < 65536:
             raise ValueError(f"data_parallel_rank: {rank} must lie in [0, 65536)")
         self._config = config
-        self._content = content
+        self._source = source
         self._topic = config.topic.encode()
         self._sockets = _Sockets(config, rank, context)
-        self._desk = self._open_desk()
+        self._replay_server = self._open_replay_server()
         self._ring = ReplayRing(config.buffer_steps, config.buffer_bytes)
         self._lock = threading.Lock()
         self._queue: deque[tuple[Item, bool]] = deque()
@@ -124,51 +142,53 @@ class Stream(Generic[Item]):
         self._thread = threading.Thread(target=self._run, name="kvevents-publisher", daemon=True)
         self._thread.start()
 
-    def _open_desk(self) -> ReplyDesk | None:
-        if self._sockets.router is None:
+    def _open_replay_server(self) -> ReplayServer | None:
+        router = self._sockets.router
+        if router is None:
             return None
-        return ReplyDesk(self._sockets.router, self._topic, self._config.reply_limits, self._answer)
+        return ReplayServer(router, self._topic, self._config.reply_limits, self._reply_to)
 
     @property
     def endpoint(self) -> str:
+        """Where batches are published, with the port the system picked."""
         return self._sockets.endpoint.address
 
     @property
     def replay_endpoint(self) -> str | None:
+        """Where replays and snapshots are requested."""
         return self._sockets.replay_endpoint.address if self._sockets.replay_endpoint else None
 
     # --- any thread -------------------------------------------------------------------------------
 
-    def offer(self, item: Item) -> Taking:
+    def offer(self, item: Item) -> OfferResult:
         """Hand an item to the thread, or drop it; never waits.
 
         Raises:
             PublisherClosed: The stream is closed.
         """
-        # The lock is held for these lines only, here and in `close`: never while anybody sends or
-        # encodes.
+        # The lock is never held while something is sent or encoded.
         with self._lock:
             self.check_open()
             return self._admit(item)
 
     def check_open(self) -> None:
-        """Raise `PublisherClosed` if nothing is taken any more."""
+        """Raise `PublisherClosed` if the stream is closed."""
         if self._closing:
             raise PublisherClosed("publish: the publisher was shut down, or its thread has failed")
 
-    def _admit(self, item: Item) -> Taking:
+    def _admit(self, item: Item) -> OfferResult:
         depth, limit = len(self._queue), self._config.max_queue_size
         if depth >= 2 * limit:
             self._lost += 1
-            return Taking.LOST
+            return OfferResult.LOST
         is_sent = depth < limit and not self._leaving_out
         self._leaving_out -= self._leaving_out > 0
         self._unsent += not is_sent
         self._queue.append((item, is_sent))
-        return Taking.SENT if is_sent else Taking.UNSENT
+        return OfferResult.SENT if is_sent else OfferResult.UNSENT
 
     def leave_out(self, count: int) -> None:
-        """Number the next *count* items, and send none of them: as if the queue had been full."""
+        """Number the next *count* items without sending them, as if the queue had been full."""
         with self._lock:
             self._leaving_out += count
 
@@ -178,7 +198,8 @@ class Stream(Generic[Item]):
         return len(self._queue) < self._config.max_queue_size
 
     def close(self, timeout_s: float) -> None:
-        """Send what was taken, close the sockets, end the thread. Again: nothing happens."""
+        """Send what is queued, for at most *timeout_s*, and end the thread. A second call does
+        nothing."""
         with self._lock:
             if not self._closing:
                 self._flush_until = time.monotonic() + timeout_s
@@ -186,7 +207,7 @@ class Stream(Generic[Item]):
         self._thread.join(timeout_s + 1.0)
         if self._thread.is_alive():
             logger.warning(
-                "publisher %s: still closing %.1f s after it was told to",
+                "publisher %s: still closing after %.1f s",
                 self.endpoint,
                 timeout_s + 1.0,
             )
@@ -200,27 +221,27 @@ class Stream(Generic[Item]):
             last_seq=self._next_seq - 1,
             ring_batches=len(self._ring),
             ring_bytes=self._ring.payload_bytes,
-            replies=self._desk.statistics() if self._desk else ReplyStatistics(0, 0, 0, 0),
+            replies=self._replay_server.statistics() if self._replay_server else ReplyStatistics(),
         )
 
     # --- the stream's thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._send(self._content.opening())
+            self._send(self._source.opening())
             while not self._closing:
                 self._turn()
             while self._queue and time.monotonic() < self._flush_until:
-                self._send_taken(1)
+                self._send_queued(1)
         finally:
             self._end()
 
     def _turn(self) -> None:
-        self._send_taken(_BURST)
+        self._send_queued(_BURST)
         now = time.monotonic()
         if now - self._sent_at >= self._config.heartbeat_s:
-            self._send(self._content.heartbeat())
-        has_more_to_reply = self._desk is not None and self._desk.serve(now)
+            self._send(self._source.heartbeat())
+        has_more_to_reply = self._replay_server is not None and self._replay_server.serve(now)
         if not self._queue:
             time.sleep(_REST_S if has_more_to_reply else _NAP_S)
 
@@ -231,26 +252,28 @@ class Stream(Generic[Item]):
             self._queue.clear()
         self._sockets.close(max(0.0, self._flush_until - time.monotonic()))
 
-    def _send_taken(self, limit: int) -> None:
+    def _send_queued(self, limit: int) -> None:
         for _ in range(limit):
             self._skip_lost()
             if not self._queue:
                 return
             item, is_sent = self._queue.popleft()
             if is_sent:
-                self._send(self._content.payload(item))
+                self._send(self._source.payload(item))
             else:
-                self._content.note(item)
+                self._source.note(item)
                 self._next_seq += 1
 
     def _skip_lost(self) -> None:
-        """Leave out the numbers of lost items. The gap may come before items taken earlier, never
-        after later ones."""
+        """Leave out the numbers of lost items.
+
+        The gap may lie before items that were queued earlier, never after later ones.
+        """
         lost = self._lost - self._lost_seen
         if lost:
             self._lost_seen += lost
             self._next_seq += lost
-            self._content.lose()
+            self._source.note_loss()
 
     def _send(self, payload: bytes | None) -> None:
         self._sent_at = time.monotonic()
@@ -260,29 +283,32 @@ class Stream(Generic[Item]):
         self._ring.append(batch)
         self._next_seq += 1
         self._sent += 1
-        # PUB never blocks: at the high-water mark it drops for that subscriber, who sees the gap
-        # and asks for a replay.
+        # PUB never blocks: at the high-water mark it drops the batch for that subscriber, which
+        # sees the gap and asks for a replay.
         self._sockets.pub.send_multipart(
             (self._topic, batch.seq.to_bytes(8, "big"), payload), zmq.NOBLOCK
         )
 
     # --- replies ----------------------------------------------------------------------------------
 
-    def _answer(self, request: bytes) -> Answer:
+    def _reply_to(self, request: bytes) -> Reply:
         last_seq = self._next_seq - 1
-        payloads = self._content.snapshot(last_seq) if request == SNAPSHOT_START else None
+        payloads = self._source.snapshot(last_seq) if request == SNAPSHOT_START else None
         if payloads is not None:
-            return Answer(True, (Batch(last_seq, payload) for payload in payloads))
-        return Answer(False, self._replay(int.from_bytes(request, "big"), last_seq))
+            return Reply(True, (Batch(last_seq, payload) for payload in payloads))
+        return Reply(False, self._replay(int.from_bytes(request, "big"), last_seq))
 
     def _replay(self, start: int, last_seq: int) -> Iterator[Batch]:
-        """What the ring still has of `[start, last_seq]`; later batches come live.
+        """The batches of `[start, last_seq]` that the ring still has; later ones are sent live.
 
-        A replay from 0 always begins with the opening batch. Where the ring has lost it, it comes
-        under the number before the oldest batch there is, so that what follows it is in sequence.
+        A replay from 0 always begins with the opening batch. If the ring has lost it, it gets the
+        number before the oldest batch, so that the sequence has no gap:
+
+            ring     57 58 59
+            replay   56 57 58 59      56 is the opening batch, written again
         """
         oldest = self._ring.oldest_seq
-        opening = self._content.opening() if start == 0 and oldest != 0 else None
+        opening = self._source.opening() if start == 0 and oldest != 0 else None
         if opening is not None:
             yield Batch((last_seq + 1 if oldest is None else oldest) - 1, opening)
         while chunk := self._ring.since(start, _RING_CHUNK):
@@ -294,11 +320,11 @@ class Stream(Generic[Item]):
 
 
 class _Sockets:
-    """PUB and ROUTER. Opened by whoever builds the stream, then used by its thread alone."""
+    """PUB and ROUTER. Opened by the thread that builds the stream, then used only by its own."""
 
     def __init__(self, config: PublisherConfig, rank: int, context: Context | None) -> None:
-        # A context of our own lets `close` wait until all is sent; but `inproc` names are known
-        # only inside a shared one.
+        # A context of our own lets `close` wait until everything is sent, but `inproc` names are
+        # known only inside a shared one.
         is_own = context is None and not config.uses_inproc
         self._context: Context = context or (zmq.Context() if is_own else zmq.Context.instance())
         self._own_context = self._context if is_own else None
@@ -314,7 +340,7 @@ class _Sockets:
             raise
 
     def close(self, linger_s: float) -> None:
-        """Close everything; wait at most *linger_s* until subscribers in other processes have got
+        """Close everything; wait at most *linger_s* for subscribers in other processes to receive
         what was sent."""
         self.pub.close(linger=int(linger_s * 1000))
         if self.router is not None:

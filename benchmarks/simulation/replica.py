@@ -10,6 +10,7 @@ from benchmarks.simulation.timeline import Timeline
 from kvevents.events import Event, EventBatch
 from kvevents.hashing import HashChain
 from kvevents.publisher import EventPublisher, PublisherStatistics, announce
+from kvevents.stream import StreamStatistics
 from offload.engine.core.build import build_engine
 from offload.engine.core.requests import EngineRequest, StepOutput
 from offload.engine.core.time_model import VirtualClock
@@ -53,7 +54,7 @@ class DelayedPublisher(EventPublisher):
 
     def statistics(self) -> PublisherStatistics:
         """See `EventPublisher`."""
-        return PublisherStatistics(published=self._published)
+        return PublisherStatistics(StreamStatistics(sent=self._published))
 
 
 class SimulatedReplica:

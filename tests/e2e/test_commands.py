@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.publisher import RecordedStreamPublisher
 from kvevents.publisher_config import PublisherConfig
 from router.recordings.format import Query, RecordingReader
 from tests.support.engine_stub import engines, unique
 from tests.support.http_client import eventually
 from tests.support.hybrid_stub import HybridStub
+from tests.support.recorded_publisher import RecordedStreamPublisher
 from tests.support.router_process import router_process
 from tests.support.signals import heed_signals
 

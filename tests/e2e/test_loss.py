@@ -107,8 +107,8 @@ async def run_ours(
         true.apply(SOURCE, engine.payload(events))
         publisher.publish(events)
         await asyncio.sleep(0.001 if step % 4 == 0 else 0)
-    await until(lambda: publisher.statistics().queue_depth == 0, "an empty queue")
-    return publisher.statistics().last_seq
+    await until(lambda: publisher.statistics().stream.queue_depth == 0, "an empty queue")
+    return publisher.statistics().stream.last_seq
 
 
 # --- what the publisher can make up for -----------------------------------------------------------
@@ -168,9 +168,11 @@ async def test_a_snapshot_makes_up_for_what_the_publisher_itself_dropped() -> No
                 for events in burst:
                     routing.true.apply(SOURCE, engine.payload(events))
                     publisher.publish(events)
-                await until(lambda: publisher.statistics().queue_depth == 0, "an empty queue")
-            assert publisher.statistics().dropped > 10
-            await routing.until(SourceState.LIVE, publisher.statistics().last_seq)
+                await until(
+                    lambda: publisher.statistics().stream.queue_depth == 0, "an empty queue"
+                )
+            assert publisher.statistics().stream.dropped > 10
+            await routing.until(SourceState.LIVE, publisher.statistics().stream.last_seq)
             routing.assert_exact(engine)
 
 

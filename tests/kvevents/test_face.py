@@ -116,7 +116,7 @@ def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec("\n".join(lines).replace("*:5557", "127.0.0.1:0").replace("*:6557", "127.0.0.1:0"), names)
     publisher = names["publisher"]
     assert isinstance(publisher, kvevents.EventPublisher)
-    assert publisher.statistics().dropped == 0
+    assert publisher.statistics().stream.dropped == 0
 
 
 def test_modules_of_the_package_do_not_import_its_face() -> None:

@@ -1,4 +1,4 @@
-"""Implementations by name: what is found, what wins, and what is said of a plug-in that is broken."""
+"""Implementations by name: what is found, what wins, what is said of a broken plug-in."""
 
 from __future__ import annotations
 

@@ -30,18 +30,17 @@ from kvevents.messages import Batch
 from kvevents.publisher import (
     EventPublisher,
     NullEventPublisher,
-    PublisherConfig,
     PublisherStatistics,
-    RecordedStreamPublisher,
-    ReplyLimits,
     ZmqEventPublisher,
     create_publisher,
     register_publisher,
 )
-from kvevents.stream import Stream, Taking
+from kvevents.publisher_config import PublisherConfig, ReplyLimits
+from kvevents.stream import OfferResult, Stream
 from router.index.reference.index import PrefixIndex, SourceId
 from tests.support.blocks import Prefix, tokens
 from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
+from tests.support.recorded_publisher import RecordedStreamPublisher
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 LAYOUT = KVCacheLayout.build([FULL])
@@ -100,7 +99,7 @@ def publish_much(publisher: ZmqEventPublisher) -> None:
 
 
 def settle(publisher: ZmqEventPublisher | RecordedStreamPublisher, last_seq: int) -> None:
-    until(lambda: publisher.statistics().last_seq >= last_seq, f"batch {last_seq} is sent")
+    until(lambda: publisher.statistics().stream.last_seq >= last_seq, f"batch {last_seq} is sent")
 
 
 # --- what goes out --------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def test_batches_arrive_in_order_under_topic_and_number(client: Client) -> None:
     """The three frames every consumer expects, vLLM's included."""
     with ZmqEventPublisher(QUIET, LAYOUT, data_parallel_rank=3) as publisher:
         peer = follow(client, publisher)
-        begin, before = publisher.statistics().last_seq + 1, time.time()
+        begin, before = publisher.statistics().stream.last_seq + 1, time.time()
         for number in range(50):
             assert publisher.publish(stored(number))
         for number in range(50):
@@ -156,7 +155,7 @@ def test_a_step_without_events_costs_no_number(publisher: ZmqEventPublisher) -> 
     assert publisher.publish([])
     assert publisher.publish(stored(1))
     settle(publisher, 1)
-    assert publisher.statistics().last_seq == 1
+    assert publisher.statistics().stream.last_seq == 1
 
 
 def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(
@@ -176,12 +175,12 @@ def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(
 def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
-    """The mirror may have followed half of it, and says so; the thread lives on."""
+    """The kept state may have followed half of it, and says so; the thread lives on."""
     publisher.publish([BlockStored([[1]], None, tokens(16), "GPU", 0)])  # type: ignore[list-item]
     publisher.publish(stored(2))
     settle(publisher, 2)
     assert publisher.statistics().rejected_events == 1
-    assert not publisher.statistics().mirror_is_complete
+    assert not publisher.statistics().state_is_complete
     assert client.dealer(publisher.replay_endpoint).answer(SNAPSHOT) == []
     assert events_of(client.dealer(publisher.replay_endpoint).answer(2)) == stored(2)
 
@@ -201,7 +200,10 @@ def test_a_replay_has_everything_from_its_start_on(
             publisher.publish(stored(number))
         settle(publisher, 10)
         assert numbers(client.dealer(publisher.replay_endpoint).answer(start)) == list(expected)
-        until(lambda: publisher.statistics().replays_served == 1, "the replay is counted")
+        until(
+            lambda: publisher.statistics().stream.replies.replays_served == 1,
+            "the replay is counted",
+        )
 
 
 def test_replies_carry_the_topic(client: Client, publisher: ZmqEventPublisher) -> None:
@@ -218,7 +220,7 @@ def test_a_start_that_the_ring_has_lost_begins_with_its_oldest(client: Client) -
             publisher.publish(stored(number))
         settle(publisher, 20)
         assert numbers(client.dealer(publisher.replay_endpoint).answer(3)) == [16, 17, 18, 19, 20]
-        assert publisher.statistics().ring_batches == 5
+        assert publisher.statistics().stream.ring_batches == 5
 
 
 def test_a_replay_from_0_begins_with_the_layout_although_the_ring_has_lost_it(
@@ -243,7 +245,7 @@ def test_the_ring_is_bounded_in_bytes(client: Client) -> None:
             publisher.publish(stored(number, padding=20))
         settle(publisher, 100)
         statistics = publisher.statistics()
-        assert 0 < statistics.ring_bytes <= 10_000
+        assert 0 < statistics.stream.ring_bytes <= 10_000
         assert numbers(client.dealer(publisher.replay_endpoint).answer(50))[-1] == 100
 
 
@@ -311,7 +313,10 @@ def test_a_snapshot_and_what_follows_it_equal_the_whole_stream(
     assert len(set(numbers(snapshot))) == 1
     following = peer.answer(snapshot[0].seq + 1)
     assert index_of([*snapshot, *following]) == index_of(peer.answer(0))
-    until(lambda: publisher.statistics().snapshots_served == 1, "the snapshot is counted")
+    until(
+        lambda: publisher.statistics().stream.replies.snapshots_served == 1,
+        "the snapshot is counted",
+    )
 
 
 def test_a_snapshot_begins_with_the_layout(client: Client, publisher: ZmqEventPublisher) -> None:
@@ -367,7 +372,7 @@ def test_a_snapshot_under_way_is_not_what_the_next_client_gets(client: Client) -
 # --- a full queue ---------------------------------------------------------------------------------
 
 
-class GatedContent:
+class GatedSource:
     """A content whose thread stands still until it is let through."""
 
     def __init__(self) -> None:
@@ -386,7 +391,7 @@ class GatedContent:
     def note(self, item: int) -> None:
         self.noted.append(item)
 
-    def lose(self) -> None:
+    def note_loss(self) -> None:
         self.losses += 1
 
     def heartbeat(self) -> bytes | None:
@@ -399,15 +404,15 @@ class GatedContent:
 def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> None:
     """The engine's step must not depend on anybody's network; what is dropped shows in the
     numbers."""
-    content = GatedContent()
-    stream: Stream[int] = Stream(replace(QUIET, max_queue_size=3), content, 0)
-    assert stream.offer(0) is Taking.SENT
-    assert content.entered.wait(30)
-    takings = [stream.offer(item) for item in range(1, 10)]
-    assert takings == [Taking.SENT] * 3 + [Taking.UNSENT] * 3 + [Taking.LOST] * 3
-    content.gate.set()
+    source = GatedSource()
+    stream: Stream[int] = Stream(replace(QUIET, max_queue_size=3), source, 0)
+    assert stream.offer(0) is OfferResult.SENT
+    assert source.entered.wait(30)
+    results = [stream.offer(item) for item in range(1, 10)]
+    assert results == [OfferResult.SENT] * 3 + [OfferResult.UNSENT] * 3 + [OfferResult.LOST] * 3
+    source.gate.set()
     until(lambda: stream.statistics().last_seq == 9, "all numbers are used up")
-    assert stream.offer(10) is Taking.SENT
+    assert stream.offer(10) is OfferResult.SENT
     until(lambda: stream.statistics().last_seq == 10, "the stream goes on")
     sent = client.dealer(stream.replay_endpoint).answer(0)
     stream.close(5.0)
@@ -415,7 +420,7 @@ def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> 
     # The three lost ones are left out as soon as the loss is known, which is before what waited at
     # that time.
     assert numbers(sent) == [0, 4, 5, 6, 10]
-    assert (content.noted, content.losses) == ([4, 5, 6], 1)
+    assert (source.noted, source.losses) == ([4, 5, 6], 1)
     assert (stream.statistics().dropped, stream.statistics().lost) == (6, 3)
 
 
@@ -426,8 +431,8 @@ def overload(
     taken or not is applied."""
     events: list[Event] = []
     taken: list[bool] = []
-    while publisher.statistics().dropped < wanted:
-        until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+    while publisher.statistics().stream.dropped < wanted:
+        until(lambda: publisher.statistics().stream.queue_depth == 0, "the queue is empty")
         for _ in range(burst):
             batch = (
                 stored(len(taken))
@@ -436,7 +441,7 @@ def overload(
             )
             taken.append(publisher.publish(batch))
             events += batch
-    until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+    until(lambda: publisher.statistics().stream.queue_depth == 0, "the queue is empty")
     settle(publisher, len(taken))
     return events, taken
 
@@ -449,8 +454,8 @@ def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client
         peer = client.dealer(publisher.replay_endpoint)
         replayed, snapshot = peer.answer(0), peer.answer(SNAPSHOT)
         statistics = publisher.statistics()
-    assert statistics.last_seq == len(taken)
-    assert statistics.dropped == taken.count(False)
+    assert statistics.stream.last_seq == len(taken)
+    assert statistics.stream.dropped == taken.count(False)
     assert numbers(replayed) == [0] + [
         number for number, is_taken in enumerate(taken, start=1) if is_taken
     ]
@@ -467,25 +472,25 @@ def test_a_gap_at_the_tail_shows_with_the_next_heartbeat(client: Client) -> None
         peer.batch()
         while publisher.publish(stored(1)):
             pass
-        last = publisher.statistics().last_seq
-        until(lambda: publisher.statistics().queue_depth == 0, "the queue is empty")
+        last = publisher.statistics().stream.last_seq
+        until(lambda: publisher.statistics().stream.queue_depth == 0, "the queue is empty")
         while (heartbeat := peer.decoded())[1].events or heartbeat[0] <= last:
             pass
         replayed = numbers(client.dealer(publisher.replay_endpoint).answer(0))
         assert set(range(heartbeat[0])) - set(replayed)
 
 
-def test_what_the_mirror_never_saw_makes_snapshots_refused(client: Client) -> None:
+def test_what_the_kept_state_never_saw_makes_snapshots_refused(client: Client) -> None:
     """No answer is better than a wrong one: the consumer then knows that it does not know."""
     with ZmqEventPublisher(replace(QUIET, max_queue_size=1), LAYOUT) as publisher:
         overload(publisher, burst=50, wanted=100)
         statistics = publisher.statistics()
-        assert not statistics.mirror_is_complete
+        assert not statistics.state_is_complete
         assert client.dealer(publisher.replay_endpoint).answer(SNAPSHOT) == []
         publisher.publish([AllBlocksCleared()])
-        settle(publisher, statistics.last_seq + 1)
+        settle(publisher, statistics.stream.last_seq + 1)
         assert client.dealer(publisher.replay_endpoint).answer(SNAPSHOT) == []
-        assert publisher.statistics().snapshots_served == 0
+        assert publisher.statistics().stream.replies.snapshots_served == 0
 
 
 def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: Client) -> None:
@@ -511,14 +516,14 @@ def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: C
         step(publisher)
         settle(publisher, len(held))
         assert set(asked) == {threading.current_thread()}
-        assert publisher.statistics().mirror_is_complete
+        assert publisher.statistics().state_is_complete
         snapshot = client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)
         assert index_of(snapshot) == {(0, "GPU"): dict.fromkeys(held, 1)}
         asked.clear()
         step(publisher)
         settle(publisher, len(held))
         assert asked == []
-        assert publisher.statistics().mirror_blocks == len(held)
+        assert publisher.statistics().state_blocks == len(held)
 
 
 # --- hostile and slow clients ---------------------------------------------------------------------
@@ -545,7 +550,10 @@ def test_malformed_requests_are_counted_and_not_answered(
     peer = client.dealer(publisher.replay_endpoint)
     for frames in MALFORMED:
         peer.socket.send_multipart(frames)
-    until(lambda: publisher.statistics().malformed_requests == len(MALFORMED), "all are counted")
+    until(
+        lambda: publisher.statistics().stream.replies.malformed_requests == len(MALFORMED),
+        "all are counted",
+    )
     assert numbers(peer.answer(0)) == [0]
 
 
@@ -561,7 +569,7 @@ def test_a_huge_request_ends_the_connection_not_the_publisher(
     monitor.close(linger=0)
     assert is_disconnected
     assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
-    assert publisher.statistics().malformed_requests == 0
+    assert publisher.statistics().stream.replies.malformed_requests == 0
 
 
 @pytest.mark.parametrize(
@@ -592,7 +600,10 @@ def test_a_flood_of_requests_is_read_at_a_bounded_rate(client: Client) -> None:
         for _ in range(5000):
             flood.socket.send_multipart([b"", b"?"])
         assert numbers(client.dealer(publisher.replay_endpoint).answer(0)) == [0]
-        malformed, seconds = publisher.statistics().malformed_requests, time.monotonic() - began
+        malformed, seconds = (
+            publisher.statistics().stream.replies.malformed_requests,
+            time.monotonic() - began,
+        )
         assert malformed <= 20 + 20 * seconds + 1
 
 
@@ -613,11 +624,11 @@ def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_clie
     stalled = client.dealer(stalling.replay_endpoint, hwm=1)
     stalled.ask(0)
     assert stalled.socket.poll(10_000)
-    last = stalling.statistics().last_seq
+    last = stalling.statistics().stream.last_seq
     stalling.publish(stored(1))
     assert live.batch().seq == last + 1
     assert numbers(client.dealer(stalling.replay_endpoint).answer(90)) == list(range(90, last + 2))
-    assert stalling.statistics().replies_aborted == 1
+    assert stalling.statistics().stream.replies.replies_aborted == 1
 
 
 def test_a_client_that_leaves_in_the_middle_frees_its_place(
@@ -629,7 +640,7 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place(
     assert leaving.socket.poll(10_000)
     client.leave(leaving)
     assert numbers(client.dealer(stalling.replay_endpoint).answer(100)) == [100]
-    assert stalling.statistics().replies_aborted == 1
+    assert stalling.statistics().stream.replies.replies_aborted == 1
 
 
 def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
@@ -642,7 +653,10 @@ def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
         peer.ask(0)
         assert peer.socket.poll(10_000)
         peer.ask(99)
-        until(lambda: publisher.statistics().replies_aborted == 1, "the first reply is given up")
+        until(
+            lambda: publisher.statistics().stream.replies.replies_aborted == 1,
+            "the first reply is given up",
+        )
         seen = numbers(peer.reply())
         assert seen[-2:] == [99, 100]
         assert 0 < len(seen) < 100
@@ -660,10 +674,10 @@ def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(
     asking = client.dealer(publisher.replay_endpoint)
     asking.ask(SNAPSHOT)
     asking.message()
-    last = publisher.statistics().last_seq
+    last = publisher.statistics().stream.last_seq
     publisher.publish([AllBlocksCleared()])
     assert live.batch().seq == last + 1
-    assert publisher.statistics().snapshots_served == 0
+    assert publisher.statistics().stream.replies.snapshots_served == 0
     assert sum(len(hashes) for hashes in index_of(asking.reply()).values()) == 60_000
 
 
@@ -674,11 +688,11 @@ def test_whatever_was_taken_is_sent_before_shutdown_returns(client: Client) -> N
     """An engine's last evictions matter to whoever routes to it when it is back."""
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
     peer = follow(client, publisher)
-    begin = publisher.statistics().last_seq + 1
+    begin = publisher.statistics().stream.last_seq + 1
     for number in range(5000):
         assert publisher.publish(stored(number))
     publisher.shutdown()
-    assert publisher.statistics().last_seq == begin + 4999
+    assert publisher.statistics().stream.last_seq == begin + 4999
     assert [peer.batch().seq for _ in range(5000)] == list(range(begin, begin + 5000))
 
 
@@ -686,12 +700,12 @@ def test_shutdown_waits_for_a_subscriber_that_is_still_reading(client: Client) -
     """What lies in the sender's memory is not sent yet."""
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
     peer = follow(client, publisher, hwm=1)
-    begin = publisher.statistics().last_seq + 1
+    begin = publisher.statistics().stream.last_seq + 1
     for number in range(100):
         publisher.publish(stored(number, padding=2000))
     shutdown = threading.Thread(target=publisher.shutdown, args=(60.0,))
     shutdown.start()
-    until(lambda: publisher.statistics().last_seq == begin + 99, "all is on its way")
+    until(lambda: publisher.statistics().stream.last_seq == begin + 99, "all is on its way")
     assert [peer.batch().seq for _ in range(100)] == list(range(begin, begin + 100))
     shutdown.join()
 
@@ -794,7 +808,7 @@ def test_without_a_replay_endpoint_batches_still_go_out(client: Client) -> None:
         peer = follow(client, publisher)
         publisher.publish(stored(5))
         assert peer.decoded()[1].events == stored(5)
-        assert publisher.statistics().replays_served == 0
+        assert publisher.statistics().stream.replies.replays_served == 0
 
 
 def test_an_address_in_use_is_refused_and_nothing_stays_open() -> None:
@@ -898,8 +912,8 @@ def test_a_recording_has_no_snapshot_as_vllm_has_none(client: Client) -> None:
         settle(publisher, 4)
         assert peer.answer(SNAPSHOT) == []
         assert numbers(peer.answer(0)) == [3, 4]
-        assert publisher.statistics().last_seq == 4
-        assert publisher.statistics().snapshots_served == 0
+        assert publisher.statistics().stream.last_seq == 4
+        assert publisher.statistics().stream.replies.snapshots_served == 0
 
 
 def test_a_recording_flushes_and_closes() -> None:
@@ -908,6 +922,6 @@ def test_a_recording_flushes_and_closes() -> None:
     for _ in range(100):
         publisher.publish_raw(b"x")
     publisher.shutdown()
-    assert publisher.statistics().published == 100
+    assert publisher.statistics().stream.sent == 100
     with pytest.raises(PublisherClosed):
         publisher.publish_raw(b"x")

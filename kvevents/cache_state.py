@@ -1,10 +1,11 @@
-"""The present state of one cache, kept beside its events and told again as events. No I/O.
+"""The present state of one cache, kept up to date from its events and written as a snapshot. No I/O.
 
-A snapshot announces every block that is there, as often as it has copies: the GPU tier first, in it
-the groups of full attention first, parents before children, contiguous blocks in one event. A
-consumer that applies it to nothing holds what one holds that followed the stream from its start.
-What it cannot know: tokens of blocks whose own events never showed them (announced without), and of
-evicted ancestors of live blocks (the parent is then a hash the snapshot does not announce).
+A snapshot announces every block that is present, as often as it has copies: the GPU tier first,
+within it the groups of full attention first, parents before children, contiguous blocks in one
+event. A consumer that applies it to nothing holds the same as one that followed the stream from its
+start. Two things are unknown to it: the tokens of blocks whose own events never showed them (they
+are announced without), and those of evicted ancestors of present blocks (the parent is then a hash
+that the snapshot does not announce).
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from kvevents.layout import GroupKind, kind_from_wire
 BATCH_WEIGHT = 4096
 """Bound of one event, in tokens plus `BLOCK_WEIGHT` per block; a batch stays below twice of it."""
 BLOCK_WEIGHT = 8
-FORGOTTEN_PLACES = 8192
+REMEMBERED_CONTENTS = 8192
 """Evicted blocks of a group whose content is remembered: an offload tier announces a block after
 the GPU has evicted it."""
 
 
-class _Place(msgspec.Struct, frozen=True, gc=False):
+class _Content(msgspec.Struct, frozen=True, gc=False):
     """What a block's event said about its content. Packed, since there is one per block."""
 
     parent: BlockHash | None
@@ -58,8 +59,8 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-_Held: TypeAlias = dict[BlockHash, int]
-_Places: TypeAlias = dict[BlockHash, _Place]
+_Copies: TypeAlias = dict[BlockHash, int]
+_Contents: TypeAlias = dict[BlockHash, _Content]
 
 
 class _GroupLabel(NamedTuple):
@@ -71,10 +72,12 @@ class _GroupLabel(NamedTuple):
 
 
 class _Tier(NamedTuple):
+    """One group's blocks in one tier, copied when the snapshot was taken."""
+
     medium: str
     label: _GroupLabel
-    held: _Held
-    places: _Places
+    copies: _Copies
+    contents: _Contents
 
 
 class _Group:
@@ -83,85 +86,88 @@ class _Group:
 
     def __init__(self) -> None:
         self.label = _GroupLabel()
-        self.held: dict[str, _Held] = {}
-        self.places: _Places = {}
-        self._forgotten: OrderedDict[BlockHash, _Place] = OrderedDict()
+        self.copies: dict[str, _Copies] = {}
+        self.contents: _Contents = {}
+        self._remembered: OrderedDict[BlockHash, _Content] = OrderedDict()
 
     def store(self, event: BlockStored) -> int:
-        """Add a copy of each block; return how many were not there."""
-        self._see_label(event)
-        held = self.held.setdefault(event.tier, {})
-        before = len(held)
+        """Add a copy of each block; return how many blocks are new in the tier."""
+        self._update_label(event)
+        copies = self.copies.setdefault(event.tier, {})
+        before = len(copies)
         for block_hash in event.block_hashes:
-            held[block_hash] = held.get(block_hash, 0) + 1
-        self._learn_places(event)
-        return len(held) - before
+            copies[block_hash] = copies.get(block_hash, 0) + 1
+        self._learn_contents(event)
+        return len(copies) - before
 
     def remove(self, event: BlockRemoved) -> int:
-        """Take a copy of each block away; return how many are gone."""
-        held = self.held.get(event.tier, {})
-        before = len(held)
+        """Take a copy of each block away; return how many blocks left the tier."""
+        copies = self.copies.get(event.tier, {})
+        before = len(copies)
         for block_hash in event.block_hashes:
-            copies = held.get(block_hash, 0)
-            if copies > 1:
-                held[block_hash] = copies - 1
-            elif copies:
-                del held[block_hash]
-                self._forget_place(block_hash)
-        return before - len(held)
+            count = copies.get(block_hash, 0)
+            if count > 1:
+                copies[block_hash] = count - 1
+            elif count:
+                del copies[block_hash]
+                self._release_content(block_hash)
+        return before - len(copies)
 
     def clear_gpu(self) -> int:
         """Empty the GPU tier; return how many blocks it had."""
-        held = self.held.pop(GPU, {})
-        for block_hash in held:
-            self._forget_place(block_hash)
-        return len(held)
+        copies = self.copies.pop(GPU, {})
+        for block_hash in copies:
+            self._release_content(block_hash)
+        return len(copies)
 
     def tiers(self) -> list[_Tier]:
         """Copies that later events do not change."""
-        places = dict(self.places)
-        return [_Tier(medium, self.label, dict(held), places) for medium, held in self.held.items()]
+        contents = dict(self.contents)
+        return [
+            _Tier(medium, self.label, dict(copies), contents)
+            for medium, copies in self.copies.items()
+        ]
 
-    def _see_label(self, event: BlockStored) -> None:
+    def _update_label(self, event: BlockStored) -> None:
         if event.kv_cache_spec_kind is not None or self.label.kind is None:
             self.label = _GroupLabel(
                 event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
             )
 
-    def _learn_places(self, event: BlockStored) -> None:
-        block_size = event.tokens_per_block
-        places = _places(event, block_size) if block_size else self._remembered(event.block_hashes)
-        for block_hash, place in places:
-            self.places.setdefault(block_hash, place)
+    def _learn_contents(self, event: BlockStored) -> None:
+        learned = _contents(event) if event.tokens_per_block else self._recalled(event.block_hashes)
+        for block_hash, content in learned:
+            self.contents.setdefault(block_hash, content)
 
-    def _remembered(self, hashes: Iterable[BlockHash]) -> Iterator[tuple[BlockHash, _Place]]:
+    def _recalled(self, hashes: Iterable[BlockHash]) -> Iterator[tuple[BlockHash, _Content]]:
         for block_hash in hashes:
-            place = self._forgotten.pop(block_hash, None)
-            if place is not None:
-                yield block_hash, place
+            content = self._remembered.pop(block_hash, None)
+            if content is not None:
+                yield block_hash, content
 
-    def _forget_place(self, block_hash: BlockHash) -> None:
-        if any(block_hash in held for held in self.held.values()):
+    def _release_content(self, block_hash: BlockHash) -> None:
+        """Move a block's content to the remembered ones if no tier has the block any more."""
+        if any(block_hash in copies for copies in self.copies.values()):
             return
-        place = self.places.pop(block_hash, None)
-        if place is not None:
-            self._forgotten[block_hash] = place
-            if len(self._forgotten) > FORGOTTEN_PLACES:
-                self._forgotten.popitem(last=False)
+        content = self.contents.pop(block_hash, None)
+        if content is not None:
+            self._remembered[block_hash] = content
+            if len(self._remembered) > REMEMBERED_CONTENTS:
+                self._remembered.popitem(last=False)
 
 
-def _places(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, _Place]]:
+def _contents(event: BlockStored) -> Iterator[tuple[BlockHash, _Content]]:
     """Each block of a dense event with its content."""
     try:
         packed = pack_tokens(event.token_ids)
     except OverflowError:  # no consumer accepts such a token id either
         return
-    parent, step = event.parent_block_hash, block_size * 4
+    parent, step = event.parent_block_hash, event.tokens_per_block * 4
     extra_keys, lookaheads = event.extra_keys or (), event.lookahead_token_ids or ()
     for index, block_hash in enumerate(event.block_hashes):
         yield (
             block_hash,
-            _Place(
+            _Content(
                 parent=parent,
                 packed_tokens=packed[index * step : (index + 1) * step],
                 lora_name=event.lora_name,
@@ -173,7 +179,7 @@ def _places(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, _P
         parent = block_hash
 
 
-class Mirror:
+class CacheState:
     """What a publisher's cache holds at this moment. Not thread-safe."""
 
     def __init__(self, layout: CacheLayout) -> None:
@@ -181,8 +187,7 @@ class Mirror:
         self.blocks = 0
         """Distinct (group, tier, hash)."""
         self.is_complete = True
-        """False from a loss on until the whole state is told anew: such a mirror must not be passed
-        on."""
+        """False after a loss until `reset`: no snapshot may be taken of such a state."""
         self._groups: dict[int, _Group] = {}
 
     def apply(self, events: Iterable[Event]) -> None:
@@ -198,8 +203,8 @@ class Mirror:
             else:
                 self.layout = event
 
-    def lose(self) -> None:
-        """Events passed by unseen."""
+    def mark_incomplete(self) -> None:
+        """Note that events were missed."""
         self.is_complete = False
 
     def reset(self, state: Iterable[Event]) -> None:
@@ -209,12 +214,11 @@ class Mirror:
         self.apply(state)
         self.is_complete = True
 
-    def capture(self) -> Capture:
-        """The state as it is now; later events do not change it. Costs a copy of the dictionaries,
-        not of the blocks."""
+    def snapshot(self) -> Snapshot:
+        """The state as it is now. Costs a copy of the dictionaries, not of the blocks."""
         groups = sorted(self._groups.items(), key=lambda item: self._rank(item[0]))
         tiers = [tier for _, group in groups for tier in group.tiers()]
-        return Capture(
+        return Snapshot(
             self.layout, sorted(tiers, key=lambda tier: (tier.medium != GPU, tier.medium))
         )
 
@@ -226,7 +230,7 @@ class Mirror:
         return not is_full, group_idx
 
 
-class Capture:
+class Snapshot:
     """A state that no longer changes; several readers may share it."""
 
     def __init__(self, layout: CacheLayout, tiers: Sequence[_Tier]) -> None:
@@ -249,69 +253,74 @@ class Capture:
             yield batch
 
 
-def _stored_events(tier: _Tier, told: Sequence[_Tier]) -> Iterator[BlockStored]:
-    """Everything in a tier; a block with two copies comes twice."""
-    pending = dict(tier.held)
+def _stored_events(tier: _Tier, announced: Sequence[_Tier]) -> Iterator[BlockStored]:
+    """Everything in a tier; a block with two copies appears twice."""
+    pending = dict(tier.copies)
     while pending:
-        further_copies: _Held = {}
-        yield from _events_of_one_copy(tier, told, pending, further_copies)
+        further_copies: _Copies = {}
+        yield from _events_of_one_copy(tier, announced, pending, further_copies)
         pending = further_copies
 
 
 def _events_of_one_copy(
-    tier: _Tier, told: Sequence[_Tier], pending: _Held, further_copies: _Held
+    tier: _Tier, announced: Sequence[_Tier], pending: _Copies, further_copies: _Copies
 ) -> Iterator[BlockStored]:
-    loose: list[BlockHash] = []
-    most_loose = BATCH_WEIGHT // BLOCK_WEIGHT
+    bare: list[BlockHash] = []
+    most_bare = BATCH_WEIGHT // BLOCK_WEIGHT
     while pending:
-        run = _take_run(tier.places, pending, further_copies)
-        if run[0] not in tier.places:
-            loose.append(run.pop(0))
-        if len(loose) == most_loose:
-            yield _loose_event(tier, loose)
-            loose = []
-        for part in _anchored(tier, told, run):
+        run = _take_run(tier.contents, pending, further_copies)
+        if run[0] not in tier.contents:
+            bare.append(run.pop(0))
+        if len(bare) == most_bare:
+            yield _bare_event(tier, bare)
+            bare = []
+        for part in _anchored(tier, announced, run):
             yield from _dense_events(tier, part)
-    if loose:
-        yield _loose_event(tier, loose)
+    if bare:
+        yield _bare_event(tier, bare)
 
 
-def _anchored(tier: _Tier, told: Sequence[_Tier], run: list[BlockHash]) -> list[list[BlockHash]]:
-    """Cut a run that leans on an evicted block behind its first block that another group or tier
-    has told.
-
-    Of such a run nothing can be placed, for want of its parent; what comes behind the cut can.
-    """
-    parent = tier.places[run[0]].parent if run else None
-    if parent is None or parent in tier.places:
-        return [run]
-    for index, block_hash in enumerate(run[:-1], start=1):
-        if any(block_hash in other.held and block_hash in other.places for other in told):
-            return [run[:index], run[index:]]
-    return [run]
-
-
-def _take_run(places: _Places, pending: _Held, further_copies: _Held) -> list[BlockHash]:
-    """Take the youngest block and all its ancestors that are still pending; the oldest ancestor
-    comes first."""
+def _take_run(contents: _Contents, pending: _Copies, further_copies: _Copies) -> list[BlockHash]:
+    """Take the youngest block and all its ancestors that are still pending, oldest first."""
     run: list[BlockHash] = []
     block_hash, copies = pending.popitem()
     while True:
         run.append(block_hash)
         if copies > 1:
             further_copies[block_hash] = copies - 1
-        place = places.get(block_hash)
-        if place is None or place.parent is None or place.parent not in pending:
+        content = contents.get(block_hash)
+        if content is None or content.parent is None or content.parent not in pending:
             break
-        block_hash = place.parent
+        block_hash = content.parent
         copies = pending.pop(block_hash)
     run.reverse()
     return run
 
 
+def _anchored(
+    tier: _Tier, announced: Sequence[_Tier], run: list[BlockHash]
+) -> list[list[BlockHash]]:
+    """Cut a run that leans on an evicted block behind its first block that is announced already.
+
+    A consumer cannot place such a run, since it never hears of the parent; it can place whatever
+    follows a block that another group or tier has announced:
+
+        run      b3  b4  b5  b6      the parent b2 is evicted everywhere
+        before           b5          announced by the group of full attention
+        events  [b3  b4  b5][b6]     the second one has the parent b5 and is placed
+    """
+    parent = tier.contents[run[0]].parent if run else None
+    if parent is None or parent in tier.contents:
+        return [run]
+    for index, block_hash in enumerate(run[:-1], start=1):
+        if any(block_hash in other.copies and block_hash in other.contents for other in announced):
+            return [run[:index], run[index:]]
+    return [run]
+
+
 def _dense_events(tier: _Tier, run: list[BlockHash]) -> Iterator[BlockStored]:
     for (token_bytes, *_), alike in groupby(
-        run, key=lambda block_hash: tier.places[block_hash].run_key
+        run, key=lambda block_hash: tier.contents[block_hash].run_key
     ):
         hashes = list(alike)
         size = max(1, BATCH_WEIGHT // (token_bytes // 4 + BLOCK_WEIGHT))
@@ -320,25 +329,26 @@ def _dense_events(tier: _Tier, run: list[BlockHash]) -> Iterator[BlockStored]:
 
 
 def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
-    places = [tier.places[block_hash] for block_hash in hashes]
-    tokens = unpack_tokens(b"".join(place.packed_tokens for place in places))
+    contents = [tier.contents[block_hash] for block_hash in hashes]
+    first = contents[0]
     return BlockStored(
         block_hashes=hashes,
-        parent_block_hash=places[0].parent,
-        token_ids=tokens,
+        parent_block_hash=first.parent,
+        token_ids=unpack_tokens(b"".join(content.packed_tokens for content in contents)),
         medium=tier.medium,
         group_idx=tier.label.group_idx,
-        lora_name=places[0].lora_name,
-        extra_keys=[place.extra_keys for place in places] if places[0].shows_extra_keys else None,
+        lora_name=first.lora_name,
+        extra_keys=[content.extra_keys for content in contents] if first.shows_extra_keys else None,
         kv_cache_spec_kind=tier.label.kind,
         kv_cache_spec_sliding_window=tier.label.sliding_window,
         lookahead_token_ids=None
-        if places[0].lookahead is None
-        else [list(place.lookahead or ()) for place in places],
+        if first.lookahead is None
+        else [list(content.lookahead or ()) for content in contents],
     )
 
 
-def _loose_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
+def _bare_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
+    """Blocks whose content is unknown."""
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=None,

@@ -1,10 +1,10 @@
-"""The replay endpoint: who asked for what, and how much of it has been sent.
+"""The replay endpoint: who asked for which batches, and how many of them have been sent.
 
 A request is `[b"", start]`: a sequence number as u64 big endian, or `b"snapshot"`. A reply is
-`[b"", topic, seq, payload]` as often as needed, then `[b"", b"", 0xff * 8, b""]`. Requests come
-from anywhere, so nothing here waits for a client: replies are sent a little at a time between other
-work, a client that does not read loses the rest of its reply, and a client that asks again gives up
-what it asked before.
+`[b"", topic, seq, payload]` as often as needed, then `[b"", b"", 0xff * 8, b""]`. Anyone may send
+requests, so nothing here waits for a client: replies are sent a little at a time between other
+work, a client that does not read loses the rest of its reply, and a new request of a client replaces
+the one before.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _TURN_S = 0.002
 """How long one reply may hold up live batches."""
 
 
-class Answer(NamedTuple):
-    """What a request is answered with."""
+class Reply(NamedTuple):
+    """What a client gets for one request."""
 
     is_snapshot: bool
     batches: Iterator[Batch]
-    """Made as they are sent."""
+    """Made while they are sent."""
 
 
-class _Delivery(Enum):
+class _SendResult(Enum):
     ACCEPTED = auto()
     BLOCKED = auto()
     GONE = auto()
@@ -43,15 +43,17 @@ class _Delivery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplyStatistics:
-    replays_served: int
-    snapshots_served: int
-    replies_aborted: int
-    """Clients that left, stopped reading or asked for something else in the middle."""
-    malformed_requests: int
+    """Counts since the start."""
+
+    replays_served: int = 0
+    snapshots_served: int = 0
+    replies_aborted: int = 0
+    """The client left, stopped reading, or sent another request in the middle."""
+    malformed_requests: int = 0
 
 
-class _Budget:
-    """So many per second, and as many at once after a rest."""
+class _RequestBudget:
+    """A number of requests per second; after a pause, as many at once."""
 
     def __init__(self, per_second: int, now: float) -> None:
         self._per_second = per_second
@@ -67,15 +69,15 @@ class _Budget:
         self._left -= 1
 
 
-class _Reply:
-    """One reply under way."""
+class _OngoingReply:
+    """One reply that is being sent."""
 
-    def __init__(self, client: bytes, topic: bytes, answer: Answer, now: float) -> None:
+    def __init__(self, client: bytes, topic: bytes, reply: Reply, now: float) -> None:
         self.client = client
-        self.is_snapshot = answer.is_snapshot
+        self.is_snapshot = reply.is_snapshot
         self.is_blocked = False
         self.moved_at = now
-        self._frames = self._all_frames(topic, answer.batches)
+        self._frames = self._all_frames(topic, reply.batches)
         self.next_frames = next(self._frames)
 
     def _all_frames(self, topic: bytes, batches: Iterator[Batch]) -> Iterator[list[bytes]]:
@@ -84,7 +86,8 @@ class _Reply:
         yield [self.client, b"", b"", END_MARKER, b""]
 
     def advance(self, now: float) -> bool:
-        """The client's queue took the frames; False if they were the last ones."""
+        """Go on to the next frames, once the client's queue has taken these; False after the
+        last ones."""
         self.is_blocked = False
         self.moved_at = now
         following = next(self._frames, None)
@@ -92,19 +95,27 @@ class _Reply:
         return following is not None
 
 
-class ReplyDesk:
-    """Answers on one ROUTER socket. Used by one thread, which calls `serve` in every turn of its
+class ReplayServer:
+    """Replies on one ROUTER socket. Used by one thread, which calls `serve` in every turn of its
     loop."""
 
     def __init__(
-        self, router: Socket, topic: bytes, limits: ReplyLimits, answer: Callable[[bytes], Answer]
+        self, router: Socket, topic: bytes, limits: ReplyLimits, reply_to: Callable[[bytes], Reply]
     ) -> None:
+        """Take over a socket that `prepare_router` has set up.
+
+        Args:
+            router: Read and written here only; closed by its owner.
+            topic: First frame of every batch.
+            limits: What clients may use.
+            reply_to: The reply to a request, whose 8 bytes it gets.
+        """
         self._router = router
         self._topic = topic
         self._limits = limits
-        self._answer = answer
-        self._budget = _Budget(limits.requests_per_s, time.monotonic())
-        self._replies: dict[bytes, _Reply] = {}
+        self._reply_to = reply_to
+        self._budget = _RequestBudget(limits.requests_per_s, time.monotonic())
+        self._replies: dict[bytes, _OngoingReply] = {}
         self._served = {False: 0, True: 0}
         self._aborted = 0
         self._malformed = 0
@@ -115,18 +126,17 @@ class ReplyDesk:
         )
 
     def serve(self, now: float) -> bool:
-        """Read what was asked and send a little of every reply; True if there is more to send at
-        once."""
+        """Read requests and send a little of every reply; True if more can be sent at once."""
         while self._may_accept(now) and self._accept(now):
             pass
         for reply in list(self._replies.values()):
             self._continue(reply)
         return any(not reply.is_blocked for reply in self._replies.values())
 
-    # --- asking -----------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def _may_accept(self, now: float) -> bool:
-        """Is there a place for one more request? Until then it waits in the socket, and then in its
+        """Is there room for one more request? Until then it waits in this socket, or in its
         sender's."""
         return len(self._replies) < self._limits.concurrent and self._budget.has_one(now)
 
@@ -149,26 +159,25 @@ class ReplyDesk:
             return None
         while self._router.getsockopt(zmq.RCVMORE):
             frame = self._router.recv()
-            # Enough to see that it is no request; a sender may put any number of frames into one
-            # message.
+            # Four frames show that it is not a request; a message may have any number of them.
             if len(frames) <= 3:
                 frames.append(frame)
         return frames
 
     def _begin(self, client: bytes, request: bytes, now: float) -> None:
         self._aborted += client in self._replies
-        self._replies[client] = _Reply(client, self._topic, self._answer(request), now)
+        self._replies[client] = _OngoingReply(client, self._topic, self._reply_to(request), now)
 
-    # --- answering --------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------
 
-    def _continue(self, reply: _Reply) -> None:
-        """Send until everything is sent, the client's queue is full or the turn is over."""
+    def _continue(self, reply: _OngoingReply) -> None:
+        """Send until the reply is complete, the client's queue is full or the turn is over."""
         now = time.monotonic()
         turn_ends = now + _TURN_S
         while now < turn_ends:
-            delivery = self._send(reply.next_frames)
-            if delivery is not _Delivery.ACCEPTED:
-                self._hold(reply, delivery, now)
+            result = self._send(reply.next_frames)
+            if result is not _SendResult.ACCEPTED:
+                self._hold(reply, result, now)
                 return
             if not reply.advance(now):
                 self._served[reply.is_snapshot] += 1
@@ -176,32 +185,37 @@ class ReplyDesk:
                 return
             now = time.monotonic()
 
-    def _send(self, frames: list[bytes]) -> _Delivery:
+    def _send(self, frames: list[bytes]) -> _SendResult:
         try:
             self._router.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            return _Delivery.BLOCKED
+            return _SendResult.BLOCKED
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return _Delivery.GONE
-        return _Delivery.ACCEPTED
+            return _SendResult.GONE
+        return _SendResult.ACCEPTED
 
-    def _hold(self, reply: _Reply, delivery: _Delivery, now: float) -> None:
-        """Wait for the client to read, or give it up."""
+    def _hold(self, reply: _OngoingReply, result: _SendResult, now: float) -> None:
+        """Wait for the client to read, or abort its reply."""
         reply.is_blocked = True
-        if delivery is _Delivery.GONE or now - reply.moved_at > self._limits.stall_s:
+        if result is _SendResult.GONE or now - reply.moved_at > self._limits.stall_s:
             self._aborted += 1
             del self._replies[reply.client]
 
 
 def prepare_router(router: Socket, limits: ReplyLimits) -> None:
-    """Set a ROUTER up for strangers, before it is bound."""
-    # Mandatory: a full queue and a client that left are errors to see, not messages to lose.
+    """Set options of a ROUTER for untrusted clients, before it is bound.
+
+    Args:
+        router: The socket.
+        limits: Bounds of its queues.
+    """
+    # Mandatory: a full queue and a client that left raise errors instead of losing messages.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, limits.queued_messages)
     router.setsockopt(zmq.RCVHWM, 16)
     router.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
-    # A client that neither reads nor leaves is cut off, and what waits for it is given back.
+    # A client that neither reads nor leaves is disconnected, which frees its queue.
     router.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)

@@ -1,4 +1,4 @@
-"""The mirror of a cache: a snapshot of it must stand for everything that was told before."""
+"""The state of a cache: a snapshot of it must stand for everything that was told before."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvevents.cache_state import BATCH_WEIGHT, BLOCK_WEIGHT, REMEMBERED_CONTENTS, CacheState
 from kvevents.codec import decode, encode
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from kvevents.snapshot import BATCH_WEIGHT, BLOCK_WEIGHT, FORGOTTEN_PLACES, Mirror
 from router.index.reference.index import PrefixIndex, SourceId
 from router.index.reference.learning import LayoutHints
 from router.recordings.format import Query, RecordingReader
@@ -42,13 +42,13 @@ PROMPTS = [
 ]
 
 
-def mirror_of(groups: Sequence[KVCacheGroup], chain: HashChain | None = None) -> Mirror:
-    return Mirror(announce(KVCacheLayout.build(groups), chain))
+def state_of(groups: Sequence[KVCacheGroup], chain: HashChain | None = None) -> CacheState:
+    return CacheState(announce(KVCacheLayout.build(groups), chain))
 
 
-def told(mirror: Mirror) -> list[Event]:
+def told(state: CacheState) -> list[Event]:
     """Every event of a snapshot, as it comes over the wire."""
-    batches = [decode(encode(EventBatch(0.0, batch, 0))) for batch in mirror.capture().batches()]
+    batches = [decode(encode(EventBatch(0.0, batch, 0))) for batch in state.snapshot().batches()]
     return [event for batch in batches for event in batch.events]
 
 
@@ -56,8 +56,8 @@ def apply(index: PrefixIndex, source: SourceId, events: Sequence[Event]) -> None
     index.apply(source, encode(EventBatch(0.0, list(events), 0)))
 
 
-def stored(mirror: Mirror) -> list[BlockStored]:
-    return [event for event in told(mirror) if isinstance(event, BlockStored)]
+def stored(state: CacheState) -> list[BlockStored]:
+    return [event for event in told(state) if isinstance(event, BlockStored)]
 
 
 # --- the whole state ------------------------------------------------------------------------------
@@ -111,13 +111,13 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
     blocks go.
     """
     events = Engine(seed, LAYOUTS[name]).history()
-    mirror, index = mirror_of(LAYOUTS[name]), PrefixIndex()
-    apply(index, FOLLOWED, [mirror.layout, *events])
-    mirror.apply(events)
-    late = _join(index, mirror, "late")
+    state, index = state_of(LAYOUTS[name]), PrefixIndex()
+    apply(index, FOLLOWED, [state.layout, *events])
+    state.apply(events)
+    late = _join(index, state, "late")
     held = index.sources[FOLLOWED].held
     assert index.sources[late].held == held
-    assert mirror.blocks == sum(len(hashes) for hashes in held.values())
+    assert state.blocks == sum(len(hashes) for hashes in held.values())
     for prompt in PROMPTS:
         hits = index.match([*prompt.tokens, 1], prompt.lora, prompt.salt)
         assert hits[late].gpu_cached_tokens >= hits[FOLLOWED].gpu_cached_tokens
@@ -129,8 +129,8 @@ def test_the_histories_reach_what_is_interesting() -> None:
     index, totals = PrefixIndex(), {"gpu": 0, "lower": 0, "copies": 0}
     for seed in range(100):
         source = SourceId(str(seed))
-        mirror = mirror_of([FULL])
-        apply(index, source, [mirror.layout, *Engine(seed, [FULL]).history()])
+        state = state_of([FULL])
+        apply(index, source, [state.layout, *Engine(seed, [FULL]).history()])
         totals["copies"] += (
             max(max(held.values()) for held in index.sources[source].held.values() or [{0: 0}]) > 1
         )
@@ -151,30 +151,30 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
     layout = KVCacheLayout.build(
         hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
     )
-    mirror, index, late = Mirror(announce(layout)), PrefixIndex(), []
+    state, index, late = CacheState(announce(layout)), PrefixIndex(), []
     for number, record in enumerate(records):
         if number % (len(records) // 3) == 0:
-            late.append(_join(index, mirror, f"joined at {number}", hints))
+            late.append(_join(index, state, f"joined at {number}", hints))
         if isinstance(record, Query):
             hits = index.match(record.query, record.lora, record.salt, record.extra_keys)
             assert {source: hits[source].cached_tokens for source in late} == dict.fromkeys(
                 late, record.hit
             )
         else:
-            mirror.apply(decode(record).events)
+            state.apply(decode(record).events)
             for source in late:
                 index.apply(source, record)
     assert len(late) >= 3
 
 
 def _join(
-    index: PrefixIndex, mirror: Mirror, name: str, hints: LayoutHints | None = None
+    index: PrefixIndex, state: CacheState, name: str, hints: LayoutHints | None = None
 ) -> SourceId:
     """A new source made from a snapshot; with *hints* without its layout, as the recorded engines
     announced none."""
     source = SourceId(name)
     index.add(source, hints)
-    for batch in islice(mirror.capture().batches(), 0 if hints is None else 1, None):
+    for batch in islice(state.snapshot().batches(), 0 if hints is None else 1, None):
         apply(index, source, batch)
     return source
 
@@ -184,9 +184,9 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
     left."""
     group = window(7, 4)
     prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
-    mirror, index = mirror_of([group], HashChain.from_seed("sha256")), PrefixIndex()
-    mirror.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
-    late = _join(index, mirror, "late")
+    state, index = state_of([group], HashChain.from_seed("sha256")), PrefixIndex()
+    state.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
+    late = _join(index, state, "late")
     assert index.match([*prompt.tokens, 1])[late].gpu_cached_tokens == 24
 
 
@@ -195,17 +195,17 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
 
 def test_the_layout_stands_first_and_alone() -> None:
     """A consumer must know the groups before it reads their blocks."""
-    mirror = mirror_of([FULL])
-    mirror.apply([PROMPTS[0].stored(0, FULL)])
-    first = next(mirror.capture().batches())
-    assert first == [mirror.layout]
+    state = state_of([FULL])
+    state.apply([PROMPTS[0].stored(0, FULL)])
+    first = next(state.snapshot().batches())
+    assert first == [state.layout]
 
 
 def test_contiguous_blocks_of_several_events_become_one_run() -> None:
     """A snapshot of a large cache must not be larger than the cache deserves."""
-    mirror = mirror_of([FULL])
-    mirror.apply([PROMPTS[0].stored(0, FULL, start, start + 4) for start in range(0, 24, 4)])
-    (event,) = stored(mirror)
+    state = state_of([FULL])
+    state.apply([PROMPTS[0].stored(0, FULL, start, start + 4) for start in range(0, 24, 4)])
+    (event,) = stored(state)
     assert event.block_hashes == PROMPTS[0].hashes
     assert event.token_ids == PROMPTS[0].tokens
     assert event.parent_block_hash is None
@@ -214,8 +214,8 @@ def test_contiguous_blocks_of_several_events_become_one_run() -> None:
 
 def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
     """Consumers place a block by its parent: the other way round they have to wait for it."""
-    prompt, mirror = PROMPTS[0], mirror_of([FULL])
-    mirror.apply(
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply(
         [
             prompt.stored(0, FULL, 12, 24),
             prompt.stored(0, FULL, 4, 12),
@@ -223,7 +223,7 @@ def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
         ]
     )
     assert [
-        block_hash for event in stored(mirror) for block_hash in event.block_hashes
+        block_hash for event in stored(state) for block_hash in event.block_hashes
     ] == prompt.hashes
 
 
@@ -231,10 +231,10 @@ def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
 @given(seed=st.integers(0, 2**32))
 def test_parents_come_before_children(seed: int) -> None:
     """Within one group and tier no run may lean on a block whose tokens are told later."""
-    mirror = mirror_of([FULL])
-    mirror.apply(Engine(seed, [FULL]).history())
+    state = state_of([FULL])
+    state.apply(Engine(seed, [FULL]).history())
     seen: set[tuple[str | None, object]] = set()
-    runs = [event for event in stored(mirror) if event.token_ids]
+    runs = [event for event in stored(state) if event.token_ids]
     all_told = {(event.medium, block_hash) for event in runs for block_hash in event.block_hashes}
     for event in runs:
         parent = (event.medium, event.parent_block_hash)
@@ -245,9 +245,9 @@ def test_parents_come_before_children(seed: int) -> None:
 def test_full_attention_and_the_gpu_come_first() -> None:
     """Other groups' and tiers' hashes are resolved through them."""
     prompt, group = PROMPTS[0], window(7, 4)
-    mirror = mirror_of([group, FULL])
-    mirror.apply([prompt.offloaded(1, [4]), prompt.stored(0, group), prompt.stored(1, FULL)])
-    assert [(event.medium, event.group_idx) for event in stored(mirror)] == [
+    state = state_of([group, FULL])
+    state.apply([prompt.offloaded(1, [4]), prompt.stored(0, group), prompt.stored(1, FULL)])
+    assert [(event.medium, event.group_idx) for event in stored(state)] == [
         ("GPU", 1),
         ("GPU", 0),
         ("CPU", 1),
@@ -258,10 +258,10 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
     """A window of small blocks slid on, inside a larger block of full attention: what follows must
     find its place."""
     full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
-    prompt, mirror, index = PROMPTS[0], mirror_of([full, small]), PrefixIndex()
-    mirror.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
-    late = _join(index, mirror, "late")
-    assert [event.block_hashes for event in stored(mirror)[1:]] == [
+    prompt, state, index = PROMPTS[0], state_of([full, small]), PrefixIndex()
+    state.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
+    late = _join(index, state, "late")
+    assert [event.block_hashes for event in stored(state)[1:]] == [
         prompt.hashes[1:2],
         prompt.hashes[2:],
     ]
@@ -271,17 +271,17 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
 def test_batches_and_events_are_bounded() -> None:
     """A snapshot of any size goes out in pieces that hold up nothing else."""
     count = 20_000
-    prompt, mirror = Prefix(list(range(4 * count)), 4), mirror_of([FULL])
-    mirror.apply([prompt.stored(0, FULL), prompt.offloaded(0, range(4, 4 * count + 1, 4))])
-    mirror.apply([BlockStored([-number for number in range(1, count)], None, [], "STORAGE", 0)])
-    batches = list(mirror.capture().batches())
+    prompt, state = Prefix(list(range(4 * count)), 4), state_of([FULL])
+    state.apply([prompt.stored(0, FULL), prompt.offloaded(0, range(4, 4 * count + 1, 4))])
+    state.apply([BlockStored([-number for number in range(1, count)], None, [], "STORAGE", 0)])
+    batches = list(state.snapshot().batches())
     for batch in batches:
         assert (
             sum(_weight(event) for event in batch if isinstance(event, BlockStored))
             < 2 * BATCH_WEIGHT
         )
-    assert sum(len(event.block_hashes) for event in stored(mirror)) == 3 * count - 1
-    assert all(_weight(event) <= BATCH_WEIGHT for event in stored(mirror))
+    assert sum(len(event.block_hashes) for event in stored(state)) == 3 * count - 1
+    assert all(_weight(event) <= BATCH_WEIGHT for event in stored(state))
 
 
 def _weight(event: BlockStored) -> int:
@@ -303,30 +303,30 @@ def test_everything_a_hash_covers_is_told_again() -> None:
         kv_cache_spec_sliding_window=7,
         lookahead_token_ids=[[1004, 1005], [7, 8]],
     )
-    mirror = mirror_of([window(7, 4)])
-    mirror.apply([event])
-    assert stored(mirror) == [event]
+    state = state_of([window(7, 4)])
+    state.apply([event])
+    assert stored(state) == [event]
 
 
 def test_extra_keys_that_are_all_empty_are_told_as_such() -> None:
     """An engine that says "no salt" is not one that says nothing about salts."""
-    mirror = mirror_of([FULL])
-    mirror.apply([BlockStored([1], None, tokens(4), "GPU", 0, extra_keys=[None])])
-    assert stored(mirror)[0].extra_keys == [None]
-    mirror.apply([BlockRemoved([1], "GPU", 0), BlockStored([2], None, tokens(4), "GPU", 0)])
-    assert stored(mirror)[0].extra_keys is None
+    state = state_of([FULL])
+    state.apply([BlockStored([1], None, tokens(4), "GPU", 0, extra_keys=[None])])
+    assert stored(state)[0].extra_keys == [None]
+    state.apply([BlockRemoved([1], "GPU", 0), BlockStored([2], None, tokens(4), "GPU", 0)])
+    assert stored(state)[0].extra_keys is None
 
 
 def test_runs_of_different_adapters_are_not_joined() -> None:
     """One event has one adapter."""
-    mirror = mirror_of([FULL])
-    mirror.apply(
+    state = state_of([FULL])
+    state.apply(
         [
             BlockStored([1], None, tokens(4), "GPU", 0),
             BlockStored([2], 1, tokens(4), "GPU", 0, lora_name="sql"),
         ]
     )
-    assert [(event.block_hashes, event.lora_name) for event in stored(mirror)] == [
+    assert [(event.block_hashes, event.lora_name) for event in stored(state)] == [
         ([1], None),
         ([2], "sql"),
     ]
@@ -334,15 +334,15 @@ def test_runs_of_different_adapters_are_not_joined() -> None:
 
 def test_a_block_with_three_copies_is_told_three_times() -> None:
     """Each copy gets its own removal, and only the last of them removes the block."""
-    mirror = mirror_of([FULL])
-    mirror.apply(
+    state = state_of([FULL])
+    state.apply(
         [
             PROMPTS[0].stored(0, FULL, 0, 8),
             PROMPTS[0].stored(0, FULL),
             PROMPTS[0].stored(0, FULL, 0, 4),
         ]
     )
-    told_hashes = [block_hash for event in stored(mirror) for block_hash in event.block_hashes]
+    told_hashes = [block_hash for event in stored(state) for block_hash in event.block_hashes]
     assert [told_hashes.count(block_hash) for block_hash in PROMPTS[0].hashes] == [3, 2, 1, 1, 1, 1]
 
 
@@ -352,49 +352,49 @@ def test_a_block_with_three_copies_is_told_three_times() -> None:
 def test_a_clear_empties_the_gpu_and_leaves_the_lower_tiers() -> None:
     """`AllBlocksCleared` speaks of the GPU pool only; the offloaded blocks are still there, and so
     are their tokens."""
-    prompt, mirror = PROMPTS[0], mirror_of([FULL])
-    mirror.apply([prompt.stored(0, FULL), prompt.offloaded(0, [4, 8]), AllBlocksCleared()])
-    (event,) = stored(mirror)
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply([prompt.stored(0, FULL), prompt.offloaded(0, [4, 8]), AllBlocksCleared()])
+    (event,) = stored(state)
     assert (event.medium, event.block_hashes, event.token_ids) == (
         "CPU",
         prompt.hashes[:2],
         prompt.tokens[:8],
     )
-    assert mirror.blocks == 2
+    assert state.blocks == 2
 
 
 def test_an_offloaded_block_is_told_with_the_tokens_of_its_gpu_event() -> None:
     """Also when the transfer is announced after the GPU has evicted it, which is the usual order
     under pressure."""
-    prompt, mirror = PROMPTS[0], mirror_of([FULL])
-    mirror.apply([prompt.stored(0, FULL, 0, 4), prompt.removed(0, [4]), prompt.offloaded(0, [4])])
-    (event,) = stored(mirror)
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply([prompt.stored(0, FULL, 0, 4), prompt.removed(0, [4]), prompt.offloaded(0, [4])])
+    (event,) = stored(state)
     assert (event.medium, event.token_ids) == ("CPU", prompt.tokens[:4])
 
 
 def test_an_offloaded_block_that_no_event_showed_is_told_without_tokens() -> None:
     """It may become known later; until then its hash is all there is."""
-    mirror = mirror_of([FULL])
-    mirror.apply([PROMPTS[0].offloaded(0, [4])])
-    assert stored(mirror) == [BlockStored([PROMPTS[0].hash_at(4)], None, [], "CPU", 0)]
+    state = state_of([FULL])
+    state.apply([PROMPTS[0].offloaded(0, [4])])
+    assert stored(state) == [BlockStored([PROMPTS[0].hash_at(4)], None, [], "CPU", 0)]
 
 
 def test_a_removal_of_what_is_not_there_changes_nothing() -> None:
     """Counts below zero would hide the next store."""
-    prompt, mirror = PROMPTS[0], mirror_of([FULL])
-    mirror.apply([prompt.removed(0, [4]), prompt.removed(3, [4]), prompt.stored(0, FULL, 0, 4)])
-    assert mirror.blocks == 1
-    assert len(stored(mirror)) == 1
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply([prompt.removed(0, [4]), prompt.removed(3, [4]), prompt.stored(0, FULL, 0, 4)])
+    assert state.blocks == 1
+    assert len(stored(state)) == 1
 
 
 def test_a_parent_loop_ends() -> None:
     """No engine sends one, and none may hang the publisher."""
-    mirror = mirror_of([FULL])
-    mirror.apply(
+    state = state_of([FULL])
+    state.apply(
         [BlockStored([1], 2, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0)]
     )
-    mirror.apply([BlockStored([3], 3, tokens(4), "GPU", 0)])
-    assert sorted(block_hash for event in stored(mirror) for block_hash in event.block_hashes) == [
+    state.apply([BlockStored([3], 3, tokens(4), "GPU", 0)])
+    assert sorted(block_hash for event in stored(state) for block_hash in event.block_hashes) == [
         1,
         2,
         3,
@@ -404,22 +404,22 @@ def test_a_parent_loop_ends() -> None:
 @pytest.mark.parametrize("bad", [-1, 2**32])
 def test_tokens_nobody_could_read_are_left_out(bad: int) -> None:
     """A consumer refuses the whole batch for one of them."""
-    mirror = mirror_of([FULL])
-    mirror.apply([BlockStored([1], None, [1, 2, 3, bad], "GPU", 0)])
-    assert [event.token_ids for event in stored(mirror)] == [[]]
+    state = state_of([FULL])
+    state.apply([BlockStored([1], None, [1, 2, 3, bad], "GPU", 0)])
+    assert [event.token_ids for event in stored(state)] == [[]]
 
 
 def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
     """Otherwise an engine's publisher would keep every prompt it ever saw."""
-    mirror = mirror_of([FULL])
-    for number in range(FORGOTTEN_PLACES + 2):
-        mirror.apply(
+    state = state_of([FULL])
+    for number in range(REMEMBERED_CONTENTS + 2):
+        state.apply(
             [BlockStored([number], None, tokens(4), "GPU", 0), BlockRemoved([number], "GPU", 0)]
         )
-    mirror.apply([BlockStored([0, 1, 2], None, [], "CPU", 0)])
+    state.apply([BlockStored([0, 1, 2], None, [], "CPU", 0)])
     known = {
         block_hash: bool(event.token_ids)
-        for event in stored(mirror)
+        for event in stored(state)
         for block_hash in event.block_hashes
     }
     assert known == {0: False, 1: False, 2: True}
@@ -427,11 +427,11 @@ def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
 
 def test_a_capture_stays_as_it_was() -> None:
     """It is sent bit by bit, while the engine goes on."""
-    prompt, mirror = PROMPTS[0], mirror_of([FULL])
-    mirror.apply([prompt.stored(0, FULL)])
-    batches: Iterator[list[Event]] = mirror.capture().batches()
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply([prompt.stored(0, FULL)])
+    batches: Iterator[list[Event]] = state.snapshot().batches()
     next(batches)
-    mirror.apply([AllBlocksCleared(), PROMPTS[2].stored(0, FULL)])
+    state.apply([AllBlocksCleared(), PROMPTS[2].stored(0, FULL)])
     ((event,),) = list(batches)
     assert isinstance(event, BlockStored)
     assert event.block_hashes == prompt.hashes
@@ -439,11 +439,11 @@ def test_a_capture_stays_as_it_was() -> None:
 
 def test_a_reset_replaces_everything() -> None:
     """After a loss only the whole state is worth anything."""
-    mirror = mirror_of([FULL])
-    mirror.apply([PROMPTS[0].stored(0, FULL)])
-    mirror.lose()
-    assert not mirror.is_complete
-    mirror.reset([PROMPTS[2].stored(0, FULL)])
-    assert mirror.is_complete
-    assert mirror.blocks == 6
-    assert stored(mirror)[0].block_hashes == PROMPTS[2].hashes
+    state = state_of([FULL])
+    state.apply([PROMPTS[0].stored(0, FULL)])
+    state.mark_incomplete()
+    assert not state.is_complete
+    state.reset([PROMPTS[2].stored(0, FULL)])
+    assert state.is_complete
+    assert state.blocks == 6
+    assert stored(state)[0].block_hashes == PROMPTS[2].hashes

@@ -1,0 +1,121 @@
+"""What the stream of one cache says: engine steps as batches, heartbeats, the layout, snapshots.
+
+It runs on the stream's thread and follows the cache's state along with the steps, so that a snapshot
+can be written at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvevents.cache_state import CacheState, Snapshot
+from kvevents.codec import decode, encode
+from kvevents.errors import MalformedBatch
+from kvevents.events import CacheLayout, Event, EventBatch
+
+logger = logging.getLogger(__name__)
+
+_ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)
+"""Raised for a value that msgpack has no form for."""
+
+
+class EngineStep(NamedTuple):
+    """What one engine step published."""
+
+    ts: float
+    """Seconds since the epoch."""
+    events: tuple[Event, ...]
+    state: tuple[Event, ...] | None
+    """Everything in the cache after it, if the state kept here has to start over."""
+
+
+class CacheSource:
+    """Writes steps as payloads and keeps the cache's state; a `kvevents.stream.StreamSource`."""
+
+    def __init__(self, announcement: CacheLayout, data_parallel_rank: int) -> None:
+        self.state = CacheState(announcement)
+        self.rejected_events = 0
+        """Events left out of their batch, or not followed, because a field is not of its type."""
+        self._rank = data_parallel_rank
+        self._last_snapshot: weakref.ref[Snapshot] | None = None
+        self._last_snapshot_seq = -1
+
+    def opening(self) -> bytes:
+        """The layout."""
+        return self._encode(time.time(), [self.state.layout])
+
+    def heartbeat(self) -> bytes:
+        """A batch without events."""
+        return self._encode(time.time(), [])
+
+    def payload(self, item: EngineStep) -> bytes:
+        """Write a step, and apply it to the state."""
+        payload = self._encode(item.ts, item.events)
+        self.note(item)
+        return payload
+
+    def note(self, item: EngineStep) -> None:
+        """Apply a step to the state."""
+        try:
+            self._follow(item)
+        except TypeError:
+            # A field is not of its declared type, for example a hash that is a list. The events
+            # before it are applied already.
+            self.rejected_events += 1
+            self.note_loss()
+
+    def _follow(self, item: EngineStep) -> None:
+        if item.state is None:
+            self.state.apply(item.events)
+        else:
+            self.state.reset(item.state)
+
+    def note_loss(self) -> None:
+        """Refuse snapshots from now on, until a step brings the whole state."""
+        if self.state.is_complete:
+            logger.error(
+                "publisher: events were lost before the cache state was updated; "
+                "snapshots are refused until it is complete again"
+            )
+        self.state.mark_incomplete()
+
+    def snapshot(self, seq: int) -> Iterator[bytes] | None:
+        """The payloads of the whole state after the batch *seq*; None while it is incomplete."""
+        if not self.state.is_complete:
+            return None
+        ts = time.time()
+        return (self._encode(ts, batch) for batch in self._snapshot_at(seq).batches())
+
+    def _snapshot_at(self, seq: int) -> Snapshot:
+        """All who ask while nothing changes share one snapshot, as long as one of them reads it."""
+        known = self._last_snapshot() if self._last_snapshot else None
+        if known is not None and self._last_snapshot_seq == seq:
+            return known
+        snapshot = self.state.snapshot()
+        self._last_snapshot, self._last_snapshot_seq = weakref.ref(snapshot), seq
+        return snapshot
+
+    def _encode(self, ts: float, events: Sequence[Event]) -> bytes:
+        try:
+            return encode(EventBatch(ts, events, self._rank))
+        except _ENCODING_ERRORS:
+            valid = [event for event in events if _is_valid(event)]
+        if not self.rejected_events:
+            logger.error(
+                "publisher: an event that cannot be encoded was left out; "
+                "further ones are only counted"
+            )
+        self.rejected_events += len(events) - len(valid)
+        return encode(EventBatch(ts, valid, self._rank))
+
+
+def _is_valid(event: Event) -> bool:
+    try:
+        decode(encode(EventBatch(0.0, [event])))
+    except (*_ENCODING_ERRORS, MalformedBatch):
+        return False
+    return True
