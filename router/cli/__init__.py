@@ -2,16 +2,15 @@
 
 The files; each imports only what is listed above it:
 
-    signals.py            an end on demand, with everything cleaned up
-    running_router.py     one that runs somewhere, asked over HTTP
-    top_answers.py        what is read of its answers
-    top_view.py           it at a glance, in a terminal
+    signals.py            run until done or until a signal
+    running_router.py     queries to a router over HTTP; text made safe for a terminal
+    top_answers.py        the part of its responses that `top` shows
+    top_view.py           a router at a glance, as text for a terminal
     serve_command.py      run the router
-    route_command.py      ask a running one
-    top_command.py        look at a running one
-    capture_command.py    record a stream
-    replay_command.py     check recordings
-    demo_command.py       the demo's tables
-    plugged_commands.py   commands of other packages
-    main.py               the entry point
+    route_command.py      ask a running router where a prompt would go
+    top_command.py        watch a running router
+    capture_command.py    record a live event stream
+    replay_command.py     compare recordings with the index's predictions
+    demo_command.py       play the demo and show its tables
+    main.py               the entry point; imports only the command that is to run
 """

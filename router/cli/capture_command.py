@@ -15,16 +15,17 @@ from router.recordings.capture import CaptureOptions, capture
 
 
 def add_to(commands: Any) -> None:
+    """Add the command to a parser's others."""
     parser = commands.add_parser(
         "capture",
-        help="record a live event stream",
-        description="Records every batch as it came, until a limit or Ctrl-C. The recording holds prompts: treat it as such.",
+        description="Records every batch unchanged, until a limit or Ctrl-C. The recording holds "
+        "the token ids of prompts: protect it as you would protect the prompts.",
     )
     parser.add_argument(
         "--endpoint", required=True, help="the publisher's address, as tcp://host:5557"
     )
     parser.add_argument(
-        "--replay-endpoint", help="begin with everything the engine still remembers"
+        "--replay-endpoint", help="start with every batch the engine can still replay"
     )
     parser.add_argument("--topic", help="default: every topic")
     parser.add_argument(
@@ -39,6 +40,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Record, and print how many batches; the exit code is 1 if there were none."""
     batches = asyncio.run(_capture(arguments))
     if arguments.json:
         print(json.dumps({"batches": batches, "output": str(arguments.output)}))
@@ -68,7 +70,8 @@ async def _capture(arguments: argparse.Namespace) -> int:
 
 
 async def _finish(recording: asyncio.Task[int]) -> int:
-    """The count, also where Ctrl-C came first: every line written until then is whole."""
+    """The number of batches; 1 where Ctrl-C ended it, whose recording is whole up to its last
+    line."""
     if not recording.done():
         recording.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.signals import ToldToEnd, run_until_told
+from router.cli.signals import EndedBySignal, run_until_signal
 from router.demo.fleet import EVICTED, HIT_TOKENS, SLID_OUT
 from router.demo.phase import Tally, percentile
 from router.demo.play import DemoSettings, Scene, play
@@ -30,7 +30,6 @@ _SHORT_KINDS = {
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="hybrid engines behind a real router, and what it gained",
         description="Three small engines with a sliding window and caches too small for everything; the same workload through "
         "the router, through a router that knows no KV cache groups, and round robin.",
     )
@@ -64,12 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     try:
         scene = (
-            run_until_told(play(settings, lambda _scene: None))
+            run_until_signal(play(settings, lambda _scene: None))
             if arguments.json
             else _play_live(settings)
         )
-    except ToldToEnd as told:
-        return 0 if settings.keep else told.exit_code
+    except EndedBySignal as ended:
+        return 0 if settings.keep else ended.exit_code
     if arguments.json:
         print(json.dumps([_figures(tally) for tally in scene.tallies]))
     return 0 if scene.tallies[0].requests else 1
@@ -95,7 +94,7 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
 
 def _play_live(settings: DemoSettings) -> Scene:
     with Live(console=Console(), refresh_per_second=4) as live:
-        return run_until_told(play(settings, lambda scene: live.update(_view(scene))))
+        return run_until_signal(play(settings, lambda scene: live.update(_view(scene))))
 
 
 # --- what is seen ---------------------------------------------------------------------------------

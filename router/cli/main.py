@@ -1,29 +1,52 @@
-"""`kvroute`: the entry point and its commands."""
+"""`kvroute`: the entry point. It imports only the command that is to run.
+
+A command is a module with an `add_to(commands)` that adds its parser and sets `run`: a function
+from the parsed arguments to the exit code. Ours are in the table below. Other packages name theirs
+by an entry point of the group `kvroute.commands`. A command must not wait for the imports of
+another one, nor break with it; `kvroute --help` waits for none of them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 
 from kvevents.errors import KVEventsError
-from router.cli import (
-    capture_command,
-    demo_command,
-    plugged_commands,
-    replay_command,
-    route_command,
-    serve_command,
-    top_command,
-)
+from router import installed_version
 from router.errors import RouterError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+ENTRY_POINT_GROUP = "kvroute.commands"
+
+_BUILT_IN = {
+    "serve": ("router.cli.serve_command", "run the router"),
+    "route": ("router.cli.route_command", "ask a running router where a prompt would go"),
+    "top": ("router.cli.top_command", "live view of a running router"),
+    "capture": ("router.cli.capture_command", "record a live event stream"),
+    "replay": ("router.cli.replay_command", "feed recordings to the index and compare"),
+    "demo": ("router.cli.demo_command", "hybrid engines behind a real router, and what it gained"),
+}
+"""Module and help by name."""
+
+
+class CommandUnavailable(RouterError):
+    """A command of another package cannot be imported, usually because something it needs is not
+    installed."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name}: this command cannot be loaded: {why}; install what it needs, as in "
+            "pip install '.[offload]'"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code says how it went."""
+    """Run one command and return its exit code."""
     typed = sys.argv[1:] if argv is None else argv
     try:
         arguments = _parser(typed).parse_args(typed)
@@ -38,21 +61,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser with the typed command's arguments; of the others, name and help."""
     parser = argparse.ArgumentParser(
         prog="kvroute", description="Exact prefix-cache routing for LLM inference engines."
     )
+    parser.add_argument("--version", action="version", version=f"kvroute {installed_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (
-        serve_command,
-        route_command,
-        top_command,
-        capture_command,
-        replay_command,
-        demo_command,
-    ):
-        command.add_to(commands)
-    plugged_commands.add_to(commands, typed, taken=list(commands.choices))
+    for name, (module, text) in _BUILT_IN.items():
+        if name in typed[:1]:
+            import_module(module).add_to(commands)
+        else:
+            commands.add_parser(name, help=text)
+    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    for name in sorted(found.keys() - _BUILT_IN):
+        if name in typed[:1]:
+            _imported(found[name]).add_to(commands)
+        else:
+            commands.add_parser(name, help=f"see kvroute {name} --help")
     return parser
+
+
+def _imported(entry: EntryPoint) -> ModuleType:
+    try:
+        module: ModuleType = entry.load()
+    except ImportError as error:
+        raise CommandUnavailable(entry.name, str(error)) from error
+    return module
 
 
 if __name__ == "__main__":

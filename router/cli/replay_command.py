@@ -1,5 +1,5 @@
-"""`kvroute replay`: feed recorded streams to the index and compare its predictions with the hits
-the engine had."""
+"""`kvroute replay`: feed recorded streams to the index and compare its predictions with the
+engine's hits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from router.recordings.replay import Prediction, ReplaySummary, replay
 
 
 def add_to(commands: Any) -> None:
+    """Add the command to a parser's others."""
     parser = commands.add_parser(
         "replay",
-        help="feed recordings to the index and compare",
-        description="Prints one JSON line per query, then a summary line per file. Exit code 1 if any prediction differs.",
+        description="Prints one JSON line per query, then a summary line per file. The exit code "
+        "is 1 if any prediction differs from the engine's hit.",
     )
     parser.add_argument("file", nargs="+", type=Path, help="a recording, plain or .gz")
     parser.add_argument(
@@ -25,11 +26,12 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="ignore the header's groups; learn kinds, windows and block sizes from the events",
     )
-    parser.add_argument("--summary-only", action="store_true", help="print no line per query")
+    parser.add_argument("--summary-only", action="store_true", help="print only the summary lines")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Replay every file; the exit code is 1 if any prediction differs."""
     summaries = [_replay_file(path, arguments) for path in arguments.file]
     return 0 if all(summary.is_exact for summary in summaries) else 1
 

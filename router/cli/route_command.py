@@ -23,7 +23,6 @@ _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=60)
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "route",
-        help="ask a running router",
         description=f"Shows where a prompt would go. A key is read from the environment variable {API_KEY_VARIABLE}.",
     )
     parser.add_argument(

@@ -14,13 +14,13 @@ from router.serve import run as run_server
 
 
 def add_to(commands: Any) -> None:
+    """Add the command to a parser's others."""
     parser = commands.add_parser(
         "serve",
-        help="run the router",
-        description="Runs until SIGTERM; then finishes what is under way.",
+        description="Runs until SIGTERM, then finishes the requests under way.",
     )
     parser.add_argument(
-        "--config", type=Path, help="YAML file; without it the router starts empty, with defaults"
+        "--config", type=Path, help="YAML file (default: no replicas, default settings)"
     )
     parser.add_argument("--host", help="overrides server.host")
     parser.add_argument("--port", type=int, help="overrides server.port; 0 lets the system choose")
@@ -29,18 +29,20 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="a replica that tells the rest itself; may be repeated",
+        help="a replica to start with, whose models and event streams are discovered; repeatable",
     )
-    parser.add_argument("--check", action="store_true", help="only check the configuration")
+    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal, or only check the configuration."""
     config = RouterConfig.load(arguments.config, os.environ) if arguments.config else RouterConfig()
     config = _overridden(config, arguments)
     if arguments.check:
         print(
-            f"the configuration is sound: {len(config.models)} models, {len(config.replicas)} replicas"
+            f"the configuration is sound: {len(config.models)} models, "
+            f"{len(config.replicas)} replicas"
         )
         return 0
     return run_server(config)

@@ -1,4 +1,4 @@
-"""Commands that clean up after themselves however they are told to end."""
+"""Run a command until it is done or a signal ends it; either way it cleans up after itself."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class ToldToEnd(Exception):
-    """By a signal."""
+class EndedBySignal(Exception):
+    """A signal ended the command, which has cleaned up."""
 
-    def __init__(self, told: signal.Signals) -> None:
-        super().__init__(told.name)
-        self.exit_code = 128 + told
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(received.name)
+        self.exit_code = 128 + received
+        """As a shell reports a process killed by the signal."""
 
 
-def run_until_told(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like `asyncio.run`; SIGINT, SIGTERM and SIGHUP cancel *work*. What is ignored stays so, as
-    SIGHUP under `nohup`.
+def run_until_signal(work: Coroutine[Any, Any, Result]) -> Result:
+    """Like `asyncio.run`, but SIGINT, SIGTERM and SIGHUP cancel *work*. A signal that is ignored,
+    as SIGHUP under `nohup`, stays ignored.
 
     Raises:
-        ToldToEnd: *work* has cleaned up.
+        EndedBySignal: *work* was cancelled and has cleaned up.
     """
-    told: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
-    async def until_told() -> Result:
+    async def until_signal() -> Result:
         working = asyncio.ensure_future(work)
 
         def end(number: signal.Signals) -> None:
-            told.append(number)
+            received.append(number)
             working.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -40,8 +41,8 @@ def run_until_told(work: Coroutine[Any, Any, Result]) -> Result:
         return await working
 
     try:
-        return asyncio.run(until_told())
+        return asyncio.run(until_signal())
     except asyncio.CancelledError:
-        if not told:
+        if not received:
             raise
-        raise ToldToEnd(told[0]) from None
+        raise EndedBySignal(received[0]) from None

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from router.cli.running_router import AskFailed, RunningRouter
-from router.cli.signals import ToldToEnd, run_until_told
+from router.cli.signals import EndedBySignal, run_until_signal
 from router.cli.top_answers import Overview, Requests
 from router.cli.top_view import Glance, view
 from router.upstream import Timeouts
@@ -28,7 +28,6 @@ _TIMEOUTS = Timeouts(connect_s=2, first_byte_s=3, idle_s=3)
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "top",
-        help="live view of a running router",
         description="What is wrong, the last minute, every replica with its blocks, and the requests routed last. Ctrl-C ends. "
         f"A key is read from the environment variable {KEY_VARIABLE}.",
     )
@@ -61,9 +60,9 @@ def _seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     is_live = sys.stdout.isatty() and not arguments.once
-    with contextlib.suppress(ToldToEnd):
+    with contextlib.suppress(EndedBySignal):
         console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-        run_until_told(_show(console, arguments.url, arguments.interval if is_live else None))
+        run_until_signal(_show(console, arguments.url, arguments.interval if is_live else None))
     return 0
 
 
