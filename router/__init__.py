@@ -21,13 +21,3 @@ The files; each imports only what is listed above it:
     demo/            small engines behind a real router, and what it gains
     cli/             kvroute
 """
-
-from importlib.metadata import PackageNotFoundError, version
-
-
-def installed_version() -> str:
-    """The version of the installed package, for people and for OpenAPI."""
-    try:
-        return version("kvroute")
-    except PackageNotFoundError:
-        return "0+unknown"  # a checkout that was never installed

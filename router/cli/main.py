@@ -12,11 +12,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from types import ModuleType
 
 from kvevents.errors import KVEventsError
-from router import installed_version
 from router.errors import RouterError
 
 EXIT_FAILED = 1
@@ -65,7 +64,8 @@ def _parser(typed: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvroute", description="Exact prefix-cache routing for LLM inference engines."
     )
-    parser.add_argument("--version", action="version", version=f"kvroute {installed_version()}")
+    installed = version("kvroute") if "--version" in typed else ""
+    parser.add_argument("--version", action="version", version=f"kvroute {installed}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, (module, text) in _BUILT_IN.items():
         if name in typed[:1]:
