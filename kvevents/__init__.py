@@ -20,7 +20,8 @@ The files; each imports only what is listed above it:
     plugins.py            implementations by name: built-in, registered, from entry points
     events.py             BlockStored, BlockRemoved, AllBlocksCleared, CacheLayout, batches, the
                           aggregator of workers
-    layout.py             groups and the hit rule: how much of a prompt such a cache can serve
+    layout.py             the groups of a cache, checked
+    hit_rule.py           how much of a prompt such a cache can serve
     hashing.py            token ids -> chain of block hashes, as vLLM computes them
     codec.py              bytes <-> batches: native, vLLM of every age, SGLang
     sequence.py           what a sequence number means
@@ -72,13 +73,8 @@ from kvevents.events import (
     KVEventAggregator,
 )
 from kvevents.hashing import HashChain, hash_algorithms
-from kvevents.layout import (
-    GroupKind,
-    KVCacheGroup,
-    KVCacheLayout,
-    longest_extended_hit,
-    longest_hit,
-)
+from kvevents.hit_rule import longest_extended_hit, longest_hit
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.live import BacklogLimits
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer

@@ -1,6 +1,6 @@
 """What the stream of one cache says: engine steps as batches, heartbeats, the layout, snapshots.
 
-It runs on the stream's thread and follows the cache's state along with the steps, so that a snapshot
+It runs on the stream's thread and keeps the cache's state along with the steps, so that a snapshot
 can be written at any time.
 """
 

@@ -1,4 +1,4 @@
-"""The present state of one cache, kept up to date from its events and written as a snapshot. No I/O.
+"""The present state of one cache, kept from its events and written as a snapshot. No I/O.
 
 A snapshot announces every block that is present, as often as it has copies: the GPU tier first,
 within it the groups of full attention first, parents before children, contiguous blocks in one

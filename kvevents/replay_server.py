@@ -3,7 +3,7 @@
 A request is `[b"", start]`: a sequence number as u64 big endian, or `b"snapshot"`. A reply is
 `[b"", topic, seq, payload]` as often as needed, then `[b"", b"", 0xff * 8, b""]`. Anyone may send
 requests, so nothing here waits for a client: replies are sent a little at a time between other
-work, a client that does not read loses the rest of its reply, and a new request of a client replaces
+work, a client that does not read loses the rest of its reply, and a client's new request replaces
 the one before.
 """
 

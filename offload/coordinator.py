@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvevents.events import GroupIdx
-from kvevents.layout import (
-    GroupKind,
-    KVCacheLayout,
-    Present,
-    equal_groups,
-    longest_accepted,
-    longest_hit,
-)
+from kvevents.hit_rule import Present, equal_groups, longest_accepted, longest_hit
+from kvevents.layout import GroupKind, KVCacheLayout
 from offload.block import Block
 from offload.block_pool import BlockPool
 from offload.cached_blocks import CachedBlocks

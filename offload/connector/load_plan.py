@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from kvevents.events import GroupIdx
-from kvevents.layout import GroupKind, longest_extended_hit
+from kvevents.hit_rule import longest_extended_hit
+from kvevents.layout import GroupKind
 from offload.base import GPULoadStoreSpec, OffloadKey, RequestContext
 from offload.block import Block
 from offload.cache_manager import CacheManager

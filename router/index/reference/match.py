@@ -9,14 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvevents.events import GPU, BlockHash, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
-from kvevents.layout import (
-    GroupKind,
-    KVCacheLayout,
-    Present,
-    longest_accepted,
-    longest_extended_hit,
-    longest_hit,
-)
+from kvevents.hit_rule import Present, longest_accepted, longest_extended_hit, longest_hit
+from kvevents.layout import GroupKind, KVCacheLayout
 from router.index.reference.keys import KeySpace, besides_lora, marks_of, plain, tagged
 from router.index.reference.learning import engine_hashes
 from router.index.reference.source import Source

@@ -353,7 +353,7 @@ def test_the_message_has_a_line_for_each_problem() -> None:
         ),
         (
             "models: [{name: a, layout: {groups: [{kind: nope, block_size: 16}]}}]",
-            "models[0].layout.groups[0]: group 0: kind 'nope' is none of full_attention",
+            "models[0].layout.groups[0]: group 0: kind 'nope' must be one of full_attention",
         ),
         (
             "models: [{name: a, layout: {groups: [{kind: full_attention, block_size: 24}], hash_block_size: 16}}]",

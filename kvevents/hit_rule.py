@@ -1,0 +1,340 @@
+"""The hit rule: how much of a prompt a cache can serve.
+
+The rule is written over one question, "is the block of group g that ends at token e present?". A
+block's hash covers the whole prefix up to its end, so the end identifies the block. A prefix of
+length L is *accepted* by
+
+- full attention (also MLA and sink): every block of `[0, L)` is present;
+- a sliding window w: the last `ceil((w - 1) / block_size)` blocks before L are present, or all if
+  there are fewer;
+- chunked local attention c: the blocks from `floor(L / c) * c` to L are present;
+- Mamba and linear attention: the one block that ends at L is present.
+
+With EAGLE or MTP an attention group must accept one block more than is reused. The hit is the
+largest L, a multiple of the layout's `scheduler_block_size`, that every group accepts. `accepts` is
+that definition; `longest_hit` finds the same L by walking from block to block, and the tests hold
+one against the other (`tests/kvevents/test_hit_rule.py`).
+
+In three cases the code follows vLLM's coordinator rather than the definition, since a hit is what
+the engine really reuses: how groups agree with EAGLE (`_agree`), a short window with EAGLE and
+mixed block sizes (`_longest_window`), and chunks that are not a multiple of the block size
+(`_longest_chunk`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
+
+Present: TypeAlias = Callable[[int, int], bool]
+"""`present(group_idx, end)`: is the block of that group that ends at token *end* present?"""
+
+# --- the rule, as it is defined -------------------------------------------------------------------
+
+
+def accepts(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
+    """Does *group* accept a prefix of *length* tokens?
+
+    Args:
+        group: One group of the cache.
+        length: In tokens; for any group but full attention a multiple of its block size.
+        present: `present(end)`: is the group's block that ends at token *end* present?
+    """
+    if length == 0 or group.kind is GroupKind.NOT_CACHED:
+        return True
+    if group.kind is GroupKind.MAMBA:
+        return present(length)
+    if group.kind is GroupKind.FULL and length % group.block_size:
+        return _accepts_inside_block(group, length, present)
+    return all(present(end) for end in needed_ends(group, length))
+
+
+def _accepts_inside_block(group: KVCacheGroup, length: int, present: Callable[[int], bool]) -> bool:
+    # vLLM's `--prefix-match-unit`: a hit may end inside a block if an entry ends there or later in
+    # the block.
+    whole = length - length % group.block_size
+    return accepts(group, whole, present) and any(
+        present(end) for end in range(length, whole + group.block_size + 1)
+    )
+
+
+def needed_ends(group: KVCacheGroup, length: int) -> range:
+    """Ends of the blocks that an attention group needs to accept a prefix.
+
+    For 96 tokens in blocks of 16: full attention needs `16, 32, ..., 96`; a window of 40 needs
+    `ceil(39 / 16) = 3` blocks, `64, 80, 96`; chunks of 64 need the blocks from token 64 on,
+    `80, 96`.
+
+    Args:
+        group: Not a Mamba group.
+        length: In tokens, a multiple of the group's block size.
+    """
+    size = group.block_size
+    first = 0
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        first = max(0, length // size - group.window_blocks()) * size
+    elif group.kind is GroupKind.CHUNKED_LOCAL:
+        assert group.attention_chunk_size is not None
+        chunk_start = length // group.attention_chunk_size * group.attention_chunk_size
+        first = chunk_start // size * size
+    return range(first + size, length + 1, size)
+
+
+# --- the same, found quickly ----------------------------------------------------------------------
+
+
+def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_tokens: int) -> int:
+    """The longest prefix, in tokens and at most *limit*, that every group accepts.
+
+    Args:
+        layout: The cache's groups.
+        present: Asked for block ends up to *prompt_tokens*.
+        limit: Longest hit allowed; for a GPU hit `len(prompt) - 1`, since the last token is always
+            computed.
+        prompt_tokens: Length of the prompt; EAGLE's extra block may end between *limit* and here.
+    """
+    together = equal_groups(layout)
+    # vLLM looks up a single group up to the limit and then drops a block; several groups that must
+    # agree may look beyond it.
+    several = sum(map(len, together)) > 1
+    reach = prompt_tokens if several and layout.eagle_sees_last_token else limit
+    hit = limit
+    for members in together:
+        if layout.groups[members[0]].kind is GroupKind.FULL:
+            hit = longest_accepted(layout, members[0], _in_all(members, present), hit, reach)
+    others = [
+        members for members in together if layout.groups[members[0]].kind is not GroupKind.FULL
+    ]
+    return _agree(layout, {members[0]: _in_all(members, present) for members in others}, hit, reach)
+
+
+def longest_extended_hit(
+    layout: KVCacheLayout, on_gpu: Present, below: Present, gpu_hit: int, prompt_tokens: int
+) -> int:
+    """The hit with the blocks that lower tiers can load, in tokens, at least *gpu_hit*.
+
+    Beyond the GPU's hit only blocks count that a lower tier holds; before it a window may use the
+    GPU's. If all groups are full attention, the whole prompt may be hit: the engine computes the
+    last token again over the same blocks. Any other kind would then need blocks before its window
+    or its state, so the last token is left out, as in vLLM.
+
+    Args:
+        layout: The cache's groups.
+        on_gpu: The GPU's blocks.
+        below: The blocks of all lower tiers.
+        gpu_hit: The result of `longest_hit` for the GPU.
+        prompt_tokens: Length of the prompt.
+    """
+
+    def present(group: int, end: int) -> bool:
+        return below(group, end) if end > gpu_hit else on_gpu(group, end)
+
+    kinds = {group.kind for group in layout.groups} - {GroupKind.NOT_CACHED}
+    limit = prompt_tokens if kinds == {GroupKind.FULL} else prompt_tokens - 1
+    return max(gpu_hit, longest_hit(layout, present, limit, prompt_tokens))
+
+
+@lru_cache(maxsize=32)
+def equal_groups(layout: KVCacheLayout) -> tuple[tuple[int, ...], ...]:
+    """The indexes of all groups that cache, those with equal specs together.
+
+    Equal groups are looked up as one, so they give up EAGLE's block once and not one by one.
+    """
+    together: dict[KVCacheGroup, list[int]] = {}
+    for index, group in enumerate(layout.groups):
+        if group.kind is not GroupKind.NOT_CACHED:
+            together.setdefault(group, []).append(index)
+    return tuple(map(tuple, together.values()))
+
+
+def _in_all(members: Sequence[int], present: Present) -> Present:
+    """Presence in all of *members*, asked under the index of the first."""
+    if len(members) == 1:
+        return present
+    return lambda _, end: all(present(member, end) for member in members)
+
+
+def _agree(layout: KVCacheLayout, groups: Mapping[int, Present], hit: int, reach: int) -> int:
+    """The longest prefix of at most *hit* tokens that all *groups* accept.
+
+    Each group in turn cuts the hit to the longest prefix that it accepts, until no group cuts it.
+    Groups of full attention take no part: they accept every prefix of what they accepted before.
+    Two windows A and B over blocks of 16, where A accepts 96 and 48, and B accepts 64 and 48:
+
+        round   hit    A     B
+          1      96    96    64     B cut the hit
+          2      64    48    48     A cut it
+          3      48    48    48     no cut: the hit is 48
+
+    With EAGLE, as in vLLM's coordinator, a group that has given up its extra block once is asked
+    without it from then on: it has been subtracted already. If a group then cuts the hit, the hit
+    ends at other blocks, and every group has to give one up again:
+
+        round   hit    A           B
+          1      96    80 (96)     64 (80)     each accepts the block in brackets too
+          2      64    48          16 (32)     A, asked without a block, cuts; B gives one up again
+          3      16    16 (32)     16          A too; no cut: the hit is 16
+    """
+    gave_extra: set[int] = set()
+    while hit:
+        shorter = hit
+        for index, present in groups.items():
+            before, is_free = shorter, index in gave_extra
+            shorter = longest_accepted(layout, index, present, before, reach, without_extra=is_free)
+            if not is_free:
+                gave_extra.add(index)
+            elif shorter < before:
+                gave_extra.clear()
+        if shorter == hit or len(groups) == 1:
+            return shorter
+        hit = shorter
+    return 0
+
+
+def longest_accepted(
+    layout: KVCacheLayout,
+    index: int,
+    present: Present,
+    limit: int,
+    reach: int,
+    without_extra: bool = False,
+) -> int:
+    """The longest prefix, in tokens, that one group accepts.
+
+    Args:
+        layout: The cache's groups.
+        index: Which of them.
+        present: Asked about that group.
+        limit: Longest prefix allowed.
+        reach: Where EAGLE's extra block must end at the latest.
+        without_extra: Ask without EAGLE's extra block.
+    """
+    group = layout.groups[index]
+    if group.kind is GroupKind.NOT_CACHED:
+        return limit
+    if group.kind is GroupKind.MAMBA:
+        return _longest_state(layout, index, present, limit)
+    extra = 0 if without_extra else _eagle_tokens(layout, group)
+    length = min(limit, reach - extra)
+    if length <= 0:
+        return 0
+    if group.kind is GroupKind.FULL:
+        return _longest_run(
+            layout, index, present, _align(length, layout.scheduler_block_size), extra
+        )
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        return _longest_window(layout, index, present, length, extra)
+    if not extra:
+        return _longest_chunk(layout, index, present, length)
+    return _longest_chunk_with_extra(layout, index, present, length, extra)
+
+
+def _align(length: int, step: int) -> int:
+    return length - length % step
+
+
+def _eagle_tokens(layout: KVCacheLayout, group: KVCacheGroup) -> int:
+    """Tokens that the draft model must see again: a block, or less in a group of full attention if
+    hits may end inside a block."""
+    if not layout.eagle:
+        return 0
+    return (
+        min(group.block_size, layout.scheduler_block_size)
+        if group.kind is GroupKind.FULL
+        else group.block_size
+    )
+
+
+def _longest_state(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
+    step = layout.scheduler_block_size
+    return next((end for end in range(_align(limit, step), 0, -step) if present(index, end)), 0)
+
+
+def _longest_run(
+    layout: KVCacheLayout, index: int, present: Present, length: int, extra: int
+) -> int:
+    size, step = layout.groups[index].block_size, layout.scheduler_block_size
+    bound = length + extra
+    run = next(
+        (end - size for end in range(size, bound + 1, size) if not present(index, end)),
+        _align(bound, size),
+    )
+    if step < size:
+        inside = range(min(bound, run + size - step), run, -step)
+        run = next((end for end in inside if present(index, end)), run)
+    return _align(max(run - extra, 0), step)
+
+
+def _longest_chunk(layout: KVCacheLayout, index: int, present: Present, limit: int) -> int:
+    # A chunk that is not a multiple of the block size: vLLM looks only at the chunk of *limit*, not
+    # at the one before, although the first block of the chunk begins there. For all others this
+    # equals `accepts`.
+    group = layout.groups[index]
+    assert group.attention_chunk_size is not None
+    size = group.block_size
+    first = limit // group.attention_chunk_size * group.attention_chunk_size // size * size
+    ends = range(first + size, limit + 1, size)
+    run = next((end - size for end in ends if not present(index, end)), _align(limit, size))
+    return _align(run, layout.scheduler_block_size)
+
+
+def _longest_chunk_with_extra(
+    layout: KVCacheLayout, index: int, present: Present, length: int, extra: int
+) -> int:
+    group = layout.groups[index]
+    step = math.lcm(layout.scheduler_block_size, group.block_size)
+    length = _align(length, step)
+    while length > 0:
+        missing = next(
+            (
+                end
+                for end in reversed(needed_ends(group, length + extra))
+                if not present(index, end)
+            ),
+            None,
+        )
+        if missing is None:
+            return length
+        # Every length from the missing block on would need that block too.
+        length = _align(max(missing - group.block_size - extra, 0), step)
+    return 0
+
+
+def _longest_window(
+    layout: KVCacheLayout, index: int, present: Present, length: int, extra: int
+) -> int:
+    """Walk back from *length* until a run of present blocks is as long as the window needs, or
+    reaches the start; each block is looked at once.
+
+    A window that needs 3 blocks of 16, in a prompt of 96:
+
+        end             16   32   48   64   80   96
+        present          x    x    x    -    x    x
+        length 96                       -----------     80 and 96, but 64 is missing
+        length 48       --------------                  a run of 3: the hit is 48
+
+    The lengths 64, 80 and 96 all need the block that ends at 64, so the walk goes on at 48. With
+    EAGLE the run begins *extra* tokens beyond the length and must be one block longer.
+    """
+    group = layout.groups[index]
+    size, step = group.block_size, math.lcm(layout.scheduler_block_size, group.block_size)
+    needed = group.window_blocks(1 if extra else 0)
+    length = _align(length, step)
+    run, end = 0, length + extra
+    while length > 0 and end > 0 and run < needed:
+        if present(index, end):
+            run += 1
+            end -= size
+        else:
+            # Every length from the missing block on would need that block too.
+            length = _align(max(end - size - extra, 0), step)
+            run, end = 0, length + extra
+    if length and extra and run < needed and size != step:
+        # vLLM rounds down a run that is shorter than its window both before and after it drops
+        # EAGLE's block, which costs one step.
+        return length - step
+    return length
