@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from benchmarks.figures import report
 from benchmarks.simulation.capacity import cold_requests_per_s
 from benchmarks.simulation.conversations import ConversationOptions, Conversations
@@ -109,9 +107,7 @@ def compare(name: str, situation: Situation, options: argparse.Namespace) -> Non
     report("policy_weights", situation=name, weight="defaults", **default)
     for weight in options.weight:
         for value in options.value or values(weight):
-            figures = mean_figures(
-                situation, msgspec.structs.replace(Weights(), **{weight: value}), options
-            )
+            figures = mean_figures(situation, replace(Weights(), **{weight: value}), options)
             ratios = {
                 f"{key}_ratio": round(figures[key] / default[key], 3)
                 for key in ("ttft_mean_ms", "ttft_p99_ms")

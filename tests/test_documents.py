@@ -16,11 +16,11 @@ from random import Random
 from typing import Any, get_args, get_origin
 
 import httpx
-import msgspec
 import pytest
 import yaml
 from async_timeout import timeout
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic.fields import FieldInfo
 
 from router.app import RouterApp
 from router.cli import main as command_line
@@ -182,9 +182,15 @@ def request_of(arguments: list[str]) -> tuple[str, str, bytes]:
 # --- configuration --------------------------------------------------------------------------------
 
 
-def section_in(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct that a field holds, alone or in a list."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+def fields_of(section: Any) -> dict[str, FieldInfo]:
+    """A section's fields; the weights are a dataclass, the others are models."""
+    fields: dict[str, FieldInfo] = section.__pydantic_fields__
+    return fields
+
+
+def section_in(kind: Any) -> Any:
+    """The section that a field holds, alone or in a list."""
+    if hasattr(kind, "__pydantic_fields__"):
         return kind
     return next((found for option in get_args(kind) if (found := section_in(option))), None)
 
@@ -193,35 +199,31 @@ def is_list(kind: Any) -> bool:
     return get_origin(kind) is tuple or any(map(is_list, get_args(kind)))
 
 
-def sections(
-    kind: type[msgspec.Struct] = RouterConfig, path: str = ""
-) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+def sections(kind: Any = RouterConfig, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every section of the configuration by its path: `server.timeouts`, `models[].layout` ..."""
-    for field in msgspec.structs.fields(kind):
-        inner = section_in(field.type)
+    for name, field in fields_of(kind).items():
+        inner = section_in(field.annotation)
         if inner is not None:
-            here = f"{path}.{field.name}".lstrip(".") + "[]" * is_list(field.type)
+            here = f"{path}.{name}".lstrip(".") + "[]" * is_list(field.annotation)
             yield here, inner
             yield from sections(inner, here)
 
 
-def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
+def defaults(section: Any) -> dict[str, Any]:
     """Options with their defaults as YAML says them; those that are mappings of their own have a
     table of their own."""
-    fields = [
-        field
-        for field in msgspec.structs.fields(section)
-        if not section_in(field.type) or is_list(field.type)
-    ]
-    return {field.name: plain_default(field) for field in fields}
+    return {
+        name: plain_default(field)
+        for name, field in fields_of(section).items()
+        if not section_in(field.annotation) or is_list(field.annotation)
+    }
 
 
-def plain_default(field: msgspec.structs.FieldInfo) -> Any:
-    if field.default_factory is not msgspec.NODEFAULT:
-        return field.default_factory()
-    if field.default is msgspec.NODEFAULT:
+def plain_default(field: FieldInfo) -> Any:
+    if field.is_required():
         return "required"
-    return list(field.default) if isinstance(field.default, tuple) else field.default
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return list(default) if isinstance(default, tuple) else default
 
 
 def documented_defaults(path: str) -> dict[str, Any]:
@@ -236,9 +238,7 @@ def documented_defaults(path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_every_option_is_documented_with_its_default(
-    path: str, section: type[msgspec.Struct]
-) -> None:
+def test_every_option_is_documented_with_its_default(path: str, section: Any) -> None:
     """An option nobody can find does not exist, and a wrong default is worse than none."""
     assert documented_defaults(path) == defaults(section)
 
@@ -257,7 +257,7 @@ def test_the_example_configuration_is_sound_and_shows_every_option() -> None:
     whole = yaml.safe_load(read("examples/kvroute.yaml"))
     for path, section in sections():
         shown = {key for mapping in mappings_at(whole, path) for key in mapping}
-        assert shown == {field.name for field in msgspec.structs.fields(section)}, path
+        assert shown == fields_of(section).keys(), path
 
 
 def mappings_at(data: Any, path: str) -> list[dict[str, Any]]:

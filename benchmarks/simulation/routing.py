@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from kvevents.events import EventBatch
-from router.config.sections import ReplicaConfig as RouterReplicaConfig
+from router.config import ReplicaConfig as RouterReplicaConfig
 from router.demo.blind import GroupBlindIndex
 from router.index.reference.index import PrefixIndex, SourceId
 from router.replicas.engine_load import EngineGauges

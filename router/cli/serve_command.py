@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from router.config import RouterConfig, read_replica
 from router.serve import run as run_server
 
@@ -52,5 +50,5 @@ def _overridden(config: RouterConfig, arguments: argparse.Namespace) -> RouterCo
     host = config.server.host if arguments.host is None else arguments.host
     port = config.server.port if arguments.port is None else arguments.port
     added = tuple(read_replica({"url": url}) for url in arguments.replica)
-    server = msgspec.structs.replace(config.server, host=host, port=port)
-    return msgspec.structs.replace(config, server=server, replicas=config.replicas + added)
+    server = config.server.model_copy(update={"host": host, "port": port})
+    return config.model_copy(update={"server": server, "replicas": config.replicas + added})

@@ -1,20 +1,15 @@
 """The router's configuration: one frozen, validated model, built at the edge and passed down.
 
-`RouterConfig.load` reads a file; `sections` says what may stand in it. `read_replica` reads the
-same form of a replica from a request.
+`RouterConfig.load` reads a file. `read_replica` reads one replica in the same form from a request,
+and `ReplicaConfig.model_json_schema()` describes it.
 
 The files; each imports only what is listed above it:
 
-    secret.py     API keys that do not print themselves
-    document.py   YAML text -> plain data
-    reader.py     plain data -> checked structs, every problem found
-    sections.py   what may stand in the file
-    root.py       the whole; what sections must not do to each other
+    document.py   YAML text -> plain data; pydantic's errors -> ours
+    schema.py     the models, and the rules between their values
 """
 
-from router.config.root import RouterConfig, read_replica
-from router.config.secret import Secret
-from router.config.sections import (
+from router.config.schema import (
     EventsConfig,
     EventSourceConfig,
     GroupConfig,
@@ -24,8 +19,11 @@ from router.config.sections import (
     ObservabilityConfig,
     PolicyConfig,
     ReplicaConfig,
+    RouterConfig,
     ServerConfig,
     TimeoutsConfig,
+    key_bytes,
+    read_replica,
 )
 
 __all__ = [
@@ -39,8 +37,8 @@ __all__ = [
     "PolicyConfig",
     "ReplicaConfig",
     "RouterConfig",
-    "Secret",
     "ServerConfig",
     "TimeoutsConfig",
+    "key_bytes",
     "read_replica",
 ]

@@ -1,27 +1,64 @@
-"""YAML text to plain data: dictionaries, lists and scalars. A key that stands twice is an error,
-not the last one's victory."""
+"""YAML text to plain data, and pydantic's errors to ours.
+
+A key that appears twice is an error, where YAML would let the last one win. Every problem is
+reported with its path, its value unless that is secret, and the rule it breaks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import difflib
+import re
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
 
 import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from router.errors import ConfigError, Problem
 
 MAX_BYTES = 4 * 1024 * 1024
-"""A configuration longer than this is some other file."""
+"""A longer configuration is some other file."""
+
+Location: TypeAlias = tuple[int | str, ...]
+"""A path as pydantic writes it: `("replicas", 1, "url")`."""
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_RULE = "rule"
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
+_EXPECTED = {
+    "model_type": "expected a mapping",
+    "dataclass_type": "expected a mapping",
+    "dict_type": "expected a mapping",
+    "tuple_type": "expected a list",
+}
+
+
+# --- text to data ---------------------------------------------------------------------------------
+
+
+def read_text(path: Path) -> str:
+    """The content of a configuration file, or as much of it as shows that it is too long.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1).decode()
+    except OSError as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(str(path), f"byte {error.start} is not UTF-8")]) from None
 
 
 def parse_document(text: str) -> object:
     """The document in *text*; None if it is empty.
 
     Raises:
-        ConfigError: It is no YAML, or one mapping has a key twice. The message says where, and
-            quotes nothing of the text.
+        ConfigError: *text* is not YAML, or a mapping has a key twice. The message says where, and
+            quotes only the key.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(
@@ -31,15 +68,15 @@ def parse_document(text: str) -> object:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            [Problem(_place(error.problem_mark), error.problem or "is no YAML")]
+            [Problem(_position(error.problem_mark), error.problem or "is not YAML")]
         ) from None
-    # Dates that are none raise ValueError, and too many brackets a RecursionError.
+    # Invalid dates raise ValueError; deep nesting raises RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError([Problem("", f"is no YAML: {type(error).__name__}")]) from None
+        raise ConfigError([Problem("", f"is not YAML: {type(error).__name__}")]) from None
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which would take the last of several equal keys."""
+    """The safe loader, which by itself takes the last of several equal keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -49,11 +86,116 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands here twice", key_node.start_mark
+                    None, None, f"the key {key!r} appears twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-def _place(mark: yaml.Mark | None) -> str:
+def _position(mark: yaml.Mark | None) -> str:
     return "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+# --- rules of our own, inside a model -------------------------------------------------------------
+
+
+def broken_rule(text: str) -> PydanticCustomError:
+    """The error for a validator to raise; *text* is the value, unless secret, and the rule."""
+    return PydanticCustomError(_RULE, "{text}", {"text": text})
+
+
+def refusal(title: str, found: Iterable[tuple[Location, str]]) -> ValidationError:
+    """Several broken rules as one error, for a validator of a whole model to raise.
+
+    Args:
+        title: The model's name.
+        found: Each broken rule's location in the model, and its text as for `broken_rule`.
+    """
+    return ValidationError.from_exception_data(
+        title,
+        [InitErrorDetails(type=broken_rule(text), loc=loc, input=None) for loc, text in found],
+        hide_input=True,
+    )
+
+
+# --- errors to problems ---------------------------------------------------------------------------
+
+
+def problems_in(error: ValidationError, kind: type, root: str = "") -> list[Problem]:
+    """Every problem in the document, in the order of the model's fields.
+
+    Unknown keys come before the other problems of their mapping: they are the likely cause.
+
+    Args:
+        error: Of validating the document.
+        kind: The model of the whole document, searched for the keys that were meant.
+        root: The path of the document itself.
+    """
+    details = error.errors(include_url=False)
+    return [
+        Problem(_place(root, each["loc"]), _text(each, kind))
+        for each in _unknown_keys_first(details)
+    ]
+
+
+def _unknown_keys_first(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Sort as a tree whose branches stay in their order, except that unknown keys lead theirs."""
+    first: dict[Location, int] = {}
+    for index, each in enumerate(details):
+        for depth in range(len(each["loc"])):
+            first.setdefault(each["loc"][: depth + 1], index)
+
+    def order(each: ErrorDetails) -> list[int]:
+        path = [first[each["loc"][: depth + 1]] for depth in range(len(each["loc"]))]
+        return [*path[:-1], -1] if each["type"] in _UNKNOWN_KEY else path
+
+    return sorted(details, key=order)
+
+
+def _place(root: str, loc: Location) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step[:100]}" for step in loc)
+    return (root + "".join(steps)).removeprefix(".")
+
+
+def _text(each: ErrorDetails, kind: type) -> str:
+    """The value and the rule, the latter in pydantic's words unless ours are better."""
+    if each["type"] == _RULE:
+        return each["msg"]
+    if each["type"] == "missing":
+        return "is missing"
+    if each["type"] in _UNKNOWN_KEY:
+        return f"unknown key; {_hint(str(each['loc'][-1]), _known_keys(kind, each['loc'][:-1]))}"
+    rule = _EXPECTED.get(each["type"]) or re.sub(r"^\w+ should ", "must ", each["msg"])
+    return f"{_shown(each['input'])}; {rule}"
+
+
+def _hint(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, 1)
+    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+
+
+def _known_keys(kind: Any, loc: Location) -> list[str]:
+    """The keys of the mapping at *loc*, in a document of the model *kind*."""
+    for step in loc:
+        if isinstance(step, str):
+            kind = _model_in(kind.__pydantic_fields__[step].annotation)
+    return list(kind.__pydantic_fields__)
+
+
+def _model_in(annotation: Any) -> Any:
+    """The model that a field of this type holds: `X` in `tuple[X, ...] | None`."""
+    if hasattr(annotation, "__pydantic_fields__"):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
+
+
+def _shown(data: object) -> str:
+    """A value in a message: a bounded scalar; collections by type and size."""
+    if isinstance(data, dict):
+        return f"a mapping of {len(data)}"
+    if isinstance(data, list):
+        return f"a list of {len(data)}"
+    if data is None:
+        return "null"
+    text = repr(data)
+    return text if len(text) <= 100 else text[:97] + "..."

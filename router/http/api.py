@@ -11,7 +11,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from router.config import read_replica
+from router.config import key_bytes, read_replica
 from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
 from router.http.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
 from router.http.live_page import add_page
@@ -249,23 +249,29 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
 
 
 def _client(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    key = key_bytes(service.config.server.client_api_key)
+
     async def check(request: Request) -> None:
-        check_key(dict(request.headers.raw), service.config.server.client_api_key)
+        check_key(dict(request.headers.raw), key)
 
     return check
 
 
 def _operator(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    key = key_bytes(service.config.server.operator_api_key)
+
     async def check(request: Request) -> None:
-        check_key(dict(request.headers.raw), service.config.server.operator_api_key)
+        check_key(dict(request.headers.raw), key)
 
     return check
 
 
 def _scraper(service: RouterService) -> Callable[[Request], Awaitable[None]]:
+    needs_key = service.config.observability.metrics_need_key
+    key = key_bytes(service.config.server.operator_api_key) if needs_key else None
+
     async def check(request: Request) -> None:
-        if service.config.observability.metrics_need_key:
-            check_key(dict(request.headers.raw), service.config.server.operator_api_key)
+        check_key(dict(request.headers.raw), key)
 
     return check
 

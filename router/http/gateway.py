@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from async_timeout import timeout
 
-from router.config import Secret, ServerConfig
+from router.config import ServerConfig, key_bytes
 from router.errors import (
     BadRequest,
     BodyTooLarge,
@@ -69,6 +69,7 @@ class Gateway:
         books: Bookkeeper,
     ) -> None:
         self._server = server
+        self._client_key = key_bytes(server.client_api_key)
         self._session_header = session_header.encode()
         self._dispatcher = dispatcher
         self._proxy = proxy
@@ -126,7 +127,7 @@ class Gateway:
             raise ShuttingDown
         if self._under_way > self._server.max_concurrent_requests:
             raise Overloaded(self._server.max_concurrent_requests)
-        check_key(headers, self._server.client_api_key)
+        check_key(headers, self._client_key)
 
     async def _decide(
         self, path: str, headers: dict[bytes, bytes], body: bytes
@@ -203,7 +204,7 @@ class Gateway:
         self, own: tuple[Header, ...], dp_rank: int | None, request_id: bytes
     ) -> tuple[tuple[bytes, bytes | None], ...]:
         headers: list[tuple[bytes, bytes | None]] = [(b"x-request-id", request_id), *own]
-        if self._server.client_api_key is not None:  # the router's key is nobody else's
+        if self._client_key is not None:  # the router's key is nobody else's
             headers += [(name, None) for name in KEY_HEADERS if name not in dict(own)]
         if dp_rank is not None:
             headers.append((b"x-data-parallel-rank", b"%d" % dp_rank))
@@ -220,14 +221,14 @@ async def _cut(scope: Scope) -> None:
         await asyncio.sleep(0)
 
 
-def check_key(headers: dict[bytes, bytes], expected: Secret | None) -> None:
+def check_key(headers: dict[bytes, bytes], expected: bytes | None) -> None:
     """Raises `Unauthorized` unless the request carries the key, as a bearer token or in Anthropic's
     `x-api-key`."""
     if expected is None:
         return
     given = headers.get(b"authorization", b"")
     token = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-    if not hmac.compare_digest(token, expected.reveal().encode()):
+    if not hmac.compare_digest(token, expected):
         raise Unauthorized
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from router.config import EventSourceConfig
-from router.config.sections import is_endpoint
+from router.config.schema import is_endpoint
 from router.errors import ReplicaAnswerInvalid
 from router.replicas.types import EventSource, ServedModels
 

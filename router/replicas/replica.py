@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.config import ReplicaConfig
+from router.config import ReplicaConfig, key_bytes
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineGauges
 from router.replicas.health import HealthRecord
@@ -134,6 +134,5 @@ def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None
 
 
 def _authorization(config: ReplicaConfig) -> tuple[Header, ...]:
-    if config.api_key is None:
-        return ()
-    return ((b"authorization", b"Bearer " + config.api_key.reveal().encode("ascii")),)
+    key = key_bytes(config.api_key)
+    return () if key is None else ((b"authorization", b"Bearer " + key),)

@@ -6,12 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
-Cost = Annotated[float, msgspec.Meta(ge=0, le=1_000_000)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Cost = Annotated[float, Field(strict=True, ge=0, le=1_000_000, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+    config=ConfigDict(extra="forbid", use_attribute_docstrings=True),
+)
+class Weights:
     """What things cost. The unit of every cost is *the time to prefill one prompt token* on an
     otherwise idle replica.
 

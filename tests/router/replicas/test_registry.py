@@ -482,7 +482,7 @@ def test_a_wildcard_becomes_the_replicas_host(endpoint: str, host: str, expected
 async def test_a_dead_replica_leaves_and_is_back_within_one_interval_of_its_return() -> None:
     """Longer, and a restart of one replica costs its share of the traffic for nothing."""
     interval_s = 0.5
-    async with setting(msgspec.structs.replace(FAST, interval_s=interval_s)) as here:
+    async with setting(FAST.model_copy(update={"interval_s": interval_s})) as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
         for _ in range(3):
@@ -560,7 +560,7 @@ async def test_an_unhealthy_replica_is_asked_for_its_health_only() -> None:
 async def test_failed_requests_take_a_replica_out_before_its_next_check() -> None:
     """Between two checks lie seconds, and in them hundreds of requests that would all be
     retried."""
-    slow = msgspec.structs.replace(FAST, interval_s=60.0, timeout_s=1.0, unhealthy_after=3)
+    slow = FAST.model_copy(update={"interval_s": 60.0, "timeout_s": 1.0, "unhealthy_after": 3})
     async with setting(slow) as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
@@ -577,7 +577,7 @@ async def test_failed_requests_take_a_replica_out_before_its_next_check() -> Non
 async def test_a_failed_request_asks_for_a_check_soon() -> None:
     """Whether the replica is dead or one connection was unlucky is known in a moment, not in an
     interval."""
-    rare = msgspec.structs.replace(FAST, interval_s=4.0, timeout_s=1.0)
+    rare = FAST.model_copy(update={"interval_s": 4.0, "timeout_s": 1.0})
     async with setting(rare) as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
@@ -698,7 +698,7 @@ async def test_a_removed_replica_is_asked_nothing_more() -> None:
     async with setting() as here:
         engine, other = await here.engine(), await here.engine()
         replica = here.add(engine, "r")
-        still = here.add(other, "still there")
+        still = here.add(other, "still-there")
         await until(lambda: replica.sources and still.sources)
         here.registry.remove("r")
         asked, others = engine.asked.total(), other.asked["/health"]
@@ -800,7 +800,7 @@ async def test_old_gauges_are_not_believed() -> None:
 
 async def test_metrics_are_not_scraped_where_that_is_switched_off() -> None:
     """Some engines' metrics pages are megabytes long."""
-    async with setting(msgspec.structs.replace(FAST, scrape_metrics=False)) as here:
+    async with setting(FAST.model_copy(update={"scrape_metrics": False})) as here:
         engine = await here.engine()
         here.add(engine, "r")
         await until(lambda: engine.asked["/v1/models"] >= 2)
@@ -883,7 +883,9 @@ async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> Non
             await asyncio.Event().wait()
         return 200, b""
 
-    registry = ReplicaRegistry(deaf_fetch, HealthConfig(interval_s=600), LoadTracker())
+    registry = ReplicaRegistry(
+        deaf_fetch, HealthConfig(interval_s=600, scrape_metrics=False), LoadTracker()
+    )
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:1"))
     await asked.wait()
     async with timeout(5):

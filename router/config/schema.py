@@ -1,0 +1,606 @@
+"""The configuration's models: frozen pydantic models that know their defaults and refuse unknown
+keys.
+
+Units are part of the names: `_s` is seconds, `_bytes` bytes, `_tokens` tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from kvevents.errors import LayoutError
+from kvevents.events import GroupSpec
+from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
+from router.config.document import (
+    Location,
+    broken_rule,
+    parse_document,
+    problems_in,
+    read_text,
+    refusal,
+)
+from router.errors import BadRequest, ConfigError, Problem
+from router.index.reference.learning import LayoutHints
+from router.scoring.policies import BUILT_IN, policy_names
+from router.scoring.types import Weights
+from router.upstream.origin import Origin, OriginError
+
+MASK = "***"
+TOKENIZER_AT_REPLICA = "replica"
+
+_ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
+_REFERENCE = re.compile(r"\$\{([^}]*)\}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# What a header's value may hold without quoting: visible ASCII (RFC 9110 5.5).
+_KEY = re.compile(r"[\x21-\x7e]{1,4096}\Z")
+
+T = TypeVar("T")
+
+
+# --- kinds of values ------------------------------------------------------------------------------
+
+
+def _refuse_reference(data: object) -> object:
+    if isinstance(data, str) and _REFERENCE.search(data):
+        raise broken_rule("holds a ${...}; environment variables are for API keys only")
+    return data
+
+
+def _as_tuple(data: object) -> object:
+    return tuple(data) if isinstance(data, list) else data
+
+
+def _resolve_key(data: object, info: ValidationInfo) -> object:
+    """A key, or the value of the variable that `${NAME}` names.
+
+    No message repeats the data: what looks like the name of a variable may be the key itself.
+    """
+    if isinstance(data, SecretStr):
+        return data
+    if not isinstance(data, str):
+        raise broken_rule(
+            f"not shown ({type(data).__name__}); expected a key or ${{NAME}} in quotes"
+        )
+    reference = _REFERENCE.fullmatch(data)
+    value = data if reference is None else _variable(reference[1], info.context)
+    if not _KEY.match(value) or (reference is None and _REFERENCE.search(value)):
+        raise broken_rule(
+            "not shown; a key is 1 to 4096 visible ASCII characters,"
+            " or ${NAME} and nothing around it"
+        )
+    return value
+
+
+def _variable(name: str, context: Mapping[str, Mapping[str, str]] | None) -> str:
+    if context is None:
+        raise broken_rule(
+            "a ${...}; environment variables can be named in the configuration file only"
+        )
+    if not _VARIABLE.match(name):
+        raise broken_rule("not shown; ${...} must hold the name of an environment variable")
+    value = context["environ"].get(name)
+    if not value:
+        raise broken_rule(f"${{{name[:100]}}}; this environment variable is not set, or empty")
+    return value
+
+
+def _check_url(url: str) -> str:
+    try:
+        Origin.parse(url)
+    except OriginError as error:
+        raise broken_rule(str(error).removeprefix("url: ")) from None
+    return url
+
+
+def _check_endpoint(endpoint: str) -> str:
+    if not is_endpoint(endpoint):
+        raise broken_rule(f"{endpoint!r}; expected tcp://host:port or ipc://path")
+    return endpoint
+
+
+def _check_policy(name: str) -> str:
+    if name not in BUILT_IN and name not in policy_names():
+        raise broken_rule(f"{name!r}; expected one of {', '.join(policy_names())}")
+    return name
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether *text* has the form of a ZMQ address; wildcards included."""
+    return bool(_ENDPOINT.match(text)) and len(text) <= 1024
+
+
+_PLAIN = BeforeValidator(_refuse_reference)
+Items = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+Secret = Annotated[
+    SecretStr,
+    BeforeValidator(_resolve_key),
+    PlainSerializer(lambda _key: MASK, return_type=str),
+]
+"""An API key. It prints as asterisks; `get_secret_value` reveals it."""
+
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), _PLAIN]
+Count = Annotated[int, Field(ge=1, le=1_000_000), _PLAIN]
+Bytes = Annotated[int, Field(ge=1024, le=2**40), _PLAIN]
+Tokens = Annotated[int, Field(ge=1, le=2**20), _PLAIN]
+Window = Annotated[int, Field(ge=1, le=2**31), _PLAIN]
+Checks = Annotated[int, Field(ge=1, le=1000), _PLAIN]
+Name = Annotated[str, Field(min_length=1, max_length=256), _PLAIN]
+FilePath = Annotated[str, Field(min_length=1, max_length=4096), _PLAIN]
+UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), _PLAIN]
+Url = Annotated[str, Field(max_length=2048), _PLAIN, AfterValidator(_check_url)]
+Endpoint = Annotated[str, Field(max_length=1024), _PLAIN, AfterValidator(_check_endpoint)]
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), _PLAIN]
+ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), _PLAIN]
+"""Appears in headers, in metrics and in the path of a URL."""
+
+
+# --- sections -------------------------------------------------------------------------------------
+
+
+class Section(
+    BaseModel,
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    use_attribute_docstrings=True,
+    hide_input_in_errors=True,
+):
+    """A mapping in the configuration."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """What values that are valid by themselves break together, each with its location in this
+        section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Section:
+        found = list(self.contradictions())
+        if found:
+            raise refusal(type(self).__name__, found)
+        return self
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _default_for_empty_section(cls, value: object, info: ValidationInfo) -> object:
+        """A section whose lines are all commented out is null in YAML."""
+        default = cls.model_fields[info.field_name or ""].default
+        return default if value is None and isinstance(default, Section | Weights) else value
+
+
+class TimeoutsConfig(Section, frozen=True):
+    """How long each phase of a request may take."""
+
+    connect_s: Seconds = 3.0
+    """To connect to a replica. After it the next replica is tried, so it is short."""
+    first_byte_s: Seconds = 600.0
+    """From the request to the first byte of a streamed response: queue and prefill."""
+    whole_answer_s: Seconds = 3600.0
+    """From the request to a response that is not streamed: its first byte arrives when all of it
+    has been generated."""
+    idle_s: Seconds = 120.0
+    """Silence in the middle of a response."""
+    client_body_s: Seconds = 60.0
+    """For a client to send its whole request."""
+    client_stall_s: Seconds = 60.0
+    """For a client to read what was sent to it."""
+    shutdown_grace_s: Seconds = 120.0
+    """For running requests to finish after SIGTERM."""
+
+
+class ServerConfig(Section, frozen=True):
+    """Where the router listens, who may come in, and its limits."""
+
+    host: Name = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535), _PLAIN] = 8000
+    """0 lets the system choose."""
+    client_api_key: Secret | None = None
+    """Required of everyone who sends prompts; null lets everyone in."""
+    operator_api_key: Secret | None = None
+    """Required of everyone who reads or changes the list of replicas."""
+    max_body_bytes: Bytes = 64 * 1024 * 1024
+    max_header_bytes: Bytes = 64 * 1024
+    max_concurrent_requests: Count = 4096
+    """Requests under way; more are refused with 503."""
+    max_upstream_connections: Count = 16_384
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+
+
+class GroupConfig(Section, frozen=True):
+    """One KV cache group of a model."""
+
+    kind: Name
+    """As on the wire: `full_attention`, `sliding_window`, `chunked_local_attention`, `mamba` ..."""
+    block_size: Tokens
+    sliding_window: Window | None = None
+    attention_chunk_size: Window | None = None
+
+    def to_group(self, index: int) -> KVCacheGroup:
+        """The group as the hit rule knows it; raises `LayoutError`."""
+        return group_from_spec(
+            index,
+            GroupSpec(self.kind, self.block_size, self.sliding_window, self.attention_chunk_size),
+        )
+
+
+class LayoutConfig(Section, frozen=True):
+    """What the engines' events leave out about a model's cache. Everything is optional."""
+
+    groups: Items[GroupConfig] = ()
+    """By group index."""
+    hash_block_size: Tokens | None = None
+    scheduler_block_size: Tokens | None = None
+    eagle: bool = False
+    """The engines draft with EAGLE or MTP; nothing on the wire says so."""
+    eagle_sees_last_token: bool = True
+    """False for vLLM before 0.32."""
+    authoritative: bool = False
+    """The groups are facts, whatever the events say."""
+    assume_unseen: bool = LayoutHints().assume_unseen
+    """Groups that no event has named yet exist all the same."""
+    hash_seeds: Items[Annotated[str, _PLAIN]] = LayoutHints().hash_seeds
+    """Values of PYTHONHASHSEED that the engines may run with."""
+
+    def to_hints(self) -> LayoutHints:
+        """The same for the index."""
+        groups = tuple(group.to_group(index) for index, group in enumerate(self.groups))
+        return LayoutHints(
+            groups=groups,
+            hash_block_size=self.hash_block_size,
+            scheduler_block_size=self.scheduler_block_size,
+            eagle=self.eagle,
+            eagle_sees_last_token=self.eagle_sees_last_token,
+            authoritative=self.authoritative,
+            assume_unseen=self.assume_unseen,
+            hash_seeds=self.hash_seeds,
+        )
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Invalid groups and inconsistent sizes."""
+        broken = list(self._broken_groups())
+        yield from broken
+        if broken:
+            return
+        if self.authoritative and not self.groups:
+            yield ("authoritative",), "true; there must be groups for that"
+        elif self.groups:
+            yield from self._broken_layout()
+
+    def _broken_groups(self) -> Iterator[tuple[Location, str]]:
+        for index, group in enumerate(self.groups):
+            error = _group_error(group, index)
+            if error is not None:
+                yield ("groups", index), error
+
+    def _broken_layout(self) -> Iterator[tuple[Location, str]]:
+        groups = [group.to_group(index) for index, group in enumerate(self.groups)]
+        try:
+            KVCacheLayout.build(groups, self.hash_block_size, self.scheduler_block_size, self.eagle)
+        except LayoutError as error:
+            yield (), str(error)
+
+
+def _group_error(group: GroupConfig, index: int) -> str | None:
+    try:
+        group.to_group(index)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+class ModelConfig(Section, frozen=True):
+    """One model, as replicas serve it."""
+
+    name: Name
+    aliases: Items[Name] = ()
+    """Other names under which the replicas serve the same model. The router passes a request on as
+    it came."""
+    tokenizer: FilePath = TOKENIZER_AT_REPLICA
+    """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize."""
+    chat_template: FilePath | None = None
+    """A file that replaces the model's own template."""
+    lora_adapters: Items[Name] = ()
+    """Adapters that requests may name in place of this model; more are discovered where replicas
+    list them."""
+    layout: LayoutConfig = LayoutConfig()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything a request may call it, adapters included."""
+        return (self.name, *self.aliases, *self.lora_adapters)
+
+    @property
+    def tokenized_at_replica(self) -> bool:
+        """Whether a replica is asked for token ids."""
+        return self.tokenizer == TOKENIZER_AT_REPLICA
+
+
+class EventSourceConfig(Section, frozen=True):
+    """Where one data-parallel rank of a replica publishes its events."""
+
+    endpoint: Endpoint
+    """`tcp://host:port`; a wildcard host means the replica's own."""
+    replay_endpoint: Endpoint | None = None
+    topic: Annotated[str, Field(max_length=1024), _PLAIN] = ""
+    dp_rank: Annotated[int, Field(ge=0, le=65_535), _PLAIN] = 0
+
+
+class ReplicaConfig(Section, frozen=True):
+    """One replica. Only the URL is required where the replica reports the rest."""
+
+    url: Url
+    id: ReplicaId | None = None
+    """Null: host and port."""
+    models: Items[Name] | None = None
+    """What it serves; null asks its GET /v1/models."""
+    kv_events: Items[EventSourceConfig] | None = None
+    """Where its events are; null asks its GET /kv_event_sources, an empty list means that it
+    publishes none."""
+    api_key: Secret | None = None
+    """Sent to it in place of the client's key."""
+    speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), _PLAIN] = 1.0
+    """Relative to the other replicas; 2 is twice as fast."""
+    max_concurrent_requests: Count | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """The URL, taken apart."""
+        return Origin.parse(self.url)
+
+    @property
+    def replica_id(self) -> str:
+        """The id, given or derived."""
+        return self.id or f"{self.origin.host}:{self.origin.port}".replace("%", "-")
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Ranks that appear twice."""
+        ranks = [source.dp_rank for source in self.kv_events or ()]
+        for index, rank in enumerate(ranks):
+            first = ranks.index(rank)
+            if first != index:
+                yield (
+                    ("kv_events", index, "dp_rank"),
+                    f"{rank}; kv_events[{first}] has it already",
+                )
+
+
+class PolicyConfig(Section, frozen=True):
+    """How a replica is chosen."""
+
+    name: Annotated[Name, AfterValidator(_check_policy)] = "prefix"
+    weights: Weights = Weights()
+    session_header: HeaderName = "x-session-id"
+    """Names the session, for the policy `session`; in lower case."""
+    recent_ttl_s: Seconds = 5.0
+    """How long a prefix that was sent somewhere counts as cached there before any event says so."""
+    recent_max_entries: Annotated[int, Field(ge=1, le=100_000_000), _PLAIN] = 262_144
+    options: dict[str, Any] = Field(default_factory=dict)
+    """For a plug-in; it checks them."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Options that no policy reads."""
+        if self.name in BUILT_IN and self.options:
+            yield (
+                ("options",),
+                f"a mapping of {len(self.options)}; the built-in policies take none",
+            )
+
+
+class HealthConfig(Section, frozen=True):
+    """How replicas are watched."""
+
+    path: UrlPath = "/health"
+    interval_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False), _PLAIN] = 2.0
+    """A replica that returns is back in rotation within this time."""
+    timeout_s: Seconds = 2.0
+    unhealthy_after: Checks = 3
+    """Failures in a row."""
+    healthy_after: Checks = 1
+    """Passed checks in a row. Above 1 a return takes as many intervals."""
+    discovery_interval_s: Seconds = 30.0
+    """How often a healthy replica is asked again for its models and event sources."""
+    scrape_metrics: bool = True
+    metrics_path: UrlPath = "/metrics"
+    gauges_stale_after_s: Seconds = 10.0
+    """Scraped gauges older than this do not count."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Times that defeat each other."""
+        interval_s, stale_s = self.interval_s, self.gauges_stale_after_s
+        if self.timeout_s > interval_s:
+            yield (
+                ("timeout_s",),
+                f"{self.timeout_s:g}; must be at most interval_s ({interval_s:g})",
+            )
+        if self.scrape_metrics and stale_s <= interval_s:
+            yield (
+                ("gauges_stale_after_s",),
+                f"{stale_s:g}; must exceed interval_s ({interval_s:g})",
+            )
+
+
+class EventsConfig(Section, frozen=True):
+    """Bounds on the event streams, each per source."""
+
+    max_frame_bytes: Bytes = 64 * 1024 * 1024
+    max_queued_batches: Count = 10_000
+    """Received and not yet applied. Anything beyond is dropped, counted, and recovered."""
+    max_replay_bytes: Bytes = 1024 * 1024 * 1024
+    """Of one replay or snapshot."""
+    replay_timeout_s: Seconds = 5.0
+    """Between two replies of a replay."""
+    silent_after_s: Seconds = 60.0
+    """Without any message for this long, the replay endpoint is asked whether the end of the stream
+    was lost."""
+
+
+class ObservabilityConfig(Section, frozen=True):
+    """What the router says about itself."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    access_log: bool = False
+    metrics_need_key: bool = False
+    """Whether /metrics asks for the operator's key."""
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+class RouterConfig(Section, frozen=True):
+    """Everything that is configured. Frozen; at run time replicas are added to and removed from the
+    registry, not here."""
+
+    server: ServerConfig = ServerConfig()
+    models: Items[ModelConfig] = ()
+    replicas: Items[ReplicaConfig] = ()
+    policy: PolicyConfig = PolicyConfig()
+    health: HealthConfig = HealthConfig()
+    events: EventsConfig = EventsConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @classmethod
+    def load(cls, path: str | Path, environ: Mapping[str, str]) -> RouterConfig:
+        """Read a file. Relative paths in it start at its own directory.
+
+        Args:
+            path: The YAML file.
+            environ: Where `${NAME}` is looked up, as `os.environ`.
+        Raises:
+            ConfigError: The file cannot be read, or has problems; the message lists all of them.
+        """
+        return cls.from_yaml(read_text(Path(path)), environ, Path(path).parent)
+
+    @classmethod
+    def from_yaml(
+        cls, text: str, environ: Mapping[str, str], base_directory: Path | None = None
+    ) -> RouterConfig:
+        """Read a text.
+
+        Args:
+            text: The YAML document; an empty one means the defaults.
+            environ: Where `${NAME}` is looked up, as `os.environ`.
+            base_directory: Where relative paths start; None leaves them as they are.
+        Raises:
+            ConfigError: With every problem in the text.
+        """
+        document = parse_document(text)
+        data = {} if document is None else document
+        context = {"environ": environ}
+        try:
+            config = cls.model_validate(data, context=context)
+        except ValidationError as error:
+            raise ConfigError([*problems_in(error, cls), *_across(data, context)]) from None
+        problems = list(_across(data, context))
+        if problems:
+            raise ConfigError(problems)
+        return config if base_directory is None else config._relative_to(base_directory)
+
+    def to_public_dict(self) -> dict[str, Any]:
+        """The configuration as plain data, with every secret masked."""
+        return self.model_dump(mode="json")
+
+    def _relative_to(self, directory: Path) -> RouterConfig:
+        models = tuple(_model_relative_to(model, directory) for model in self.models)
+        return self.model_copy(update={"models": models})
+
+
+def read_replica(data: object) -> ReplicaConfig:
+    """Read a replica from the body of a request.
+
+    It may hold an API key, but not name an environment variable: that would send any variable, as a
+    key, to any URL.
+
+    Raises:
+        BadRequest: With all problems.
+    """
+    try:
+        return ReplicaConfig.model_validate(data)
+    except ValidationError as error:
+        first, *others = problems_in(error, ReplicaConfig, "$")
+        raise BadRequest(
+            first.place, first.text, "; ".join(map(str, others)) or "see the schema in /docs"
+        ) from None
+
+
+def key_bytes(key: SecretStr | None) -> bytes | None:
+    """A key as it appears in a header; None if none is configured.
+
+    Reveal a key once, where it is put to use: not with every request.
+    """
+    return None if key is None else key.get_secret_value().encode("ascii")
+
+
+def _model_relative_to(model: ModelConfig, directory: Path) -> ModelConfig:
+    tokenizer = model.tokenizer if model.tokenized_at_replica else str(directory / model.tokenizer)
+    template = None if model.chat_template is None else str(directory / model.chat_template)
+    return model.model_copy(update={"tokenizer": tokenizer, "chat_template": template})
+
+
+# --- contradictions between sections --------------------------------------------------------------
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def _across(data: object, context: dict[str, Any]) -> Iterator[Problem]:
+    """Problems between sections, among those that are valid by themselves: a typo in one replica
+    does not hide that two others share an id."""
+    models = list(_valid(ModelConfig, data, "models", context))
+    replicas = list(_valid(ReplicaConfig, data, "replicas", context))
+    yield from _repeated(
+        [(f"{path}.{place}", name) for path, model in models for place, name in _name_places(model)]
+    )
+    yield from _repeated([(f"{path}.id", replica.replica_id) for path, replica in replicas])
+    yield from _repeated([(f"{path}.url", str(replica.origin)) for path, replica in replicas])
+    known = {name for _, model in models for name in model.names}
+    for path, replica in replicas if known else []:
+        yield from _unknown_models(path, replica, known)
+
+
+def _valid(
+    kind: type[SectionT], data: object, key: str, context: dict[str, Any]
+) -> Iterator[tuple[str, SectionT]]:
+    """The sections of the list *key* that can be read, each with its path."""
+    items = data.get(key) if isinstance(data, dict) else None
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        with suppress(ValidationError):
+            yield f"{key}[{index}]", kind.model_validate(item, context=context)
+
+
+def _unknown_models(path: str, replica: ReplicaConfig, known: Collection[str]) -> Iterator[Problem]:
+    for index, name in enumerate(replica.models or ()):
+        if name not in known:
+            rule = f"expected one of the configured models: {', '.join(sorted(known))}"
+            yield Problem(f"{path}.models[{index}]", f"{name!r}; {rule}")
+
+
+def _name_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    yield "name", model.name
+    for index, alias in enumerate(model.aliases):
+        yield f"aliases[{index}]", alias
+    for index, adapter in enumerate(model.lora_adapters):
+        yield f"lora_adapters[{index}]", adapter
+
+
+def _repeated(values: Sequence[tuple[str, str]]) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for place, value in values:
+        if value in first:
+            yield Problem(place, f"{value!r}; {first[value]} has it already")
+        first.setdefault(value, place)
