@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import PrefixIndex, SourceId, create_index
 
 BLOCK_SIZE = 16
 
@@ -79,7 +79,7 @@ def block_hash(seed: int, index: int) -> int:
 def filled_index(replicas: int, tokens: list[int], groups: int = 2) -> PrefixIndex:
     """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every
     group."""
-    index = PrefixIndex()
+    index = create_index()
     for replica in range(replicas):
         held = tokens[: len(tokens) * (replica + 1) // replicas]
         events: list[Event] = [

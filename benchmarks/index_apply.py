@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.figures import BLOCK_SIZE, prompt_tokens, removed_events, report, stored_events
 from kvevents.codec import decode, encode
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import SourceId, create_index
 
 
 class GroupBlindIndex:
@@ -47,7 +47,7 @@ def _measure(blocks: int, blocks_per_event: int) -> None:
     tokens = prompt_tokens(blocks * BLOCK_SIZE)
     stored = _payloads(list(stored_events(tokens, blocks_per_event)))
     removed = _payloads(list(removed_events(tokens, blocks_per_event)))
-    index, blind = PrefixIndex(), GroupBlindIndex()
+    index, blind = create_index(), GroupBlindIndex()
     for action, payloads in (("stored", stored), ("removed", removed)):
         ours = _seconds(payloads, lambda payload: index.apply(SourceId("replica"), payload))
         theirs = _seconds(payloads, lambda payload: blind.apply("replica", payload))

@@ -9,7 +9,7 @@ import tracemalloc
 
 from benchmarks.figures import BLOCK_SIZE, prompt_tokens, report, stored_events
 from kvevents.events import Event, EventBatch
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import SourceId, create_index
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _bytes_used(blocks: int, replicas: int, groups: int) -> int:
-    index = PrefixIndex()
+    index = create_index()
     gc.collect()
     tracemalloc.start()
     for replica in range(replicas):

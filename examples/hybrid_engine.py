@@ -74,8 +74,8 @@ class Engine:
         self._cache.free(request.request_id)
         self._end_step()
         return {
-            "gpu": computed.num_tokens,
-            "total": hit.num_tokens if is_loaded else computed.num_tokens,
+            "gpu_cached_tokens": computed.num_tokens,
+            "cached_tokens": hit.num_tokens if is_loaded else computed.num_tokens,
         }
 
     def _load(self, request: CacheRequest, computed: ComputedBlocks, hit: ExternalHit) -> bool:

@@ -17,9 +17,7 @@ from kvevents.errors import KVEventsError
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.learning import LayoutHints
-from router.index.reference.source import ApplyResult
+from router.index import ApplyResult, LayoutHints, PrefixIndex, SourceId
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +185,6 @@ class _SourceFeed:
         self._model = model
         self._complain = complain
         self._applied = Applied()
-        self._given_up = 0
         self._has_had_lower_tiers = False
         self._is_known_suspect = False
         self._subscriber: Subscriber | None = None
@@ -229,10 +226,8 @@ class _SourceFeed:
     def apply(self, batch: Batch) -> Effect:
         result = self.index.apply(self._source, batch.payload)
         self._applied.add(result)
-        blocks = self.index.sources[self._source]
-        self._has_had_lower_tiers |= blocks.has_lower_tiers
-        given_up_before, self._given_up = self._given_up, blocks.waiting()[2]
-        if result.overflow or (self._given_up > given_up_before and blocks.is_incomplete):
+        self._has_had_lower_tiers |= result.has_lower_tiers
+        if result.is_incomplete:
             return Effect.INCOMPLETE
         # A clear empties the GPU alone: what a lower tier stored or removed meanwhile stays
         # unknown.
@@ -248,7 +243,6 @@ class _SourceFeed:
             reason,
         )
         self._applied.cleared += 1
-        self._given_up = 0
         self.index.clear(self._source)
 
     def change(self, state: SourceState) -> None:

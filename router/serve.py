@@ -23,7 +23,7 @@ from router.app import RouterApp
 from router.config import RouterConfig
 from router.errors import ConfigError, Problem
 from router.http.connection_guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
-from router.index.reference.index import PrefixIndex
+from router.index import PrefixIndex, create_index
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = PrefixIndex) -> None:
+async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> None:
     """Serve until SIGTERM or SIGINT; a second signal cuts what is still running.
 
     Raises:
@@ -96,7 +96,7 @@ async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = Pr
         await server.serve(sockets=[listener])
 
 
-def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = PrefixIndex) -> int:
+def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> int:
     """`serve` on uvloop; the exit code of the process."""
     _set_up_logging(config)
     _allow_open_files()

@@ -20,7 +20,7 @@ from router.config import RouterConfig
 from router.errors import NoReplica
 from router.feed import Feed
 from router.http.gateway import Gateway
-from router.index.reference.index import PrefixIndex, SourceId, SourceStatistics
+from router.index import PrefixIndex, SourceId, SourceStatistics, create_index
 from router.observability.collector import collect
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import Journal
@@ -57,7 +57,7 @@ class RouterService:
         self,
         config: RouterConfig,
         registry: CollectorRegistry | None = None,
-        make_index: Callable[[], PrefixIndex] = PrefixIndex,
+        make_index: Callable[[], PrefixIndex] = create_index,
     ) -> None:
         """Load tokenizers and make the parts; each model's index comes from *make_index*.
 

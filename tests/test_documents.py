@@ -26,8 +26,8 @@ from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import RouterConfig
 from router.feed import Feed
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.match import Hit
+from router.index import Hit, SourceId
+from router.index.reference.index import ReferenceIndex
 from router.service import RouterService
 from tests.support.following import QUICK, until
 
@@ -481,7 +481,7 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    index, source = PrefixIndex(), SourceId("example")
+    index, source = ReferenceIndex(), SourceId("example")
     feed = Feed(lambda _model: index, QUICK)
     feed.add(source, events, replay, "kv-events", "model")
     try:
@@ -510,7 +510,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        index, source = PrefixIndex(), SourceId("example")
+        index, source = ReferenceIndex(), SourceId("example")
         feed = Feed(lambda _model, index=index: index, QUICK)
         feed.add(source, events, replay, "kv-events", "model")
         try:
@@ -533,7 +533,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
                 assert await engine.wait() == 0
 
 
-def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
+def knows_the_start(index: ReferenceIndex, is_first: bool) -> bool:
     """The layout, and of a second process the blocks on disk."""
     return any(
         source.layout is not None and (is_first or bool(source.held))
@@ -542,7 +542,7 @@ def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
 
 
 async def compared_in_tiers(
-    engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
+    engine: asyncio.subprocess.Process, index: ReferenceIndex, source: SourceId, prompt: list[int]
 ) -> Hit:
     """As `compared`, with what the tiers bring back."""
     assert engine.stdin is not None
@@ -572,7 +572,7 @@ def prompts(count: int) -> Iterator[list[int]]:
 
 
 async def compared(
-    engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
+    engine: asyncio.subprocess.Process, index: ReferenceIndex, source: SourceId, prompt: list[int]
 ) -> int:
     """The engine's hit, equal to the index's prediction; returns when the index has what the engine
     then published."""

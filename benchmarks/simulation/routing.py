@@ -9,7 +9,7 @@ from random import Random
 from kvevents.events import EventBatch
 from router.config import ReplicaConfig as RouterReplicaConfig
 from router.demo.blind import GroupBlindIndex
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import SourceId, create_index
 from router.replicas.engine_load import EngineGauges
 from router.replicas.health import HealthRecord
 from router.replicas.load import InFlight, LoadTracker
@@ -49,7 +49,7 @@ class SimulatedRouter:
     ) -> None:
         self._clock = clock
         is_blind = policy in (GROUP_BLIND, BLIND_AND_FORGETFUL)
-        self.index = GroupBlindIndex() if is_blind else PrefixIndex()
+        self.index = GroupBlindIndex() if is_blind else create_index()
         self.load = LoadTracker()
         self._replicas = [_healthy(replica_id) for replica_id in replica_ids]
         name = "prefix" if is_blind else policy
@@ -84,7 +84,7 @@ class SimulatedRouter:
         return chosen, decision.hit_of(chosen).cached_tokens, account
 
     def _decide(self, session: str, token_ids: Sequence[int]) -> Decision:
-        prompt = self.index.prompt(token_ids)
+        prompt = self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))
         prompt.keys(RECENT_STEP)
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         return self._planner.decide(request, self.index, [prompt], self._replicas)

@@ -37,7 +37,7 @@ from router.config.document import (
     refusal,
 )
 from router.errors import BadRequest, ConfigError, Problem
-from router.index.reference.learning import LayoutHints
+from router.index import LayoutHints
 from router.scoring.policies import BUILT_IN, policy_names
 from router.scoring.types import Weights
 from router.upstream.origin import Origin, OriginError

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -25,53 +26,86 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.layout import GroupKind
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.source import ApplyResult
+from router.index import (
+    ApplyResult,
+    GroupHit,
+    Hit,
+    LayoutHints,
+    PrefixIndex,
+    PreparedPrompt,
+    SourceId,
+    SourceStatistics,
+    create_index,
+)
 
 
 class GroupBlindIndex(PrefixIndex):
-    """Hears of one group where there are several."""
+    """Hands on to a real index what is left of the events without their groups."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._index = create_index()
         self._copies: dict[SourceId, Counter[BlockHash]] = {}
 
+    def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
+        self._copies.pop(source, None)
+        self._index.add(source, hints)
+
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
-        """Like the index itself, of what is left of a batch without its groups."""
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
-        events = list(
-            self._without_groups(self._copies.setdefault(source, Counter()), batch.events)
-        )
-        return super().apply(source, msgspec.structs.replace(batch, events=events))
+        copies = self._copies.setdefault(source, Counter())
+        events = list(_without_groups(copies, batch.events))
+        return self._index.apply(source, msgspec.structs.replace(batch, events=events))
 
     def clear(self, source: SourceId) -> None:
         self._copies.pop(source, None)
-        super().clear(source)
+        self._index.clear(source)
 
     def drop(self, source: SourceId) -> None:
         self._copies.pop(source, None)
-        super().drop(source)
+        self._index.drop(source)
 
-    def _without_groups(
-        self, copies: Counter[BlockHash], events: Sequence[Event]
-    ) -> Iterator[Event]:
-        for event in events:
-            if isinstance(event, CacheLayout):
-                yield _one_group(event)
-            elif isinstance(event, BlockStored) and event.medium in (None, GPU):
-                copies.update(event.block_hashes)
-                yield msgspec.structs.replace(
-                    event,
-                    group_idx=0,
-                    kv_cache_spec_kind=GroupKind.FULL.value,
-                    kv_cache_spec_sliding_window=None,
-                )
-            elif isinstance(event, BlockRemoved) and event.medium in (None, GPU):
-                gone = [block for block in event.block_hashes for _ in range(copies.pop(block, 0))]
-                yield BlockRemoved(gone, GPU, 0)
-            elif isinstance(event, AllBlocksCleared):
-                copies.clear()
-                yield event
+    def prepare(
+        self,
+        token_ids: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+        extra_steps: Sequence[int] = (),
+    ) -> PreparedPrompt:
+        return self._index.prepare(token_ids, lora_name, cache_salt, extra_keys, extra_steps)
+
+    def match_prompt(self, prompt: PreparedPrompt) -> dict[SourceId, Hit]:
+        return self._index.match_prompt(prompt)
+
+    def explain(self, prompt: PreparedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
+        return self._index.explain(prompt, source)
+
+    def holds(self, source: SourceId) -> bool:
+        return self._index.holds(source)
+
+    def statistics(self) -> dict[SourceId, SourceStatistics]:
+        return self._index.statistics()
+
+
+def _without_groups(copies: Counter[BlockHash], events: Sequence[Event]) -> Iterator[Event]:
+    """The events as of one full-attention group; *copies* counts what each hash stands for."""
+    for event in events:
+        if isinstance(event, CacheLayout):
+            yield _one_group(event)
+        elif isinstance(event, BlockStored) and event.medium in (None, GPU):
+            copies.update(event.block_hashes)
+            yield msgspec.structs.replace(
+                event,
+                group_idx=0,
+                kv_cache_spec_kind=GroupKind.FULL.value,
+                kv_cache_spec_sliding_window=None,
+            )
+        elif isinstance(event, BlockRemoved) and event.medium in (None, GPU):
+            gone = [block for block in event.block_hashes for _ in range(copies.pop(block, 0))]
+            yield BlockRemoved(gone, GPU, 0)
+        elif isinstance(event, AllBlocksCleared):
+            copies.clear()
+            yield event
 
 
 def _one_group(layout: CacheLayout) -> CacheLayout:

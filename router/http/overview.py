@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from router.feed import SourceFeedStatistics
-from router.index.reference.index import SourceId, SourceStatistics
+from router.index import SourceId, SourceStatistics
 from router.observability.problems import SourceGlance, glance, problems_of
 from router.observability.rolling_totals import Minute
 from router.replicas import EventSource, ReplicaView

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from router.feed import SourceFeedStatistics
-from router.index.reference.index import SourceId, SourceStatistics
-from router.index.reference.match import GroupHit
+from router.index import GroupHit, SourceId, SourceStatistics
 from router.observability.request_log import RoutedRequest
 from router.replicas import ReplicaView
 from router.routing.dispatcher import Dispatched
@@ -88,7 +87,7 @@ def _prompt(prompt: Any) -> dict[str, Any]:
 def _ranked(dispatched: Dispatched, ranked: Ranked) -> dict[str, Any]:
     index, candidate = dispatched.model.index, ranked.candidate
     hit = dispatched.decision.hit_of(candidate.replica_id)
-    prompts = dispatched.prompts if hit.source in index.sources else ()
+    prompts = dispatched.prompts if index.holds(hit.source) else ()
     return {
         "replica": candidate.replica_id,
         "dp_rank": candidate.dp_rank,
@@ -100,7 +99,7 @@ def _ranked(dispatched: Dispatched, ranked: Ranked) -> dict[str, Any]:
             "suspect": hit.suspect,
         },
         "recent_tokens": candidate.recent_tokens,
-        "groups": [_groups(index.group_hits(prompt, hit.source)) for prompt in prompts],
+        "groups": [_groups(index.explain(prompt, hit.source)) for prompt in prompts],
     }
 
 
@@ -144,8 +143,8 @@ def _cache(statistics: SourceStatistics | None) -> dict[str, Any] | None:
             for (group, tier), count in sorted(statistics.blocks.items())
         ],
         "unplaced_blocks": statistics.unplaced,
-        "waiting_runs": statistics.waiting_runs,
-        "given_up_runs": statistics.given_up_runs,
+        "waiting_runs": statistics.waiting.runs,
+        "given_up_runs": statistics.waiting.given_up,
         "is_incomplete": statistics.is_incomplete,
         "hash_algorithm": statistics.hash_algorithm,
         "groups": [] if layout is None else [msgspec.to_builtins(group) for group in layout.groups],

@@ -1,6 +1,40 @@
-"""The index.
+"""The group-aware prefix index: which replica would reuse how much of a prompt.
 
 The files; each imports only what is listed above it:
 
+    base.py      the interface of an index, and the values that cross it
     reference/   the index in plain Python, which defines the behaviour
 """
+
+from router.index.base import (
+    ApplyResult,
+    GroupHit,
+    Hit,
+    LayoutHints,
+    PrefixIndex,
+    PreparedPrompt,
+    SourceId,
+    SourceLimits,
+    SourceStatistics,
+    WaitingStatistics,
+)
+from router.index.reference.index import ReferenceIndex
+
+__all__ = [
+    "ApplyResult",
+    "GroupHit",
+    "Hit",
+    "LayoutHints",
+    "PrefixIndex",
+    "PreparedPrompt",
+    "SourceId",
+    "SourceLimits",
+    "SourceStatistics",
+    "WaitingStatistics",
+    "create_index",
+]
+
+
+def create_index(limits: SourceLimits | None = None) -> PrefixIndex:
+    """A new, empty index for one model: the one place that chooses an implementation."""
+    return ReferenceIndex(limits=limits)

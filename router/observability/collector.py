@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvevents.delivery import SourceState
 from router.feed import Feed, SourceFeedStatistics
-from router.index.reference.index import SourceId, SourceStatistics
+from router.index import SourceId, SourceStatistics
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
@@ -96,7 +96,7 @@ _INDEX_GAUGES: _Table[SourceStatistics] = (
     (
         "kvroute_index_waiting_runs",
         "Events that wait for their parent block.",
-        lambda found: found.waiting_runs,
+        lambda found: found.waiting.runs,
     ),
     (
         "kvroute_index_incomplete",

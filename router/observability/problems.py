@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from router.feed import SourceFeedStatistics
-from router.index.reference.index import SourceStatistics
+from router.index import SourceStatistics
 from router.replicas import ReplicaView
 
 MAX_NOTES = 4

@@ -25,7 +25,7 @@ from kvevents.errors import LayoutError
 from kvevents.events import GroupSpec
 from kvevents.layout import KVCacheGroup, group_from_spec
 from router.errors import RouterError
-from router.index.reference.learning import LayoutHints
+from router.index import LayoutHints
 
 MAX_LINE_BYTES = 256 * 2**20
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvevents.errors import MalformedBatch
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import PrefixIndex, SourceId, create_index
 from router.recordings.format import Query, RecordingReader
 
 _SOURCE = SourceId("recording")
@@ -57,7 +57,7 @@ def replay(path: Path, learn_layout: bool, summary: ReplaySummary) -> Iterator[P
     Raises:
         RecordingError: The file is no recording.
     """
-    index = PrefixIndex()
+    index = create_index()
     with RecordingReader(path) as reader:
         index.add(_SOURCE, reader.header.hints(learn_layout))
         for record in reader:

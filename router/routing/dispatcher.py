@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from router.errors import BadRequest, NoReplica, UnknownModel
-from router.index.reference.match import Prompt
+from router.index import PreparedPrompt
 from router.observability.metrics import RouterMetrics
 from router.replicas import Replica
 from router.routing.models import Model, ModelName, ModelSet
@@ -56,7 +56,7 @@ class Dispatched:
     spec: PromptSpec
     model: Model
     tokenized: Sequence[TokenizedPrompt]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[PreparedPrompt]
     decision: Decision
 
     @property
@@ -154,7 +154,11 @@ class Dispatcher:
             raise NoReplica(decision.model, decision.ranking.why_nobody)
 
     def _decide(
-        self, request: RouteRequest, found: ModelName, prompts: Sequence[Prompt], seconds: float
+        self,
+        request: RouteRequest,
+        found: ModelName,
+        prompts: Sequence[PreparedPrompt],
+        seconds: float,
     ) -> Decision:
         decision = self._planner.decide(
             request, found.model.index, prompts, self._serving(found), seconds

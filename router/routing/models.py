@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from router.config import ModelConfig
 from router.errors import ConfigError, Problem, UnknownModel
-from router.index.reference.index import PrefixIndex
-from router.index.reference.learning import LayoutHints
+from router.index import LayoutHints, PrefixIndex, create_index
 from router.tokenize import (
     ChatSettings,
     LocalTokenizer,
@@ -36,7 +35,7 @@ class Model:
     tokenization: Tokenization
     aliases: tuple[str, ...] = ()
     hints: LayoutHints = field(default_factory=LayoutHints)
-    index: PrefixIndex = field(default_factory=PrefixIndex)
+    index: PrefixIndex = field(default_factory=create_index)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +65,7 @@ class ModelSet:
         self,
         configured: Iterable[ModelConfig],
         fetch: FetchForModel,
-        make_index: Callable[[], PrefixIndex] = PrefixIndex,
+        make_index: Callable[[], PrefixIndex] = create_index,
     ) -> None:
         """Load the tokenizers of all configured models; each model gets an index of its own from
         *make_index*.

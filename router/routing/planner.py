@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.match import Hit, Prompt
+from router.index import Hit, PrefixIndex, PreparedPrompt, SourceId
 from router.replicas import Replica
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
@@ -88,7 +87,7 @@ class RoutePlanner:
         self,
         request: RouteRequest,
         index: PrefixIndex,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PreparedPrompt],
         replicas: Iterable[Replica],
         seconds_before: float = 0.0,
     ) -> Decision:
@@ -105,7 +104,7 @@ class RoutePlanner:
         """
         started = time.perf_counter()
         found = _sum([index.match_prompt(prompt) for prompt in prompts])
-        keys = tuple(prompt.keys(RECENT_STEP) for prompt in prompts)
+        keys = tuple(prompt.prefix_keys(RECENT_STEP) for prompt in prompts)
         recent = self._recent_tokens(keys)
         hits: dict[str, PredictedHit] = {}
         candidates = []
@@ -187,19 +186,20 @@ def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
     return total
 
 
-def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[Prompt]:
+def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[PreparedPrompt]:
     """Prompts ready for matching; those whose ids are not known are left out.
 
     Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a
     thread.
     """
-    prompts = [
-        index.prompt(found.token_ids, found.lora_name, found.cache_salt, found.extra_keys)
+    return [
+        index.prepare(
+            found.token_ids,
+            found.lora_name,
+            found.cache_salt,
+            found.extra_keys,
+            extra_steps=(RECENT_STEP,),
+        )
         for found in tokenized[:MAX_MATCHED_PROMPTS]
         if found.token_ids
     ]
-    for prompt in prompts:
-        prompt.keys(RECENT_STEP)
-        for step in index.steps():
-            prompt.keys(*step)
-    return prompts

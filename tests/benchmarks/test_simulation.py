@@ -28,8 +28,7 @@ from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.demo.blind import GroupBlindIndex
-from router.index.reference.index import SourceId
-from router.index.reference.match import Hit
+from router.index import Hit, SourceId
 
 SMALL = ConversationOptions(
     conversations=12,

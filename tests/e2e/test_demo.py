@@ -22,7 +22,7 @@ from kvevents.publisher import announce
 from router.demo.blind import GroupBlindIndex
 from router.demo.processes import DemoFailed, engines
 from router.demo.workload import Workload, WorkloadSizes
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import PrefixIndex, SourceId, create_index
 from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
 from tests.support.signals import heed_signals
@@ -160,11 +160,11 @@ def test_a_group_blind_index_takes_a_window_that_slid_for_a_lost_block() -> None
     full = KVCacheGroup(GroupKind.FULL, 16)
     hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=16)]
     slid = BlockRemoved([*HASHES[:2]], GPU, 1)
-    assert told(PrefixIndex(), hybrid, stored(0), stored(1), slid) == 64
+    assert told(create_index(), hybrid, stored(0), stored(1), slid) == 64
     assert told(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
     # The window's only block is gone, full attention holds all: nothing can be reused, and the
     # blind index says everything.
-    assert told(PrefixIndex(), hybrid, stored(0)) == 0
+    assert told(create_index(), hybrid, stored(0)) == 0
     assert told(GroupBlindIndex(), hybrid, stored(0)) == 64
-    for index in (PrefixIndex(), GroupBlindIndex()):
+    for index in (create_index(), GroupBlindIndex()):
         assert told(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32

@@ -19,9 +19,8 @@ import pytest
 from kvevents.codec import encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.learning import LayoutHints
-from router.index.reference.waiting import SourceLimits
+from router.index import LayoutHints, SourceId, SourceLimits
+from router.index.reference.index import ReferenceIndex
 from router.recordings.format import Query, RecordingReader
 from tests.support import wire_samples
 from tests.support.blocks import FULL, Prefix, tokens, window
@@ -202,7 +201,7 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
     """A replica that sends garbage is refused, counted, and costs the others nothing."""
     recorded = recorded_payloads()
     assert len(recorded) > 500
-    index, seen = PrefixIndex(limits=LIMITS), Seen()
+    index, seen = ReferenceIndex(limits=LIMITS), Seen()
     for seed, (source, samples) in enumerate(
         {LEARNING: recorded, ANNOUNCED: recorded[::5] + our_payloads() * 20}.items()
     ):
@@ -232,18 +231,18 @@ class Seen:
     most_blocks: int = 0
     most_waiting: int = 0
 
-    def restart(self, index: PrefixIndex, source: SourceId) -> None:
+    def restart(self, index: ReferenceIndex, source: SourceId) -> None:
         self.allocated.append(sys.getallocatedblocks())
         index.add(source, LayoutHints(hash_seeds=("0",)))
 
-    def look(self, index: PrefixIndex, source: SourceId) -> None:
+    def look(self, index: ReferenceIndex, source: SourceId) -> None:
         statistics = index.statistics()[source]
         self.layouts.add(repr(statistics.layout))
         self.most_blocks = max(self.most_blocks, sum(statistics.blocks.values()))
-        self.most_waiting = max(self.most_waiting, statistics.waiting_runs)
+        self.most_waiting = max(self.most_waiting, statistics.waiting.runs)
 
 
-def _apply(index: PrefixIndex, source: SourceId, payload: bytes, is_watched: bool) -> str:
+def _apply(index: ReferenceIndex, source: SourceId, payload: bytes, is_watched: bool) -> str:
     """Applied or refused; whatever else is raised ends the test."""
     before = index.statistics().get(source) if is_watched else None
     try:
@@ -255,23 +254,23 @@ def _apply(index: PrefixIndex, source: SourceId, payload: bytes, is_watched: boo
     return "applied"
 
 
-def _expect_bounded(index: PrefixIndex, source: SourceId) -> None:
+def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
     """Its limits hold, and it still answers."""
     statistics = index.statistics()[source]
     assert sum(statistics.blocks.values()) <= LIMITS.blocks
     assert len({tier for _, tier in statistics.blocks}) <= LIMITS.tiers
-    assert statistics.waiting_runs <= LIMITS.waiting_runs
-    assert statistics.waiting_tokens <= LIMITS.waiting_tokens
+    assert statistics.waiting.runs <= LIMITS.waiting_runs
+    assert statistics.waiting.tokens <= LIMITS.waiting_tokens
     assert len(index.sources[source]._forgotten) <= LIMITS.forgotten
     assert len(index.sources[source].hash_at) <= LIMITS.blocks
     for hit in index.match(tokens(100, first=0), "sql", "salt").values():
         assert 0 <= hit.gpu_cached_tokens <= hit.cached_tokens <= 100
-    index.explain(tokens(40))
+    index.explain(index.prepare(tokens(40)), source)
 
 
 def test_a_refused_batch_changes_nothing_even_if_its_last_event_is_the_bad_one() -> None:
     """Half a batch would be a state no engine was ever in."""
-    index, prompt = PrefixIndex(), Prefix(tokens(64))
+    index, prompt = ReferenceIndex(), Prefix(tokens(64))
     index.apply(LEARNING, encode(EventBatch(0.0, [prompt.stored(0, FULL)])))
     before = index.statistics()[LEARNING]
     removed = msgspec.to_builtins(BlockRemoved(prompt.hashes, "GPU", 0))
@@ -289,7 +288,7 @@ def test_a_refused_batch_changes_nothing_even_if_its_last_event_is_the_bad_one()
 
 def test_a_source_is_not_made_known_by_a_payload_that_is_refused() -> None:
     """Otherwise garbage under many names would grow the index."""
-    index = PrefixIndex()
+    index = ReferenceIndex()
     with pytest.raises(MalformedBatch):
         index.apply(LEARNING, b"\xc1")
     assert index.sources == {}
@@ -362,7 +361,7 @@ BOMBS: dict[str, bytes] = {
 @pytest.mark.parametrize("payload", BOMBS.values(), ids=BOMBS.keys())
 def test_a_bomb_is_refused_at_once_and_without_the_memory_it_asks_for(payload: bytes) -> None:
     """Five bytes can claim four billion elements; a hundred thousand can nest as deep."""
-    index = PrefixIndex()
+    index = ReferenceIndex()
     tracemalloc.start()
     started = time.process_time()
     try:
@@ -380,7 +379,7 @@ def test_a_bomb_is_refused_at_once_and_without_the_memory_it_asks_for(payload: b
 )
 def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) -> None:
     """What the decoder just took must not be too deep for what comes behind it."""
-    index = PrefixIndex()
+    index = ReferenceIndex()
     for depth in range(1, sys.getrecursionlimit() + 50):
         value = b"\x91" * depth + b"\xa1x"
         payload = _event(
@@ -394,7 +393,7 @@ def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) ->
 
 def test_a_batch_of_a_million_hashes_stays_within_the_limits() -> None:
     """Well-formed, and far over what a source may hold."""
-    index = PrefixIndex(limits=LIMITS)
+    index = ReferenceIndex(limits=LIMITS)
     hashes = list(range(1_000_000))
     result = index.apply(LEARNING, encode_any([0.0, [["BlockStored", hashes, None, hashes, 1]]]))
     assert (result.stored, result.overflow) == (LIMITS.blocks, 1_000_000 - LIMITS.blocks)

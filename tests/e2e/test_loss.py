@@ -15,7 +15,8 @@ from kvevents.events import Event
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from router.feed import Feed, SourceFeedStatistics
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import SourceId
+from router.index.reference.index import ReferenceIndex
 from tests.support.following import QUICK, until
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
 from tests.support.relay import CuttingRelay, Faults, LossyRelay
@@ -32,8 +33,8 @@ class Router:
     """A feed with its index, beside the one that is fed without loss."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex()
-        self.true = PrefixIndex()
+        self.index = ReferenceIndex()
+        self.true = ReferenceIndex()
         self.true.add(SOURCE)
         self.feed = Feed(lambda model: self.index, OPTIONS)
 
@@ -82,7 +83,9 @@ async def router() -> AsyncIterator[Router]:
 class VllmEngine:
     """The engine with a publisher like vLLM's."""
 
-    def __init__(self, publisher: VllmPublisher, engine: RandomEngine, true: PrefixIndex) -> None:
+    def __init__(
+        self, publisher: VllmPublisher, engine: RandomEngine, true: ReferenceIndex
+    ) -> None:
         self.publisher, self.engine, self.true = publisher, engine, true
 
     async def run(self, steps: int) -> int:
@@ -99,7 +102,7 @@ class VllmEngine:
 
 
 async def run_ours(
-    publisher: ZmqEventPublisher, engine: RandomEngine, true: PrefixIndex, steps: int
+    publisher: ZmqEventPublisher, engine: RandomEngine, true: ReferenceIndex, steps: int
 ) -> int:
     """The engine with our publisher, as `VllmEngine.run`; returns the number of the last batch."""
     for step in range(steps + 1):

@@ -15,8 +15,7 @@ from kvevents.events import EventBatch
 from kvevents.layout import GroupKind
 from kvevents.publisher import announce
 from offload.config import CacheConfig
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.match import Hit
+from router.index import Hit, PrefixIndex, SourceId, create_index
 from tests.support.cache_driver import CHAIN
 from tests.support.cache_layouts import variants
 from tests.support.cache_workload import CacheWorkload
@@ -51,7 +50,7 @@ def answers(config: CacheConfig, seed: str, root: Path) -> Generator[tuple[Hit, 
     coarse = [1 if group.kind is GroupKind.MAMBA else 2 for group in config.layout.groups]
     disk, store = disk_tier(pages, config, root, 200_000, [1] * len(coarse))
     driver = OffloadDriver(config, pages, [cpu_tier(pages, config, 60, coarse), disk], seed)
-    index = PrefixIndex()
+    index = create_index()
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(config.layout, CHAIN)], 0)))
     workload = CacheWorkload(driver, seed)

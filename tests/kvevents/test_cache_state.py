@@ -17,8 +17,8 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, 
 from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.learning import LayoutHints
+from router.index import LayoutHints, SourceId
+from router.index.reference.index import ReferenceIndex
 from router.recordings.format import Query, RecordingReader
 from tests.support.blocks import Prefix, mamba, tokens, window
 
@@ -52,7 +52,7 @@ def told(state: CacheState) -> list[Event]:
     return [event for batch in batches for event in batch.events]
 
 
-def apply(index: PrefixIndex, source: SourceId, events: Sequence[Event]) -> None:
+def apply(index: ReferenceIndex, source: SourceId, events: Sequence[Event]) -> None:
     index.apply(source, encode(EventBatch(0.0, list(events), 0)))
 
 
@@ -111,7 +111,7 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
     blocks go.
     """
     events = Engine(seed, LAYOUTS[name]).history()
-    state, index = state_of(LAYOUTS[name]), PrefixIndex()
+    state, index = state_of(LAYOUTS[name]), ReferenceIndex()
     apply(index, FOLLOWED, [state.layout, *events])
     state.apply(events)
     late = _join(index, state, "late")
@@ -126,7 +126,7 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
 
 def test_the_histories_reach_what_is_interesting() -> None:
     """Random events that never lead to a hit in any tier would prove nothing."""
-    index, totals = PrefixIndex(), {"gpu": 0, "lower": 0, "copies": 0}
+    index, totals = ReferenceIndex(), {"gpu": 0, "lower": 0, "copies": 0}
     for seed in range(100):
         source = SourceId(str(seed))
         state = state_of([FULL])
@@ -151,7 +151,7 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
     layout = KVCacheLayout.build(
         hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
     )
-    state, index, late = CacheState(announce(layout)), PrefixIndex(), []
+    state, index, late = CacheState(announce(layout)), ReferenceIndex(), []
     for number, record in enumerate(records):
         if number % (len(records) // 3) == 0:
             late.append(_join(index, state, f"joined at {number}", hints))
@@ -168,7 +168,7 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
 
 
 def _join(
-    index: PrefixIndex, state: CacheState, name: str, hints: LayoutHints | None = None
+    index: ReferenceIndex, state: CacheState, name: str, hints: LayoutHints | None = None
 ) -> SourceId:
     """A new source made from a snapshot; with *hints* without its layout, as the recorded engines
     announced none."""
@@ -184,7 +184,7 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
     left."""
     group = window(7, 4)
     prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
-    state, index = state_of([group], HashChain.from_seed("sha256")), PrefixIndex()
+    state, index = state_of([group], HashChain.from_seed("sha256")), ReferenceIndex()
     state.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
     late = _join(index, state, "late")
     assert index.match([*prompt.tokens, 1])[late].gpu_cached_tokens == 24
@@ -258,7 +258,7 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
     """A window of small blocks slid on, inside a larger block of full attention: what follows must
     find its place."""
     full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
-    prompt, state, index = PROMPTS[0], state_of([full, small]), PrefixIndex()
+    prompt, state, index = PROMPTS[0], state_of([full, small]), ReferenceIndex()
     state.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
     late = _join(index, state, "late")
     assert [event.block_hashes for event in stored(state)[1:]] == [

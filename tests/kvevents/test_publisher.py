@@ -37,7 +37,8 @@ from kvevents.publisher import (
 )
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 from kvevents.stream import OfferResult, Stream
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import SourceId
+from router.index.reference.index import ReferenceIndex
 from tests.support.blocks import Prefix, tokens
 from tests.support.publishing import SNAPSHOT, Client, Peer, new_client, until
 from tests.support.recorded_publisher import RecordedStreamPublisher
@@ -289,7 +290,7 @@ def test_a_replay_longer_than_its_queue_comes_whole(client: Client) -> None:
 
 
 def index_of(batches: Sequence[Batch]) -> dict[tuple[int, str], dict[Any, int]]:
-    index, source = PrefixIndex(), SourceId("late")
+    index, source = ReferenceIndex(), SourceId("late")
     for batch in batches:
         index.apply(source, batch.payload)
     return index.sources[source].held
@@ -459,7 +460,7 @@ def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client
     assert numbers(replayed) == [0] + [
         number for number, is_taken in enumerate(taken, start=1) if is_taken
     ]
-    index, source = PrefixIndex(), SourceId("all")
+    index, source = ReferenceIndex(), SourceId("all")
     index.apply(source, EventBatch(0.0, events))
     assert index_of(snapshot) == index.sources[source].held
     assert snapshot[0].seq == len(taken)

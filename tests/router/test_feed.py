@@ -13,11 +13,10 @@ from kvevents.codec import encode
 from kvevents.delivery import SourceState
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
+from kvevents.hashing import DEFAULT_SEED
 from router.feed import Feed
-from router.index.reference.index import PrefixIndex, SourceId
-from router.index.reference.learning import LayoutHints
-from router.index.reference.match import Hit
-from router.index.reference.waiting import SourceLimits
+from router.index import Hit, LayoutHints, SourceId, SourceLimits
+from router.index.reference.index import ReferenceIndex
 from tests.support.blocks import FULL, Prefix
 from tests.support.following import QUICK, until
 from tests.support.vllm_publisher import VllmPublisher, seq_frame
@@ -31,9 +30,9 @@ class Models:
     """Two models' indexes."""
 
     def __init__(self) -> None:
-        self.indexes = {"one": PrefixIndex(), "two": PrefixIndex()}
+        self.indexes = {"one": ReferenceIndex(), "two": ReferenceIndex()}
 
-    def __call__(self, model: str) -> PrefixIndex:
+    def __call__(self, model: str) -> ReferenceIndex:
         return self.indexes[model]
 
     def hit(self, source: SourceId, model: str = "one") -> Hit:
@@ -89,7 +88,7 @@ async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Mode
         await until_live(feed, A, 0)
         await until_live(feed, B, 0)
         assert (models.hit(A, "one"), models.hit(B, "two")) == (Hit(64, 64), Hit(32, 32))
-        assert B not in models("one").sources
+        assert not models("one").holds(B)
         statistics = feed.statistics()
         assert (statistics[A].stored, statistics[A].model, statistics[B].stored) == (4, "one", 2)
 
@@ -130,7 +129,7 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
         publisher.publish(stored(64))
         await until_live(feed, A, 0)
         await feed.remove(A)
-        assert A not in models("one").sources
+        assert not models("one").holds(A)
         assert feed.statistics() == {}
         await feed.remove(A)
         follow(feed, A, publisher)
@@ -175,7 +174,7 @@ async def test_what_the_configuration_says_of_a_layout_survives_a_restart(
 
 async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -> None:
     """An index that had to refuse blocks is incomplete, however well the stream is followed."""
-    models.indexes["one"] = PrefixIndex(limits=SourceLimits(blocks=5))
+    models.indexes["one"] = ReferenceIndex(limits=SourceLimits(blocks=5))
     feed = Feed(models, QUICK)
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
@@ -192,7 +191,7 @@ async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -
 
 async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models) -> None:
     """A run that was given up can be found by no prompt."""
-    models.indexes["one"] = PrefixIndex(limits=SourceLimits(waiting_batches=3))
+    models.indexes["one"] = ReferenceIndex(limits=SourceLimits(waiting_batches=3))
     feed = Feed(models, QUICK)
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
@@ -202,6 +201,27 @@ async def test_a_parent_that_never_comes_makes_the_source_suspect(models: Models
         for _ in range(5):
             publisher.publish(batch())
         await until_state(feed, A, SourceState.SUSPECT, 5)
+        await feed.close()
+
+
+async def test_a_run_given_up_is_no_loss_where_the_hash_function_is_known(models: Models) -> None:
+    """Every look-up then hashes the prompt as the engine does; an overflow that was cleared long
+    ago must not be held against the source again."""
+    models.indexes["one"] = ReferenceIndex(limits=SourceLimits(blocks=6, waiting_batches=3))
+    feed = Feed(models, QUICK)
+    orphan = Prefix(list(range(500, 564)), seed=DEFAULT_SEED)
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(128))
+        await until_state(feed, A, SourceState.SUSPECT, 0)
+        publisher.publish(batch(AllBlocksCleared()))
+        publisher.publish(batch(orphan.stored(0, FULL, 32)))
+        publisher.publish(batch(orphan.stored(0, FULL, 0, 16)))
+        for _ in range(5):
+            publisher.publish(batch())
+        await until_live(feed, A, 8)
+        assert models("one").statistics()[A].waiting.given_up == 1
+        assert models("one").statistics()[A].hash_algorithm == "sha256"
         await feed.close()
 
 
@@ -311,7 +331,7 @@ async def test_an_endpoint_that_cannot_be_one_is_refused_at_once(
         with pytest.raises(EndpointError):
             feed.add(A, endpoint, replay_endpoint, TOPIC, "one")
     assert feed.statistics() == {}
-    assert models("one").sources == {}
+    assert models("one").statistics() == {}
 
 
 async def test_a_source_is_followed_once(feed: Feed) -> None:
@@ -327,7 +347,7 @@ async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(
 ) -> None:
     """A mistake of ours stops one source, visibly; its message may quote a prompt."""
 
-    class Broken(PrefixIndex):
+    class Broken(ReferenceIndex):
         def apply(self, source: SourceId, payload: object) -> object:  # type: ignore[override]
             raise RuntimeError("secret")
 

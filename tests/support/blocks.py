@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents.hashing import HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import PrefixIndex, SourceId
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 SOURCE = SourceId("replica-a")

@@ -8,11 +8,12 @@ import msgspec
 from kvevents.errors import KVEventsError
 from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index.base import LayoutHints, SourceId, SourceLimits
+from router.index.reference.index import ReferenceIndex
 from router.index.reference.keys import KeySpace
-from router.index.reference.learning import LayoutHints, SeenGroup
+from router.index.reference.learning import SeenGroup
 from router.index.reference.source import Source
-from router.index.reference.waiting import Run, SourceLimits
+from router.index.reference.waiting import Run
 
 VERSION = 1
 
@@ -54,7 +55,7 @@ class _IndexDump(msgspec.Struct):
     sources: list[_SourceDump]
 
 
-def dump(index: PrefixIndex) -> bytes:
+def dump(index: ReferenceIndex) -> bytes:
     """Everything the index knows, as msgpack.
 
     It holds block hashes, keys and the tokens of runs that wait for their parents: treat it like a
@@ -64,7 +65,7 @@ def dump(index: PrefixIndex) -> bytes:
     return msgspec.msgpack.encode(_IndexDump(VERSION, index.keys.modulus, sources))
 
 
-def load(data: bytes, limits: SourceLimits | None = None) -> PrefixIndex:
+def load(data: bytes, limits: SourceLimits | None = None) -> ReferenceIndex:
     """The index that `dump` wrote.
 
     Raises:
@@ -76,9 +77,11 @@ def load(data: bytes, limits: SourceLimits | None = None) -> PrefixIndex:
         raise DumpError(f"dump of {len(data)} bytes: {error}") from None
     if found.version != VERSION:
         raise DumpError(f"dump: version {found.version}; this one reads version {VERSION}")
-    index = PrefixIndex(KeySpace(found.modulus), limits or SourceLimits())
+    index = ReferenceIndex(KeySpace(found.modulus), limits or SourceLimits())
     for dumped in found.sources:
-        _load_source(index.add(SourceId(dumped.replica, dumped.dp_rank), dumped.hints), dumped)
+        source = SourceId(dumped.replica, dumped.dp_rank)
+        index.add(source, dumped.hints)
+        _load_source(index.sources[source], dumped)
     return index
 
 

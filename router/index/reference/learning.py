@@ -12,39 +12,11 @@ from dataclasses import dataclass, field
 
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, BlockHash, BlockStored, CacheLayout
-from kvevents.hashing import DEFAULT_SEED, ExtraKeys, HashChain, hash_algorithms, to_wire_int
+from kvevents.hashing import ExtraKeys, HashChain, hash_algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout, kind_from_wire
+from router.index.base import LayoutHints
 
 _UNKNOWN_SIZE = "unknown, taken as full attention"
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutHints:
-    """What the configuration says of a model's cache.
-
-    Attributes:
-        groups: By group index; used where the wire is silent.
-        hash_block_size: Tokens between two engine hashes; None: the greatest common divisor of the
-            block sizes.
-        scheduler_block_size: Granularity of hits; None: the least common multiple of the block
-            sizes.
-        eagle: The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on
-            the wire.
-        eagle_sees_last_token: See `KVCacheLayout`; False for vLLM before 0.32.
-        authoritative: The groups are facts and events cannot change them; only a publisher's own
-            `CacheLayout` can.
-        assume_unseen: Groups no event has named yet exist all the same.
-        hash_seeds: Values of `PYTHONHASHSEED` the engines may run with.
-    """
-
-    groups: tuple[KVCacheGroup, ...] = ()
-    hash_block_size: int | None = None
-    scheduler_block_size: int | None = None
-    eagle: bool = False
-    eagle_sees_last_token: bool = True
-    authoritative: bool = False
-    assume_unseen: bool = True
-    hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
 
 
 @dataclass(slots=True)

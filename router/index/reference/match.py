@@ -4,13 +4,13 @@ be reused."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from kvevents.events import GPU, BlockHash, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
 from kvevents.hit_rule import Present, longest_accepted, longest_extended_hit, longest_hit
 from kvevents.layout import GroupKind, KVCacheLayout
+from router.index.base import GroupHit, Hit, PreparedPrompt
 from router.index.reference.keys import KeySpace, besides_lora, marks_of, plain, tagged
 from router.index.reference.learning import engine_hashes
 from router.index.reference.source import Source
@@ -20,32 +20,7 @@ NameAt: TypeAlias = Callable[[int], BlockHash | None]
 known."""
 
 
-class Hit(NamedTuple):
-    """What a source would reuse of a prompt, in tokens."""
-
-    gpu_cached_tokens: int
-    cached_tokens: int
-    """With the blocks that lower tiers would bring back."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupHit:
-    """The longest prefix that one group alone accepts on the GPU, in tokens."""
-
-    group: int
-    kind: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """A hit, and what each group would have allowed."""
-
-    hit: Hit
-    groups: tuple[GroupHit, ...]
-
-
-class Prompt:
+class PromptKeys(PreparedPrompt):
     """A prompt under every name that some source may know its prefixes by; each list is computed
     once."""
 
@@ -64,6 +39,7 @@ class Prompt:
         self._extra_keys = extra_keys
         self._packed = pack_tokens(token_ids)
         self._keys: dict[tuple[int, int], list[int]] = {}
+        self._prefix_keys: dict[int, list[int]] = {}
         self._hashes: dict[tuple[HashChain, int, int, bool], list[list[BlockHash]]] = {}
 
     def keys(self, step: int, lookahead: int = 0) -> list[int]:
@@ -74,6 +50,18 @@ class Prompt:
             chain = self._space.chain(self._space.root(self.lora_name), self._packed, ends, marks)
             self._keys[step, lookahead] = list(chain)
         return self._keys[step, lookahead]
+
+    def prefix_keys(self, step: int) -> Sequence[int]:
+        if step not in self._prefix_keys:
+            self._prefix_keys[step] = self._sampled(step) or self.keys(step)
+        return self._prefix_keys[step]
+
+    def _sampled(self, step: int) -> list[int] | None:
+        """Every n-th key of those that are there already: hashing costs more than picking."""
+        for finer, lookahead in self._keys:
+            if not lookahead and step % finer == 0:
+                return self._keys[finer, 0][step // finer - 1 :: step // finer]
+        return None
 
     def engine_hashes(
         self, chain: HashChain, step: int, lookahead: int, as_int: bool
@@ -109,7 +97,7 @@ class Prompt:
         yield [(*adapter, *map(tagged, entry)) or None for entry in extra]
 
 
-def hit_of(source: Source, prompt: Prompt) -> Hit:
+def hit_of(source: Source, prompt: PromptKeys) -> Hit:
     """What *source* would reuse of *prompt*."""
     layout, length = source.layout, len(prompt.token_ids)
     if layout is None or length < 2:
@@ -124,12 +112,7 @@ def hit_of(source: Source, prompt: Prompt) -> Hit:
     return Hit(gpu, longest_extended_hit(layout, on_gpu, below, gpu, length))
 
 
-def explain(source: Source, prompt: Prompt) -> Explanation:
-    """The hit, and each group's own longest prefix."""
-    return Explanation(hit_of(source, prompt), tuple(group_hits(source, prompt)))
-
-
-def group_hits(source: Source, prompt: Prompt) -> Iterator[GroupHit]:
+def group_hits(source: Source, prompt: PromptKeys) -> Iterator[GroupHit]:
     """Each group's own longest prefix; none where the layout is not known."""
     layout, length = source.layout, len(prompt.token_ids)
     if layout is None or length < 2:
@@ -144,7 +127,7 @@ def group_hits(source: Source, prompt: Prompt) -> Iterator[GroupHit]:
             )
 
 
-def _names(source: Source, prompt: Prompt, layout: KVCacheLayout) -> Iterator[NameAt]:
+def _names(source: Source, prompt: PromptKeys, layout: KVCacheLayout) -> Iterator[NameAt]:
     """The hashes that stand for the prompt's prefixes in this source: learned, or computed as the
     engine does."""
     step, lookahead = layout.hash_block_size, source.learner.lookahead

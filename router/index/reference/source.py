@@ -10,7 +10,6 @@ placed, or when the engine's hash function is known and a prompt hashes to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -28,35 +27,19 @@ from kvevents.events import (
 )
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import KVCacheLayout
+from router.index.base import ApplyResult, LayoutHints, SourceLimits, SourceStatistics
 from router.index.reference.keys import KeySpace, Mark, marks_of
 from router.index.reference.learning import (
     HashFinder,
-    LayoutHints,
     LayoutLearner,
     engine_hashes,
 )
-from router.index.reference.waiting import Run, SourceLimits, WaitingRuns
+from router.index.reference.waiting import Run, WaitingRuns
 
 GroupTier: TypeAlias = tuple[int, str]
 
 _DIGEST_BYTES = 32
 """Of SHA-256; the xxhash family's are shorter."""
-
-
-@dataclass(slots=True)
-class ApplyResult:
-    """What one batch did, in blocks unless it says otherwise."""
-
-    stored: int = 0
-    removed: int = 0
-    waiting: int = 0
-    """Stored blocks whose prefix is not known yet."""
-    skipped: int = 0
-    """Events of unknown type, removals of unknown blocks, and what went over a limit."""
-    overflow: int = 0
-    """Part of *skipped*: blocks over a limit. The source is incomplete from here on."""
-    cleared: bool = False
-    layout_changed: bool = False
 
 
 class _Block(msgspec.Struct, gc=False):
@@ -117,10 +100,6 @@ class Source:
         """`(group, tier, distinct hashes)` for everything held."""
         return ((group, tier, len(hashes)) for (group, tier), hashes in sorted(self.held.items()))
 
-    def waiting(self) -> tuple[int, int, int]:
-        """`(runs waiting for a parent, their tokens, runs given up so far)`."""
-        return self._waiting.runs, self._waiting.tokens, self._waiting.given_up
-
     @property
     def is_incomplete(self) -> bool:
         """True once blocks were refused or given up that no look-up can find: the feed should
@@ -134,12 +113,24 @@ class Source:
         unknown = f"{self._unplaced} blocks cannot be placed: the engine's hash function is not known; configure hash_seeds"
         return (*self.learner.assumptions(), unknown)
 
+    def statistics(self) -> SourceStatistics:
+        return SourceStatistics(
+            blocks={(group, tier): count for group, tier, count in self.blocks()},
+            unplaced=self.unplaced,
+            ambiguous=self.ambiguous,
+            waiting=self._waiting.statistics(),
+            layout=self.layout,
+            hash_algorithm=self.finder.chain.algorithm if self.finder.chain else None,
+            assumptions=self.assumptions(),
+            is_incomplete=self.is_incomplete,
+        )
+
     # --- applying ---------------------------------------------------------------------------------
 
     def apply(self, batch: EventBatch) -> ApplyResult:
         """Take one batch; nothing in it can fail half-way."""
         result = ApplyResult(skipped=batch.skipped)
-        layout_before = self.layout
+        layout_before, given_up_before = self.layout, self._waiting.given_up
         self._batches += 1
         for event in batch.events:
             self._learn_layout(event)
@@ -147,6 +138,12 @@ class Source:
             self._apply_event(event, result)
         self._waiting.trim(self.limits, self._batches)
         self._find_hash_function(batch)
+        result.given_up = self._waiting.given_up - given_up_before
+        # A known hash function makes up for a prefix that was never learned.
+        result.is_incomplete = result.overflow > 0 or (
+            result.given_up > 0 and self.finder.chain is None
+        )
+        result.has_lower_tiers = self.has_lower_tiers
         result.layout_changed = self.layout != layout_before
         return result
 

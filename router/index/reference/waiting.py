@@ -7,23 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvevents.events import BlockHash
+from router.index.base import SourceLimits, WaitingStatistics
 from router.index.reference.keys import Mark
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLimits:
-    """Bounds that keep one source's memory in hand, whatever it sends."""
-
-    blocks: int = 4_194_304
-    """Distinct (group, tier, hash) held."""
-    tiers: int = 8
-    waiting_runs: int = 4096
-    waiting_tokens: int = 4_194_304
-    waiting_batches: int = 10_000
-    """Batches after which a run that still waits for its parent is given up."""
-    forgotten: int = 8192
-    """Places remembered after the last copy went: an offload tier announces a block after the GPU
-    has evicted it."""
 
 
 @dataclass(slots=True)
@@ -52,6 +37,9 @@ class WaitingRuns:
     runs: int = 0
     tokens: int = 0
     given_up: int = 0
+
+    def statistics(self) -> WaitingStatistics:
+        return WaitingStatistics(self.runs, self.tokens, self.given_up)
 
     def add(self, parent: BlockHash, run: Run) -> None:
         self.by_parent.setdefault(parent, []).append(run)

@@ -24,7 +24,7 @@ from router.config import (
     read_replica,
 )
 from router.errors import BadRequest, ConfigError
-from router.index.reference.learning import LayoutHints
+from router.index import LayoutHints
 from router.scoring import PolicySettings, make_policy, policy_names
 
 FULL = """

@@ -13,12 +13,8 @@ from msgspec.structs import replace
 from kvevents.events import CPU, BlockHash, BlockStored, CacheLayout, GroupSpec
 from kvevents.hashing import DEFAULT_SEED, HashChain, hash_algorithms, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index.reference.learning import (
-    HashFinder,
-    LayoutHints,
-    LayoutLearner,
-    engine_hashes,
-)
+from router.index import LayoutHints
+from router.index.reference.learning import HashFinder, LayoutLearner, engine_hashes
 from tests.support.blocks import FULL, Prefix, mamba, tokens, window
 
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)

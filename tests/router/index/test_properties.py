@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvevents.codec import encode
 from kvevents.events import CPU, GPU, BlockRemoved, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index.reference.index import PrefixIndex, SourceId
+from router.index import LayoutHints, SourceId
+from router.index.reference.index import ReferenceIndex
 from router.index.reference.keys import KeySpace
-from router.index.reference.learning import LayoutHints
 from tests.support.engine_model import Block, EngineModel, Prompt
 
 SOURCE = SourceId("replica-a")
@@ -78,7 +78,7 @@ class Pair:
 
     def __init__(self, layout: KVCacheLayout, as_int: bool = True, is_ours: bool = False) -> None:
         self.model = EngineModel(layout, as_int, names_block_size=not is_ours)
-        self.index = PrefixIndex()
+        self.index = ReferenceIndex()
         self.is_ours = is_ours
         self.start()
 
@@ -349,7 +349,7 @@ def test_stores_in_any_order_lead_to_the_same_hits(name: str, seed: int) -> None
         pair.apply([pair.model.store(*run)])
         pair.check(prompts[:2])
     pair.check(prompts)
-    assert pair.index.statistics()[SOURCE].waiting_runs == 0
+    assert pair.index.statistics()[SOURCE].waiting.runs == 0
     assert pair.index.statistics()[SOURCE].unplaced == 0
     assert pair.model.hit(prompts[0])[0] > 0
     pair.check_memory()
@@ -411,7 +411,7 @@ def test_events_delivered_twice_count_twice() -> None:
 def test_sources_are_exact_side_by_side() -> None:
     """Engines with other seeds, forms and layouts share one index, and none sees another's
     blocks."""
-    index = PrefixIndex(keys=KeySpace())
+    index = ReferenceIndex(keys=KeySpace())
     engines = {}
     for number, layout in enumerate(LAYOUTS.values()):
         model = EngineModel(layout, as_int=number % 2 == 0, seed=f"engine {number}")
@@ -431,9 +431,11 @@ def test_the_explanation_holds_the_hit_and_each_groups_own() -> None:
     """What an operator sees is what the router decided by."""
     pair, prompt = Pair(LAYOUTS["full and a window"]), prompt_of([0, 1, 0])
     pair.apply([pair.model.store(0, prompt, 0, 16), pair.model.store(1, prompt, 0, 24)])
-    explanation = pair.index.explain(prompt.tokens)[SOURCE]
-    assert tuple(explanation.hit) == pair.model.hit(prompt) == (16, 16)
-    assert [(group.group, group.kind, group.tokens) for group in explanation.groups] == [
+    prepared = pair.index.prepare(prompt.tokens)
+    hit = pair.index.match_prompt(prepared)[SOURCE]
+    assert tuple(hit) == pair.model.hit(prompt) == (16, 16)
+    groups = pair.index.explain(prepared, SOURCE)
+    assert [(group.group, group.kind, group.tokens) for group in groups] == [
         (0, "full_attention", 16),
         (1, "sliding_window", 20),
     ]

@@ -24,11 +24,10 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
-from router.index.reference.index import PrefixIndex, SourceStatistics
+from router.index import ApplyResult, LayoutHints, SourceLimits, SourceStatistics, WaitingStatistics
+from router.index.reference.index import ReferenceIndex
 from router.index.reference.keys import KeySpace
-from router.index.reference.learning import LayoutHints
-from router.index.reference.source import ApplyResult, Source
-from router.index.reference.waiting import SourceLimits
+from router.index.reference.source import Source
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 
 PROMPT = Prefix(tokens(160))
@@ -39,18 +38,18 @@ def source_with(**limits: int) -> Source:
     return Source(KeySpace(), LayoutHints(hash_seeds=()), SourceLimits(**limits))
 
 
-def index_with(**limits: int) -> PrefixIndex:
-    index = PrefixIndex(limits=SourceLimits(**limits))
+def index_with(**limits: int) -> ReferenceIndex:
+    index = ReferenceIndex(limits=SourceLimits(**limits))
     index.add(SOURCE, LayoutHints(hash_seeds=()))
     return index
 
 
-def apply(target: Source | PrefixIndex, *events: Event) -> ApplyResult:
+def apply(target: Source | ReferenceIndex, *events: Event) -> ApplyResult:
     batch = EventBatch(0.0, list(events))
     return target.apply(batch) if isinstance(target, Source) else target.apply(SOURCE, batch)
 
 
-def statistics(index: PrefixIndex) -> SourceStatistics:
+def statistics(index: ReferenceIndex) -> SourceStatistics:
     return index.statistics()[SOURCE]
 
 
@@ -89,7 +88,7 @@ def test_events_of_unknown_type_are_counted_as_skipped() -> None:
 
 def test_an_event_without_hashes_and_tokens_does_nothing() -> None:
     """An empty run of an engine whose hash function is known."""
-    index = PrefixIndex()
+    index = ReferenceIndex()
     layout = CacheLayout(
         "p", [GroupSpec("full_attention", 16)], 16, 16, "sha256", HashChain.from_seed().none_hash
     )
@@ -204,9 +203,9 @@ def test_no_more_runs_wait_than_allowed_and_the_oldest_is_given_up() -> None:
     for number in range(5):
         apply(index, orphan(number))
     assert (
-        statistics(index).waiting_runs,
-        statistics(index).waiting_tokens,
-        statistics(index).given_up_runs,
+        statistics(index).waiting.runs,
+        statistics(index).waiting.tokens,
+        statistics(index).waiting.given_up,
     ) == (3, 48, 2)
     assert statistics(index).is_incomplete
     apply(index, parent_of(0), parent_of(4))
@@ -218,11 +217,11 @@ def test_no_more_tokens_wait_than_allowed() -> None:
     """One run may carry a whole prompt."""
     index = index_with(waiting_tokens=100)
     apply(index, orphan(0, blocks=4))
-    assert (statistics(index).waiting_tokens, statistics(index).given_up_runs) == (64, 0)
+    assert (statistics(index).waiting.tokens, statistics(index).waiting.given_up) == (64, 0)
     apply(index, orphan(1, blocks=3))
-    assert (statistics(index).waiting_tokens, statistics(index).given_up_runs) == (48, 1)
+    assert (statistics(index).waiting.tokens, statistics(index).waiting.given_up) == (48, 1)
     apply(index, orphan(2, blocks=10))
-    assert (statistics(index).waiting_tokens, statistics(index).given_up_runs) == (0, 3)
+    assert (statistics(index).waiting.tokens, statistics(index).waiting.given_up) == (0, 3)
 
 
 def test_no_run_waits_longer_than_allowed() -> None:
@@ -232,9 +231,9 @@ def test_no_run_waits_longer_than_allowed() -> None:
     apply(index, orphan(0))
     for _ in range(5):
         apply(index)
-    assert (statistics(index).waiting_runs, statistics(index).is_incomplete) == (1, False)
+    assert (statistics(index).waiting.runs, statistics(index).is_incomplete) == (1, False)
     apply(index)
-    assert (statistics(index).waiting_runs, statistics(index).given_up_runs) == (0, 1)
+    assert (statistics(index).waiting.runs, statistics(index).waiting.given_up) == (0, 1)
     assert statistics(index).is_incomplete
     assert statistics(index).unplaced == 1
 
@@ -251,7 +250,7 @@ def test_a_run_that_was_given_up_is_still_held_and_found_once_it_is_announced_ag
 
 def test_a_known_hash_function_needs_no_waiting() -> None:
     """Every look-up hashes the prompt: nothing is lost by giving up, and nothing waits."""
-    index = PrefixIndex(limits=SourceLimits(waiting_runs=0))
+    index = ReferenceIndex(limits=SourceLimits(waiting_runs=0))
     prompt, other = (
         Prefix(tokens(160), seed=DEFAULT_SEED),
         Prefix(tokens(32, first=9000), seed=DEFAULT_SEED),
@@ -261,7 +260,7 @@ def test_a_known_hash_function_needs_no_waiting() -> None:
     assert statistics(index).hash_algorithm == "sha256"
     assert not statistics(index).is_incomplete
     apply(index, prompt.stored(0, FULL, 0, 16))
-    assert (statistics(index).waiting_runs, statistics(index).is_incomplete) == (0, False)
+    assert (statistics(index).waiting.runs, statistics(index).is_incomplete) == (0, False)
 
 
 def test_a_child_of_its_own_block_waits_and_ends() -> None:
@@ -273,9 +272,9 @@ def test_a_child_of_its_own_block_waits_and_ends() -> None:
         BlockStored([2], 3, tokens(16), GPU, 0, block_size=16),
         BlockStored([3], 2, tokens(16), GPU, 0, block_size=16),
     )
-    assert statistics(index).waiting_runs == 3
+    assert statistics(index).waiting.runs == 3
     apply(index, BlockStored([1, 3], None, tokens(32), GPU, 0, block_size=16))
-    assert statistics(index).waiting_runs == 0
+    assert statistics(index).waiting.runs == 0
 
 
 def test_a_chain_of_a_thousand_orphans_is_placed_at_once() -> None:
@@ -283,9 +282,9 @@ def test_a_chain_of_a_thousand_orphans_is_placed_at_once() -> None:
     index, prompt = index_with(), Prefix(tokens(16 * 2000))
     for start in range(16 * 1999, 0, -16):
         apply(index, prompt.stored(0, FULL, start, start + 16))
-    assert statistics(index).waiting_runs == 1999
+    assert statistics(index).waiting.runs == 1999
     apply(index, prompt.stored(0, FULL, 0, 16))
-    assert statistics(index).waiting_runs == 0
+    assert statistics(index).waiting.runs == 0
     assert gpu_hit(index, prompt.tokens) == 32_000
 
 
@@ -414,7 +413,7 @@ def test_blocks_that_came_and_went_leave_nothing_but_the_bounded_memory_of_place
         )
     assert (source.held, source.hash_at, source._blocks, source.unplaced) == ({}, {}, {}, 0)
     assert len(source._forgotten) == 100
-    assert source.waiting() == (0, 0, 0)
+    assert source.statistics().waiting == WaitingStatistics(0, 0, 0)
 
 
 def test_clearing_the_gpu_takes_every_copy() -> None:
@@ -516,7 +515,7 @@ def test_no_well_formed_batch_makes_the_index_fail(seed: int) -> None:
     a look-up behind it."""
     nonsense, index = (
         Nonsense(seed),
-        PrefixIndex(limits=SourceLimits(blocks=20, waiting_runs=5, tiers=2)),
+        ReferenceIndex(limits=SourceLimits(blocks=20, waiting_runs=5, tiers=2)),
     )
     if seed % 2:
         groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 2, 3)]
@@ -529,7 +528,7 @@ def test_no_well_formed_batch_makes_the_index_fail(seed: int) -> None:
         )[SOURCE]
         assert 0 <= hit.gpu_cached_tokens <= 8
         assert hit.gpu_cached_tokens <= hit.cached_tokens <= 9
-        index.explain(prompt)
+        index.explain(index.prepare(prompt), SOURCE)
         _expect_sound(index.sources[SOURCE])
 
 
@@ -544,7 +543,7 @@ def _expect_sound(source: Source) -> None:
     assert source.unplaced == sum(block.key is None for block in source._blocks.values())
     assert all(source._blocks[block_hash].key == key for key, block_hash in source.hash_at.items())
     assert (
-        source.waiting()[0]
+        source.statistics().waiting.runs
         == sum(map(len, source._waiting.by_parent.values()))
         <= source.limits.waiting_runs
     )

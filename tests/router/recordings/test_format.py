@@ -12,7 +12,7 @@ import pytest
 
 from kvevents.events import GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index.reference.learning import LayoutHints
+from router.index import LayoutHints
 from router.recordings.format import (
     Header,
     Query,

@@ -1,0 +1,246 @@
+"""What the rest of the router knows of an index: one interface, and the values that cross it.
+
+An index follows every cache of one model and says how much of a prompt each would reuse. How it
+stores blocks is its own business; `reference/` is the implementation that defines the behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvevents.events import EventBatch
+from kvevents.hashing import DEFAULT_SEED
+from kvevents.layout import KVCacheGroup, KVCacheLayout
+
+
+class SourceId(NamedTuple):
+    """One KV cache: a data-parallel rank of a replica."""
+
+    replica: str
+    dp_rank: int = 0
+
+
+# --- what an index is given -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutHints:
+    """What the configuration says of a model's cache."""
+
+    groups: tuple[KVCacheGroup, ...] = ()
+    """By group index; used where the wire is silent."""
+    hash_block_size: int | None = None
+    """Tokens between two engine hashes; None: the greatest common divisor of the block sizes."""
+    scheduler_block_size: int | None = None
+    """Granularity of hits, in tokens; None: the least common multiple of the block sizes."""
+    eagle: bool = False
+    """The engine drops the last matched block (EAGLE or MTP drafting); no engine says so on the
+    wire."""
+    eagle_sees_last_token: bool = True
+    """See `KVCacheLayout`; False for vLLM before 0.32."""
+    authoritative: bool = False
+    """The groups are facts that events cannot change; only a publisher's own `CacheLayout` can."""
+    assume_unseen: bool = True
+    """Groups that no event has named yet exist all the same."""
+    hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
+    """Values of `PYTHONHASHSEED` the engines may run with."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLimits:
+    """Bounds that keep one source's memory in hand, whatever it sends."""
+
+    blocks: int = 4_194_304
+    """Distinct (group, tier, hash) held."""
+    tiers: int = 8
+    waiting_runs: int = 4096
+    """Events whose parent block is unknown."""
+    waiting_tokens: int = 4_194_304
+    """Tokens of those events."""
+    waiting_batches: int = 10_000
+    """Batches after which a run that still waits for its parent is given up."""
+    forgotten: int = 8192
+    """Prefixes remembered after the last copy went: an offload tier announces a block after the GPU
+    has evicted it."""
+
+
+class PreparedPrompt(Protocol):
+    """A prompt that an index has hashed. Only that index can match it."""
+
+    def prefix_keys(self, step: int) -> Sequence[int]:
+        """Keys that stand for the prompt's prefixes of *step*, 2 * *step*, ... tokens.
+
+        Two prompts of one index have a key in common exactly where they have the prefix in common:
+        tokens, adapter, salt and extra keys.
+        """
+
+
+# --- what an index returns ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ApplyResult:
+    """What one batch did to its source, in blocks unless it says otherwise."""
+
+    stored: int = 0
+    removed: int = 0
+    waiting: int = 0
+    """Stored blocks whose prefix is not known yet."""
+    skipped: int = 0
+    """Events of unknown type, removals of unknown blocks, and what went over a limit."""
+    overflow: int = 0
+    """Part of *skipped*: blocks over a limit."""
+    given_up: int = 0
+    """Runs that waited too long, or were too many, to still learn their prefix."""
+    cleared: bool = False
+    """The GPU was emptied as a whole."""
+    layout_changed: bool = False
+    has_lower_tiers: bool = False
+    """The source now holds blocks below the GPU."""
+    is_incomplete: bool = False
+    """This batch lost blocks: refused, or given up and out of reach of every look-up. Only a
+    rebuild of the source brings them back."""
+
+
+class Hit(NamedTuple):
+    """What a source would reuse of a prompt."""
+
+    gpu_cached_tokens: int
+    cached_tokens: int
+    """With the blocks that lower tiers would bring back."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHit:
+    """The longest prefix that one group accepts on the GPU, whatever the others hold."""
+
+    group: int
+    kind: str
+    """As in `GroupKind`."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingStatistics:
+    """Runs of blocks that wait until their parent's prefix is known."""
+
+    runs: int
+    tokens: int
+    given_up: int
+    """Runs given up so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatistics:
+    """The state of one source in numbers."""
+
+    blocks: dict[tuple[int, str], int]
+    """(group, tier) -> distinct blocks."""
+    unplaced: int
+    """Blocks whose prefix is not known; without a known hash function no prompt can find them."""
+    ambiguous: int
+    """Times two live hashes claimed one prefix: something the events do not show goes into the
+    hash."""
+    waiting: WaitingStatistics
+    layout: KVCacheLayout | None
+    """None while too little is known: the source then gets no hits."""
+    hash_algorithm: str | None
+    """The engine's hash function, where it is known."""
+    assumptions: tuple[str, ...]
+    """What is assumed rather than known, one sentence each, for an operator."""
+    is_incomplete: bool
+    """Since it was added or cleared, blocks were lost (see `ApplyResult`)."""
+
+
+# --- the index ------------------------------------------------------------------------------------
+
+
+class PrefixIndex(Protocol):
+    """The index of one model.
+
+    Not thread-safe, with one exception: `prepare` may run in another thread than the rest. No
+    method waits or does I/O.
+    """
+
+    # --- feeding ---
+
+    def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
+        """Make a source known and empty; whatever it held before is forgotten.
+
+        Args:
+            source: The cache to follow.
+            hints: What the configuration says of its layout; kept until the source is dropped.
+        """
+
+    def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
+        """Apply one batch of events; an unknown source is added.
+
+        Args:
+            source: The cache the events are about.
+            payload: The batch as it came over the wire, or already decoded.
+        Raises:
+            MalformedBatch: The payload breaks the format; nothing was applied.
+        """
+
+    def clear(self, source: SourceId) -> None:
+        """Forget a source's blocks and what its events said; its hints stay."""
+
+    def drop(self, source: SourceId) -> None:
+        """Forget a source altogether; an unknown one is ignored."""
+
+    # --- asking ---
+
+    def prepare(
+        self,
+        token_ids: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+        extra_steps: Sequence[int] = (),
+    ) -> PreparedPrompt:
+        """Hash a prompt, so that matching it is cheap.
+
+        Args:
+            token_ids: All tokens of the prompt.
+            lora_name: The adapter it runs with.
+            cache_salt: The request's salt; only equal salts share blocks.
+            extra_keys: What else decides a block's content, in the form of the events'
+                `extra_keys`: one entry per hash block.
+            extra_steps: Steps in tokens for which the caller will ask `prefix_keys`.
+        """
+
+    def match_prompt(self, prompt: PreparedPrompt) -> dict[SourceId, Hit]:
+        """How much of a prompt each source would reuse; every known source is named."""
+
+    def match(
+        self,
+        token_ids: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+    ) -> dict[SourceId, Hit]:
+        """`prepare` and `match_prompt` in one.
+
+        Args:
+            token_ids: See `prepare`, as for the others.
+            lora_name: The adapter.
+            cache_salt: The salt.
+            extra_keys: By hash block.
+        """
+        return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
+
+    def explain(self, prompt: PreparedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
+        """What each group of a source would allow of a prompt, by group index.
+
+        Args:
+            prompt: From `prepare`.
+            source: Empty where it is unknown, or its layout is.
+        """
+
+    def holds(self, source: SourceId) -> bool:
+        """Whether a source is known."""
+
+    def statistics(self) -> dict[SourceId, SourceStatistics]:
+        """Of every known source."""
