@@ -1,9 +1,9 @@
 """Bytes to `EventBatch` and back; no sockets.
 
 Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional
-arrays of every age, and SGLang's arrays, with unknown fields and trailing elements ignored. Two
-typed decoders take the homogeneous batches real engines send; whatever they refuse goes through
-`_read_batch`, which reads event by event and names what is wrong.
+arrays of all versions, and SGLang's arrays; unknown fields and trailing elements are ignored. Two
+typed decoders read the homogeneous batches that real engines send. A batch that they refuse is read
+event by event (`_read_batch`), with error messages that name the place.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def decode(payload: bytes) -> EventBatch:
 
 
 def _decode_typed(payload: bytes) -> EventBatch | None:
-    """A homogeneous batch in one of the two forms; None for any other."""
+    """A homogeneous batch, all maps or all arrays; None for any other."""
     batch: _MapBatch | _ArrayBatch | None = _try(_map_decoder, payload)
     if isinstance(batch, _MapBatch):
         events: list[Event] = batch.events
@@ -133,10 +133,10 @@ def _decode_typed(payload: bytes) -> EventBatch | None:
 
 
 def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) -> _Decoded | None:
-    """What *decoder* makes of it, or None.
+    """The decoded value, or None if *decoder* refuses *data*.
 
-    The decoder's own error ends here: it may quote what it choked on, and an exception keeps the
-    one that it replaces.
+    The decoder's error is not passed on: it may quote the data, and an exception raised from it
+    would keep it as its context.
     """
     with suppress(*_UNREADABLE):
         return decoder.decode(data)
@@ -152,7 +152,7 @@ def _from_array(event: _ArrayEvent) -> Event:
 
 
 def _read_batch(payload: bytes) -> EventBatch:
-    """The patient way: one event at a time, unknown types skipped, every refusal with its place."""
+    """Read one event at a time: unknown types are skipped, errors name their place."""
     batch = _try(_wire_decoder, payload)
     if batch is None:
         raise MalformedBatch(f"payload of {len(payload)} bytes: {_why_no_batch(payload)}")
@@ -170,14 +170,14 @@ def _why_no_batch(payload: bytes) -> str:
     try:
         _wire_decoder.decode(payload)
     except msgspec.ValidationError as error:
-        return f"no [ts, events, rank] array ({_without_values(error)})"
+        return f"not a [ts, events, rank] array ({_without_values(error)})"
     except _UNREADABLE:
         return "not msgpack"
     return ""
 
 
 def _without_values(error: Exception) -> str:
-    # msgspec quotes an invalid tag; what it quotes came off the wire and stays out of the log.
+    # msgspec quotes an invalid tag, and bytes from the wire stay out of the log.
     return str(error).split("value '", 1)[0]
 
 
@@ -193,7 +193,7 @@ def _read_event(raw: msgspec.Raw, place: str) -> Event | None:
 
 
 def _tag_and_fields(value: Any, place: str) -> tuple[str, dict[str, Any]]:
-    """An event's type and its fields by name, whichever form it has."""
+    """An event's type and its fields by name, of a map or an array."""
     if isinstance(value, dict):
         kind = value.get("type")
         fields = {name: field for name, field in value.items() if isinstance(name, str)}
@@ -221,7 +221,7 @@ def _read_stored(fields: dict[str, Any], place: str) -> Event:
 
 
 def _plain_tokens(token_ids: Any, place: str) -> Any:
-    """SGLang with EAGLE writes `(token, next token)` pairs; the first of each is the prompt."""
+    """The prompt's tokens; SGLang with EAGLE writes `(token, next token)` pairs."""
     if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
         if not all(isinstance(pair, list) and pair for pair in token_ids):
             raise MalformedBatch(f"{place}.token_ids: tokens and token pairs must not be mixed")
@@ -255,8 +255,7 @@ def _convert(fields: dict[str, Any], kind: type[Event], place: str) -> Event:
     try:
         return msgspec.convert(fields | {"type": kind.__name__}, kind)
     except msgspec.ValidationError as error:
-        # Not raised in here: an exception keeps the one it replaces, and with it what that one
-        # quotes.
+        # Raised below and not here, where it would keep this error, and with it quoted bytes.
         refusal = _without_values(error)
     raise MalformedBatch(f"{place} ({kind.__name__}): {refusal}")
 
@@ -298,7 +297,8 @@ def _check_layout(event: CacheLayout, place: str) -> None:
         )
     if event.none_hash is not None and len(event.none_hash) > MAX_NAME_LENGTH:
         raise MalformedBatch(
-            f"{place}.none_hash has {len(event.none_hash)} bytes: at most {MAX_NAME_LENGTH} are allowed"
+            f"{place}.none_hash has {len(event.none_hash)} bytes: "
+            f"at most {MAX_NAME_LENGTH} are allowed"
         )
     for group in event.groups:
         _check_name(group.kind, f"{place}.groups.kind")

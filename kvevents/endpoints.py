@@ -1,9 +1,9 @@
-"""Addresses of sockets: checked, moved along by data-parallel rank, and opened.
+"""Addresses of sockets: checked, shifted by data-parallel rank, and opened.
 
-An address that is this machine's own (a wildcard, loopback, one of its interfaces, any `ipc` or
-`inproc` name) is bound. One of another machine is connected to: there a collector binds and the
-engines come to it, as with vLLM. The operating system decides which it is, so a mistyped address of
-this machine is connected to as well; the log says which of the two was done.
+An address of this machine (a wildcard, loopback, one of its interfaces, any `ipc` or `inproc` name)
+is bound. One of another machine is connected to: there a collector binds and the engines connect,
+as with vLLM. The operating system decides which case it is, so a mistyped address of this machine
+is connected to as well; the log says which of the two was done.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Context: TypeAlias = "zmq.Context[Any]"
 
 SCHEMES = ("tcp", "ipc", "inproc")
 ANY_PORT = 0
-"""The operating system picks a free one."""
+"""The operating system picks a free port."""
 
 _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.ENODEV)
-"""What binding says of an address, or a name, that no interface of this machine has."""
+"""Errors of binding to an address, or a name, that no interface of this machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +41,34 @@ class Endpoint:
     def parse(cls, place: str, text: str) -> Endpoint:
         """Read `tcp://host:port`, `ipc://path` or `inproc://name`.
 
+        Args:
+            place: The setting's name; error messages begin with it.
+            text: The address.
+
         Raises:
-            EndpointError: The text is none of them; the message begins with *place*.
+            EndpointError: The text is not an address of these forms.
         """
         scheme, separator, rest = text.partition("://")
         if not separator or scheme not in SCHEMES:
-            raise EndpointError(
-                f"{place}: {text[:200]!r} must begin with {' or '.join(f'{name}://' for name in SCHEMES)}"
-            )
+            schemes = " or ".join(f"{name}://" for name in SCHEMES)
+            raise EndpointError(f"{place}: {text[:200]!r} must begin with {schemes}")
         if not rest:
-            raise EndpointError(f"{place}: {text[:200]!r} names no address behind {scheme}://")
+            raise EndpointError(f"{place}: {text[:200]!r} lacks an address after {scheme}://")
         return _parse_tcp(place, text, rest) if scheme == "tcp" else cls(scheme, rest)
 
     def for_rank(self, data_parallel_rank: int) -> Endpoint:
-        """Where the rank's own socket is: *rank* ports further, or a name of its own; a port left
-        to the system stays so.
+        """The address of one rank: the port plus the rank, or the name with a suffix.
+
+        A port that the system picks stays as it is.
 
         Raises:
-            EndpointError: The port of that rank would lie above 65535.
+            EndpointError: The port of that rank would be above 65535.
         """
         if self.port == ANY_PORT or data_parallel_rank == 0:
             return self
         if self.port is not None:
             return _next_port(self, self.port + data_parallel_rank)
-        # `ipc://*` is a new path for every socket as it is.
+        # `ipc://*` is a new path for every socket anyway.
         return (
             self
             if self.address == "*"
@@ -86,7 +90,8 @@ def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
         return Endpoint("tcp", host, ANY_PORT)
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise EndpointError(
-            f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], 0 for any free one"
+            f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], "
+            "0 for any free one"
         )
     return Endpoint("tcp", host, int(port))
 
@@ -101,24 +106,30 @@ def _next_port(endpoint: Endpoint, port: int) -> Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Where a socket is now."""
+    """The address of an open socket."""
 
     address: str
-    """With the port the system picked."""
+    """With the port that the system picked."""
     is_bound: bool
 
 
 def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> Opened:
-    """Bind *socket*, or connect it where the address is another machine's.
+    """Bind *socket*, or connect it if the address is another machine's.
+
+    Args:
+        socket: Not yet bound or connected.
+        place: The setting's name; error messages begin with it.
+        endpoint: The address.
+        may_connect: Whether connecting is allowed.
 
     Raises:
-        EndpointError: Neither is possible; the message begins with *place*.
+        EndpointError: Neither is possible.
     """
     if endpoint.address.startswith("["):
         socket.setsockopt(zmq.IPV6, 1)
-    # With a ZAP domain libzmq refuses peers that speak ZMTP 1 or 2 (before 2012), and whatever else
-    # does not begin with a greeting. Without one it takes an HTTP error for such a peer, and aborts
-    # the process if the socket closes meanwhile.
+    # With a ZAP domain libzmq refuses peers that speak ZMTP 1 or 2 (before 2012), and everything
+    # else that does not begin with a greeting. Without one it mistakes an HTTP error for such a
+    # peer, and aborts the process if the socket is closed meanwhile.
     socket.setsockopt_string(zmq.ZAP_DOMAIN, "kvevents")
     try:
         socket.bind(str(endpoint))
@@ -133,11 +144,12 @@ def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: boo
 def _connect(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> None:
     if not may_connect:
         raise EndpointError(
-            f"{place}: {endpoint} is no address of this machine, and here only such a one can be bound"
+            f"{place}: {endpoint} is not an address of this machine, and only such an address "
+            "can be bound here"
         )
     if endpoint.port == ANY_PORT:
         raise EndpointError(
-            f"{place}: {endpoint} is another machine's, and a connection needs a port other than 0"
+            f"{place}: {endpoint} is another machine's, and connecting needs a port other than 0"
         )
     try:
         socket.connect(str(endpoint))

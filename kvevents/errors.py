@@ -1,24 +1,24 @@
-"""What can go wrong with KV cache events.
+"""The exceptions of this package.
 
     KVEventsError
-    ├── MalformedBatch        a payload that is no event batch (place, value, rule)
+    ├── MalformedBatch        a payload that is not an event batch (place, value, rule)
     ├── MalformedReply        a replay or snapshot reply that breaks the protocol
     ├── LayoutError           a cache layout that contradicts itself
     ├── HashAlgorithmError    an unknown hash algorithm, or one whose library is missing
-    ├── EndpointError         an address no socket can bind or connect to
-    ├── NoConnection          nobody to talk to at an endpoint, for now
-    ├── NoAnswer              a replay endpoint that fell silent, hung up or would not end
+    ├── EndpointError         an address that no socket can bind or connect to
+    ├── NoConnection          no peer at an endpoint, for now
+    ├── NoAnswer              a replay endpoint that stays silent, hangs up or sends without end
     ├── PlugInError           an unknown name, or a plug-in that cannot be used
     └── PublisherClosed       publish() after shutdown()
 
-Messages name place, value and rule, and never carry token ids: those are prompts.
+Messages name place, value and rule, and never contain token ids: those are prompts.
 """
 
 from __future__ import annotations
 
 
 class KVEventsError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of everything that this package raises on purpose."""
 
 
 class MalformedBatch(KVEventsError):
@@ -38,15 +38,15 @@ class HashAlgorithmError(KVEventsError):
 
 
 class EndpointError(KVEventsError):
-    """An address no socket can bind or connect to."""
+    """An address that no socket can bind or connect to."""
 
 
 class NoConnection(KVEventsError):
-    """Nobody to talk to at an endpoint, for now."""
+    """No peer at an endpoint, for now."""
 
 
 class NoAnswer(KVEventsError):
-    """The replay endpoint fell silent, hung up or would not end."""
+    """A replay endpoint that stays silent, hangs up or does not end its reply."""
 
 
 class PlugInError(KVEventsError, ValueError):
@@ -54,4 +54,4 @@ class PlugInError(KVEventsError, ValueError):
 
 
 class PublisherClosed(KVEventsError):
-    """The publisher was shut down; the batch was not taken."""
+    """The publisher was shut down; the batch was not accepted."""

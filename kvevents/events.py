@@ -16,8 +16,7 @@ from typing import Any, NewType, TypeAlias
 import msgspec
 
 BlockHash: TypeAlias = int | bytes
-"""An engine's name for a block and the whole prefix up to its end: a full digest, or its low 64
-bits."""
+"""An engine's hash of a block and the whole prefix before it: a digest, or its low 64 bits."""
 
 GroupIdx = NewType("GroupIdx", int)
 
@@ -60,8 +59,7 @@ class _Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", 
         return hash((type(self).__name__, *values))
 
 
-# msgspec gives every frozen struct a hash of its own, which fails on lists: each event names ours
-# again.
+# msgspec generates a hash for every frozen struct, which fails on lists: each event assigns ours.
 
 
 class BlockStored(_Event, frozen=True):
@@ -69,8 +67,8 @@ class BlockStored(_Event, frozen=True):
 
     `token_ids` covers the run and `parent_block_hash` is the hash right before it. In a dense event
     `len(token_ids)` is a multiple of `len(block_hashes)` and the quotient is the block size. An
-    event of an offload tier has no tokens; one of a sliding-window or Mamba group may have holes:
-    fewer hashes than blocks, and nothing says which.
+    event of an offload tier has no tokens. One of a sliding-window or Mamba group may have holes,
+    that is fewer hashes than blocks, without saying which are missing.
     """
 
     block_hashes: list[BlockHash]
@@ -85,12 +83,11 @@ class BlockStored(_Event, frozen=True):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     block_size: int | None = None
-    """Read from engines that send it; an event of ours leaves it out."""
+    """Read if an engine sends it; our own events leave it out."""
     lora_id: int | None = None
-    """Read from engines that send it; superseded by `lora_name`."""
+    """Read if an engine sends it; superseded by `lora_name`."""
     lookahead_token_ids: list[list[int]] | None = None
-    """vLLM >= 0.33 with speculative decoding: the tokens after each block that its hash covers
-    too."""
+    """vLLM >= 0.33 with speculative decoding: tokens after each block that its hash also covers."""
 
     __hash__ = _Event.__hash__
 
@@ -113,7 +110,7 @@ class BlockStored(_Event, frozen=True):
 
 
 class BlockRemoved(_Event, frozen=True):
-    """Copies of blocks left one tier of one group."""
+    """Copies of blocks were removed from one tier of one group."""
 
     block_hashes: list[BlockHash]
     medium: str | None
@@ -147,7 +144,7 @@ class CacheLayout(_Event, frozen=True):
     starts at 0."""
 
     publisher_id: str
-    """New in every process, so that a restart shows."""
+    """New in every process, so that a restart is noticed."""
     groups: list[GroupSpec]
     hash_block_size: int
     scheduler_block_size: int
@@ -163,21 +160,25 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | CacheLayout
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """Everything one engine step did to the cache, in order. No events: a heartbeat."""
+    """All changes of the cache in one engine step, in order. Without events: a heartbeat."""
 
     ts: float
     """Seconds since the epoch, on the engine's clock."""
     events: Sequence[Event]
     data_parallel_rank: int | None = None
     skipped: int = 0
-    """Events of unknown type that were left out on reading."""
+    """Events of unknown type, left out on reading."""
 
 
 class KVEventAggregator:
-    """Keeps the events that all workers of one engine emitted.
+    """Collects the events that all workers of one engine reported.
 
-    Tensor-parallel workers each report their own transfers; a block is usable when every worker has
-    it.
+    Tensor-parallel workers each report their own transfers, and a block is usable once every worker
+    has it. With two workers:
+
+        aggregator.add_events([stored_a, stored_b])     # worker 0
+        aggregator.add_events([stored_a])               # worker 1
+        aggregator.pop_common_events()                  # [stored_a]; stored_b waits for worker 1
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -187,20 +188,19 @@ class KVEventAggregator:
         self._counts: Counter[Event] = Counter()
 
     def add_events(self, events: Iterable[Event]) -> None:
-        """Take one worker's events."""
+        """Add the events of one worker."""
         self._counts.update(events)
 
     def get_common_events(self) -> list[Event]:
-        """The events every worker emitted, in the order they first came."""
+        """The events that every worker reported, in the order of their first report."""
         return [event for event, count in self._counts.items() if count >= self._num_workers]
 
     def get_all_events(self) -> list[Event]:
-        """Every event as often as it came."""
+        """Every event, as often as it was reported."""
         return list(self._counts.elements())
 
     def pop_common_events(self) -> list[Event]:
-        """Like `get_common_events`, and forget them: the rest waits for the workers that are
-        behind."""
+        """Return the common events and remove them; the others wait for workers that are behind."""
         common = self.get_common_events()
         for event in common:
             self._counts[event] -= self._num_workers
@@ -208,16 +208,19 @@ class KVEventAggregator:
         return common
 
     def clear_events(self) -> None:
+        """Remove all events."""
         self._counts.clear()
 
     def increment_workers(self, count: int = 1) -> None:
-        """More workers contribute from now on."""
+        """Expect events of *count* more workers."""
         if count < 1:
             raise ValueError(f"count is {count}: only a positive number of workers can join")
         self._num_workers += count
 
     def reset_workers(self) -> None:
+        """Expect events of one worker."""
         self._num_workers = 1
 
     def get_number_of_workers(self) -> int:
+        """How many workers are expected to report."""
         return self._num_workers

@@ -4,8 +4,8 @@ A block's hash is `H((parent digest, tuple of token ids, extra keys or None))`, 
 `hash_block_size` tokens from a root, the none hash. `H` serialises with pickle protocol 5 or
 canonical CBOR (RFC 8949, section 4.2) and digests with SHA-256 or XXH3-128
 (`vllm/utils/hashing.py`, `vllm/v1/core/kv_cache_utils.py`, 0.9 to 0.33). The root is `H(seed)`:
-since 0.29 the seed is `vllm-none-hash` for the SHA-256 family, else `PYTHONHASHSEED`, else random
-and not to be known from outside.
+since 0.29 the seed is `vllm-none-hash` for the SHA-256 family; otherwise it is `PYTHONHASHSEED`, or
+random and unknown to anyone else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvevents.errors import HashAlgorithmError
 
 try:
     import xxhash
-except ImportError:  # only engines that chose this algorithm need it
+except ImportError:  # needed for one family of algorithms
     xxhash = None  # type: ignore[assignment, unused-ignore]
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -56,20 +56,24 @@ if xxhash is not None:
 
 
 def hash_algorithms() -> tuple[str, ...]:
-    """Names of the algorithms usable here; the xxhash family needs the package `xxhash`."""
+    """Names of the algorithms available here; the xxhash family needs the package `xxhash`."""
     return tuple(_ALGORITHMS)
 
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """An engine's hash function and where its chain starts."""
+    """An engine's hash function and the root of its chain."""
 
     algorithm: str
     none_hash: bytes
 
     @classmethod
     def from_seed(cls, algorithm: str = "sha256", seed: str = DEFAULT_SEED) -> HashChain:
-        """The chain of an engine whose `PYTHONHASHSEED` (or default seed) is *seed*.
+        """The chain of an engine, by its seed.
+
+        Args:
+            algorithm: One of `hash_algorithms()`.
+            seed: The engine's `PYTHONHASHSEED`, or the default of vLLM >= 0.29.
 
         Raises:
             HashAlgorithmError: The algorithm is unknown, or its library is not installed.
@@ -79,7 +83,16 @@ class HashChain:
     def block_hash(
         self, parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys = None
     ) -> bytes:
-        """The digest of one block behind *parent* (None: the first block)."""
+        """The digest of one block.
+
+        Args:
+            parent: Digest of the block before; None for the first block.
+            token_ids: The block's tokens.
+            extra_keys: Whatever else is hashed: LoRA name, multimodal items, salt.
+
+        Raises:
+            HashAlgorithmError: The algorithm is unknown, or its library is not installed.
+        """
         return _hash_function(self.algorithm)(
             (parent or self.none_hash, tuple(token_ids), extra_keys)
         )
@@ -91,13 +104,13 @@ class HashChain:
         extra_keys: Sequence[ExtraKeys] = (),
         lookahead: int = 0,
     ) -> Iterator[bytes]:
-        """Digests at every full `hash_block_size` of a prompt, one after the other.
+        """Digests of all full blocks of a prompt, computed one by one.
 
         Args:
             token_ids: The whole prompt.
             hash_block_size: Tokens between two hashes of the chain.
-            extra_keys: Per block what else is hashed; missing entries are None.
-            lookahead: Tokens after each block that its hash covers too (vLLM >= 0.33 with
+            extra_keys: Whatever else is hashed, by block; missing entries are None.
+            lookahead: Tokens after each block that its hash also covers (vLLM >= 0.33 with
                 speculative decoding).
         """
         hash_function = _hash_function(self.algorithm)
@@ -117,7 +130,7 @@ def _hash_function(algorithm: str) -> Callable[[Any], bytes]:
         return _ALGORITHMS[algorithm]
     except KeyError:
         raise HashAlgorithmError(
-            f"hash algorithm {algorithm[:40]!r} is none of {', '.join(_ALGORITHMS)}"
+            f"hash algorithm {algorithm[:40]!r} must be one of {', '.join(_ALGORITHMS)}"
             + ("" if xxhash is not None else "; for the xxhash family install the package xxhash")
         ) from None
 
@@ -127,7 +140,7 @@ def to_wire_int(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-# --- canonical CBOR, as far as a block hash needs it ----------------------------------------------
+# --- canonical CBOR, of the types in a block hash -------------------------------------------------
 
 
 def encode_cbor(value: Any) -> bytes:
@@ -151,7 +164,7 @@ def _append_cbor(out: bytearray, value: Any) -> None:
         _append_head(out, 0x60 if isinstance(value, str) else 0x40, len(raw))
         out += raw
     else:
-        raise TypeError(f"a block hash covers no {type(value).__name__}")
+        raise TypeError(f"a block hash cannot cover {type(value).__name__}")
 
 
 def _append_head(out: bytearray, major: int, argument: int) -> None:
@@ -166,4 +179,4 @@ def _append_head(out: bytearray, major: int, argument: int) -> None:
     elif argument <= _UINT64:
         out += struct.pack(">BQ", major | 27, argument)
     else:
-        raise OverflowError("a block hash covers integers of at most 64 bits")
+        raise OverflowError("a block hash cannot cover an integer of more than 64 bits")

@@ -1,8 +1,8 @@
-"""What the frames of a ZMQ message mean, live and in a replay; no sockets.
+"""The frames of a ZMQ message, live and in a replay; no sockets.
 
-Live: `[topic, seq, payload]`. A reply of the replay endpoint: `["", topic, seq, payload]`, of vLLM
-before 0.26 without the topic; after the last one comes the end marker, the number -1 with an empty
-payload. Numbers are 8 bytes, big-endian.
+Live: `[topic, seq, payload]`. A reply of the replay endpoint: `["", topic, seq, payload]`, without
+the topic from vLLM before 0.26. The last one is followed by the end marker, the number -1 with an
+empty payload. Numbers are 8 bytes, big-endian.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply
 
 END_MARKER = b"\xff" * 8
 SNAPSHOT_START = b"snapshot"
-"""Asks for the present state instead of batches. As a number it is so large that vLLM answers the
-end marker alone."""
+"""Requests the present state instead of batches. vLLM reads it as a huge number and replies with
+only the end marker."""
 MAX_SEQ = 2**63 - 1
 MAX_FRAMES = 4
 
@@ -28,15 +28,19 @@ class Batch(NamedTuple):
 
 
 def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
-    """A message of the PUB socket; *topic* None takes any.
+    """Read a message of the PUB socket.
+
+    Args:
+        frames: The whole message.
+        topic: The subscribed topic; None accepts any.
 
     Raises:
-        MalformedBatch: Not three frames, another topic, or no 8-byte number.
+        MalformedBatch: Not three frames, another topic, or a number that is not 8 bytes.
     """
     if len(frames) != 3:
         raise MalformedBatch(f"message of {len(frames)} frames: it must be [topic, seq, payload]")
     if topic is not None and frames[0] != topic:
-        # A subscription is a prefix, so other topics do arrive. Theirs are not our numbers.
+        # A subscription is a prefix, so other topics do arrive. They have numbers of their own.
         raise MalformedBatch(
             f"topic of {len(frames[0])} bytes: it is not the subscribed one, {topic!r}"
         )
@@ -44,15 +48,20 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
 
 
 def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
-    """A reply of the ROUTER socket; None for the end marker.
+    """Read a reply of the ROUTER socket; None for the end marker.
+
+    Args:
+        frames: The whole message.
+        topic: The subscribed topic; None accepts any.
 
     Raises:
-        MalformedReply: Frames of neither form, another topic, no 8-byte number, or an end marker
-            with a payload.
+        MalformedReply: Frames of neither form, another topic, a number that is not 8 bytes, or an
+            end marker with a payload.
     """
     if len(frames) not in (3, 4) or frames[0]:
         raise MalformedReply(
-            f'reply of {len(frames)} frames: it must be ["", topic, seq, payload] or ["", seq, payload]'
+            f"reply of {len(frames)} frames: "
+            'it must be ["", topic, seq, payload] or ["", seq, payload]'
         )
     seq, payload = frames[-2:]
     if seq == END_MARKER:
@@ -69,7 +78,7 @@ def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
 
 
 def encode_start(start: int | None) -> bytes:
-    """The last frame of a request: a number to replay from, or None for a snapshot."""
+    """The last frame of a request: *start* is the number to replay from, or None for a snapshot."""
     return SNAPSHOT_START if start is None else start.to_bytes(8, "big")
 
 

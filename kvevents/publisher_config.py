@@ -1,4 +1,4 @@
-"""What a publisher can be told."""
+"""The configuration of a publisher."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from kvevents.endpoints import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """What the replay endpoint grants to whoever asks; what is over a limit waits in the sender's
-    socket."""
+    """What clients of the replay endpoint may use; requests over a limit wait in their sockets."""
 
     concurrent: int = 8
-    """Replies under way at once."""
+    """Replies in progress at once."""
     requests_per_s: int = 100
     """Requests read per second, good or bad."""
     queued_messages: int = 256
     """Messages that wait for one client to read them."""
     stall_s: float = 5.0
-    """A client that has read nothing for so long gets no more of its reply."""
+    """A client that has read nothing for this time loses the rest of its reply."""
 
     def __post_init__(self) -> None:
         for name in ("concurrent", "requests_per_s", "queued_messages"):
@@ -30,8 +29,9 @@ class ReplyLimits:
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    """Where and how one engine publishes. Events carry prompts: an address beyond loopback is
-    chosen, never a default.
+    """Where and how one engine publishes.
+
+    Events carry prompts, so the default addresses are loopback; any other has to be configured.
 
     Raises:
         EndpointError: An address is malformed.
@@ -41,18 +41,19 @@ class PublisherConfig:
     endpoint: str = "tcp://127.0.0.1:5557"
     """Bound if it is an address of this machine, else connected to."""
     replay_endpoint: str | None = None
-    """Always bound; None: neither replays nor snapshots."""
+    """Always bound. None: no replays and no snapshots."""
     topic: str = ""
     kind: str = "zmq"
     """Which publisher to build: `zmq`, `null`, a registered one, or a plug-in of the entry-point
     group `kvroute.publishers`."""
     buffer_steps: int = 10_000
-    """Batches kept for replay, and not more than `buffer_bytes` of them."""
+    """Most batches kept for replay."""
     buffer_bytes: int = 256 * 2**20
+    """Most bytes kept for replay; the tighter of both bounds counts."""
     hwm: int = 100_000
-    """Batches that wait for one subscriber; ZMQ drops what is over."""
+    """Most batches that wait for one subscriber; ZMQ drops further ones."""
     max_queue_size: int = 10_000
-    """Batches that wait for the publisher's thread before `publish` drops."""
+    """Most batches that wait for the publisher's thread; `publish` drops further ones."""
     heartbeat_s: float = 1.0
     """Silence after which an empty batch makes a loss at the tail visible."""
     reply_limits: ReplyLimits = field(default_factory=ReplyLimits)
@@ -67,6 +68,7 @@ class PublisherConfig:
 
     @property
     def uses_inproc(self) -> bool:
+        """Whether an address is known only inside one ZMQ context."""
         return any(
             address and address.startswith("inproc:")
             for address in (self.endpoint, self.replay_endpoint)

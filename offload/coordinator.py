@@ -1,7 +1,7 @@
 """The groups of one cache together: one hit for all of them, and blocks for a request in each.
 
 Three forms: without caching nothing is found; a single group is asked by itself; several must agree
-on one length, by the rule in `kvevents/layout.py`. Whether a request fits is decided by the cache
+on one length, by the rule in `kvevents/hit_rule.py`. Whether a request fits is decided by the cache
 manager.
 """
 

@@ -54,8 +54,8 @@ def test_a_star_for_a_port_leaves_it_to_the_system() -> None:
         ("", "must begin with tcp:// or ipc:// or inproc://"),
         ("127.0.0.1:5557", "must begin with"),
         ("udp://127.0.0.1:5557", "must begin with"),
-        ("tcp://", "names no address"),
-        ("inproc://", "names no address"),
+        ("tcp://", "lacks an address"),
+        ("inproc://", "lacks an address"),
         ("tcp://127.0.0.1", "must be tcp://host:port"),
         ("tcp://:5557", "must be tcp://host:port"),
         ("tcp://::1:5557", "IPv6 host in brackets"),
@@ -127,7 +127,7 @@ def test_an_address_of_another_machine_is_connected_to(socket: zmq.Socket[bytes]
 @pytest.mark.parametrize(
     ("text", "may_connect", "rule"),
     [
-        (ELSEWHERE, False, "is no address of this machine"),
+        (ELSEWHERE, False, "is not an address of this machine"),
         ("tcp://240.0.0.1:0", True, "needs a port other than 0"),
         ("ipc:///nowhere/at/all", True, "cannot bind"),
     ],

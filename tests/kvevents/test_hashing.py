@@ -343,7 +343,7 @@ def test_only_whole_blocks_are_hashed() -> None:
 def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     """The name comes from a configuration or from the wire."""
     with pytest.raises(
-        HashAlgorithmError, match="'md5' is none of sha256, sha256_cbor, xxhash, xxhash_cbor"
+        HashAlgorithmError, match="'md5' must be one of sha256, sha256_cbor, xxhash, xxhash_cbor"
     ):
         HashChain.from_seed("md5")
     with pytest.raises(HashAlgorithmError, match="'blake'"):
@@ -378,6 +378,7 @@ def test_without_its_package_the_xxhash_family_is_missing_and_the_error_says_wha
     ]
     assert done.returncode == 1
     assert (
-        "HashAlgorithmError: hash algorithm 'xxhash' is none of sha256, sha256_cbor" in done.stderr
+        "HashAlgorithmError: hash algorithm 'xxhash' must be one of sha256, sha256_cbor"
+        in done.stderr
     )
     assert "install the package xxhash" in done.stderr
