@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.http.api import create_api
-from router.http.gateway import PROXIED_PATHS, Receive, Scope, Send
+from router.http.api import ApiParts, create_api
+from router.http.gateway import PROXIED_PATHS, Gateway, Receive, Scope, Send
 from router.service import RouterService
 
 
@@ -14,12 +14,31 @@ class RouterApp:
     """
 
     def __init__(self, service: RouterService) -> None:
-        self.service = service
-        self._api = create_api(service)
+        self._gateway = Gateway(
+            service.config.server,
+            service.config.policy.session_header,
+            service.admission,
+            service.dispatcher,
+            service.proxy,
+            service.books,
+        )
+        parts = ApiParts(
+            config=service.config,
+            admission=service.admission,
+            dispatcher=service.dispatcher,
+            models=service.models,
+            registry=service.registry,
+            feed=service.feed,
+            tokenizer_check=service.tokenizer_check,
+            journal=service.journal,
+            metrics=service.metrics,
+            render_metrics=service.render_metrics,
+        )
+        self._api = create_api(parts, service.lifespan)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PROXIED_PATHS:
-            await self.service.gateway(scope, receive, send)
+            await self._gateway(scope, receive, send)
         else:
             await self._api(scope, receive, send)

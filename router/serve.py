@@ -114,9 +114,10 @@ def _stop(server: _Server, service: RouterService) -> None:
     """The first signal lets requests finish, the second one cuts them, the third one leaves
     everything as it is."""
     server.signals += 1
-    server.should_exit = service.gateway.is_shutting_down = True
+    server.should_exit = True
+    service.admission.shut_down()
     server.force_exit = server.signals > 2
-    logger.info("shutting down: %d requests under way", service.gateway.under_way)
+    logger.info("shutting down: %d requests under way", service.admission.under_way)
     if server.signals == 2:
         server.cut_connections()
 

@@ -1,4 +1,4 @@
-"""All parts of one router, wired; and what follows from a replica that comes, changes or goes."""
+"""The parts of one router, wired; and what follows when a replica is added, changes or is removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -19,9 +19,8 @@ from kvevents.subscriber import SubscriberOptions
 from router.config import RouterConfig
 from router.errors import NoReplica
 from router.feed import Feed
-from router.http.gateway import Gateway
-from router.index import PrefixIndex, SourceId, SourceStatistics, create_index
-from router.observability.collector import collect
+from router.index import PrefixIndex, SourceId, create_index
+from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import Journal
 from router.observability.request_observer import Bookkeeper
@@ -35,6 +34,7 @@ from router.replicas import (
     UpstreamFetch,
 )
 from router.replicas.load import LoadTracker
+from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner
@@ -45,8 +45,8 @@ from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZE_ANSWER_BYTES = 32 * 1024 * 1024
-_JSON = ((b"content-type", b"application/json"),)
+_TOKENIZE_RESPONSE_BYTES = 32 * 1024 * 1024
+_TOKENIZE_HEADERS = ((b"content-type", b"application/json"),)
 
 
 class RouterService:
@@ -59,49 +59,57 @@ class RouterService:
         registry: CollectorRegistry | None = None,
         make_index: Callable[[], PrefixIndex] = create_index,
     ) -> None:
-        """Load tokenizers and make the parts; each model's index comes from *make_index*.
+        """Load tokenizers and make the parts, each from parts that exist already.
 
+        Args:
+            config: The whole configuration.
+            registry: Where the metrics are registered; None: a registry of their own.
+            make_index: Makes the index of each model.
         Raises:
             ConfigError: A tokenizer or chat template cannot be used.
             PolicyError: The policy cannot be made.
         """
         self.config = config
+        self.admission = Admission(config.server.max_concurrent_requests)
         self.metrics = RouterMetrics(registry or CollectorRegistry())
-        self.load = LoadTracker()
-        self.recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
-        self.upstream = UpstreamClient(
+        self.journal = Journal()
+        self._load = LoadTracker()
+        self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
+        self._upstream = UpstreamClient(
             PoolLimits(max_connections=config.server.max_upstream_connections)
         )
-        self.models = ModelSet(config.models, self._ask_for_tokens, make_index)
-        self.feed = Feed(lambda name: self.models.index_of(name), _subscriber_options(config))
-        self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._feed_keeper: asyncio.Task[None] | None = None
-        self.registry = ReplicaRegistry(
-            UpstreamFetch(self.upstream), config.health, self.load, listener=self
+        self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
+        tokenizers = _ReplicaTokenizers(
+            self._upstream, self.registry, self._load, _tokenize_timeouts(config)
         )
-        self.tokenizer_check = TokenizerCheck(self._ask)
-        policy = make_policy(config.policy.name, _policy_settings(config))
-        self.planner = RoutePlanner(
-            policy,
+        self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index)
+        self.feed = Feed(self.models.index_of, _subscriber_options(config))
+        self.tokenizer_check = TokenizerCheck(tokenizers.ask)
+        planner = RoutePlanner(
+            make_policy(config.policy.name, _policy_settings(config)),
             config.policy.name,
-            self.load,
-            self.recent,
+            self._load,
+            self._recent,
             self.feed.is_suspect,
             config.health.gauges_stale_after_s,
         )
-        self.dispatcher = Dispatcher(self.models, self.registry, self.planner, self.metrics)
-        self.proxy = Proxy(self.upstream, _proxy_settings(config))
-        self.journal = Journal()
-        self.books = Bookkeeper(self.load, self.metrics, self.planner, self.registry, self.journal)
-        self.gateway = Gateway(
-            config.server, config.policy.session_header, self.dispatcher, self.proxy, self.books
+        self.dispatcher = Dispatcher(self.models, self.registry, planner, self.metrics)
+        self.proxy = Proxy(self._upstream, _proxy_settings(config))
+        self.books = Bookkeeper(self._load, self.metrics, planner, self.registry, self.journal)
+        self._follower = _ReplicaFollower(
+            self.registry,
+            self.models,
+            self.feed,
+            self._recent,
+            self.tokenizer_check,
+            self.books,
+            self.metrics,
         )
-
-    # --- life -------------------------------------------------------------------------------------
+        self.registry.subscribe(self._follower)
 
     async def start(self) -> None:
-        """Take up the configured replicas."""
-        self._feed_keeper = asyncio.create_task(self._keep_feed(), name="feed keeper")
+        """Add the configured replicas."""
+        self._follower.start()
         for replica in self.config.replicas:
             self.registry.add(replica)
 
@@ -109,79 +117,85 @@ class RouterService:
         """Leave nothing running: no task, thread or socket."""
         await self.registry.close()
         await self.tokenizer_check.close()
-        if self._feed_keeper is not None:
-            self._feed_keeper.cancel()
-            await asyncio.wait([self._feed_keeper])
+        await self._follower.close()
         await self.feed.close()
-        await self.upstream.close()
+        await self._upstream.close()
         self.models.close()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:
-        """For ASGI."""
+        """Run from the start to the end of an ASGI application."""
         await self.start()
         try:
             yield
         finally:
             await self.stop()
 
-    # --- what the API asks ------------------------------------------------------------------------
-
-    def why_not_ready(self) -> str | None:
-        """None if some replica can take requests now."""
-        if self.gateway.is_shutting_down:
-            return "the router is shutting down"
-        healthy = [
-            replica for replica in self.registry.replicas() if replica.state is ReplicaState.HEALTHY
-        ]
-        if not healthy:
-            return f"none of {len(self.registry.replicas())} replicas is healthy"
-        if not any(replica.served.models for replica in healthy):
-            return f"none of {len(healthy)} healthy replicas has told yet what it serves"
-        return None
-
-    def served_names(self) -> list[str]:
-        """Names of models and adapters that some healthy replica serves."""
-        healthy = [replica for replica in self.registry.replicas() if replica.is_healthy]
-        return [
-            name for name in self.models.names() if any(replica.serves(name) for replica in healthy)
-        ]
-
-    @property
-    def under_way(self) -> int:
-        """Requests admitted and not ended."""
-        return self.gateway.under_way
-
-    def index_statistics(self) -> dict[SourceId, SourceStatistics]:
-        """Every source's blocks, over all models."""
-        return {
-            source: found
-            for model in self.models
-            for source, found in model.index.statistics().items()
-        }
-
     async def render_metrics(self) -> bytes:
-        """Everything, as Prometheus reads it."""
-        return await self.metrics.render(collect(self))
+        """Return all metrics in Prometheus' text format."""
+        parts = CollectedParts(
+            feed=self.feed,
+            registry=self.registry,
+            models=self.models,
+            tokenizer_check=self.tokenizer_check,
+            upstream=self._upstream,
+            recent=self._recent,
+            admission=self.admission,
+        )
+        return await self.metrics.render(collect(parts))
 
-    # --- what the registry tells (`ReplicaListener`) ----------------------------------------------
+
+class _ReplicaFollower:
+    """What follows from a change of the replicas: their streams are followed, their tokenizers
+    compared, and what was known of them is forgotten. A `ReplicaListener`."""
+
+    def __init__(
+        self,
+        registry: ReplicaRegistry,
+        models: ModelSet,
+        feed: Feed,
+        recent: RecentPrefixes,
+        tokenizer_check: TokenizerCheck,
+        books: Bookkeeper,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._registry = registry
+        self._models = models
+        self._feed = feed
+        self._recent = recent
+        self._tokenizer_check = tokenizer_check
+        self._books = books
+        self._metrics = metrics
+        self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._feed_keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to follow the streams of the replicas."""
+        self._feed_keeper = asyncio.create_task(self._keep_feed(), name="feed keeper")
+
+    async def close(self) -> None:
+        """Change no stream any more."""
+        if self._feed_keeper is not None:
+            self._feed_keeper.cancel()
+            await asyncio.wait([self._feed_keeper])
+
+    # --- what the registry reports ----------------------------------------------------------------
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:  # noqa: ARG002
-        """A replica that failed may have lost what was sent to it; one that came may be another
-        than before."""
+        """A replica that failed may have lost what was sent to it; one that is healthy again may be
+        another process."""
         if replica.state is ReplicaState.UNHEALTHY:
-            self.recent.forget(replica.id)
+            self._recent.forget(replica.id)
         self._compare_tokenizers(replica)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        """Make what it serves known, and follow its streams into the index of what it serves
-        now."""
+        """Make its models known, and feed its streams into the index of its model."""
         for name in replica.served.models:
-            self.models.discover(name)
+            self._models.discover(name)
         for adapter, parent in replica.served.adapters:
-            self.models.discover(adapter, parent)
+            self._models.discover(adapter, parent)
         if before.models != replica.served.models:
-            self._compare_tokenizers(replica)  # it may be healthy before it has said what it serves
+            self._compare_tokenizers(replica)  # it may be healthy before its models are known
         if before.models and before.models != replica.served.models:
             self._follow(replica, replica.sources, ())
             self._follow(replica, (), replica.sources)
@@ -193,24 +207,26 @@ class RouterService:
 
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
-        self.recent.forget(replica.id)
-        self.tokenizer_check.forget(replica.id)
-        self.books.tells_cached_tokens.discard(replica.id)
-        self.metrics.forget("replica", replica.id)
+        self._recent.forget(replica.id)
+        self._tokenizer_check.forget(replica.id)
+        self._books.tells_cached_tokens.discard(replica.id)
+        self._metrics.forget("replica", replica.id)
         self._forget_unserved_models()
 
+    # --- steps ------------------------------------------------------------------------------------
+
     def _forget_unserved_models(self) -> None:
-        for model in self.models.forget_all_but(self.registry.models()):
-            self.metrics.forget("model", model)
+        for model in self._models.forget_all_but(self._registry.models()):
+            self._metrics.forget("model", model)
 
     def _follow(
         self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]
     ) -> None:
-        """Queue the changes: to leave a stream takes a moment, and it must be left before it is
-        followed again."""
+        """Queue the changes: leaving a stream takes a moment, and a stream must be left before it
+        is followed again."""
         for gone in set(before) - set(now):
             self._feed_changes.put_nowait(
-                functools.partial(self.feed.remove, SourceId(replica.id, gone.dp_rank))
+                functools.partial(self._feed.remove, SourceId(replica.id, gone.dp_rank))
             )
         model = self._model_of(replica)
         if model is None:
@@ -221,17 +237,17 @@ class RouterService:
     def _compare_tokenizers(self, replica: Replica) -> None:
         model = self._model_of(replica)
         if replica.state is ReplicaState.HEALTHY and model is not None:
-            self.tokenizer_check.start(replica, model)
+            self._tokenizer_check.start(replica, model)
 
     def _model_of(self, replica: Replica) -> Model | None:
-        return self.models.discover(replica.served.models[0]) if replica.served.models else None
+        return self._models.discover(replica.served.models[0]) if replica.served.models else None
 
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
-        if self.models.get(model.name) is not model:
+        if self._models.get(model.name) is not model:
             return  # it was removed again before its turn came
         source_id = SourceId(replica.id, source.dp_rank)
-        topic = source.topic or None  # nobody names the empty topic: it means whatever comes
-        self.feed.add(
+        topic = source.topic or None  # an empty topic subscribes to all of them
+        self._feed.add(
             source_id, source.endpoint, source.replay_endpoint, topic, model.name, model.hints
         )
 
@@ -243,47 +259,56 @@ class RouterService:
             except KVEventsError as error:
                 logger.error("event streams: %s", error)
 
-    # --- asking replicas --------------------------------------------------------------------------
 
-    async def _ask_for_tokens(self, model: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to the least loaded healthy replica that serves *model*. Raises ConnectionError if
-        none answers."""
-        replica = min(
-            self._healthy(model),
-            key=lambda found: self.load.load_of(found.id).requests,
-            default=None,
-        )
-        if replica is None:
-            raise ConnectionError(NoReplica(model, "none is healthy"))
-        return await self._ask(replica, path, body)
+class _ReplicaTokenizers:
+    """The `/tokenize` and `/detokenize` endpoints of the replicas."""
 
-    async def _ask(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to one replica. Raises ConnectionError if it does not answer."""
-        timeouts = self.config.server.timeouts
-        limits = Timeouts(
-            timeouts.connect_s, self.config.health.timeout_s + 5.0, timeouts.connect_s
-        )
+    def __init__(
+        self,
+        upstream: UpstreamClient,
+        registry: ReplicaRegistry,
+        load: LoadTracker,
+        timeouts: Timeouts,
+    ) -> None:
+        self._upstream = upstream
+        self._registry = registry
+        self._load = load
+        self._timeouts = timeouts
+
+    async def ask(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
+        """POST to one replica; return status and body. Raises ConnectionError where it does not
+        respond."""
         try:
-            status, _, answer = await self.upstream.fetch(
+            status, _, response = await self._upstream.fetch(
                 replica.origin,
                 b"POST",
                 path.encode(),
                 body,
-                limits,
-                _TOKENIZE_ANSWER_BYTES,
-                (*_JSON, *replica.headers),
+                self._timeouts,
+                _TOKENIZE_RESPONSE_BYTES,
+                (*_TOKENIZE_HEADERS, *replica.headers),
             )
         except UpstreamError as error:
             raise ConnectionError(error) from error
-        return status, answer
+        return status, response
 
-    def _healthy(self, model: str) -> Iterator[Replica]:
-        found = self.models.get(model)
-        names = found.names if found else (model,)
+    async def ask_one_of(self, names: Sequence[str], path: str, body: bytes) -> tuple[int, bytes]:
+        """POST to the least loaded healthy replica that serves a model by one of *names*. Raises
+        ConnectionError where none responds."""
+        replica = min(
+            self._healthy(names),
+            key=lambda found: self._load.load_of(found.id).requests,
+            default=None,
+        )
+        if replica is None:
+            raise ConnectionError(NoReplica(names[0], "none is healthy"))
+        return await self.ask(replica, path, body)
+
+    def _healthy(self, names: Sequence[str]) -> Iterator[Replica]:
         return (
             replica
             for name in names
-            for replica in self.registry.serving(name)
+            for replica in self._registry.serving(name)
             if replica.is_healthy
         )
 
@@ -298,6 +323,11 @@ def _proxy_settings(config: RouterConfig) -> ProxySettings:
         Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s),
         client_stall_s=timeouts.client_stall_s,
     )
+
+
+def _tokenize_timeouts(config: RouterConfig) -> Timeouts:
+    connect_s = config.server.timeouts.connect_s
+    return Timeouts(connect_s, config.health.timeout_s + 5.0, connect_s)
 
 
 def _subscriber_options(config: RouterConfig) -> SubscriberOptions:

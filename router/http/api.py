@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -11,16 +13,20 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 
-from router.config import key_bytes, read_replica
+from router.config import RouterConfig, key_bytes, read_replica
 from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
+from router.feed import Feed
 from router.http.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
 from router.http.live_page import add_page
 from router.http.overview import overview_answer
 from router.http.views import models_answer, replica_answer, request_answer, route_answer
-from router.observability.metrics import CONTENT_TYPE
-from router.observability.request_log import MAX_REQUESTS
-from router.replicas import ReplicaView
-from router.service import RouterService
+from router.observability.metrics import CONTENT_TYPE, RouterMetrics
+from router.observability.request_log import MAX_REQUESTS, Journal
+from router.replicas import ReplicaRegistry, ReplicaView
+from router.routing.admission import Admission
+from router.routing.dispatcher import Dispatcher
+from router.routing.models import ModelSet
+from router.routing.tokenizer_check import TokenizerCheck
 from router.tokenize import Endpoint
 
 MAX_OPERATOR_BODY_BYTES = 1_048_576
@@ -30,18 +36,41 @@ _MAX_NUMBER = 2**53 - 1
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 
 
-def create_api(service: RouterService) -> FastAPI:
-    """The application beside the proxied paths."""
+@dataclass(frozen=True, slots=True)
+class ApiParts:
+    """The parts of a router that the endpoints read or change."""
+
+    config: RouterConfig
+    admission: Admission
+    dispatcher: Dispatcher
+    models: ModelSet
+    registry: ReplicaRegistry
+    feed: Feed
+    tokenizer_check: TokenizerCheck
+    journal: Journal
+    metrics: RouterMetrics
+    render_metrics: Callable[[], Awaitable[bytes]]
+
+
+def create_api(
+    parts: ApiParts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    """Make the application for all paths that are not proxied.
+
+    Args:
+        parts: What the endpoints read or change.
+        lifespan: Entered at the server's start, left at its end.
+    """
     app = FastAPI(
         title="kvroute",
         summary="Exact prefix-cache routing for LLM inference engines.",
-        lifespan=service.lifespan,
+        lifespan=lifespan,
     )
-    _add_error_answers(app, service)
-    _add_probes(app, service)
-    _add_routing(app, service)
-    _add_operation(app, service)
-    _add_overview(app, service)
+    _add_error_answers(app, parts)
+    _add_probes(app, parts)
+    _add_routing(app, parts)
+    _add_operation(app, parts)
+    _add_overview(app, parts)
     add_page(app)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
@@ -50,14 +79,14 @@ def create_api(service: RouterService) -> FastAPI:
 # --- probes ---------------------------------------------------------------------------------------
 
 
-def _add_probes(app: FastAPI, service: RouterService) -> None:
+def _add_probes(app: FastAPI, parts: ApiParts) -> None:
     @app.get("/healthz", tags=["operation"], summary="The process is alive")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["operation"], summary="Some replica can take requests")
     async def readyz(response: Response) -> dict[str, str]:
-        obstacle = service.why_not_ready()
+        obstacle = parts.admission.why_not_ready(parts.registry.replicas())
         response.status_code = 503 if obstacle else 200
         return {"status": "not ready", "reason": obstacle} if obstacle else {"status": "ready"}
 
@@ -65,52 +94,59 @@ def _add_probes(app: FastAPI, service: RouterService) -> None:
         "/metrics",
         tags=["operation"],
         summary="Prometheus metrics",
-        dependencies=[Depends(_scraper(service))],
+        dependencies=[Depends(_scraper(parts))],
     )
     async def metrics() -> Response:
-        return Response(await service.render_metrics(), media_type=CONTENT_TYPE)
+        return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
 
 
 # --- routing --------------------------------------------------------------------------------------
 
 
-def _add_routing(app: FastAPI, service: RouterService) -> None:
+def _add_routing(app: FastAPI, parts: ApiParts) -> None:
     @app.post(
         "/route",
         tags=["routing"],
         summary="Where would this request go? Nothing is sent.",
         description="The body of any proxied endpoint, or `{model, token_ids, lora_name?, cache_salt?}`; JSON or msgpack.",
-        dependencies=[Depends(_client(service))],
+        dependencies=[Depends(_client(parts))],
         openapi_extra=_body_schema("A request, or token ids"),
     )
     async def route(request: Request) -> Response:
         body = await _body(
             request,
-            service.config.server.max_body_bytes,
-            service.config.server.timeouts.client_body_s,
+            parts.config.server.max_body_bytes,
+            parts.config.server.timeouts.client_body_s,
         )
-        session = request.headers.get(service.config.policy.session_header)
-        dispatched = await service.dispatcher.dispatch(
+        session = request.headers.get(parts.config.policy.session_header)
+        dispatched = await parts.dispatcher.dispatch(
             Endpoint.ROUTE, body, session, _encoding(request)
         )
-        service.dispatcher.require_replica(dispatched.decision)
+        parts.dispatcher.require_replica(dispatched.decision)
         return _answer(request, route_answer(dispatched))
 
     @app.get(
         "/v1/models",
         tags=["routing"],
         summary="Models and adapters",
-        dependencies=[Depends(_client(service))],
+        dependencies=[Depends(_client(parts))],
     )
     async def models() -> Response:
-        return _json(models_answer(service.models.names(), service.served_names()))
+        return _json(
+            models_answer(
+                parts.models.names(),
+                parts.models.served_names(
+                    replica for replica in parts.registry.replicas() if replica.is_healthy
+                ),
+            )
+        )
 
 
 # --- operation ------------------------------------------------------------------------------------
 
 
-def _add_operation(app: FastAPI, service: RouterService) -> None:
-    operator = [Depends(_operator(service))]
+def _add_operation(app: FastAPI, parts: ApiParts) -> None:
+    operator = [Depends(_operator(parts))]
 
     @app.get(
         "/replicas",
@@ -119,13 +155,13 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
         dependencies=operator,
     )
     async def replicas() -> Response:
-        return _json({"replicas": _replicas(service, service.registry.snapshot())})
+        return _json({"replicas": _replicas(parts, parts.registry.snapshot())})
 
     @app.get(
         "/replicas/{replica_id}", tags=["operation"], summary="One replica", dependencies=operator
     )
     async def replica(replica_id: str) -> Response:
-        return _json(_replica(service, service.registry.get(replica_id).id))
+        return _json(_replica(parts, parts.registry.get(replica_id).id))
 
     @app.post(
         "/replicas",
@@ -139,10 +175,10 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
     )
     async def add(request: Request) -> Response:
         body = await _body(
-            request, MAX_OPERATOR_BODY_BYTES, service.config.server.timeouts.client_body_s
+            request, MAX_OPERATOR_BODY_BYTES, parts.config.server.timeouts.client_body_s
         )
-        added = service.registry.add(read_replica(_decode_json(body)))
-        return _json(_replica(service, added.id), 201)
+        added = parts.registry.add(read_replica(_decode_json(body)))
+        return _json(_replica(parts, added.id), 201)
 
     @app.delete(
         "/replicas/{replica_id}",
@@ -151,7 +187,7 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
         dependencies=operator,
     )
     async def remove(replica_id: str) -> Response:
-        service.registry.remove(replica_id)
+        parts.registry.remove(replica_id)
         return _json({"removed": replica_id})
 
     @app.post(
@@ -161,7 +197,7 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
         dependencies=operator,
     )
     async def drain(replica_id: str) -> Response:
-        return _json(_replica(service, service.registry.drain(replica_id).id))
+        return _json(_replica(parts, parts.registry.drain(replica_id).id))
 
     @app.post(
         "/replicas/{replica_id}/undrain",
@@ -170,7 +206,7 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
         dependencies=operator,
     )
     async def undrain(replica_id: str) -> Response:
-        return _json(_replica(service, service.registry.undrain(replica_id).id))
+        return _json(_replica(parts, parts.registry.undrain(replica_id).id))
 
     @app.get(
         "/config",
@@ -179,26 +215,26 @@ def _add_operation(app: FastAPI, service: RouterService) -> None:
         dependencies=operator,
     )
     async def config() -> Response:
-        return _json(service.config.to_public_dict())
+        return _json(parts.config.to_public_dict())
 
 
-def _replica(service: RouterService, replica_id: str) -> dict[str, Any]:
-    return _replicas(
-        service, [view for view in service.registry.snapshot() if view.id == replica_id]
-    )[0]
+def _replica(parts: ApiParts, replica_id: str) -> dict[str, Any]:
+    return _replicas(parts, [view for view in parts.registry.snapshot() if view.id == replica_id])[
+        0
+    ]
 
 
-def _replicas(service: RouterService, views: Iterable[ReplicaView]) -> list[dict[str, Any]]:
+def _replicas(parts: ApiParts, views: Iterable[ReplicaView]) -> list[dict[str, Any]]:
     # Once for all of them: for each one anew, 256 replicas would hold up every stream for a second.
-    statistics, feeds = service.index_statistics(), service.feed.statistics()
+    statistics, feeds = parts.models.index_statistics(), parts.feed.statistics()
     return [replica_answer(view, statistics, feeds) for view in views]
 
 
 # --- what goes on ---------------------------------------------------------------------------------
 
 
-def _add_overview(app: FastAPI, service: RouterService) -> None:
-    operator = [Depends(_operator(service))]
+def _add_overview(app: FastAPI, parts: ApiParts) -> None:
+    operator = [Depends(_operator(parts))]
 
     @app.get(
         "/overview",
@@ -207,7 +243,17 @@ def _add_overview(app: FastAPI, service: RouterService) -> None:
         dependencies=operator,
     )
     async def overview() -> Response:
-        return _json(overview_answer(service))
+        return _json(
+            overview_answer(
+                parts.config.policy.name,
+                parts.admission.under_way,
+                parts.journal,
+                parts.registry.snapshot(),
+                parts.models.index_statistics(),
+                parts.feed.statistics(),
+                parts.tokenizer_check.disagreements,
+            )
+        )
 
     @app.get(
         "/requests",
@@ -220,7 +266,7 @@ def _add_overview(app: FastAPI, service: RouterService) -> None:
         ),
     )
     async def requests(request: Request) -> Response:
-        journal = service.journal
+        journal = parts.journal
         found = journal.since(
             _number(request, "after", 0, _MAX_NUMBER),
             _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS),
@@ -248,8 +294,8 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
 # --- keys, bodies, answers ------------------------------------------------------------------------
 
 
-def _client(service: RouterService) -> Callable[[Request], Awaitable[None]]:
-    key = key_bytes(service.config.server.client_api_key)
+def _client(parts: ApiParts) -> Callable[[Request], Awaitable[None]]:
+    key = key_bytes(parts.config.server.client_api_key)
 
     async def check(request: Request) -> None:
         check_key(dict(request.headers.raw), key)
@@ -257,8 +303,8 @@ def _client(service: RouterService) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _operator(service: RouterService) -> Callable[[Request], Awaitable[None]]:
-    key = key_bytes(service.config.server.operator_api_key)
+def _operator(parts: ApiParts) -> Callable[[Request], Awaitable[None]]:
+    key = key_bytes(parts.config.server.operator_api_key)
 
     async def check(request: Request) -> None:
         check_key(dict(request.headers.raw), key)
@@ -266,9 +312,9 @@ def _operator(service: RouterService) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _scraper(service: RouterService) -> Callable[[Request], Awaitable[None]]:
-    needs_key = service.config.observability.metrics_need_key
-    key = key_bytes(service.config.server.operator_api_key) if needs_key else None
+def _scraper(parts: ApiParts) -> Callable[[Request], Awaitable[None]]:
+    needs_key = parts.config.observability.metrics_need_key
+    key = key_bytes(parts.config.server.operator_api_key) if needs_key else None
 
     async def check(request: Request) -> None:
         check_key(dict(request.headers.raw), key)
@@ -317,12 +363,12 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def _add_error_answers(app: FastAPI, service: RouterService) -> None:
+def _add_error_answers(app: FastAPI, parts: ApiParts) -> None:
     """Every error in the one shape, and on the books."""
 
     async def answer(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        service.metrics.bad_requests.labels(error.code).inc()
+        parts.metrics.bad_requests.labels(error.code).inc()
         headers = {name.decode(): value.decode() for name, value in error.headers()}
         return _json(error.openai(), error.status, headers)
 
@@ -337,7 +383,7 @@ def _add_error_answers(app: FastAPI, service: RouterService) -> None:
         return await answer(request, UnknownPath())
 
     async def answer_nobody(_request: Request, _error: Exception) -> Response:
-        service.metrics.bad_requests.labels("client_gone").inc()
+        parts.metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 
     app.add_exception_handler(RequestError, answer)

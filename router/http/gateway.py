@@ -15,15 +15,14 @@ from router.errors import (
     BadRequest,
     BodyTooLarge,
     NoReplica,
-    Overloaded,
     RequestError,
-    ShuttingDown,
     Unauthorized,
 )
 from router.http.uvicorn_protocol import client_abort
 from router.observability.request_log import RoutedRequest
 from router.observability.request_observer import Account, Bookkeeper, describe
 from router.proxy import Attempt, Dialect, Proxy, ProxyRequest, error_body
+from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatched, Dispatcher
 from router.routing.planner import Decision
 from router.tokenize import Endpoint
@@ -64,6 +63,7 @@ class Gateway:
         self,
         server: ServerConfig,
         session_header: str,
+        admission: Admission,
         dispatcher: Dispatcher,
         proxy: Proxy,
         books: Bookkeeper,
@@ -71,18 +71,12 @@ class Gateway:
         self._server = server
         self._client_key = key_bytes(server.client_api_key)
         self._session_header = session_header.encode()
+        self._admission = admission
         self._dispatcher = dispatcher
         self._proxy = proxy
         self._books = books
         timeouts = server.timeouts
         self._patient = Timeouts(timeouts.connect_s, timeouts.whole_answer_s, timeouts.idle_s)
-        self._under_way = 0
-        self.is_shutting_down = False
-
-    @property
-    def under_way(self) -> int:
-        """Requests admitted and not ended."""
-        return self._under_way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to a path of `PROXIED_PATHS`."""
@@ -90,24 +84,34 @@ class Gateway:
         request_id = _request_id(headers)
         answer_headers = ((b"x-request-id", request_id),)
         dialect = Dialect.ANTHROPIC if scope["path"] == Endpoint.MESSAGES.value else Dialect.OPENAI
-        self._under_way += 1
         try:
-            self._admit(headers)
-            body = await read_body(
-                headers, receive, self._server.max_body_bytes, self._server.timeouts.client_body_s
-            )
-            decision, dispatched = await self._decide(scope["path"], headers, body)
-            routed = describe(scope["path"], request_id, decision, dispatched)
-            self._require_replica(decision, routed)
-            # Before anything else is waited for: a replica may be removed at any time.
-            attempts = self._attempts(decision, request_id)
-            request = self._request(
-                scope, await self._without_report_mode(body, dispatched), answer_headers, dialect
-            )
-            request = request._replace(timeouts=self._timeouts_for(dispatched))
-            await self._proxy.stream(
-                attempts, request, receive, send, Account(self._books, decision, dispatched, routed)
-            )
+            with self._admission:
+                check_key(headers, self._client_key)
+                body = await read_body(
+                    headers,
+                    receive,
+                    self._server.max_body_bytes,
+                    self._server.timeouts.client_body_s,
+                )
+                decision, dispatched = await self._decide(scope["path"], headers, body)
+                routed = describe(scope["path"], request_id, decision, dispatched)
+                self._require_replica(decision, routed)
+                # Before anything else is waited for: a replica may be removed at any time.
+                attempts = self._attempts(decision, request_id)
+                request = self._request(
+                    scope,
+                    await self._without_report_mode(body, dispatched),
+                    answer_headers,
+                    dialect,
+                )
+                request = request._replace(timeouts=self._timeouts_for(dispatched))
+                await self._proxy.stream(
+                    attempts,
+                    request,
+                    receive,
+                    send,
+                    Account(self._books, decision, dispatched, routed),
+                )
         except RequestError as error:
             self._books.metrics.bad_requests.labels(error.code).inc()
             if error.status >= 500:
@@ -116,18 +120,9 @@ class Gateway:
         except ClientGone:
             self._books.metrics.bad_requests.labels("client_gone").inc()
         except asyncio.CancelledError:
-            if not self.is_shutting_down:
+            if not self._admission.is_shutting_down:
                 raise
             await _cut(scope)
-        finally:
-            self._under_way -= 1
-
-    def _admit(self, headers: dict[bytes, bytes]) -> None:
-        if self.is_shutting_down:
-            raise ShuttingDown
-        if self._under_way > self._server.max_concurrent_requests:
-            raise Overloaded(self._server.max_concurrent_requests)
-        check_key(headers, self._client_key)
 
     async def _decide(
         self, path: str, headers: dict[bytes, bytes], body: bytes

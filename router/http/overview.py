@@ -8,7 +8,7 @@ some hundred replicas.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,24 +16,40 @@ import msgspec
 from router.feed import SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.observability.problems import SourceGlance, glance, problems_of
+from router.observability.request_log import Journal
 from router.observability.rolling_totals import Minute
 from router.replicas import EventSource, ReplicaView
-from router.service import RouterService
 
 MAX_MODELS = 100
 
 
-def overview_answer(service: RouterService) -> dict[str, Any]:
-    """`GET /overview`."""
-    views = service.registry.snapshot()
-    statistics, feeds = service.index_statistics(), service.feed.statistics()
-    disagreements = _disagreements(service)
+def overview_answer(
+    policy: str,
+    under_way: int,
+    journal: Journal,
+    views: Sequence[ReplicaView],
+    statistics: Mapping[SourceId, SourceStatistics],
+    feeds: Mapping[SourceId, SourceFeedStatistics],
+    tokenizer_disagreements: Mapping[tuple[str, str], int],
+) -> dict[str, Any]:
+    """`GET /overview`.
+
+    Args:
+        policy: The routing policy's name.
+        under_way: Requests admitted and not ended.
+        journal: The log of routed requests.
+        views: Every replica.
+        statistics: The blocks of every source.
+        feeds: The stream of every source.
+        tokenizer_disagreements: Probes that came out differently, by model and replica.
+    """
+    disagreements = _by_replica(tokenizer_disagreements)
     return {
-        "started_at": round(service.journal.started_at, 3),
+        "started_at": round(journal.started_at, 3),
         "now": round(time.time(), 3),
-        "policy": service.config.policy.name,
-        "under_way": service.under_way,
-        "minute": _minute(service.journal.minute),
+        "policy": policy,
+        "under_way": under_way,
+        "minute": _minute(journal.minute),
         "models": sorted({model for view in views for model in view.models})[:MAX_MODELS],
         "replicas": [
             _replica(view, statistics, feeds, disagreements.get(view.id, 0)) for view in views
@@ -45,10 +61,10 @@ def _minute(minute: Minute) -> dict[str, Any]:
     return {**msgspec.to_builtins(minute.total()), "seconds": round(minute.seconds, 1)}
 
 
-def _disagreements(service: RouterService) -> dict[str, int]:
+def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:
     """Probes that a replica tokenises differently, over all its models."""
     sums: dict[str, int] = {}
-    for (_, replica_id), count in service.tokenizer_check.disagreements.items():
+    for (_, replica_id), count in disagreements.items():
         sums[replica_id] = sums.get(replica_id, 0) + count
     return sums
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -14,6 +15,7 @@ from kvevents.delivery import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
+from router.routing.admission import Admission
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.tokenizer_check import TokenizerCheck
@@ -30,7 +32,8 @@ _Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 """Label values, value."""
 
 
-class Parts(Protocol):
+@dataclass(frozen=True, slots=True)
+class CollectedParts:
     """The parts of a router whose statistics are read."""
 
     feed: Feed
@@ -39,21 +42,15 @@ class Parts(Protocol):
     tokenizer_check: TokenizerCheck
     upstream: UpstreamClient
     recent: RecentPrefixes
-
-    @property
-    def under_way(self) -> int:
-        """Requests admitted and not ended."""
-
-    def index_statistics(self) -> dict[SourceId, SourceStatistics]:
-        """Every source's blocks, over all models."""
+    admission: Admission
 
 
-def collect(parts: Parts) -> Iterator[Metric]:
+def collect(parts: CollectedParts) -> Iterator[Metric]:
     """Take the numbers now, on the event loop; make metrics of them as the iterator is consumed,
     in whatever thread does so."""
     feeds = parts.feed.statistics()
     return itertools.chain(
-        _index_metrics(parts.index_statistics(), feeds),
+        _index_metrics(parts.models.index_statistics(), feeds),
         _feed_metrics(feeds),
         _replica_metrics(parts.registry.snapshot()),
         _tokenization_metrics(
@@ -303,7 +300,7 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
     )
 
 
-def _router_metrics(parts: Parts) -> Iterator[Metric]:
+def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
     yield _gauge(
         "kvroute_tokenizer_disagreements",
         "Probes that a replica tokenises differently from the router: its hits are mispredicted.",
@@ -312,7 +309,11 @@ def _router_metrics(parts: Parts) -> Iterator[Metric]:
     )
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
     for name, text, value in (
-        ("kvroute_requests_under_way", "Requests admitted and not ended.", parts.under_way),
+        (
+            "kvroute_requests_under_way",
+            "Requests admitted and not ended.",
+            parts.admission.under_way,
+        ),
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
         ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),
         ("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", recent.entries),

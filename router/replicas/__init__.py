@@ -13,12 +13,11 @@ The files; each imports only what is listed above it:
     discovery.py     what a replica says of itself
     replica.py       one replica's state
     watcher.py       two tasks a replica: its health; its models, streams and gauges
-    registry.py      all replicas; tells a listener of changes
+    registry.py      all replicas; reports changes to listeners
 """
 
 from router.replicas.fetch import UpstreamFetch
 from router.replicas.registry import (
-    NullListener,
     RegistryStatistics,
     ReplicaListener,
     ReplicaRegistry,
@@ -37,7 +36,6 @@ __all__ = [
     "EventSource",
     "Fetch",
     "Health",
-    "NullListener",
     "RegistryStatistics",
     "Replica",
     "ReplicaListener",

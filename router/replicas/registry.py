@@ -43,22 +43,6 @@ class ReplicaListener(Protocol):
         """It is gone from the registry; requests may still run there."""
 
 
-class NullListener:
-    """Listens to nothing."""
-
-    def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
-        """See `ReplicaListener`."""
-
-    def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        """See `ReplicaListener`."""
-
-    def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        """See `ReplicaListener`."""
-
-    def on_removed(self, replica: Replica) -> None:
-        """See `ReplicaListener`."""
-
-
 @dataclass(frozen=True, slots=True)
 class RegistryStatistics:
     """Replicas by state, and counts over all of them since each was added."""
@@ -79,7 +63,6 @@ class ReplicaRegistry:
         fetch: For checks and questions.
         health: How to watch.
         load: Read for views, and to tell this router's requests from others in the engines' gauges.
-        listener: Told of changes.
         random: For jitter.
         clock: Seconds that never go back.
     """
@@ -89,14 +72,13 @@ class ReplicaRegistry:
         fetch: Fetch,
         health: HealthConfig,
         load: LoadTracker,
-        listener: ReplicaListener | None = None,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fetch = fetch
         self._health = health
         self._load = load
-        self._listener: ReplicaListener = listener or NullListener()
+        self._listeners: list[ReplicaListener] = []
         self._random = random or Random()
         self._clock = clock
         self._replicas: dict[str, Replica] = {}
@@ -104,6 +86,10 @@ class ReplicaRegistry:
         self._ending: set[asyncio.Task[None]] = set()
         self._by_model: dict[str, tuple[Replica, ...]] = {}
         self._closed = False
+
+    def subscribe(self, listener: ReplicaListener) -> None:
+        """Report every change from now on to *listener*, after those that subscribed before it."""
+        self._listeners.append(listener)
 
     # --- the operator's side ----------------------------------------------------------------------
 
@@ -150,7 +136,8 @@ class ReplicaRegistry:
         self._index_models()
         self._take_sources(replica, ())
         logger.info("replica %s removed", replica_id)
-        self._listener.on_removed(replica)
+        for listener in self._listeners:
+            listener.on_removed(replica)
         return replica
 
     async def close(self) -> None:
@@ -287,7 +274,8 @@ class ReplicaRegistry:
         """Tell of models and sources that need no discovery."""
         self._index_models()
         if replica.served.models:
-            self._listener.on_models_changed(replica, ServedModels())
+            for listener in self._listeners:
+                listener.on_models_changed(replica, ServedModels())
             self._take_sources(replica, replica.configured_sources or ())
 
     def _set_draining(self, replica_id: str, draining: bool) -> Replica:
@@ -315,20 +303,23 @@ class ReplicaRegistry:
         logger.log(
             level, "replica %s: %s, was %s: %s", replica.id, replica.state.value, before.value, why
         )
-        self._listener.on_state_changed(replica, before)
+        for listener in self._listeners:
+            listener.on_state_changed(replica, before)
 
     def _take_models(self, replica: Replica, served: ServedModels) -> None:
         before = replica.served
         if served != before:
             replica.served = served
             self._index_models()
-            self._listener.on_models_changed(replica, before)
+            for listener in self._listeners:
+                listener.on_models_changed(replica, before)
 
     def _take_sources(self, replica: Replica, sources: tuple[EventSource, ...]) -> None:
         before = replica.sources
         if sources != before:
             replica.sources = sources
-            self._listener.on_sources_changed(replica, before)
+            for listener in self._listeners:
+                listener.on_sources_changed(replica, before)
 
     def _index_models(self) -> None:
         """Look up by model what every request asks for."""

@@ -2,6 +2,7 @@
 
 The files; each imports only what is listed above it:
 
+    admission.py         how many requests are let in, and whether any
     recent_prefixes.py   which prefixes were just sent where
     models.py            models and every name they go by, each with index and tokenisation
     planner.py           the decision: hits, load, ranking

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from router.config import ModelConfig
 from router.errors import ConfigError, Problem, UnknownModel
-from router.index import LayoutHints, PrefixIndex, create_index
+from router.index import (
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceStatistics,
+    create_index,
+)
+from router.replicas import Replica
 from router.tokenize import (
     ChatSettings,
     LocalTokenizer,
@@ -19,8 +26,9 @@ from router.tokenize import (
     read_model_files,
 )
 
-FetchForModel: TypeAlias = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
-"""`(model, path, body) -> (status, body)`: asks some replica that serves the model."""
+FetchForModel: TypeAlias = Callable[[Sequence[str], str, bytes], Awaitable[tuple[int, bytes]]]
+"""`(names, path, body) -> (status, body)`: asks some replica that serves the model by one of its
+names."""
 
 MAX_NAMES = 16_384
 """Bound on names of models and adapters: a replica's answer must not grow the router without
@@ -120,7 +128,7 @@ class ModelSet:
         base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
             self._models[base] = Model(
-                base, Tokenization(remote=self._remote(base)), index=self._make_index()
+                base, Tokenization(remote=self._remote((base,))), index=self._make_index()
             )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
@@ -150,6 +158,19 @@ class ModelSet:
         """Every name a request may use, with the base model of those that are adapters."""
         return {name: found.base if found.adapter else None for name, found in self._names.items()}
 
+    def served_names(self, replicas: Iterable[Replica]) -> list[str]:
+        """The names that at least one of *replicas* serves."""
+        present = list(replicas)
+        return [name for name in self.names() if any(replica.serves(name) for replica in present)]
+
+    def index_statistics(self) -> dict[SourceId, SourceStatistics]:
+        """The blocks of every source, over all models."""
+        return {
+            source: found
+            for model in self._models.values()
+            for source, found in model.index.statistics().items()
+        }
+
     def close(self) -> None:
         """Let the tokenizers' threads go."""
         for model in self._models.values():
@@ -158,7 +179,8 @@ class ModelSet:
     def _add_configured(self, index: int, config: ModelConfig) -> Problem | None:
         try:
             tokenization = Tokenization(
-                local=_local_tokenizer(config), remote=self._remote(config.name)
+                local=_local_tokenizer(config),
+                remote=self._remote((config.name, *config.aliases)),
             )
         except ModelFilesError as error:
             return Problem(f"models[{index}]", str(error))
@@ -172,9 +194,9 @@ class ModelSet:
             self._names[adapter] = _Meaning(config.name, adapter)
         return None
 
-    def _remote(self, model: str) -> RemoteTokenizer:
+    def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:
-            return await self._fetch(model, path, body)
+            return await self._fetch(names, path, body)
 
         return RemoteTokenizer(fetch)
 

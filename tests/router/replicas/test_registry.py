@@ -29,7 +29,6 @@ from router.errors import (
 from router.replicas import (
     EventSource,
     Health,
-    NullListener,
     Replica,
     ReplicaRegistry,
     ReplicaState,
@@ -39,7 +38,7 @@ from router.replicas import (
 from router.replicas.discovery import parse_models, parse_sources, reachable
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
-from router.replicas.registry import MAX_REPLICAS
+from router.replicas.registry import MAX_REPLICAS, ReplicaListener
 from router.upstream import UpstreamClient
 
 FAST = HealthConfig(
@@ -179,7 +178,8 @@ class Setting:
     def __init__(self, client: UpstreamClient, health: HealthConfig) -> None:
         self.load = LoadTracker()
         self.diary = Diary()
-        self.registry = ReplicaRegistry(UpstreamFetch(client), health, self.load, self.diary)
+        self.registry = ReplicaRegistry(UpstreamFetch(client), health, self.load)
+        self.registry.subscribe(self.diary)
         self.engines: list[Engine] = []
 
     async def engine(self) -> Engine:
@@ -854,7 +854,7 @@ async def test_closing_leaves_no_task_whatever_they_were_doing() -> None:
     """SIGTERM ends the process when the tasks have ended."""
     before = asyncio.all_tasks()
     client = UpstreamClient()
-    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker(), NullListener())
+    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker())
     engines = [Engine() for _ in range(3)]
     for index, engine in enumerate(engines):
         await engine.start()
@@ -897,14 +897,15 @@ async def test_a_watcher_that_crashes_is_heard_of(caplog: pytest.LogCaptureFixtu
     """A bug in a listener would otherwise leave a replica unwatched, and nobody would know why it
     never returns."""
 
-    class Broken(NullListener):
+    class Broken(ReplicaListener):
         def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
             raise ZeroDivisionError
 
     client = UpstreamClient()
     engine = Engine()
     await engine.start()
-    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker(), Broken())
+    registry = ReplicaRegistry(UpstreamFetch(client), FAST, LoadTracker())
+    registry.subscribe(Broken())
     registry.add(ReplicaConfig(url=engine.url, id="r"))
     await until(
         lambda: "replica r: health ended, and the replica is not watched any more" in caplog.text
