@@ -25,14 +25,14 @@ The files; each imports only what is listed above it:
     hashing.py            token ids -> chain of block hashes, as vLLM computes them
     codec.py              bytes <-> batches: native, vLLM of every age, SGLang
     sequence.py           what a sequence number means
-    messages.py           what the frames of a ZMQ message mean
+    messages.py           the frames of a ZMQ message
     endpoints.py          addresses: checked, moved along by rank, opened
-    publisher_config.py   what a publisher can be told
+    publisher_config.py   the configuration of a publisher
     replay_ring.py        the last batches of a stream
     cache_state.py        the present state of a cache, written as a snapshot
     replay_server.py      the replay endpoint: requests, and how much of each reply is sent
     stream.py             one numbered stream on its own thread
-    cache_source.py       what the stream of a cache says: steps, heartbeats, layout, snapshots
+    cache_source.py       the payloads of a cache's stream: steps, heartbeats, snapshots
     publisher.py          the engine's side: publishers, and which one a configuration asks for
     pacing.py             how subscribers share the event loop; backoff
     sockets.py            one connection of one ZMQ socket on an event loop

@@ -1,4 +1,4 @@
-"""What the stream of one cache says: engine steps as batches, heartbeats, the layout, snapshots.
+"""The payloads of one cache's stream: engine steps as batches, heartbeats, layout, snapshots.
 
 It runs on the stream's thread and keeps the cache's state along with the steps, so that a snapshot
 can be written at any time.
@@ -39,7 +39,7 @@ class CacheSource:
     def __init__(self, announcement: CacheLayout, data_parallel_rank: int) -> None:
         self.state = CacheState(announcement)
         self.rejected_events = 0
-        """Events left out of their batch, or not followed, because a field is not of its type."""
+        """See `kvevents.publisher.PublisherStatistics`."""
         self._rank = data_parallel_rank
         self._last_snapshot: weakref.ref[Snapshot] | None = None
         self._last_snapshot_seq = -1

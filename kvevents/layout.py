@@ -1,7 +1,7 @@
-"""How a cache is laid out: its groups of layers, their block sizes, and what is checked of them.
+"""How a cache is laid out: its groups of layers, their block sizes, checked.
 
-Layers that need the same part of the past share block tables: they are one group. What a hit is in
-such a cache follows from the groups, see `kvevents/hit_rule.py`.
+Layers that need the same part of the past share block tables: they are one group. How much of a
+prompt such a cache can serve is in `kvevents/hit_rule.py`.
 """
 
 from __future__ import annotations

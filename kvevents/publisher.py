@@ -38,8 +38,7 @@ class PublisherStatistics:
 
     stream: StreamStatistics = field(default_factory=StreamStatistics)
     rejected_events: int = 0
-    """Events left out of their batch because they cannot be encoded, and such that the cache's
-    state could not follow."""
+    """Events left out because they cannot be encoded, or that the kept state could not follow."""
     state_blocks: int = 0
     """Distinct (group, tier, hash) that a snapshot would announce."""
     state_is_complete: bool = True
@@ -192,7 +191,7 @@ def announce(layout: KVCacheLayout, chain: HashChain | None = None) -> CacheLayo
 
     Args:
         layout: The cache's groups.
-        chain: The engine's hash function; None: consumers learn from tokens alone.
+        chain: The engine's hash function; None: consumers learn only from tokens.
     """
     groups = [
         GroupSpec(
@@ -251,12 +250,12 @@ def create_publisher(
     chain: HashChain | None = None,
     data_parallel_rank: int = 0,
 ) -> EventPublisher:
-    """The publisher a configuration asks for; without one, a publisher that sends nothing.
+    """Make the publisher that a configuration names; without one, a publisher that sends nothing.
 
     Args:
         config: Its `kind` is a built-in one, a registered one, or a plug-in of the entry-point
             group `kvroute.publishers`.
-        layout: Announced to consumers.
+        layout: The cache's groups, announced to consumers.
         chain: The engine's hash function, if it is one of `kvevents.hash_algorithms()`.
         data_parallel_rank: This engine's rank. Ports move along by it.
 

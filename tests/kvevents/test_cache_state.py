@@ -1,4 +1,4 @@
-"""The state of a cache: a snapshot of it must stand for everything that was told before."""
+"""The state of a cache: a snapshot must replace everything that was published before it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def state_of(groups: Sequence[KVCacheGroup], chain: HashChain | None = None) -> 
     return CacheState(announce(KVCacheLayout.build(groups), chain))
 
 
-def told(state: CacheState) -> list[Event]:
-    """Every event of a snapshot, as it comes over the wire."""
+def announced(state: CacheState) -> list[Event]:
+    """Every event of a snapshot, as it is read from the wire."""
     batches = [decode(encode(EventBatch(0.0, batch, 0))) for batch in state.snapshot().batches()]
     return [event for batch in batches for event in batch.events]
 
@@ -57,15 +57,15 @@ def apply(index: ReferenceIndex, source: SourceId, events: Sequence[Event]) -> N
 
 
 def stored(state: CacheState) -> list[BlockStored]:
-    return [event for event in told(state) if isinstance(event, BlockStored)]
+    return [event for event in announced(state) if isinstance(event, BlockStored)]
 
 
 # --- the whole state ------------------------------------------------------------------------------
 
 
 class Engine:
-    """What an engine might do: blocks come twice, parents go first, and the CPU gets blocks that
-    the GPU has or had."""
+    """What an engine might do: blocks are stored twice, parents removed first, and the CPU stores
+    blocks that the GPU has or had."""
 
     def __init__(self, seed: int, groups: Sequence[KVCacheGroup]) -> None:
         self._random = Random(seed)
@@ -107,8 +107,8 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
 ) -> None:
     """This is what a snapshot is for; one missing copy is a wrong hit later.
 
-    It may find more: a follower gives up the tokens of a run that waits for its parent when its
-    blocks go.
+    It may find more: a follower drops the tokens of a run that waits for its parent when the run's
+    blocks are removed.
     """
     events = Engine(seed, LAYOUTS[name]).history()
     state, index = state_of(LAYOUTS[name]), ReferenceIndex()
@@ -180,8 +180,7 @@ def _join(
 
 
 def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
-    """Ancestors that slid out are gone, so that nothing but the engine's own hashes places what is
-    left."""
+    """Ancestors that slid out are removed: only the engine's own hashes place the other blocks."""
     group = window(7, 4)
     prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
     state, index = state_of([group], HashChain.from_seed("sha256")), ReferenceIndex()
@@ -193,7 +192,7 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
 # --- how it is told -------------------------------------------------------------------------------
 
 
-def test_the_layout_stands_first_and_alone() -> None:
+def test_the_layout_is_the_first_event_of_a_batch_of_its_own() -> None:
     """A consumer must know the groups before it reads their blocks."""
     state = state_of([FULL])
     state.apply([PROMPTS[0].stored(0, FULL)])
@@ -202,7 +201,7 @@ def test_the_layout_stands_first_and_alone() -> None:
 
 
 def test_contiguous_blocks_of_several_events_become_one_run() -> None:
-    """A snapshot of a large cache must not be larger than the cache deserves."""
+    """A snapshot of a large cache should be no larger than necessary."""
     state = state_of([FULL])
     state.apply([PROMPTS[0].stored(0, FULL, start, start + 4) for start in range(0, 24, 4)])
     (event,) = stored(state)
@@ -212,7 +211,7 @@ def test_contiguous_blocks_of_several_events_become_one_run() -> None:
     assert event.block_size is None
 
 
-def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
+def test_a_parent_stored_after_its_children_is_announced_before_them() -> None:
     """Consumers place a block by its parent: the other way round they have to wait for it."""
     prompt, state = PROMPTS[0], state_of([FULL])
     state.apply(
@@ -230,7 +229,7 @@ def test_a_parent_stored_after_its_children_is_told_before_them() -> None:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_parents_come_before_children(seed: int) -> None:
-    """Within one group and tier no run may lean on a block whose tokens are told later."""
+    """Within one group and tier no run may follow a block whose tokens are announced later."""
     state = state_of([FULL])
     state.apply(Engine(seed, [FULL]).history())
     seen: set[tuple[str | None, object]] = set()
@@ -255,8 +254,8 @@ def test_full_attention_and_the_gpu_come_first() -> None:
 
 
 def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> None:
-    """A window of small blocks slid on, inside a larger block of full attention: what follows must
-    find its place."""
+    """A window of small blocks slid on, inside a larger block of full attention: the blocks after
+    it must still be placed."""
     full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
     prompt, state, index = PROMPTS[0], state_of([full, small]), ReferenceIndex()
     state.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
@@ -269,7 +268,7 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
 
 
 def test_batches_and_events_are_bounded() -> None:
-    """A snapshot of any size goes out in pieces that hold up nothing else."""
+    """A snapshot of any size is sent in pieces that delay nothing else."""
     count = 20_000
     prompt, state = Prefix(list(range(4 * count)), 4), state_of([FULL])
     state.apply([prompt.stored(0, FULL), prompt.offloaded(0, range(4, 4 * count + 1, 4))])
@@ -288,7 +287,7 @@ def _weight(event: BlockStored) -> int:
     return len(event.token_ids) + BLOCK_WEIGHT * len(event.block_hashes)
 
 
-def test_everything_a_hash_covers_is_told_again() -> None:
+def test_everything_a_hash_covers_is_announced_again() -> None:
     """Adapter, salt, multimodal items and lookahead decide the content of a block as much as its
     tokens."""
     event = BlockStored(
@@ -308,8 +307,8 @@ def test_everything_a_hash_covers_is_told_again() -> None:
     assert stored(state) == [event]
 
 
-def test_extra_keys_that_are_all_empty_are_told_as_such() -> None:
-    """An engine that says "no salt" is not one that says nothing about salts."""
+def test_extra_keys_that_are_all_empty_are_announced_as_such() -> None:
+    """An engine that reports "no salt" differs from one that reports nothing about salts."""
     state = state_of([FULL])
     state.apply([BlockStored([1], None, tokens(4), "GPU", 0, extra_keys=[None])])
     assert stored(state)[0].extra_keys == [None]
@@ -332,7 +331,7 @@ def test_runs_of_different_adapters_are_not_joined() -> None:
     ]
 
 
-def test_a_block_with_three_copies_is_told_three_times() -> None:
+def test_a_block_with_three_copies_is_announced_three_times() -> None:
     """Each copy gets its own removal, and only the last of them removes the block."""
     state = state_of([FULL])
     state.apply(
@@ -342,16 +341,22 @@ def test_a_block_with_three_copies_is_told_three_times() -> None:
             PROMPTS[0].stored(0, FULL, 0, 4),
         ]
     )
-    told_hashes = [block_hash for event in stored(state) for block_hash in event.block_hashes]
-    assert [told_hashes.count(block_hash) for block_hash in PROMPTS[0].hashes] == [3, 2, 1, 1, 1, 1]
+    announced_hashes = [block_hash for event in stored(state) for block_hash in event.block_hashes]
+    assert [announced_hashes.count(block_hash) for block_hash in PROMPTS[0].hashes] == [
+        3,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 # --- what it follows ------------------------------------------------------------------------------
 
 
 def test_a_clear_empties_the_gpu_and_leaves_the_lower_tiers() -> None:
-    """`AllBlocksCleared` speaks of the GPU pool only; the offloaded blocks are still there, and so
-    are their tokens."""
+    """`AllBlocksCleared` means the GPU pool; offloaded blocks are kept, and so are their tokens."""
     prompt, state = PROMPTS[0], state_of([FULL])
     state.apply([prompt.stored(0, FULL), prompt.offloaded(0, [4, 8]), AllBlocksCleared()])
     (event,) = stored(state)
@@ -363,7 +368,7 @@ def test_a_clear_empties_the_gpu_and_leaves_the_lower_tiers() -> None:
     assert state.blocks == 2
 
 
-def test_an_offloaded_block_is_told_with_the_tokens_of_its_gpu_event() -> None:
+def test_an_offloaded_block_is_announced_with_the_tokens_of_its_gpu_event() -> None:
     """Also when the transfer is announced after the GPU has evicted it, which is the usual order
     under pressure."""
     prompt, state = PROMPTS[0], state_of([FULL])
@@ -372,8 +377,8 @@ def test_an_offloaded_block_is_told_with_the_tokens_of_its_gpu_event() -> None:
     assert (event.medium, event.token_ids) == ("CPU", prompt.tokens[:4])
 
 
-def test_an_offloaded_block_that_no_event_showed_is_told_without_tokens() -> None:
-    """It may become known later; until then its hash is all there is."""
+def test_an_offloaded_block_that_no_event_showed_is_announced_without_tokens() -> None:
+    """They may become known later; until then only the hash is."""
     state = state_of([FULL])
     state.apply([PROMPTS[0].offloaded(0, [4])])
     assert stored(state) == [BlockStored([PROMPTS[0].hash_at(4)], None, [], "CPU", 0)]
@@ -388,7 +393,7 @@ def test_a_removal_of_what_is_not_there_changes_nothing() -> None:
 
 
 def test_a_parent_loop_ends() -> None:
-    """No engine sends one, and none may hang the publisher."""
+    """No engine sends one, but it must not hang the publisher."""
     state = state_of([FULL])
     state.apply(
         [BlockStored([1], 2, tokens(4), "GPU", 0), BlockStored([2], 1, tokens(4), "GPU", 0)]
@@ -402,7 +407,7 @@ def test_a_parent_loop_ends() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
-def test_tokens_nobody_could_read_are_left_out(bad: int) -> None:
+def test_tokens_that_no_consumer_accepts_are_left_out(bad: int) -> None:
     """A consumer refuses the whole batch for one of them."""
     state = state_of([FULL])
     state.apply([BlockStored([1], None, [1, 2, 3, bad], "GPU", 0)])
@@ -425,8 +430,8 @@ def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
     assert known == {0: False, 1: False, 2: True}
 
 
-def test_a_capture_stays_as_it_was() -> None:
-    """It is sent bit by bit, while the engine goes on."""
+def test_a_snapshot_stays_as_it_was() -> None:
+    """It is sent in parts, while the engine goes on."""
     prompt, state = PROMPTS[0], state_of([FULL])
     state.apply([prompt.stored(0, FULL)])
     batches: Iterator[list[Event]] = state.snapshot().batches()
@@ -438,7 +443,7 @@ def test_a_capture_stays_as_it_was() -> None:
 
 
 def test_a_reset_replaces_everything() -> None:
-    """After a loss only the whole state is worth anything."""
+    """After a loss only the whole state is of use."""
     state = state_of([FULL])
     state.apply([PROMPTS[0].stored(0, FULL)])
     state.mark_incomplete()

@@ -1,4 +1,4 @@
-"""Every dialect of the wire, and what is said of a payload that is none."""
+"""Every dialect of the wire, and the errors for invalid payloads."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ wire_batches = st.tuples(
 
 
 def wire(*events: Any, tail: tuple[Any, ...] = (0,)) -> bytes:
-    """A payload with events in whatever form they are given."""
+    """A payload with events in the form in which they are given."""
     return msgspec.msgpack.encode([1.5, list(events), *tail])
 
 
@@ -201,7 +201,7 @@ def test_a_hash_is_any_64_bit_integer_or_bytes(block_hash: int | bytes) -> None:
 
 @pytest.mark.parametrize("count", range(3, len(POSITIONS) + 1))
 def test_a_positional_store_of_every_age_is_read(count: int) -> None:
-    """A field was added in 9 of 24 releases; what an engine does not know yet is None."""
+    """A field was added in 9 of 24 releases; those an engine does not know yet are None."""
     array = ["BlockStored", *(getattr(WHOLE, name) for name in POSITIONS[:count])]
     older = replace(WHOLE, **dict.fromkeys(POSITIONS[count:]))
     assert decode(wire(array)).events == [older]
@@ -209,13 +209,13 @@ def test_a_positional_store_of_every_age_is_read(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_positional_removal_of_every_age_is_read(count: int) -> None:
-    """Hashes alone, with the medium, with the group."""
+    """Only hashes, with the medium, with the group."""
     fields: list[Any] = [[1, b"two"], "CPU", 4]
     expected = BlockRemoved(*fields[:count], *[None] * (2 - count if count < 2 else 0))
     assert decode(wire(["BlockRemoved", *fields[:count]])).events == [expected]
 
 
-def test_elements_behind_the_known_ones_are_ignored() -> None:
+def test_elements_after_the_known_ones_are_ignored() -> None:
     """The next release adds one."""
     whole = [*stored_array(WHOLE), "tomorrow", [1, 2], {"a": 1}]
     removed = ["BlockRemoved", [1], "GPU", 0, None, "tomorrow"]
@@ -273,7 +273,7 @@ def test_the_block_size_may_be_absent_zero_or_given(block_size: int | None) -> N
 )
 @pytest.mark.parametrize("medium", ["GPU", "CPU_PINNED", "DISK"])
 def test_an_sglang_batch_is_read(medium: str, tail: tuple[Any, ...]) -> None:
-    """Arrays, media of its own, and more elements behind the rank."""
+    """Arrays, media of its own, and more elements after the rank."""
     stored = ["BlockStored", [-5, 6], None, [1, 2], 1, None, medium]
     batch = decode(wire(stored, ["BlockRemoved", [-5], medium], tail=tail))
     expected: list[Event] = [
@@ -305,7 +305,7 @@ def test_an_event_of_unknown_type_is_skipped_and_counted_and_nothing_else() -> N
     assert batch == EventBatch(1.5, [WHOLE, WHOLE], 0, skipped=2)
 
 
-def test_maps_and_arrays_may_stand_in_one_batch() -> None:
+def test_maps_and_arrays_may_be_mixed_in_one_batch() -> None:
     """Two engines behind one relay."""
     batch = decode(
         wire(stored_array(WHOLE), event_map(BlockRemoved([1], None)), ["AllBlocksCleared"])
@@ -315,16 +315,16 @@ def test_maps_and_arrays_may_stand_in_one_batch() -> None:
 
 @settings(deadline=None)
 @given(wire_batches)
-def test_the_quick_way_and_the_patient_way_read_the_same(batch: Any) -> None:
-    """The typed decoders are an optimisation and nothing else."""
+def test_the_fast_path_and_the_slow_path_read_the_same(batch: Any) -> None:
+    """The typed decoders are only an optimisation."""
     payload = msgspec.msgpack.encode(batch)
     patient = codec._read_batch(payload)
     assert decode(payload) == patient
     assert codec._decode_typed(payload) in (None, patient)
 
 
-def test_the_quick_way_takes_what_engines_send() -> None:
-    """If it refused them, all would still be right, and slow."""
+def test_the_fast_path_reads_what_engines_send() -> None:
+    """If it refused them, results would still be right, but slow."""
     for payload in (*_recorded(30), *(message.payload for message in wire_samples.live("0.9.2"))):
         assert codec._decode_typed(payload) == codec._read_batch(payload)
 
@@ -341,7 +341,7 @@ STORED_FIELDS: dict[str, Any] = {
 MALFORMED: list[tuple[str, bytes, list[str]]] = [
     ("empty", b"", ["payload of 0 bytes", "not msgpack"]),
     ("cut off", wire(stored_array(WHOLE))[:-3], ["not msgpack"]),
-    ("more behind the end", wire() + b"\x00", ["not msgpack"]),
+    ("more after the end", wire() + b"\x00", ["not msgpack"]),
     ("a number", msgspec.msgpack.encode(5), ["not a [ts, events, rank] array"]),
     ("a map", msgspec.msgpack.encode({"ts": 1.0}), ["not a [ts, events, rank] array"]),
     ("no events", msgspec.msgpack.encode([1.0]), ["not a [ts, events, rank] array"]),
@@ -516,7 +516,7 @@ def test_no_token_and_no_text_from_the_wire_is_in_an_error(event: Any, data: st.
 @settings(deadline=None)
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_no_text_is_in_the_error_of_a_damaged_payload(position: int, value: int) -> None:
-    """The decoder below speaks, too; so do the errors it was chained to."""
+    """Neither in the decoder's own message nor in the errors that ours is chained to."""
     stored = BlockStored(
         [1],
         None,
@@ -531,7 +531,7 @@ def test_no_text_is_in_the_error_of_a_damaged_payload(position: int, value: int)
     _expect_no_secret(bytes(damaged[:position]))
 
 
-def test_text_that_is_no_utf_8_is_not_quoted() -> None:
+def test_text_that_is_not_utf_8_is_not_quoted() -> None:
     """Python's own error quotes the bytes it could not read."""
     broken = wire(["BlockRemoved", [1], SECRET_TEXT]).replace(
         SECRET_TEXT[-3:].encode(), b"\xff\xfe\xfd"

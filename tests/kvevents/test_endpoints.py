@@ -1,4 +1,4 @@
-"""Addresses: which are refused, which are bound, and where a data-parallel rank finds its own."""
+"""Addresses: which are refused, which are bound, and which a data-parallel rank has."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_malformed_address_is_refused_with_its_place_and_rule(text: str, rule:
         ("ipc://*", "ipc://*"),
     ],
 )
-def test_a_rank_moves_along(text: str, expected: str) -> None:
+def test_a_rank_shifts_the_address(text: str, expected: str) -> None:
     """As vLLM counts, so that one configuration serves all ranks."""
     endpoint = Endpoint.parse("endpoint", text)
     assert str(endpoint.for_rank(3)) == expected
@@ -97,7 +97,7 @@ def test_a_rank_beyond_the_last_port_is_refused() -> None:
 
 
 def test_an_address_of_this_machine_is_bound(socket: zmq.Socket[bytes]) -> None:
-    """And the port that the system picked is told."""
+    """And the port that the system picked is reported."""
     opened = open_socket(
         socket, "endpoint", Endpoint.parse("endpoint", "tcp://127.0.0.1:0"), may_connect=True
     )
@@ -107,7 +107,7 @@ def test_an_address_of_this_machine_is_bound(socket: zmq.Socket[bytes]) -> None:
 
 
 def test_an_ipc_path_is_bound(socket: zmq.Socket[bytes], tmp_path: Path) -> None:
-    """For a router beside the engine."""
+    """For a router on the engine's machine."""
     path = f"ipc://{tmp_path}/kv"
     assert (
         open_socket(socket, "endpoint", Endpoint.parse("endpoint", path), may_connect=True).address
@@ -116,7 +116,7 @@ def test_an_ipc_path_is_bound(socket: zmq.Socket[bytes], tmp_path: Path) -> None
 
 
 def test_an_address_of_another_machine_is_connected_to(socket: zmq.Socket[bytes]) -> None:
-    """There a collector binds, and the engines come to it."""
+    """There a collector binds, and the engines connect to it."""
     opened = open_socket(
         socket, "endpoint", Endpoint.parse("endpoint", ELSEWHERE), may_connect=True
     )
@@ -135,21 +135,21 @@ def test_an_address_of_another_machine_is_connected_to(socket: zmq.Socket[bytes]
 def test_what_can_be_neither_bound_nor_connected_to_is_refused(
     socket: zmq.Socket[bytes], text: str, may_connect: bool, rule: str
 ) -> None:
-    """At the start, not in silence afterwards."""
+    """At the start, instead of silence afterwards."""
     with pytest.raises(EndpointError, match=f"^endpoint: .*{rule}"):
         open_socket(socket, "endpoint", Endpoint.parse("endpoint", text), may_connect)
 
 
 @pytest.mark.parametrize("name", ["buffer_steps", "buffer_bytes", "hwm", "max_queue_size"])
 @pytest.mark.parametrize("value", [0, -1, 2**31])
-def test_a_bound_that_bounds_nothing_is_refused(name: str, value: int) -> None:
-    """To ZMQ a high-water mark of 0 means none at all."""
+def test_a_bound_of_zero_is_refused(name: str, value: int) -> None:
+    """To ZMQ a high-water mark of 0 means no bound."""
     with pytest.raises(ValueError, match=rf"^{name}: {value} must lie in"):
         PublisherConfig(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 100_000.0])
-def test_a_time_that_is_none_is_refused(value: float) -> None:
+def test_a_time_that_is_not_positive_is_refused(value: float) -> None:
     """A heartbeat every 0 seconds is a busy loop."""
     with pytest.raises(ValueError, match=r"^heartbeat_s: "):
         PublisherConfig(heartbeat_s=value)
@@ -158,8 +158,8 @@ def test_a_time_that_is_none_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["concurrent", "requests_per_s", "queued_messages"])
-def test_a_reply_limit_of_nothing_is_refused(name: str) -> None:
-    """Nobody would ever be answered, or everybody at once."""
+def test_a_reply_limit_of_zero_is_refused(name: str) -> None:
+    """No client would ever get a reply, or all of them at once."""
     with pytest.raises(ValueError, match=rf"^reply_limits\.{name}: 0 must lie in"):
         ReplyLimits(**{name: 0})  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Events as values - what equals what - and in the form in which they are written."""
+"""Events as values, their equality and hash, and the form in which they are written."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_extra_keys_of_any_depth_can_be_hashed() -> None:
 # --- the aggregator -------------------------------------------------------------------------------
 
 
-def test_only_what_every_worker_emitted_is_common() -> None:
+def test_only_events_that_every_worker_reported_are_common() -> None:
     """A block is usable when every tensor-parallel worker has its part of it."""
     aggregator = KVEventAggregator(num_workers=2)
     aggregator.add_events([STORED, REMOVED])
@@ -103,14 +103,14 @@ def test_only_what_every_worker_emitted_is_common() -> None:
 
 
 def test_the_same_event_of_another_group_does_not_count() -> None:
-    """Worker 0 may be done with group 0 while worker 1 is done with group 1."""
+    """Worker 0 may have finished group 0 while worker 1 has finished group 1."""
     aggregator = KVEventAggregator(num_workers=2)
     aggregator.add_events([STORED])
     aggregator.add_events([replace(STORED, group_idx=None), replace(STORED, group_idx=1)])
     assert aggregator.get_common_events() == []
 
 
-def test_popping_forgets_what_was_common_and_keeps_the_rest() -> None:
+def test_popping_removes_common_events_and_keeps_the_others() -> None:
     """A worker that is behind completes the event in a later step."""
     aggregator = KVEventAggregator(num_workers=2)
     aggregator.add_events([STORED, REMOVED])
@@ -122,8 +122,8 @@ def test_popping_forgets_what_was_common_and_keeps_the_rest() -> None:
     assert aggregator.get_all_events() == []
 
 
-def test_popping_an_event_that_one_worker_emitted_twice_leaves_its_second_copy() -> None:
-    """Stored, evicted and stored again: the second time needs the other worker's second time."""
+def test_popping_an_event_that_one_worker_reported_twice_leaves_its_second_copy() -> None:
+    """Stored, evicted and stored again: the second store needs the other worker's second store."""
     aggregator = KVEventAggregator(num_workers=2)
     aggregator.add_events([STORED, STORED])
     aggregator.add_events([STORED])
@@ -131,7 +131,7 @@ def test_popping_an_event_that_one_worker_emitted_twice_leaves_its_second_copy()
     assert aggregator.get_all_events() == [STORED]
 
 
-def test_common_events_keep_the_order_in_which_they_first_came() -> None:
+def test_common_events_keep_the_order_of_their_first_report() -> None:
     """A removal must not overtake the store it undoes."""
     aggregator = KVEventAggregator(num_workers=2)
     aggregator.add_events([STORED, REMOVED, AllBlocksCleared()])
@@ -152,7 +152,7 @@ def test_workers_can_join_and_the_count_can_be_reset() -> None:
 
 
 def test_clearing_forgets_every_event() -> None:
-    """After a reset of the cache nothing half-reported may come back."""
+    """After a reset of the cache no half-reported event may reappear."""
     aggregator = KVEventAggregator(num_workers=1)
     aggregator.add_events([STORED])
     aggregator.clear_events()
@@ -160,8 +160,8 @@ def test_clearing_forgets_every_event() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_a_number_of_workers_that_makes_no_sense_is_refused(count: int) -> None:
-    """With none at all every event would be common, also those nobody sent."""
+def test_an_invalid_number_of_workers_is_refused(count: int) -> None:
+    """With zero workers every event would be common."""
     with pytest.raises(ValueError, match=f"num_workers is {count}"):
         KVEventAggregator(count)
     with pytest.raises(ValueError, match=f"count is {count}"):
@@ -191,8 +191,7 @@ def test_popped_events_are_those_every_worker_reported_at_least_once_each_pop(
 
 
 def test_an_event_is_written_as_a_map_with_a_type_and_without_defaults() -> None:
-    """The form of vLLM >= 0.24: what equals its default is absent, what has none is there as
-    nil."""
+    """The form of vLLM >= 0.24: fields at their default are absent, others may be nil."""
     assert _written(BlockStored([1], None, [5, 6], None)) == {
         "type": "BlockStored",
         "block_hashes": [1],
@@ -209,7 +208,7 @@ def test_an_event_is_written_as_a_map_with_a_type_and_without_defaults() -> None
 
 
 def test_group_0_is_written() -> None:
-    """The default is no group at all; 0 is a group."""
+    """The default means no group; 0 is a group."""
     assert _written(STORED)["group_idx"] == 0
     assert _written(REMOVED)["group_idx"] == 0
 
@@ -221,7 +220,7 @@ def test_an_event_of_ours_carries_no_block_size() -> None:
 
 
 def test_a_layout_is_written_with_its_groups_without_defaults() -> None:
-    """It travels first, and with every snapshot."""
+    """It is sent first, and with every snapshot."""
     assert _written(LAYOUT) == {
         "type": "CacheLayout",
         "publisher_id": "publisher-1",
@@ -268,7 +267,7 @@ class _ConsumersBatch(msgspec.Struct, array_like=True):
 
 
 def test_a_consumer_that_tolerates_a_missing_block_size_reads_our_batches() -> None:
-    """Existing consumers of vLLM's stream are users, too."""
+    """Existing consumers of vLLM's stream can follow ours."""
     stored = BlockStored(
         [b"\x01" * 32],
         b"\x02" * 32,
@@ -326,7 +325,7 @@ def _written(event: Event) -> Any:
 def test_a_block_size_is_stated_or_follows_from_a_dense_event(
     block_size: int | None, hashes: int, count: int, announced: int, dense: int
 ) -> None:
-    """Only where hashes and tokens line up does an event say which tokens a hash stands for."""
+    """Only where hashes and tokens line up does an event say which tokens a hash covers."""
     event = BlockStored(list(range(hashes)), None, list(range(count)), "GPU", block_size=block_size)
     assert (event.block_size or event.tokens_per_block) == announced
     assert event.tokens_per_block == dense
@@ -336,7 +335,7 @@ def test_a_block_size_is_stated_or_follows_from_a_dense_event(
     ("medium", "tier"), [(None, "GPU"), ("GPU", "GPU"), ("cpu", "CPU"), ("Storage", "STORAGE")]
 )
 def test_a_tier_has_one_spelling_whatever_an_engine_writes(medium: str | None, tier: str) -> None:
-    """A removal must find what a store of another version of the engine left."""
+    """A removal must find a block whose store spelled the tier differently."""
     assert BlockStored([1], None, [], medium).tier == tier
     assert BlockRemoved([1], medium).tier == tier
 
@@ -354,6 +353,6 @@ def test_tokens_are_packed_big_endian_in_32_bits(token_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_a_token_outside_32_bits_is_not_packed(token: int) -> None:
-    """Cut to 32 bits it would be taken for another one."""
+    """Cut to 32 bits it would be mistaken for another one."""
     with pytest.raises(OverflowError):
         pack_tokens([token])

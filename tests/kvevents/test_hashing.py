@@ -1,4 +1,4 @@
-"""Block hashes against other people's serialisers, and against hashes that real engines
+"""Block hashes against independent serialisers, and against hashes that real engines
 published."""
 
 from __future__ import annotations
@@ -151,15 +151,15 @@ def test_cbor_heads_change_their_size_where_the_standard_says(count: int) -> Non
 @pytest.mark.parametrize(
     "value", [1.5, {"a": 1}, {1}, object()], ids=lambda value: type(value).__name__
 )
-def test_cbor_refuses_what_no_block_hash_covers(value: Any) -> None:
-    """A value written in another form than the engine's would give a wrong hash in silence."""
+def test_cbor_refuses_types_that_no_block_hash_covers(value: Any) -> None:
+    """A value written in another form than the engine's would silently give a wrong hash."""
     with pytest.raises(TypeError, match=type(value).__name__):
         encode_cbor([value])
 
 
 @pytest.mark.parametrize("value", [2**64, -(2**64) - 1])
 def test_cbor_refuses_integers_over_64_bits(value: int) -> None:
-    """The standard writes those in another form altogether."""
+    """The standard writes those in another form."""
     with pytest.raises(OverflowError, match="64 bits"):
         encode_cbor(value)
 
@@ -208,7 +208,7 @@ def _from_the_root(stream: str) -> Iterator[BlockStored]:
 
 
 def _salt(entry: list[str] | None, is_tagged: bool) -> tuple[Any, ...] | None:
-    """What vLLM hashes for a salt: from 0.31 with its source in front."""
+    """What vLLM hashes for a salt: from 0.31 on after a tag for its source."""
     return tuple(("cache_salt", salt) if is_tagged else salt for salt in entry) if entry else None
 
 
@@ -340,7 +340,7 @@ def test_only_whole_blocks_are_hashed() -> None:
 # --- algorithms that are not there ----------------------------------------------------------------
 
 
-def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
+def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
     """The name comes from a configuration or from the wire."""
     with pytest.raises(
         HashAlgorithmError, match="'md5' must be one of sha256, sha256_cbor, xxhash, xxhash_cbor"
@@ -353,7 +353,7 @@ def test_an_unknown_algorithm_is_refused_with_those_there_are() -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_every_algorithm_vllm_offers_is_there() -> None:
+def test_every_algorithm_of_vllm_is_available() -> None:
     """With the packages of this installation."""
     assert set(hash_algorithms()) == set(DIGESTS)
 

@@ -35,7 +35,7 @@ OF_EVERY_KIND = [
 
 @dataclass
 class Cache:
-    """Which blocks are there, and which were asked for."""
+    """Which blocks are present, and which were asked for."""
 
     ends: set[tuple[int, int]]
     asked: set[int]
@@ -60,8 +60,7 @@ def random_group(
     rng: random.Random, unit: int, kinds: list[GroupKind], sizes: list[int]
 ) -> KVCacheGroup:
     size = unit * rng.choice(sizes)
-    # A chunk ends where blocks end; that those of other groups end there as well is a case with a
-    # name, below.
+    # A chunk ends where the blocks of all groups end; other chunks have a test of their own below.
     chunk = unit * math.lcm(*sizes) * rng.randint(1, 4)
     return KVCacheGroup(
         rng.choice(kinds), size, sliding_window=rng.randint(1, 40), attention_chunk_size=chunk
@@ -82,7 +81,7 @@ def random_layout(rng: random.Random) -> KVCacheLayout:
 
 
 def random_layout_with_hits_inside_blocks(rng: random.Random) -> KVCacheLayout:
-    """States, one group of full attention, and perhaps a window, as the models have that use it."""
+    """States, one group of full attention, and perhaps a window, as in the models that use it."""
     unit, sizes = rng.choice([1, 2, 4]), rng.choice([[1, 2], [2, 4], [2, 3], [4]])
     groups = [random_group(rng, unit, [GroupKind.MAMBA], sizes) for _ in range(rng.randint(1, 3))]
     groups.insert(rng.randint(0, 1), random_group(rng, unit, [GroupKind.FULL], sizes))
@@ -119,7 +118,7 @@ def random_cases(count: int, seed: int = 1) -> Iterator[Case]:
 
 
 def smallest(wrong: list[Case]) -> list[Case]:
-    """The one a person wants to see."""
+    """The simplest case to look at."""
     return sorted(wrong, key=lambda case: (len(case.layout.groups), case.prompt_tokens))[:1]
 
 
@@ -136,7 +135,7 @@ def test_the_hit_is_the_longest_prefix_that_every_group_accepts(seed: int) -> No
 
 
 def test_only_ends_of_the_prompts_own_blocks_are_asked_for() -> None:
-    """The index names blocks by position: an end outside the prompt has no name."""
+    """The index finds blocks by position: an end outside the prompt has no hash."""
     for case in random_cases(1000):
         longest_hit(case.layout, case.cache.present, case.limit, case.prompt_tokens)
         assert all(
@@ -146,7 +145,7 @@ def test_only_ends_of_the_prompts_own_blocks_are_asked_for() -> None:
 
 
 def test_a_groups_own_longest_prefix_is_the_longest_it_accepts() -> None:
-    """What an operator is told about each group comes from the same rule."""
+    """What an operator sees of each group follows the same rule."""
     wrong = [
         case for case in random_cases(2500) if _own_prefixes(case) != _defined_own_prefixes(case)
     ]
@@ -193,7 +192,7 @@ def _within(case: Case, index: int) -> Callable[[int], bool]:
 
 
 def test_the_random_caches_give_hits_of_every_size() -> None:
-    """Were all hits 0 or all of them whole, the comparisons above would say little."""
+    """If all hits were 0 or the whole prompt, the comparisons above would show little."""
     cases = list(random_cases(2000))
     hits = [
         defined_hit(case.layout, case.cache.has, case.limit, case.prompt_tokens) for case in cases
@@ -205,7 +204,7 @@ def test_the_random_caches_give_hits_of_every_size() -> None:
     assert hits.count(0) > 100
 
 
-# --- cases worth a name ---------------------------------------------------------------------------
+# --- single cases ---------------------------------------------------------------------------------
 
 
 def window(size: int, block_size: int = 16) -> KVCacheGroup:
@@ -223,7 +222,7 @@ def mamba(block_size: int = 16) -> KVCacheGroup:
 def hit(
     *groups: KVCacheGroup, gone: dict[int, set[int]], prompt_tokens: int = 161, eagle: bool = False
 ) -> int:
-    """The hit where all blocks are there but those *gone*, by group."""
+    """The hit with all blocks present but those in *gone*, by group."""
     layout = KVCacheLayout.build(groups, eagle=eagle)
     return longest_hit(
         layout, lambda group, end: end not in gone.get(group, ()), prompt_tokens - 1, prompt_tokens
@@ -258,15 +257,15 @@ def test_a_window_needs_the_blocks_its_other_tokens_lie_in_and_at_least_one(
 
 
 def test_a_chunk_that_starts_at_the_hit_needs_nothing() -> None:
-    """The next token reads only its own chunk, and that is empty yet."""
+    """The next token reads only its own chunk, which is still empty."""
     assert hit(FULL, chunked(32), gone={1: set(range(16, 161, 16))}) == 160
     assert hit(FULL, chunked(64), gone={1: set(range(16, 129, 16))}) == 160
     assert hit(FULL, chunked(64), gone={1: {144}}) == 128
 
 
 def test_a_chunk_need_not_end_where_blocks_of_other_groups_end() -> None:
-    """Hits come every 96 tokens here, chunks every 144: it is the chunk of the hit that counts, not
-    the one of the limit."""
+    """Hits end at multiples of 96 here, chunks at multiples of 144: the chunk of the hit counts,
+    not that of the limit."""
     layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 32), chunked(144, 48)])
     assert longest_hit(layout, lambda group, end: (group, end) != (1, 96), 150, 151) == 0
 
@@ -322,8 +321,8 @@ def test_a_prompt_shorter_than_a_block_hits_nothing() -> None:
 
 
 def test_groups_with_equal_specs_are_one_and_those_that_are_not_cached_none() -> None:
-    """Gemma's many window groups are looked up once, wherever they stand; one token of difference
-    parts them."""
+    """Gemma's many window groups are looked up once, whatever their indexes; one token of
+    difference separates them."""
     layout = KVCacheLayout.build(
         [window(33), FULL, window(33), NOT_CACHED, window(34), FULL, mamba(), window(33, 32)]
     )
@@ -334,8 +333,7 @@ def test_equal_groups_give_eagles_block_together() -> None:
     """Asked one after the other, a group that gave its block would not be asked for it again when
     the other cut the hit."""
     gone = {0: {48}, 1: {64, 80}}
-    # A hit needs the block at its end and EAGLE's behind it, in both groups: only 16 and 32 are
-    # there.
+    # A hit needs the block at its end and EAGLE's after it, in both groups: only 16 and 32 are.
     assert hit(window(16), window(16), gone=gone, prompt_tokens=81, eagle=True) == 16
     # Another spec with the same needs: 64 suits the first, which gives its block; 32 the second;
     # and then 32 the first too.
@@ -344,7 +342,7 @@ def test_equal_groups_give_eagles_block_together() -> None:
 
 
 def test_equal_groups_must_all_have_a_block() -> None:
-    """Each has its own copies: the hit ends where the first of them has a hole."""
+    """Each has its own copies: the hit ends at the first hole in any of them."""
     assert hit(FULL, FULL, FULL, gone={2: {112}, 1: {144}}) == 96
     assert hit(mamba(), mamba(), gone={0: {160}, 1: {144}}) == 128
     assert hit(window(33), FULL, window(33), gone={0: {160}, 2: {128}}) == 112
@@ -497,7 +495,7 @@ def test_a_tiers_window_may_lean_on_the_gpus_blocks() -> None:
 
 
 def test_beyond_the_gpus_hit_the_gpus_blocks_do_not_count() -> None:
-    """A block behind a hole is no part of the hit, and nobody holds it until the load is over."""
+    """A block after a hole is not part of the hit, and may be evicted before the load ends."""
     assert extended(FULL, gpu={0: EVERY - {48}}, below={0: {48}}, prompt_tokens=161) == (32, 48)
     assert extended(FULL, gpu={0: EVERY - {48}}, below={0: {64, 80}}, prompt_tokens=161) == (32, 32)
 
@@ -518,8 +516,8 @@ def test_beyond_the_gpus_hit_the_gpus_blocks_do_not_count() -> None:
 def test_only_full_attention_alone_may_load_the_whole_prompt(
     groups: tuple[KVCacheGroup, ...], hit_tokens: int
 ) -> None:
-    """The last token is computed again, over the same blocks; a window or a state would need what
-    lies before its own."""
+    """The last token is computed again, over the same blocks; a window or a state would need the
+    blocks before its own."""
     everything = dict.fromkeys(range(len(groups)), EVERY)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=160) == (0, hit_tokens)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=161) == (0, 160)
@@ -534,7 +532,7 @@ def test_eagle_gives_a_block_back_of_a_loaded_prompt_too() -> None:
 
 
 def test_a_hit_is_never_shorter_with_a_tier() -> None:
-    """EAGLE's block of a GPU hit may lie on the GPU alone, beyond what counts of it."""
+    """EAGLE's block of a GPU hit may be on the GPU only, beyond the blocks that count there."""
     assert extended(
         FULL, window(17), gpu={0: EVERY, 1: EVERY}, below={}, prompt_tokens=161, eagle=True
     ) == (144, 144)

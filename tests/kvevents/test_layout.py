@@ -87,7 +87,7 @@ def chunked(size: int, block_size: int = 16) -> KVCacheGroup:
 def test_a_layout_that_contradicts_itself_is_refused_with_group_value_and_rule(
     groups: list[KVCacheGroup], sizes: dict[str, Any], message: str
 ) -> None:
-    """Who configured it must find the line."""
+    """Whoever configured it must find the line."""
     with pytest.raises(LayoutError, match=message):
         KVCacheLayout.build(groups, **sizes)
 
@@ -119,7 +119,7 @@ def test_sizes_left_out_follow_from_the_groups() -> None:
     ],
 )
 def test_the_kinds_engines_name_are_known(name: str | None, kind: GroupKind | None) -> None:
-    """A kind nobody knows is not guessed."""
+    """An unknown kind is not guessed."""
     assert kind_from_wire(name) is kind
 
 
@@ -163,7 +163,7 @@ def test_an_announced_layout_is_taken_as_it_is() -> None:
 def test_an_announced_layout_that_contradicts_itself_is_refused(
     spec: GroupSpec, message: str
 ) -> None:
-    """It came from outside: nothing of it is believed unchecked."""
+    """It comes from outside, so all of it is checked."""
     with pytest.raises(LayoutError, match=message):
         KVCacheLayout.from_event(
             CacheLayout("publisher-1", [GroupSpec("full_attention", 16), spec], 16, 48)

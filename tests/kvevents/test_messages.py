@@ -1,4 +1,4 @@
-"""What the frames of a message mean: both forms of a reply, and nothing else."""
+"""The frames of a message: live, both forms of a reply, and invalid ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_reply_comes_with_and_without_a_topic(frames: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "frames", [[b"", b"", END_MARKER, b""], [b"", END_MARKER, b""], [b"", b"t", END_MARKER, b""]]
 )
-def test_the_number_minus_one_ends_an_answer(frames: list[bytes]) -> None:
+def test_the_number_minus_one_ends_a_reply(frames: list[bytes]) -> None:
     """Its topic is empty even where the others carry one."""
     assert read_reply(frames, b"t") is None
 
@@ -42,9 +42,9 @@ def test_a_start_is_a_number_or_the_word_snapshot() -> None:
     assert len(SNAPSHOT_START) == 8
 
 
-def test_what_has_no_known_form_is_refused_whatever_it_is() -> None:
-    """Either a batch that says what its frames say, or our own error; never another exception,
-    never its contents."""
+def test_frames_of_any_other_form_are_refused() -> None:
+    """Either a batch with the frames' values or our own error, without contents; never another
+    exception."""
     rng = random.Random(3)
     refused = 0
     for _ in range(50_000):

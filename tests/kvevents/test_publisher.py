@@ -1,5 +1,4 @@
-"""The publisher over real sockets: what goes out, what is answered, what is dropped, and how it
-ends."""
+"""The publisher over real sockets: live batches, replies, drops, and shutdown."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def events_of(batches: Sequence[Batch]) -> list[Event]:
 
 
 def follow(client: Client, publisher: ZmqEventPublisher, hwm: int = 0) -> Peer:
-    """A subscriber that is certain to get what is published from now on."""
+    """A subscriber that gets everything published from now on."""
     peer = client.subscribe(publisher.endpoint, hwm=hwm)
     greeting, last = (
         BlockRemoved([b"greeting"], "GPU", 0),
@@ -93,7 +92,7 @@ def follow(client: Client, publisher: ZmqEventPublisher, hwm: int = 0) -> Peer:
 
 
 def publish_much(publisher: ZmqEventPublisher) -> None:
-    """A hundred batches, more bytes than the kernel takes for a client that does not read."""
+    """A hundred batches, more bytes than the kernel buffers for a client that does not read."""
     for number in range(100):
         publisher.publish(stored(number, padding=2000))
     settle(publisher, 100)
@@ -118,7 +117,7 @@ def test_the_first_batch_is_the_layout(client: Client, publisher: ZmqEventPublis
 
 
 def test_every_publisher_has_an_identity_of_its_own(publisher: ZmqEventPublisher) -> None:
-    """A restarted engine must not be taken for the one before."""
+    """A restarted engine must not be mistaken for the one before."""
     with ZmqEventPublisher(QUIET, LAYOUT) as other:
         assert other.publisher_id != publisher.publisher_id
 
@@ -176,7 +175,7 @@ def test_an_event_that_cannot_be_encoded_is_left_out_of_its_batch(
 def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
-    """The kept state may have followed half of it, and says so; the thread lives on."""
+    """The kept state may have applied half of it, and is marked incomplete; the thread goes on."""
     publisher.publish([BlockStored([[1]], None, tokens(16), "GPU", 0)])  # type: ignore[list-item]
     publisher.publish(stored(2))
     settle(publisher, 2)
@@ -195,7 +194,7 @@ def test_an_event_with_a_wrong_type_stops_snapshots_not_the_stream(
 def test_a_replay_has_everything_from_its_start_on(
     client: Client, start: int, expected: Sequence[int]
 ) -> None:
-    """And ends with the marker, whatever it brought."""
+    """And ends with the marker, even if it is empty."""
     with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
         for number in range(10):
             publisher.publish(stored(number))
@@ -215,7 +214,7 @@ def test_replies_carry_the_topic(client: Client, publisher: ZmqEventPublisher) -
 
 
 def test_a_start_that_the_ring_has_lost_begins_with_its_oldest(client: Client) -> None:
-    """The hole shows in the numbers; what is there is still worth having."""
+    """The gap shows in the numbers, and the other batches are still of use."""
     with ZmqEventPublisher(replace(QUIET, buffer_steps=5), LAYOUT) as publisher:
         for number in range(20):
             publisher.publish(stored(number))
@@ -240,7 +239,7 @@ def test_a_replay_from_0_begins_with_the_layout_although_the_ring_has_lost_it(
 
 
 def test_the_ring_is_bounded_in_bytes(client: Client) -> None:
-    """Batches of a long prefill are large; ten thousand of them are no bound."""
+    """Batches of a long prefill are large: a bound of ten thousand of them is not enough."""
     with ZmqEventPublisher(replace(QUIET, buffer_bytes=10_000), LAYOUT) as publisher:
         for number in range(100):
             publisher.publish(stored(number, padding=20))
@@ -261,7 +260,7 @@ def test_a_batch_larger_than_the_ring_leaves_it_empty(client: Client) -> None:
 
 
 def test_a_replay_ends_where_the_stream_was_when_it_was_asked_for(client: Client) -> None:
-    """What comes later comes live; a busy engine's replay would never end."""
+    """Later batches are sent live; otherwise the replay of a busy engine would never end."""
     with ZmqEventPublisher(
         replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT
     ) as publisher:
@@ -274,8 +273,8 @@ def test_a_replay_ends_where_the_stream_was_when_it_was_asked_for(client: Client
         assert numbers(peer.reply()) == list(range(101))
 
 
-def test_a_replay_longer_than_its_queue_comes_whole(client: Client) -> None:
-    """A client slower than the publisher is waited for, as long as it reads at all."""
+def test_a_replay_longer_than_its_queue_is_complete(client: Client) -> None:
+    """The publisher waits for a slower client as long as it reads at all."""
     limits = ReplyLimits(queued_messages=4)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
         for number in range(600):
@@ -299,7 +298,7 @@ def index_of(batches: Sequence[Batch]) -> dict[tuple[int, str], dict[Any, int]]:
 def test_a_snapshot_and_what_follows_it_equal_the_whole_stream(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
-    """The promise of the number it carries: everything up to it is in, nothing behind it."""
+    """It contains everything up to the number it carries, and nothing after it."""
     for step in range(40):
         publisher.publish([PROMPT.stored(0, FULL, 0, 16 + step % 9 * 16)])
         publisher.publish(
@@ -321,7 +320,7 @@ def test_a_snapshot_and_what_follows_it_equal_the_whole_stream(
 
 
 def test_a_snapshot_begins_with_the_layout(client: Client, publisher: ZmqEventPublisher) -> None:
-    """Whoever joins late knows neither groups nor identity."""
+    """A client that joins late knows neither groups nor identity."""
     publisher.publish(stored(1))
     settle(publisher, 1)
     layout, block = events_of(client.dealer(publisher.replay_endpoint).answer(SNAPSHOT))
@@ -332,13 +331,15 @@ def test_a_snapshot_begins_with_the_layout(client: Client, publisher: ZmqEventPu
 def test_a_snapshot_of_an_empty_cache_is_its_layout(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
-    """Empty and refused are different answers."""
+    """Empty and refused are different replies."""
     (layout,) = client.dealer(publisher.replay_endpoint).answer(SNAPSHOT)
     assert isinstance(decode(layout.payload).events[0], CacheLayout)
     assert layout.seq == 0
 
 
-def test_everybody_who_asks_gets_a_snapshot(client: Client, publisher: ZmqEventPublisher) -> None:
+def test_every_client_that_asks_gets_a_snapshot(
+    client: Client, publisher: ZmqEventPublisher
+) -> None:
     """All routers start at once after an upgrade."""
     for number in range(2000):
         publisher.publish(stored(number))
@@ -350,8 +351,8 @@ def test_everybody_who_asks_gets_a_snapshot(client: Client, publisher: ZmqEventP
         assert sum(len(hashes) for hashes in index_of(peer.reply()).values()) == 2000
 
 
-def test_a_snapshot_under_way_is_not_what_the_next_client_gets(client: Client) -> None:
-    """Readers share one state as long as nothing happens, and not a moment longer."""
+def test_a_snapshot_in_progress_is_not_what_the_next_client_gets(client: Client) -> None:
+    """Readers share one state only as long as nothing changes."""
     with ZmqEventPublisher(
         replace(QUIET, reply_limits=ReplyLimits(queued_messages=4)), LAYOUT
     ) as publisher:
@@ -374,7 +375,7 @@ def test_a_snapshot_under_way_is_not_what_the_next_client_gets(client: Client) -
 
 
 class GatedSource:
-    """A content whose thread stands still until it is let through."""
+    """A source that blocks the stream's thread until the gate is opened."""
 
     def __init__(self) -> None:
         self.entered, self.gate = threading.Event(), threading.Event()
@@ -402,9 +403,8 @@ class GatedSource:
         return None
 
 
-def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> None:
-    """The engine's step must not depend on anybody's network; what is dropped shows in the
-    numbers."""
+def test_offering_never_waits_for_a_thread_that_is_blocked(client: Client) -> None:
+    """The engine's step must not depend on the network; drops show in the numbers."""
     source = GatedSource()
     stream: Stream[int] = Stream(replace(QUIET, max_queue_size=3), source, 0)
     assert stream.offer(0) is OfferResult.SENT
@@ -418,8 +418,7 @@ def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> 
     sent = client.dealer(stream.replay_endpoint).answer(0)
     stream.close(5.0)
     assert [int(batch.payload) for batch in sent] == [0, 1, 2, 3, 10]
-    # The three lost ones are left out as soon as the loss is known, which is before what waited at
-    # that time.
+    # The three lost ones are left out as soon as the loss is known, before the queued items.
     assert numbers(sent) == [0, 4, 5, 6, 10]
     assert (source.noted, source.losses) == ([4, 5, 6], 1)
     assert (stream.statistics().dropped, stream.statistics().lost) == (6, 3)
@@ -428,8 +427,10 @@ def test_offering_never_waits_for_a_thread_that_stands_still(client: Client) -> 
 def overload(
     publisher: ZmqEventPublisher, burst: int, wanted: int
 ) -> tuple[list[Event], list[bool]]:
-    """Publish faster than the thread can send, until *wanted* batches are dropped; whatever is
-    taken or not is applied."""
+    """Publish faster than the thread can send until *wanted* batches are dropped.
+
+    Returns all events, also dropped ones, and for each batch whether it was sent.
+    """
     events: list[Event] = []
     taken: list[bool] = []
     while publisher.statistics().stream.dropped < wanted:
@@ -448,8 +449,7 @@ def overload(
 
 
 def test_a_dropped_batch_leaves_a_gap_and_is_in_the_next_snapshot(client: Client) -> None:
-    """The gap makes consumers ask, and the answer must be right although nobody can replay the
-    batch."""
+    """The gap makes consumers ask, and the snapshot must be right although the ring lacks it."""
     with ZmqEventPublisher(replace(QUIET, max_queue_size=40), LAYOUT) as publisher:
         events, taken = overload(publisher, burst=80, wanted=30)
         peer = client.dealer(publisher.replay_endpoint)
@@ -481,8 +481,8 @@ def test_a_gap_at_the_tail_shows_with_the_next_heartbeat(client: Client) -> None
         assert set(range(heartbeat[0])) - set(replayed)
 
 
-def test_what_the_kept_state_never_saw_makes_snapshots_refused(client: Client) -> None:
-    """No answer is better than a wrong one: the consumer then knows that it does not know."""
+def test_events_that_the_kept_state_missed_make_it_refuse_snapshots(client: Client) -> None:
+    """No reply is better than a wrong one: the consumer then knows that blocks are missing."""
     with ZmqEventPublisher(replace(QUIET, max_queue_size=1), LAYOUT) as publisher:
         overload(publisher, burst=50, wanted=100)
         statistics = publisher.statistics()
@@ -494,7 +494,7 @@ def test_what_the_kept_state_never_saw_makes_snapshots_refused(client: Client) -
         assert publisher.statistics().stream.replies.snapshots_served == 0
 
 
-def test_an_engine_that_can_tell_its_state_makes_snapshots_right_again(client: Client) -> None:
+def test_an_engine_that_reports_its_state_makes_snapshots_right_again(client: Client) -> None:
     """Asked on its own thread, where the state cannot change meanwhile, and only after a loss."""
     held: list[int] = []
     asked: list[threading.Thread] = []
@@ -544,10 +544,10 @@ MALFORMED: list[list[bytes]] = [
 ]
 
 
-def test_malformed_requests_are_counted_and_not_answered(
+def test_malformed_requests_are_counted_and_get_no_reply(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
-    """Anybody who reaches the port can send anything."""
+    """Anyone who reaches the port can send anything."""
     peer = client.dealer(publisher.replay_endpoint)
     for frames in MALFORMED:
         peer.socket.send_multipart(frames)
@@ -577,11 +577,11 @@ def test_a_huge_request_ends_the_connection_not_the_publisher(
     "greeting",
     [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x01\x00", b"\xff" + bytes(7) + b"\x01\x7f\x01\x02"],
 )
-def test_a_peer_of_another_protocol_is_hung_up_on(
+def test_a_peer_of_another_protocol_is_disconnected(
     client: Client, publisher: ZmqEventPublisher, greeting: bytes
 ) -> None:
-    """libzmq takes it for one from before 2012, and its code for those can abort the process while
-    a socket closes."""
+    """libzmq mistakes it for one from before 2012, and its code for those can abort the process
+    while a socket closes."""
     for endpoint in (publisher.endpoint, publisher.replay_endpoint):
         host, port = str(endpoint).removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=20) as stranger:
@@ -593,7 +593,7 @@ def test_a_peer_of_another_protocol_is_hung_up_on(
 
 
 def test_a_flood_of_requests_is_read_at_a_bounded_rate(client: Client) -> None:
-    """What is over waits in the sender's memory, not in ours, and others still get their turn."""
+    """Further requests wait in the sender's memory, and other clients still get their turn."""
     limits = ReplyLimits(requests_per_s=20)
     with ZmqEventPublisher(replace(QUIET, reply_limits=limits), LAYOUT) as publisher:
         flood = client.dealer(publisher.replay_endpoint)
@@ -620,7 +620,7 @@ def stalling() -> Iterator[ZmqEventPublisher]:
 def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_client(
     client: Client, stalling: ZmqEventPublisher
 ) -> None:
-    """It loses the rest of its reply, and its place."""
+    """It loses the rest of its reply, and its slot."""
     live = follow(client, stalling)
     stalled = client.dealer(stalling.replay_endpoint, hwm=1)
     stalled.ask(0)
@@ -632,7 +632,7 @@ def test_a_client_that_never_reads_holds_up_neither_the_stream_nor_the_next_clie
     assert stalling.statistics().stream.replies.replies_aborted == 1
 
 
-def test_a_client_that_leaves_in_the_middle_frees_its_place(
+def test_a_client_that_leaves_in_the_middle_frees_its_slot(
     client: Client, stalling: ZmqEventPublisher
 ) -> None:
     """Routers are restarted while they recover."""
@@ -644,7 +644,7 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place(
     assert stalling.statistics().stream.replies.replies_aborted == 1
 
 
-def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
+def test_a_client_that_asks_again_gets_the_new_reply(client: Client) -> None:
     """A REQ socket sees only the first reply and asks on; it must not have to wait for the rest of
     the old one."""
     limits = ReplyLimits(queued_messages=4, concurrent=2)
@@ -666,7 +666,7 @@ def test_a_client_that_asks_again_gets_the_new_answer(client: Client) -> None:
 def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(
     client: Client, publisher: ZmqEventPublisher
 ) -> None:
-    """A large cache takes seconds to tell; other routers must not go blind meanwhile."""
+    """A large cache takes seconds to send; other routers must not miss events meanwhile."""
     for first in range(0, 60_000, 600):
         publisher.publish(
             [BlockStored(list(range(first, first + 600)), None, tokens(9600), "GPU", 0)]
@@ -685,8 +685,8 @@ def test_live_batches_go_out_between_the_parts_of_a_long_snapshot(
 # --- the end --------------------------------------------------------------------------------------
 
 
-def test_whatever_was_taken_is_sent_before_shutdown_returns(client: Client) -> None:
-    """An engine's last evictions matter to whoever routes to it when it is back."""
+def test_everything_accepted_is_sent_before_shutdown_returns(client: Client) -> None:
+    """An engine's last evictions matter to the router when the engine is back."""
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
     peer = follow(client, publisher)
     begin = publisher.statistics().stream.last_seq + 1
@@ -698,7 +698,7 @@ def test_whatever_was_taken_is_sent_before_shutdown_returns(client: Client) -> N
 
 
 def test_shutdown_waits_for_a_subscriber_that_is_still_reading(client: Client) -> None:
-    """What lies in the sender's memory is not sent yet."""
+    """Batches in the sender's memory are not sent yet."""
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
     peer = follow(client, publisher, hwm=1)
     begin = publisher.statistics().stream.last_seq + 1
@@ -731,7 +731,7 @@ def test_shutdown_leaves_no_thread_and_no_address_behind(client: Client) -> None
 
 
 def test_a_subscriber_that_never_reads_does_not_hold_up_shutdown(client: Client) -> None:
-    """The time to flush is bounded, whoever listens."""
+    """The time to flush is bounded."""
     publisher = ZmqEventPublisher(QUIET, LAYOUT)
     follow(client, publisher, hwm=1)
     for number in range(100):
@@ -742,8 +742,8 @@ def test_a_subscriber_that_never_reads_does_not_hold_up_shutdown(client: Client)
 
 
 @pytest.mark.parametrize("kind", ["null", "zmq"])
-def test_nothing_is_taken_after_shutdown(kind: str) -> None:
-    """A caller that goes on publishing has a bug, and hears of it."""
+def test_nothing_is_accepted_after_shutdown(kind: str) -> None:
+    """A caller that goes on publishing has a bug, and gets an error."""
     publisher = create_publisher(replace(QUIET, kind=kind), LAYOUT)
     assert publisher.publish(stored(1))
     publisher.shutdown()
@@ -802,8 +802,8 @@ def test_inproc_without_a_context_uses_the_common_one() -> None:
         client.close()
 
 
-def test_without_a_replay_endpoint_batches_still_go_out(client: Client) -> None:
-    """vLLM's default has none."""
+def test_without_a_replay_endpoint_batches_are_still_sent(client: Client) -> None:
+    """As in vLLM's default configuration."""
     with ZmqEventPublisher(replace(QUIET, replay_endpoint=None), LAYOUT) as publisher:
         assert publisher.replay_endpoint is None
         peer = follow(client, publisher)
@@ -813,7 +813,7 @@ def test_without_a_replay_endpoint_batches_still_go_out(client: Client) -> None:
 
 
 def test_an_address_in_use_is_refused_and_nothing_stays_open() -> None:
-    """Two engines on one port would be one engine to the router."""
+    """To the router, two engines on one port would be one."""
     before = set(threading.enumerate())
     with ZmqEventPublisher(QUIET, LAYOUT) as publisher:
         with pytest.raises(
@@ -837,7 +837,7 @@ def test_a_rank_out_of_range_is_refused(rank: int) -> None:
 
 
 def test_no_configuration_means_no_events() -> None:
-    """An engine asks for a publisher in any case."""
+    """An engine makes a publisher in any case."""
     publisher = create_publisher(None, LAYOUT)
     assert isinstance(publisher, NullEventPublisher)
     assert publisher.publish(stored(1))
@@ -845,7 +845,7 @@ def test_no_configuration_means_no_events() -> None:
 
 
 def test_the_factory_passes_everything_on(client: Client) -> None:
-    """What it builds is what the class builds."""
+    """It builds the same as the class itself."""
     with create_publisher(QUIET, LAYOUT, CHAIN, 3) as publisher:
         assert isinstance(publisher, ZmqEventPublisher)
         (first,) = client.dealer(publisher.replay_endpoint).answer(0)
@@ -873,7 +873,7 @@ def test_further_kinds_can_be_registered_once() -> None:
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
-    """The user hears what there is."""
+    """The error lists the known kinds."""
     with pytest.raises(ValueError, match=r"kind: 'kafka' is unknown; known: null, zmq"):
         create_publisher(replace(QUIET, kind="kafka"), LAYOUT)
 
@@ -882,7 +882,7 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
 
 
 def test_a_recording_is_played_verbatim_under_new_numbers(client: Client) -> None:
-    """The demo's replicas speak exactly as the recorded engine did."""
+    """A consumer reads exactly what the recorded engine sent."""
     payloads = [b"not even msgpack", b"", b"\x93\xcb" + bytes(8) + b"\x90\xc0"]
     with RecordedStreamPublisher(QUIET) as publisher:
         for payload in payloads:
@@ -893,7 +893,7 @@ def test_a_recording_is_played_verbatim_under_new_numbers(client: Client) -> Non
         assert peer.answer(1) == [Batch(1, payloads[1]), Batch(2, payloads[2])]
 
 
-def test_a_recording_goes_out_live(client: Client) -> None:
+def test_a_recording_is_sent_live(client: Client) -> None:
     """On the same three frames."""
     with RecordedStreamPublisher(QUIET) as publisher:
         peer = client.subscribe(publisher.endpoint)
@@ -902,7 +902,7 @@ def test_a_recording_goes_out_live(client: Client) -> None:
         assert peer.message()[::2] == [b"kv-events", b"greeting"]
 
 
-def test_a_recording_has_no_snapshot_as_vllm_has_none(client: Client) -> None:
+def test_a_recording_has_no_snapshot_like_vllm(client: Client) -> None:
     """Eight bytes that vLLM reads as a huge number; the router has to fall back."""
     with RecordedStreamPublisher(replace(QUIET, heartbeat_s=0.01, buffer_steps=2)) as publisher:
         peer = client.dealer(publisher.replay_endpoint)

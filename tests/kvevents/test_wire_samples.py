@@ -1,4 +1,4 @@
-"""What engines of seven versions sent for one and the same run decodes to the same events."""
+"""Streams of one and the same run, sent by seven versions, decode to the same events."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ SINCE = {
 """The first version that puts a field on the wire."""
 
 
-def test_there_are_samples_of_every_age_of_the_wire() -> None:
-    """Arrays without a medium, with one, with groups, and maps: a missing file must not pass for a
-    passing test."""
+def test_there_are_samples_of_every_form_of_the_wire() -> None:
+    """Arrays without a medium, with one, with groups, and maps: a missing file must fail."""
     assert VERSIONS == ["0.9.2", "0.12.0", "0.16.0", "0.20.0", "0.24.0", "0.26.0", "0.32.0"]
 
 
@@ -42,20 +41,20 @@ def test_there_are_samples_of_every_age_of_the_wire() -> None:
 def test_a_live_stream_decodes_to_the_newest_versions_events_but_for_fields_it_does_not_send(
     version: str,
 ) -> None:
-    """The form changes with nearly every release; what happened in the cache does not."""
+    """The form changes with nearly every release; the events do not."""
     newest = [_seen_by(batch, version) for batch in _decoded(live(NEWEST))]
     assert _decoded(live(version)) == newest
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_replay_brings_the_live_batches_again(version: str) -> None:
-    """What was lost is repaired with the very same events, under the same sequence numbers."""
+    """A loss is repaired with the very same events, under the same sequence numbers."""
     assert replayed(version) == live(version)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_live_stream_is_numbered_without_a_gap_from_0(version: str) -> None:
-    """The comparisons above say nothing of lost messages."""
+    """The comparisons above do not detect lost messages."""
     assert [message.seq for message in live(version)] == list(range(45))
 
 
@@ -70,7 +69,7 @@ def test_a_replay_ends_with_an_empty_payload_under_seq_minus_one(version: str) -
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_samples_hold_stores_and_removals_of_known_types_only(version: str) -> None:
-    """Were they empty, or skipped as unknown, all comparisons above would hold as well."""
+    """If they were empty, or skipped as unknown, all comparisons above would hold too."""
     batches = _decoded(live(version))
     events = [event for batch in batches for event in batch.events]
     assert sum(isinstance(event, BlockStored) for event in events) > 50
@@ -95,7 +94,7 @@ def _seen_by(batch: EventBatch, version: str) -> EventBatch:
 
 
 def _older(event: Event, version: str) -> Event:
-    """The event as *version* would have sent it: fields that came later are silent."""
+    """The event as *version* would have sent it, without fields that were added later."""
     missing = [
         name for name, first in SINCE.items() if number(version) < first and hasattr(event, name)
     ]
