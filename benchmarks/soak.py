@@ -35,7 +35,7 @@ EVENTS = (
 )
 CONFIG = {
     "server": {"max_concurrent_requests": 10_000},
-    "health": {"interval_s": 10, "timeout_s": 10, "gauges_stale_after_s": 20},
+    "health": {"interval_s": 10, "timeout_s": 10, "engine_load_stale_after_s": 20},
     "observability": {"log_level": "warning"},
 }
 

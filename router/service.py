@@ -91,7 +91,7 @@ class RouterService:
             self._load,
             self._recent,
             self.feed.is_suspect,
-            config.health.gauges_stale_after_s,
+            config.health.engine_load_stale_after_s,
         )
         self.dispatcher = Dispatcher(self.models, self.registry, planner, self.metrics)
         self.proxy = Proxy(self._upstream, _proxy_settings(config))

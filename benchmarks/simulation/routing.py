@@ -10,7 +10,7 @@ from kvevents.events import EventBatch
 from router.config import ReplicaConfig as RouterReplicaConfig
 from router.demo.blind import GroupBlindIndex
 from router.index import SourceId, create_index
-from router.replicas.engine_load import EngineGauges
+from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import InFlight, LoadTracker
 from router.replicas.replica import Replica
@@ -63,11 +63,11 @@ class SimulatedRouter:
         """A replica's events."""
         self.index.apply(SourceId(replica_id), batch)
 
-    def take_gauges(self, replica_id: str, running: int, waiting: int) -> None:
+    def take_engine_load(self, replica_id: str, running: int, waiting: int) -> None:
         """A replica's own metrics, as if they had been scraped now."""
         replica = next(replica for replica in self._replicas if replica.id == replica_id)
-        replica.take_gauges(
-            EngineGauges(running, waiting, None),
+        replica.take_engine_load(
+            EngineLoad(running, waiting, None),
             self.load.load_of(replica_id).requests,
             self._clock(),
         )

@@ -126,6 +126,6 @@ class Simulation:
     def _scrape(self) -> None:
         for name, replica in self.replicas.items():
             scheduler = replica.engine.scheduler
-            self.router.take_gauges(name, scheduler.num_running, scheduler.num_waiting)
+            self.router.take_engine_load(name, scheduler.num_running, scheduler.num_waiting)
         if self._to_come:
             self.timeline.at(self.timeline.now_s + self._scrape_interval_s, self._scrape)

@@ -417,12 +417,12 @@ class HealthConfig(Section, frozen=True):
     """How often a healthy replica is asked again for its models and event sources."""
     scrape_metrics: bool = True
     metrics_path: UrlPath = "/metrics"
-    gauges_stale_after_s: Seconds = 10.0
+    engine_load_stale_after_s: Seconds = 10.0
     """Scraped gauges older than this do not count."""
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Times that defeat each other."""
-        interval_s, stale_s = self.interval_s, self.gauges_stale_after_s
+        interval_s, stale_s = self.interval_s, self.engine_load_stale_after_s
         if self.timeout_s > interval_s:
             yield (
                 ("timeout_s",),
@@ -430,7 +430,7 @@ class HealthConfig(Section, frozen=True):
             )
         if self.scrape_metrics and stale_s <= interval_s:
             yield (
-                ("gauges_stale_after_s",),
+                ("engine_load_stale_after_s",),
                 f"{stale_s:g}; must exceed interval_s ({interval_s:g})",
             )
 

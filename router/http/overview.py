@@ -92,8 +92,8 @@ def _replica(
         "requests": view.load.requests,
         "prefill_tokens": view.load.prefill_tokens,
         "gauges": None
-        if view.gauges is None
-        else [view.gauges.running, view.gauges.waiting, view.gauges.kv_cache_usage],
+        if view.engine_load is None
+        else [view.engine_load.running, view.engine_load.waiting, view.engine_load.kv_cache_usage],
         "sources_configured": view.sources_configured,
         "sources": msgspec.to_builtins(sources),
         "groups": _groups(found),

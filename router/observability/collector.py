@@ -220,12 +220,12 @@ _REPLICA_GAUGES: _Table[ReplicaView] = (
     (
         "kvroute_engine_running_requests",
         "By the engine's own gauge.",
-        lambda view: view.gauges.running if view.gauges else 0,
+        lambda view: view.engine_load.running if view.engine_load else 0,
     ),
     (
         "kvroute_engine_waiting_requests",
         "By the engine's own gauge.",
-        lambda view: view.gauges.waiting if view.gauges else 0,
+        lambda view: view.engine_load.waiting if view.engine_load else 0,
     ),
 )
 _REPLICA_COUNTERS: _Table[ReplicaView] = (

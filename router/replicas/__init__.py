@@ -12,13 +12,12 @@ The files; each imports only what is listed above it:
     health.py        checks and fates of requests in, healthy or not out
     discovery.py     what a replica says of itself
     replica.py       one replica's state
-    watcher.py       two tasks a replica: its health; its models, streams and gauges
+    watcher.py       two tasks a replica: its health; its models, streams and load
     registry.py      all replicas; reports changes to listeners
 """
 
 from router.replicas.fetch import UpstreamFetch
 from router.replicas.registry import (
-    RegistryStatistics,
     ReplicaListener,
     ReplicaRegistry,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "EventSource",
     "Fetch",
     "Health",
-    "RegistryStatistics",
     "Replica",
     "ReplicaListener",
     "ReplicaRegistry",

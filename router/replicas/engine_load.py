@@ -24,7 +24,7 @@ _NAMES = b"|".join((*_RUNNING, *_WAITING, *_USAGE))
 _SAMPLE = re.compile(rb"^(%b)(?:\{[^\n]*\})?[ \t]+([^ \t\r\n]{1,32})" % _NAMES, re.MULTILINE)
 
 
-class EngineGauges(msgspec.Struct, frozen=True):
+class EngineLoad(msgspec.Struct, frozen=True):
     """Load as the engine counts it, over all its data-parallel ranks."""
 
     running: int
@@ -34,7 +34,7 @@ class EngineGauges(msgspec.Struct, frozen=True):
     say."""
 
 
-def parse_gauges(text: bytes) -> EngineGauges | None:
+def parse_engine_load(text: bytes) -> EngineLoad | None:
     """Read the gauges; None if *text* has no count of running requests. Never raises, whatever
     *text* is."""
     values: dict[bytes, list[float]] = {}
@@ -45,9 +45,7 @@ def parse_gauges(text: bytes) -> EngineGauges | None:
         return None
     usage = _first(values, _USAGE)
     waiting = _first(values, _WAITING)
-    return EngineGauges(
-        int(sum(running)), int(sum(waiting)), min(max(usage), 1.0) if usage else None
-    )
+    return EngineLoad(int(sum(running)), int(sum(waiting)), min(max(usage), 1.0) if usage else None)
 
 
 def _samples(text: bytes) -> Iterator[tuple[bytes, float]]:

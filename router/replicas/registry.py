@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
@@ -25,35 +24,40 @@ MAX_REPLICAS = 4096
 
 
 class ReplicaListener(Protocol):
-    """Is told of changes, on the event loop and in their order: it must not block and must not
-    raise."""
+    """Hears of changes, on the event loop and in their order. It must not block and must not raise.
+
+    A listener that inherits from this class overrides only what it wants to hear.
+    """
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
-        """`replica.state` is another one now."""
+        """`replica.state` has changed.
+
+        Args:
+            replica: In its new state.
+            before: Its state until now.
+        """
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
-        """`replica.served` is another one now."""
+        """`replica.served` has changed.
+
+        Args:
+            replica: With what it serves now.
+            before: What it served until now.
+        """
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
-        """`replica.sources` are other ones now. They are not announced before the replica's models
-        are known, and are empty once it is removed. A restart on the same addresses is no change:
-        the streams themselves show it."""
+        """`replica.sources` have changed.
+
+        They are announced only after the replica's models, and are empty once it is removed. A
+        restart at the same addresses is not a change: the streams themselves show it.
+
+        Args:
+            replica: With its present sources.
+            before: Its sources until now.
+        """
 
     def on_removed(self, replica: Replica) -> None:
-        """It is gone from the registry; requests may still run there."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryStatistics:
-    """Replicas by state, and counts over all of them since each was added."""
-
-    replicas: Mapping[ReplicaState, int]
-    checks: int
-    failed_checks: int
-    failed_requests: int
-    times_unhealthy: int
-    failed_discoveries: int
-    failed_scrapes: int
+        """The replica has left the registry; requests may still run there."""
 
 
 class ReplicaRegistry:
@@ -62,7 +66,7 @@ class ReplicaRegistry:
     Args:
         fetch: For checks and questions.
         health: How to watch.
-        load: Read for views, and to tell this router's requests from others in the engines' gauges.
+        load: Read for views, and to tell this router's requests from others in the engines' load.
         random: For jitter.
         clock: Seconds that never go back.
     """
@@ -167,8 +171,8 @@ class ReplicaRegistry:
         return self._by_model.get(model, ())
 
     @property
-    def unheard(self) -> int:
-        """How many have not said yet what they serve, and nobody has configured it."""
+    def undiscovered(self) -> int:
+        """How many replicas have neither configured models nor reported any yet."""
         return sum(
             not replica.served.models and replica.discoveries == replica.failed_discoveries
             for replica in self._replicas.values()
@@ -210,20 +214,6 @@ class ReplicaRegistry:
         now = self._clock()
         return tuple(
             replica.view(self._load.load_of(replica.id), now) for replica in self._replicas.values()
-        )
-
-    def statistics(self) -> RegistryStatistics:
-        """Numbers for metrics; those of one replica are in `snapshot`."""
-        replicas = self._replicas.values()
-        states = [replica.state for replica in replicas]
-        return RegistryStatistics(
-            replicas={state: states.count(state) for state in ReplicaState},
-            checks=sum(replica.record.checks for replica in replicas),
-            failed_checks=sum(replica.record.failed_checks for replica in replicas),
-            failed_requests=sum(replica.record.failed_requests for replica in replicas),
-            times_unhealthy=sum(replica.record.times_unhealthy for replica in replicas),
-            failed_discoveries=sum(replica.failed_discoveries for replica in replicas),
-            failed_scrapes=sum(replica.failed_scrapes for replica in replicas),
         )
 
     # --- what the watchers tell -------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.config import ReplicaConfig, key_bytes
 from router.replicas.discovery import configured_sources
-from router.replicas.engine_load import EngineGauges
+from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import ReplicaLoad
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
@@ -28,10 +28,10 @@ class Replica:
         self.sources: tuple[EventSource, ...] = ()
         """Those that were announced; none before its models are known."""
         self.notes: tuple[str, ...] = ()
-        self.gauges: EngineGauges | None = None
-        self.gauges_at = now
+        self.engine_load: EngineLoad | None = None
+        self.engine_load_at = now
         self.foreign_requests = 0
-        """Requests there that were not this router's when the gauges were scraped."""
+        """Requests there that were not this router's when its load was scraped."""
         self.health_since = now
         self.checked_at: float | None = None
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
@@ -51,26 +51,34 @@ class Replica:
             model == adapter for adapter, _ in self.served.adapters
         )
 
-    def take_gauges(self, gauges: EngineGauges, own_requests: int, now: float) -> None:
-        """Keep scraped gauges. *own_requests* are this router's requests there at that time."""
-        self.gauges = gauges
-        self.gauges_at = now
-        self.foreign_requests = max(0, gauges.running + gauges.waiting - own_requests)
+    def take_engine_load(self, load: EngineLoad, own_requests: int, now: float) -> None:
+        """Keep what the engine's metrics report.
+
+        Args:
+            load: As scraped.
+            own_requests: This router's requests there at that time.
+            now: That time, on the registry's clock.
+        """
+        self.engine_load = load
+        self.engine_load_at = now
+        self.foreign_requests = max(0, load.running + load.waiting - own_requests)
 
     def candidate(
         self,
         load: ReplicaLoad,
         now: float,
-        gauges_stale_after_s: float,
+        engine_load_stale_after_s: float,
         gpu_cached_tokens: int = 0,
         cached_tokens: int = 0,
         recent_tokens: int = 0,
         suspect: bool = False,
         dp_rank: int | None = None,
     ) -> Candidate:
-        """This replica as scoring sees it, for one prompt. Old gauges are left out rather than
+        """This replica as scoring sees it, for one prompt. An old engine load is left out rather than
         believed."""
-        fresh = self.gauges is not None and now - self.gauges_at <= gauges_stale_after_s
+        fresh = (
+            self.engine_load is not None and now - self.engine_load_at <= engine_load_stale_after_s
+        )
         limit = self.config.max_concurrent_requests
         return Candidate(
             replica_id=self.id,
@@ -83,7 +91,9 @@ class Replica:
             decoding_requests=load.decoding_requests,
             decode_context_tokens=load.context_tokens,
             foreign_requests=self.foreign_requests if fresh else 0,
-            waiting_requests=self.gauges.waiting if fresh and self.gauges is not None else 0,
+            waiting_requests=self.engine_load.waiting
+            if fresh and self.engine_load is not None
+            else 0,
             speed=self.config.speed,
             healthy=self.is_healthy,
             draining=self.draining,
@@ -109,8 +119,8 @@ class Replica:
             speed=self.config.speed,
             max_concurrent_requests=self.config.max_concurrent_requests,
             load=load,
-            gauges=self.gauges,
-            gauges_age_s=None if self.gauges is None else now - self.gauges_at,
+            engine_load=self.engine_load,
+            engine_load_age_s=None if self.engine_load is None else now - self.engine_load_at,
             foreign_requests=self.foreign_requests,
             last_error=record.last_error,
             seconds_in_health=now - self.health_since,

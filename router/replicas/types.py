@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.replicas.engine_load import EngineGauges
+from router.replicas.engine_load import EngineLoad
 from router.replicas.load import ReplicaLoad
 from router.upstream import Header, Origin
 
@@ -69,8 +69,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     speed: float
     max_concurrent_requests: int | None
     load: ReplicaLoad
-    gauges: EngineGauges | None
-    gauges_age_s: float | None
+    engine_load: EngineLoad | None
+    engine_load_age_s: float | None
     foreign_requests: int
     last_error: str | None
     """Of the last failed check or request, since it was last healthy."""

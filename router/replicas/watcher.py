@@ -21,7 +21,7 @@ from router.replicas.discovery import (
     parse_models,
     parse_sources,
 )
-from router.replicas.engine_load import parse_gauges
+from router.replicas.engine_load import parse_engine_load
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, Fetch, ServedModels
 from router.upstream import UpstreamError
@@ -210,16 +210,18 @@ class Watcher:
     async def _scrape(self) -> None:
         own_before = self._owner.own_requests(self._replica)
         try:
-            gauges = parse_gauges(await self._answer(self._config.metrics_path, MAX_METRICS_BYTES))
+            load = parse_engine_load(
+                await self._answer(self._config.metrics_path, MAX_METRICS_BYTES)
+            )
         except (*UNREACHABLE, _Refused):
-            gauges = None
-        if gauges is None:
+            load = None
+        if load is None:
             self._replica.failed_scrapes += 1
             return
         # Requests came and went while the engine was asked; the larger number blames less on
         # others.
         own = max(own_before, self._owner.own_requests(self._replica))
-        self._replica.take_gauges(gauges, own, self._clock())
+        self._replica.take_engine_load(load, own, self._clock())
 
     # --- both -------------------------------------------------------------------------------------
 

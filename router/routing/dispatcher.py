@@ -45,7 +45,7 @@ class ReplicaDirectory(Protocol):
         """All replicas that serve a model or an adapter of that name, whatever their state."""
 
     @property
-    def unheard(self) -> int:
+    def undiscovered(self) -> int:
         """How many have not said yet what they serve."""
 
 
@@ -151,7 +151,7 @@ class Dispatcher:
     def require_replica(self, decision: Decision) -> None:
         """Raises `NoReplica`, with the reasons counted, if a decision found nobody."""
         if not decision.ranking.ranked:
-            raise NoReplica(decision.model, decision.ranking.why_nobody)
+            raise NoReplica(decision.model, decision.ranking.empty_reason)
 
     def _decide(
         self,
@@ -172,9 +172,10 @@ class Dispatcher:
         except UnknownModel:
             # A router that has just started must not tell clients for good that there is no such
             # model.
-            if unheard := self._replicas.unheard:
+            if undiscovered := self._replicas.undiscovered:
                 raise NoReplica(
-                    name or "(none named)", f"{unheard} replicas have not said yet what they serve"
+                    name or "(none named)",
+                    f"{undiscovered} replicas have not said yet what they serve",
                 ) from None
             raise
 

@@ -72,7 +72,7 @@ class RoutePlanner:
         load: LoadTracker,
         recent: RecentPrefixes,
         is_suspect: Callable[[SourceId], bool],
-        gauges_stale_after_s: float = 10.0,
+        engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy = policy
@@ -80,7 +80,7 @@ class RoutePlanner:
         self._load = load
         self._recent = recent
         self._is_suspect = is_suspect
-        self._gauges_stale_after_s = gauges_stale_after_s
+        self._engine_load_stale_after_s = engine_load_stale_after_s
         self._clock = clock
 
     def decide(
@@ -162,7 +162,7 @@ class RoutePlanner:
         return replica.candidate(
             self._load.load_of(replica.id),
             self._clock(),
-            self._gauges_stale_after_s,
+            self._engine_load_stale_after_s,
             gpu_cached_tokens=hit.gpu_cached_tokens,
             cached_tokens=hit.cached_tokens,
             recent_tokens=recent_tokens,

@@ -25,7 +25,7 @@ class Ranking(NamedTuple):
     excluded: tuple[Excluded, ...]
 
     @property
-    def why_nobody(self) -> str:
+    def empty_reason(self) -> str:
         """Why the ranking is empty: how many are excluded for which reason."""
         counts = Counter(excluded.reason for excluded in self.excluded)
         return (

@@ -201,4 +201,4 @@ def test_when_nobody_can_serve_the_ranking_says_why(make: Make) -> None:
     ]
     ranking = rank(make(1), request(), candidates)
     assert ranking.ranked == ()
-    assert ranking.why_nobody == "2 not healthy, 1 draining"
+    assert ranking.empty_reason == "2 not healthy, 1 draining"

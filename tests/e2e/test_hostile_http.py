@@ -43,7 +43,7 @@ CONFIG = {
         "max_header_bytes": 16 * 1024,
         "timeouts": {"connect_s": 10, "client_body_s": REQUEST_S, "client_stall_s": STALL_S},
     },
-    "health": {"interval_s": 5, "timeout_s": 5, "gauges_stale_after_s": 10},
+    "health": {"interval_s": 5, "timeout_s": 5, "engine_load_stale_after_s": 10},
     "observability": {"log_level": "debug"},
 }
 MUTATED_BODIES = 12_000

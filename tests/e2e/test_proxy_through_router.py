@@ -51,7 +51,7 @@ CONFIG = {
 }
 PATIENT = {
     "server": {"timeouts": {"connect_s": 30}},
-    "health": {"interval_s": 30, "timeout_s": 30, "gauges_stale_after_s": 60},
+    "health": {"interval_s": 30, "timeout_s": 30, "engine_load_stale_after_s": 60},
 }
 """For a test that keeps its own event loop, and with it the replicas on it, busy for a while."""
 STREAMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
@@ -269,7 +269,7 @@ async def check_a_thousand_streams(router: RouterProcess) -> None:
 async def test_a_scrape_delays_no_stream() -> None:
     """A scrape of a large fleet takes a while; tokens must flow meanwhile."""
     far = [{"url": f"http://127.0.0.1:1/{number}", "id": f"far-{number}"} for number in range(400)]
-    config = {"replicas": far, "health": {"interval_s": 60, "gauges_stale_after_s": 100}}
+    config = {"replicas": far, "health": {"interval_s": 60, "engine_load_stale_after_s": 100}}
     async with engines(1, behaviour=streaming(80, 0.01)) as (stub,):
         with router_process(config) as router:
             async with router.serving(stub):

@@ -48,7 +48,7 @@ def configuration(
         "models": [{"name": "gemma", "tokenizer": tokenizer}],
         "replicas": [{"url": server.url, "id": server.name} for server in servers],
         "policy": {"name": policy},
-        "health": {"interval_s": 1.0, "timeout_s": 1.0, "gauges_stale_after_s": 5.0},
+        "health": {"interval_s": 1.0, "timeout_s": 1.0, "engine_load_stale_after_s": 5.0},
     }
 
 

@@ -330,7 +330,7 @@ def test_the_message_has_a_line_for_each_problem() -> None:
         ),
         (
             "health: {interval_s: 10}",
-            "health.gauges_stale_after_s: 10; must exceed interval_s (10)",
+            "health.engine_load_stale_after_s: 10; must exceed interval_s (10)",
         ),
         (
             "policy: {options: {a: 1}}",

@@ -1,4 +1,4 @@
-"""The engine's own gauges, from whatever it answers to a scrape."""
+"""The engine's own metrics, from whatever it answers to a scrape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from router.replicas.engine_load import EngineGauges, parse_gauges
+from router.replicas.engine_load import EngineLoad, parse_engine_load
 
 # As vLLM 0.32 writes it, with one model and two data-parallel ranks.
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -28,17 +28,17 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 """
 
 
-def test_vllms_gauges_are_summed_over_its_ranks() -> None:
+def test_vllms_samples_are_summed_over_its_ranks() -> None:
     """The router sends to the server, not to one rank; the fullest cache is the one that hurts."""
-    assert parse_gauges(VLLM) == EngineGauges(running=5, waiting=1, kv_cache_usage=0.5)
+    assert parse_engine_load(VLLM) == EngineLoad(running=5, waiting=1, kv_cache_usage=0.5)
 
 
 def test_older_vllm_and_sglang_name_them_differently() -> None:
     """Clusters are mixed while they are upgraded."""
     old = b"vllm:num_requests_running 4\nvllm:num_requests_waiting 2\nvllm:gpu_cache_usage_perc 0.75\n"
-    assert parse_gauges(old) == EngineGauges(4, 2, 0.75)
+    assert parse_engine_load(old) == EngineLoad(4, 2, 0.75)
     sglang = b'sglang:num_running_reqs{model_name="m"} 8\nsglang:num_queue_reqs{model_name="m"} 4\nsglang:token_usage 0.5\n'
-    assert parse_gauges(sglang) == EngineGauges(8, 4, 0.5)
+    assert parse_engine_load(sglang) == EngineLoad(8, 4, 0.5)
 
 
 def test_what_the_prometheus_client_writes_is_read() -> None:
@@ -49,7 +49,7 @@ def test_what_the_prometheus_client_writes_is_read() -> None:
     )
     running.labels("org/model", "0").set(17)
     Gauge("vllm:num_requests_waiting", "Waiting.", registry=registry).set(1e5)
-    assert parse_gauges(generate_latest(registry)) == EngineGauges(17, 100_000, None)
+    assert parse_engine_load(generate_latest(registry)) == EngineLoad(17, 100_000, None)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_what_the_prometheus_client_writes_is_read() -> None:
 )
 def test_nonsense_is_no_load(text: bytes) -> None:
     """Better to know nothing of a replica than to believe it has -1 or infinitely many requests."""
-    assert parse_gauges(text) is None
+    assert parse_engine_load(text) is None
 
 
 def test_a_share_above_one_is_one() -> None:
     """Some engines count a little beyond their pool."""
-    gauges = parse_gauges(b"vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 7\n")
-    assert gauges is not None
-    assert gauges.kv_cache_usage == 1.0
+    load = parse_engine_load(b"vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 7\n")
+    assert load is not None
+    assert load.kv_cache_usage == 1.0
 
 
 @given(
@@ -90,8 +90,8 @@ def test_a_share_above_one_is_one() -> None:
 )
 def test_no_text_makes_it_fail(pieces: list[bytes]) -> None:
     """Metrics are text from the network."""
-    gauges = parse_gauges(b"".join(pieces))
-    assert gauges is None or gauges.running >= 0
+    load = parse_engine_load(b"".join(pieces))
+    assert load is None or load.running >= 0
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_the_largest_answer_is_read_in_no_time(filler: bytes) -> None:
     stall the router."""
     text = b"vllm:num_requests_running{" + filler * (8 * 1024 * 1024 // len(filler))
     began = time.process_time()
-    parse_gauges(text)
+    parse_engine_load(text)
     assert time.process_time() - began < 1.0

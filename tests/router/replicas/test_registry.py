@@ -30,6 +30,7 @@ from router.replicas import (
     EventSource,
     Health,
     Replica,
+    ReplicaListener,
     ReplicaRegistry,
     ReplicaState,
     ServedModels,
@@ -38,7 +39,7 @@ from router.replicas import (
 from router.replicas.discovery import parse_models, parse_sources, reachable
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
-from router.replicas.registry import MAX_REPLICAS, ReplicaListener
+from router.replicas.registry import MAX_REPLICAS
 from router.upstream import UpstreamClient
 
 FAST = HealthConfig(
@@ -46,7 +47,7 @@ FAST = HealthConfig(
     timeout_s=0.25,
     unhealthy_after=2,
     discovery_interval_s=0.3,
-    gauges_stale_after_s=5,
+    engine_load_stale_after_s=5,
 )
 
 GAUGES = b'vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc 0.5\n'
@@ -227,7 +228,7 @@ async def test_a_replica_needs_only_its_url() -> None:
         engine = await here.engine()
         replica = here.registry.add(ReplicaConfig(url=engine.url))
         assert replica.state is ReplicaState.STARTING
-        await until(lambda: replica.sources and replica.gauges)
+        await until(lambda: replica.sources and replica.engine_load)
         assert replica.id == f"127.0.0.1:{engine.port}"
         assert replica.state is ReplicaState.HEALTHY
         assert replica.served == ServedModels(("gemma",), (("sql", "gemma"),))
@@ -256,6 +257,20 @@ async def test_models_are_told_before_sources_and_sources_never_without_models()
             ("sources", "r", 0, 1),
         ]
         assert replica.notes == ()
+
+
+async def test_every_listener_hears_of_changes_in_the_order_of_subscription() -> None:
+    """A part that uses another one subscribes after it."""
+    async with setting() as here:
+        heard: list[str] = []
+
+        class Second(ReplicaListener):
+            def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
+                heard.append(f"{replica.id} after {here.diary.entries[-1][0]}")
+
+        here.registry.subscribe(Second())
+        here.add(await here.engine(), "r", models=("gemma",))
+        assert heard == ["r after models"]
 
 
 async def test_what_is_configured_is_not_asked() -> None:
@@ -547,7 +562,7 @@ async def test_an_unhealthy_replica_is_asked_for_its_health_only() -> None:
     async with setting() as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
-        await until(lambda: replica.gauges)
+        await until(lambda: replica.engine_load)
         engine.answer("/health", b"", status=503)
         await until(is_in(replica, ReplicaState.UNHEALTHY))
         checks, others = engine.asked["/health"], engine.asked.total() - engine.asked["/health"]
@@ -741,7 +756,7 @@ async def test_the_key_reaches_the_replica_and_nobody_else(
         replica = here.registry.add(
             read_replica({"url": engine.url, "id": "r", "api_key": "sk-very-secret"})
         )
-        await until(lambda: replica.sources and replica.gauges)
+        await until(lambda: replica.sources and replica.engine_load)
         assert engine.keys == {"Bearer sk-very-secret"}
         shown = (
             msgspec.json.encode(here.registry.snapshot()).decode()
@@ -755,15 +770,15 @@ async def test_the_key_reaches_the_replica_and_nobody_else(
 # --- load -----------------------------------------------------------------------------------------
 
 
-async def test_requests_in_the_gauges_that_are_not_ours_are_foreign() -> None:
-    """The gauges count our own requests too, and counting them twice would make a busy replica look
+async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> None:
+    """The engine counts our own requests too, and counting them twice would make a busy replica look
     twice as busy."""
     async with setting() as here:
         engine = await here.engine()
         ours = [here.load.started("r", 100, 200) for _ in range(3)]
         replica = here.add(engine, "r", speed=2.0, max_concurrent_requests=3)
-        await until(lambda: replica.gauges)
-        now = replica.gauges_at
+        await until(lambda: replica.engine_load)
+        now = replica.engine_load_at
         assert replica.foreign_requests == 5 + 2 - 3
         candidate = replica.candidate(
             here.load.load_of("r"), now + 5, 5, gpu_cached_tokens=64, recent_tokens=32, dp_rank=1
@@ -783,14 +798,14 @@ async def test_requests_in_the_gauges_that_are_not_ours_are_foreign() -> None:
             flight.ended()
 
 
-async def test_old_gauges_are_not_believed() -> None:
+async def test_an_old_engine_load_is_not_believed() -> None:
     """A replica whose metrics page stopped answering would stay as busy as it last was."""
     async with setting() as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
-        await until(lambda: replica.gauges)
+        await until(lambda: replica.engine_load)
         stale = replica.candidate(
-            here.load.load_of("r"), replica.gauges_at + 5.1, gauges_stale_after_s=5
+            here.load.load_of("r"), replica.engine_load_at + 5.1, engine_load_stale_after_s=5
         )
         assert (stale.foreign_requests, stale.waiting_requests) == (0, 0)
         engine.answer("/metrics", b"", status=404)
@@ -812,7 +827,7 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
     async with setting() as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
-        await until(lambda: replica.sources and replica.gauges)
+        await until(lambda: replica.sources and replica.engine_load)
         flight = here.load.started("r", 100, 200)
         (view,) = json.loads(msgspec.json.encode(here.registry.snapshot()))
         assert (view["id"], view["url"], view["state"], view["health"]) == (
@@ -838,12 +853,9 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
             "decoding_requests": 0,
             "context_tokens": 0,
         }
-        assert view["gauges"] == {"running": 5, "waiting": 2, "kv_cache_usage": 0.5}
+        assert view["engine_load"] == {"running": 5, "waiting": 2, "kv_cache_usage": 0.5}
         assert view["checks"] >= 1
         assert 0 <= view["seconds_since_check"] < 10
-        statistics = here.registry.statistics()
-        assert statistics.replicas[ReplicaState.HEALTHY] == 1
-        assert statistics.replicas[ReplicaState.UNHEALTHY] == 0
         flight.ended()
 
 

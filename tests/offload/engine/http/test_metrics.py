@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from offload.engine.core.requests import EngineStatistics, FinishReason, GroupStatistics
 from offload.engine.http.metrics import EngineCollector, RequestMetrics
 from offload.engine.http.responses import ServedModel
-from router.replicas.engine_load import EngineGauges, parse_gauges
+from router.replicas.engine_load import EngineLoad, parse_engine_load
 from tests.offload.engine.http.served import MODEL, serving
 from tests.support.http_client import eventually
 
@@ -156,14 +156,14 @@ async def test_a_scrape_shows_what_is_under_way_without_waiting_for_the_engine()
         ]
         await eventually(lambda: served.runner.steps, "the engine is in its step")
         text = (await served.get("/metrics")).body
-        held = parse_gauges(text)
+        held = parse_engine_load(text)
         assert held is not None
         assert held.running + held.waiting == 1
         served.runner.may_go.set()
         await asyncio.gather(*asked)
         await served.until_idle()
         now = await served.metrics()
-        assert parse_gauges(now.text.encode()) == EngineGauges(0, 0, 0.0)
+        assert parse_engine_load(now.text.encode()) == EngineLoad(0, 0, 0.0)
         assert now.sum("vllm:prompt_tokens_total", model_name=MODEL, engine="0") == 100
         assert now.sum("vllm:generation_tokens_total") == 6
         assert now.sum("vllm:time_to_first_token_seconds_count") == 1
