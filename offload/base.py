@@ -1,14 +1,18 @@
-"""What every lower tier of the KV cache shares: names of blocks, places of blocks, the manager's
-and the worker's protocol.
+"""What all lower tiers of the KV cache share: keys, specs, protocols of manager and worker.
 
 A tier is a *manager* in the scheduler, which knows what the tier holds and decides what it evicts,
 and a *worker* beside the model, which moves bytes. The manager hands out specs (where a block is),
-the connector pairs them into jobs, and the worker runs the jobs. Nothing here does I/O or imports
-torch.
+the connector pairs them into jobs, and the worker runs the jobs. This file does no I/O and imports
+no torch.
 
-An offloaded block covers a whole number of GPU blocks of its group, in the order of the prompt; its
-name is the hash at its end. Blocks of all groups share a tier, whatever their sizes, so neither
-keys nor events carry a block size.
+An offloaded block covers a whole number of GPU blocks of its group, in the order of the prompt, and
+is identified by the hash at its end:
+
+    GPU blocks of a group      | 0  1  2  3 | 4  5  6  7 | 8 ...     one hash each
+    offloaded blocks of four   |      A     |      B     |           A's key: the hash of block 3
+
+Blocks of all groups share a tier, whatever their sizes, so neither keys nor events carry a block
+size.
 """
 
 from __future__ import annotations
@@ -29,19 +33,24 @@ _GROUP_IDX = struct.Struct(">I")
 
 
 def pack_offload_key(block_hash: bytes, group_idx: GroupIdx) -> OffloadKey:
-    """The name of a group's block in every tier."""
+    """The key of a group's block in every tier.
+
+    Args:
+        block_hash: The hash at the block's end.
+        group_idx: The block's group.
+    """
     return OffloadKey(block_hash + _GROUP_IDX.pack(group_idx))
 
 
 def unpack_offload_key(key: OffloadKey) -> tuple[bytes, GroupIdx]:
-    """The block hash and the group index behind a key."""
+    """The block hash and the group index of a key."""
     (group_idx,) = _GROUP_IDX.unpack_from(key, len(key) - _GROUP_IDX.size)
     return bytes(key[: -_GROUP_IDX.size]), GroupIdx(group_idx)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Which request a tier is asked for."""
+    """The request for which a tier is asked."""
 
     request_id: str
 
@@ -51,35 +60,43 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True)
 class GPULoadStoreSpec:
-    """GPU blocks of several groups, as one side of a copy."""
+    """GPU blocks of several groups, as one side of a copy.
+
+    Raises:
+        TransferError: Lengths or sums contradict each other, or a number is negative.
+    """
 
     block_ids: Sequence[int]
-    """All groups' blocks, group behind group, each group's in the order of the prompt."""
+    """All groups' blocks, group by group, each group's in the order of the prompt."""
     group_sizes: Sequence[int]
-    """How many of `block_ids` belong to each group; 0 for a group that takes no part. Sums up to
+    """How many of `block_ids` belong to each group; 0 for a group that takes no part. The sum is
     `len(block_ids)`."""
     block_indices: Sequence[int]
-    """Per group, where in the prompt its first block lies, counted in GPU blocks. It says how many
-    GPU blocks of the first offloaded block are left alone: `block_indices[g] %
+    """Per group, the index of its first block in the prompt, counted in GPU blocks. It implies how
+    many GPU blocks of the first offloaded block are left alone: `block_indices[g] %
     blocks_per_offloaded_block`. Any value for a group of size 0."""
 
     def __post_init__(self) -> None:
         if len(self.group_sizes) != len(self.block_indices):
             raise TransferError(
-                f"GPU spec: {len(self.group_sizes)} group_sizes and {len(self.block_indices)} block_indices must be as many"
+                f"GPU spec: {len(self.group_sizes)} group_sizes and {len(self.block_indices)} "
+                "block_indices must be equally many"
             )
         if min((*self.group_sizes, *self.block_indices), default=0) < 0:
             raise TransferError("GPU spec: group_sizes and block_indices must not be negative")
         if sum(self.group_sizes) != len(self.block_ids):
             raise TransferError(
-                f"GPU spec: group_sizes add up to {sum(self.group_sizes)}, there are {len(self.block_ids)} block_ids"
+                f"GPU spec: group_sizes add up to {sum(self.group_sizes)}, "
+                f"there are {len(self.block_ids)} block_ids"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class CPULoadStoreSpec:
-    """Blocks of the CPU tier, as the other side of a copy: group behind group, each group's in the
-    order of the prompt."""
+    """Blocks of the CPU tier, as the other side of a copy.
+
+    They are listed group by group, each group's in the order of the prompt.
+    """
 
     block_ids: Sequence[int]
 
@@ -103,7 +120,7 @@ class LookupResult(Enum):
     MISS = "miss"
     HIT = "hit"
     PENDING = "pending"
-    """Its store has not completed: not a hit yet, and no reason to store it again."""
+    """Its store has not completed: not a hit yet, and not to be stored again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +128,17 @@ class PrepareStoreOutput:
     """What a tier agreed to take."""
 
     keys_to_store: Sequence[OffloadKey]
-    """The keys asked for, in their order, without those the tier holds already, leaves out by its
-    policy, or has forgotten while a copy of them is still on its way."""
+    """The keys offered, in their order, without those the tier holds already, leaves out by its
+    policy, or has dropped while a copy of them is still in flight."""
     store_spec: LowerTierSpec
-    """Where they go, one place per key."""
+    """Where they go, one block per key."""
     evicted_keys: Sequence[OffloadKey]
-    """What had to go for them, already gone."""
+    """What was evicted for them; already gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """A tier stored or removed blocks. Without a block size: blocks of different sizes share an
-    event."""
+    """A tier stored or removed blocks, possibly of different sizes."""
 
     keys: Sequence[OffloadKey]
     medium: str
@@ -131,12 +147,12 @@ class OffloadingEvent:
 
 
 class OffloadingManager(Protocol):
-    """The scheduler's side of a tier: what it holds, what is in flight, what goes next. Called from
-    one thread.
+    """The scheduler's side of a tier: what it holds, what is in flight, what it evicts next.
 
-    A block is stored by `prepare_store`, the copy, `complete_store`, and is a hit only after that.
-    A block is read by `prepare_load`, the copy, `complete_load`, and is not evicted in between.
-    Keys come in the order of the prompt, and a tier evicts its tail before its head.
+    It is called from one thread. A block is stored by `prepare_store`, the copy, `complete_store`,
+    and is a hit only after that. A block is read by `prepare_load`, the copy, `complete_load`, and
+    is not evicted in between. Keys are passed in the order of the prompt, and a tier evicts a
+    prompt's tail before its head.
     """
 
     @property
@@ -145,27 +161,44 @@ class OffloadingManager(Protocol):
         ...
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
-        """Is the block there? Does not count as use."""
+        """Look a block up. This does not count as use.
+
+        Args:
+            key: The block.
+            context: The request that asks.
+        """
         ...
 
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
-        """These blocks were used, the last key most recently; keys the tier does not hold are no
-        error. Once a request."""
+        """Mark blocks as used; called once per request.
+
+        Args:
+            keys: The last one is the most recently used; keys the tier does not hold are ignored.
+            context: The request that uses them.
+        """
         ...
 
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
-        """Protect blocks from eviction and say where they are, one place per key.
+        """Protect blocks from eviction and return where they are, one block per key.
+
+        Args:
+            keys: Hits; a key named several times is protected as many times.
+            context: The request that loads them.
 
         Raises:
-            TierStateError: A key is no hit. Nothing was protected.
+            TierStateError: A key is not a hit. Nothing was protected.
         """
         ...
 
     def complete_load(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
-        """The copy is over: end the protection. Without *success* the blocks are bad and are
-        dropped.
+        """End the protection: the copy is over.
+
+        Args:
+            keys: As given to `prepare_load`.
+            context: The request that loaded them.
+            success: Without it the blocks are bad and are dropped.
 
         Raises:
             TierStateError: A key has no load in flight.
@@ -175,15 +208,25 @@ class OffloadingManager(Protocol):
     def prepare_store(
         self, keys: Sequence[OffloadKey], context: RequestContext
     ) -> PrepareStoreOutput | None:
-        """Make room for blocks and say where they go. None: they do not fit beside what is in
-        flight, and nothing changed."""
+        """Make room for blocks and return where they go.
+
+        None, with nothing changed: they do not fit beside what is in flight.
+
+        Args:
+            keys: Blocks offered to the tier; repeated keys count once.
+            context: The request that computed them.
+        """
         ...
 
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
-        """The copy is over: the blocks are hits from now on; without *success* nothing is left of
-        them.
+        """Make stored blocks hits: the copy is over.
+
+        Args:
+            keys: The `keys_to_store` of `prepare_store`.
+            context: The request that computed them.
+            success: Without it nothing is left of the blocks.
 
         Raises:
             TierStateError: A key has no store in flight.
@@ -191,8 +234,7 @@ class OffloadingManager(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget every block; what is in flight is forgotten when its copy is over and is no hit
-        until then."""
+        """Drop every block; one that is in flight is not a hit and goes when its copy is over."""
         ...
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -236,8 +278,7 @@ class TransferResult:
 
 
 class OffloadingWorker(Protocol):
-    """Moves a tier's blocks. Jobs run in the order of their submission, beside the model's
-    computation."""
+    """Moves a tier's blocks, in the order of submission, while the model computes."""
 
     def submit(self, job: TransferJob) -> None:
         """Queue a job.

@@ -7,7 +7,7 @@
     ├── TransferError         shapes, sizes or ids of a copy job do not fit; nothing was queued
     ├── TierStateError        a prepare or complete call does not fit the state of a tier's block
     ├── EngineRequestError    the small engine can never serve the request
-    └── BlockFileError        a block's file is missing, unreadable, or not the block that was written
+    └── BlockFileError        a block's file is missing, unreadable or not what was written
 
 Messages name place, value and rule, and never carry token ids: those are prompts.
 """

@@ -1,18 +1,19 @@
-"""A tier that takes only blocks which several requests used: most prompts' tails are never seen
-again.
+"""A tier that takes only blocks which several requests used: most prompts' tails never recur.
 
-A request *uses* a block when it touches it or offers it for storing. A lookup is no use, as base.py
-says, and a request counts once for a block however often it comes back to it: one that waits is
-looked up again and again, and one that is refused offers again and again. The names of blocks used
-lately are kept in bounded number; the least recently used one is forgotten first and has to be used
-anew.
+A request *uses* a block when it touches it or offers it for storing. A lookup does not count, as
+`OffloadingManager` says, and a request counts once per block however often it returns: one that
+waits is looked up again and again, and one that is refused offers again and again. A bounded number
+of recently used keys is remembered; the least recently used one is forgotten first, and its uses
+are counted from zero again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from typing_extensions import override
 
 from offload.base import (
     LookupResult,
@@ -26,35 +27,34 @@ from offload.base import (
 from offload.errors import CacheConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReuseFilterStatistics:
-    """Totals since the start, but for `tracked_keys`."""
+    """What is remembered now, and what happened since the start."""
 
-    tracked_keys: int
-    let_through: int
+    tracked_keys: int = 0
+    let_through: int = 0
     """Keys offered and passed on to the tier."""
-    held_back: int
+    held_back: int = 0
     """Keys offered and left out."""
-    forgotten: int
-    """Keys pushed out by others."""
+    forgotten: int = 0
+    """Keys displaced by others."""
 
 
-class ReuseFilter:
-    """An `OffloadingManager` round another one, whose `prepare_store` leaves out what too few
-    requests used.
+class ReuseFilter(OffloadingManager):
+    """Wraps an `OffloadingManager`; its `prepare_store` leaves out blocks with too few users.
 
-    What is left out is not in `keys_to_store`, as a block that the tier holds already. A refusal by
-    the tier (None) leaves the uses counted: they took place.
+    What is left out is missing from `keys_to_store`, like a block that the tier holds already. If
+    the tier refuses (None), the uses still count.
 
     Args:
-        manager: The tier behind; reach its own statistics here.
+        manager: The tier behind; its own statistics are reached through it.
         min_uses: How many requests must have used a block, the one that offers it included. 1 lets
             everything through.
-        max_tracked: How many blocks are remembered. Fewer than the tier holds makes little sense.
+        max_tracked: How many blocks are remembered; should be at least as many as the tier holds.
             Memory is bounded by `max_tracked` keys with `min_uses` request ids each.
 
     Raises:
-        CacheConfigError: A number below 1.
+        CacheConfigError: A number is below 1.
     """
 
     def __init__(self, manager: OffloadingManager, min_uses: int, max_tracked: int) -> None:
@@ -67,61 +67,66 @@ class ReuseFilter:
         self.max_tracked = max_tracked
         self._users: OrderedDict[OffloadKey, tuple[str, ...]] = OrderedDict()
         """Up to `min_uses` different requests per block, the least recently used block first."""
-        self._let_through = 0
-        self._held_back = 0
-        self._forgotten = 0
+        self._counts = ReuseFilterStatistics()
 
     @property
+    @override
     def medium(self) -> str:
         return self.manager.medium
 
+    @override
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         return self.manager.lookup(key, context)
 
+    @override
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
-        """Blocks that the tier does not hold count too: that they were wanted is what the filter
-        waits for."""
+        """Count a use of each block, also of blocks that the tier does not hold yet."""
         used = list(keys)
         for key in used:
             self._count_use(key, context.request_id)
         self.manager.touch(used, context)
 
+    @override
     def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
         return self.manager.prepare_load(keys, context)
 
+    @override
     def complete_load(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
         self.manager.complete_load(keys, context, success)
 
+    @override
     def prepare_store(
         self, keys: Sequence[OffloadKey], context: RequestContext
     ) -> PrepareStoreOutput | None:
-        # The last key first, so that a prompt's tail is forgotten before its head, without which it
-        # is of no use.
+        # The last key first, so that a prompt's tail is forgotten before its head, which the tail
+        # needs.
         uses = {key: self._count_use(key, context.request_id) for key in reversed(keys)}
         passing = [key for key in dict.fromkeys(keys) if uses[key] >= self.min_uses]
-        self._let_through += len(passing)
-        self._held_back += len(uses) - len(passing)
+        self._counts.let_through += len(passing)
+        self._counts.held_back += len(uses) - len(passing)
         return self.manager.prepare_store(passing, context)
 
+    @override
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
         self.manager.complete_store(keys, context, success)
 
+    @override
     def reset(self) -> None:
-        """Forgets the uses too."""
+        """Reset the tier and forget the uses."""
         self._users.clear()
         self.manager.reset()
 
+    @override
     def take_events(self) -> list[OffloadingEvent]:
         return self.manager.take_events()
 
     def statistics(self) -> ReuseFilterStatistics:
-        return ReuseFilterStatistics(
-            len(self._users), self._let_through, self._held_back, self._forgotten
-        )
+        """What is remembered now, and what happened since the start."""
+        return replace(self._counts, tracked_keys=len(self._users))
 
     def _count_use(self, key: OffloadKey, request_id: str) -> int:
         """How many requests used the block, this one included; stops counting at `min_uses`."""
@@ -131,5 +136,5 @@ class ReuseFilter:
         self._users[key] = users
         if len(self._users) > self.max_tracked:
             self._users.popitem(last=False)
-            self._forgotten += 1
+            self._counts.forgotten += 1
         return len(users)

@@ -1,5 +1,4 @@
-"""What the managers of lower tiers share: an entry's life, lookups and their counts, refusals of
-wrong calls, events."""
+"""What the managers of lower tiers share: entries, lookups, counts, refused calls, events."""
 
 from __future__ import annotations
 
@@ -20,24 +19,36 @@ class TierEntry:
     loads: int = 0
     """In flight."""
     doomed: bool = False
-    """No hit any more; there until its copies are over."""
+    """No longer a hit; kept until its copies are over."""
 
     @property
     def loadable(self) -> bool:
+        """Whether it is a hit."""
         return not (self.storing or self.doomed)
 
     @property
     def in_flight(self) -> bool:
+        """Whether a copy reads or writes it."""
         return self.storing or self.loads > 0
 
 
 @dataclass(slots=True)
-class LookupCounts:
-    """How lookups ended, since the start."""
+class TierCounts:
+    """What happened in a tier since the start, in blocks unless said otherwise."""
 
-    hits: int = 0
-    misses: int = 0
-    pending: int = 0
+    lookup_hits: int = 0
+    lookup_misses: int = 0
+    lookup_pending: int = 0
+    """Lookups of blocks whose store was in flight."""
+    stored: int = 0
+    """Became hits."""
+    evicted: int = 0
+    """Dropped to make room."""
+    failed_stores: int = 0
+    failed_loads: int = 0
+    """A block that several loads failed on counts for each."""
+    refused_stores: int = 0
+    """Calls of `prepare_store` that returned None."""
 
 
 Entry = TypeVar("Entry", bound=TierEntry)
@@ -47,39 +58,47 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
     """A tier's entries by key.
 
     Args:
-        tier: What errors call it.
-        medium: What its events name.
+        tier: The tier's name in errors.
+        medium: The medium its events carry.
+        counts: Counts lookups; the manager counts the rest.
         enable_events: Without it `take_events` is always empty.
     """
 
-    def __init__(self, tier: str, medium: str, enable_events: bool) -> None:
+    def __init__(self, tier: str, medium: str, counts: TierCounts, enable_events: bool) -> None:
         super().__init__()
-        self.lookups = LookupCounts()
+        self.counts = counts
         self._tier = tier
         self._medium = medium
         self._enable_events = enable_events
         self._events: list[OffloadingEvent] = []
 
     def lookup(self, key: OffloadKey) -> LookupResult:
-        """A doomed entry is a miss, not pending: waiting for it is of no use."""
+        """Look a block up. A doomed one is a miss, not pending: it will never be a hit."""
         entry = self.get(key)
         if entry is None or entry.doomed:
-            self.lookups.misses += 1
+            self.counts.lookup_misses += 1
             return LookupResult.MISS
         if entry.storing:
-            self.lookups.pending += 1
+            self.counts.lookup_pending += 1
             return LookupResult.PENDING
-        self.lookups.hits += 1
+        self.counts.lookup_hits += 1
         return LookupResult.HIT
 
     def require(
         self, keys: Sequence[OffloadKey], fits: Callable[[Entry], bool], call: str, complaint: str
     ) -> list[Entry]:
-        """The entries of *keys*, if they all fit. Errors name a key by its place: it stands for
-        what a user wrote.
+        """The entries of *keys*, all of which must fit.
+
+        Errors name a key by its position among *keys*: the key itself identifies a prompt.
+
+        Args:
+            keys: What a caller asked for.
+            fits: Whether an entry is in the state the call needs.
+            call: The method, for the error.
+            complaint: What is wrong with an entry that does not fit, for the error.
 
         Raises:
-            TierStateError: One is not there, or does not fit.
+            TierStateError: An entry is missing or does not fit.
         """
         entries = []
         for position, key in enumerate(keys):
@@ -92,26 +111,31 @@ class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
         return entries
 
     def require_loads(self, loads: Counter[OffloadKey]) -> None:
-        """As many loads as are said to be over are in flight.
+        """Check that at least as many loads are in flight as are reported over.
 
         Raises:
-            TierStateError: Of one key there are fewer.
+            TierStateError: A key has fewer loads in flight than *loads* counts.
         """
         for position, (key, count) in enumerate(loads.items()):
             entry = self.get(key)
             in_flight = entry.loads if entry is not None else 0
             if in_flight < count:
                 raise TierStateError(
-                    f"{self._tier} tier: complete_load: key {position + 1} of {len(loads)} has {in_flight} loads in flight, "
-                    f"{count} are said to be over"
+                    f"{self._tier} tier: complete_load: key {position + 1} of {len(loads)} has "
+                    f"{in_flight} loads in flight, {count} are reported over"
                 )
 
-    def note(self, keys: Sequence[OffloadKey], removed: bool) -> None:
-        """These keys began to be hits, or ended."""
+    def record(self, keys: Sequence[OffloadKey], removed: bool) -> None:
+        """Record an event.
+
+        Args:
+            keys: Blocks that became hits, or ceased to be.
+            removed: Which of the two.
+        """
         if self._enable_events and keys:
             self._events.append(OffloadingEvent(tuple(keys), self._medium, removed))
 
     def take_events(self) -> list[OffloadingEvent]:
-        """What was noted since the last call."""
+        """What was recorded since the last call."""
         events, self._events = self._events, []
         return events

@@ -1,12 +1,12 @@
-"""The scheduler's side of offloading: which blocks to load and to store, and which copies are done.
+"""The scheduler's side of offloading: what to load and to store, and which copies are done.
 
 The files; each imports only what is listed above it:
 
-    block_aliases.py   offloaded blocks by the hashes of every GPU block they hold
-    tier.py            one lower tier as the connector sees it
-    load_plan.py       what the tiers add to a hit on the GPU, and the copies that bring it back
+    block_aliases.py   the hashes under which a tier's blocks can be found
+    tier.py            one lower tier as the connector sees it; its events
+    load_plan.py       what the tiers add to a hit on the GPU, and the copies that bring it
     store_plan.py      which blocks of a request are worth storing
-    connector.py       `OffloadingConnector`, which a scheduler holds
+    connector.py       `OffloadingConnector`: loads and stores, from plan to completion
 """
 
 from __future__ import annotations

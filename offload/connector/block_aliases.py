@@ -1,9 +1,13 @@
-"""Under which hashes the blocks of a tier can be asked for.
+"""The hashes under which a tier's offloaded blocks can be found.
 
-A tier whose offloaded blocks cover one GPU block each names them alike. Where they cover several,
-each of those has a hash of its own: the router, and a prompt that parts inside an offloaded block,
-ask for these. Offloaded blocks that share their first GPU blocks share those names too, so a name
-is there as long as any block is that bears it.
+An offloaded block is found by the hash of every GPU block it covers: its *aliases*. The router asks
+for each of them, and so does a prompt that ends inside an offloaded block. Where an offloaded block
+covers a single GPU block, its own hash is its only alias. Offloaded blocks that share their first
+GPU blocks share those aliases, so an alias exists as long as any block covers it:
+
+    offloaded block A   | 1  2  3  4 |      aliases 1, 2, 3, 4
+    offloaded block B   | 1  2  3  4'|      aliases 1, 2, 3, 4': another continuation behind 3
+    A is evicted                            4 is gone; 1, 2 and 3 still lead to B
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from kvevents.events import GroupIdx
 from offload.base import OffloadKey, pack_offload_key, unpack_offload_key
 
 
-class TierNames:
-    """What a tier's blocks are called; bounded by what the tier holds or is being given."""
+class BlockAliases:
+    """Aliases of a tier's blocks; bounded by what the tier holds or is being given."""
 
     def __init__(self, blocks_per_offloaded_block: Sequence[int]) -> None:
         """
@@ -23,66 +27,85 @@ class TierNames:
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
         """
         self._sizes = blocks_per_offloaded_block
-        self._inner: dict[OffloadKey, Sequence[bytes]] = {}
-        self._bearers: dict[tuple[GroupIdx, bytes], dict[OffloadKey, None]] = {}
+        self._block_hashes: dict[OffloadKey, Sequence[bytes]] = {}
+        self._covering: dict[tuple[GroupIdx, bytes], dict[OffloadKey, None]] = {}
 
-    def note(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:
-        """A block is about to be stored: the hashes of its GPU blocks, the last of them its own."""
+    def prepare(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:
+        """Remember the aliases of a block that is about to be stored.
+
+        Args:
+            key: The offloaded block.
+            block_hashes: The hashes of its GPU blocks, its own last.
+        """
         if len(block_hashes) > 1:
-            self._inner[key] = block_hashes
+            self._block_hashes[key] = block_hashes
 
-    def forget(self, key: OffloadKey) -> None:
-        """The block will not be stored after all."""
-        self._inner.pop(key, None)
+    def cancel(self, key: OffloadKey) -> None:
+        """Forget what was prepared: the block will not be stored."""
+        self._block_hashes.pop(key, None)
 
     def add(self, key: OffloadKey) -> list[bytes]:
-        """The block can be loaded now; returns the names that it is the first to bear."""
+        """The block can be loaded now: return the aliases that no other block covers."""
         own, group_idx = unpack_offload_key(key)
         if self._sizes[group_idx] == 1:
             return [own]
-        return self._bear(key, group_idx, self._inner.setdefault(key, (own,)))
+        return self._cover(key, group_idx, self._block_hashes.setdefault(key, (own,)))
 
     def learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """What a block is called that was stored by an earlier process; returns the names that it
-        is the first to bear.
+        """Complete the aliases of a block that an earlier process stored.
 
-        Until then it is known by its own hash alone, and nobody can ask for the GPU blocks before
-        its last.
+        Until then only its own hash is known, so it cannot be found by the GPU blocks before its
+        last.
+
+        Args:
+            key: The offloaded block.
+            block_hashes: The hashes of its GPU blocks, its own last.
+
+        Returns:
+            The aliases that no other block covers; empty if the block's aliases were known.
         """
-        known = self._inner.get(key, ())
+        known = self._block_hashes.get(key, ())
         own, group_idx = unpack_offload_key(key)
-        if len(known) != 1 or key not in self._bearers.get((group_idx, own), ()):
+        if len(known) != 1 or key not in self._covering.get((group_idx, own), ()):
             return []
-        self._inner[key] = block_hashes
-        return self._bear(key, group_idx, block_hashes)
+        self._block_hashes[key] = block_hashes
+        return self._cover(key, group_idx, block_hashes)
 
-    def _bear(
+    def _cover(
         self, key: OffloadKey, group_idx: GroupIdx, block_hashes: Sequence[bytes]
     ) -> list[bytes]:
         new: list[bytes] = []
         for block_hash in block_hashes:
-            bearers = self._bearers.setdefault((group_idx, block_hash), {})
-            if not bearers:
+            covering = self._covering.setdefault((group_idx, block_hash), {})
+            if not covering:
                 new.append(block_hash)
-            bearers[key] = None
+            covering[key] = None
         return new
 
     def remove(self, key: OffloadKey) -> list[bytes]:
-        """The block is gone; returns the names that nobody bears any more."""
+        """The block is gone: return the aliases that no block covers any more."""
         own, group_idx = unpack_offload_key(key)
         if self._sizes[group_idx] == 1:
             return [own]
         gone: list[bytes] = []
-        for block_hash in self._inner.pop(key, ()):
-            bearers = self._bearers[group_idx, block_hash]
-            del bearers[key]
-            if not bearers:
-                del self._bearers[group_idx, block_hash]
+        for block_hash in self._block_hashes.pop(key, ()):
+            covering = self._covering[group_idx, block_hash]
+            del covering[key]
+            if not covering:
+                del self._covering[group_idx, block_hash]
                 gone.append(block_hash)
         return gone
 
-    def bearer(self, group_idx: GroupIdx, block_hash: bytes) -> OffloadKey | None:
-        """A block that bears the name; where names and blocks are one, it may not be there."""
+    def covering_block(self, group_idx: GroupIdx, block_hash: bytes) -> OffloadKey | None:
+        """An offloaded block that covers a GPU block; None if none does.
+
+        Where offloaded blocks cover one GPU block each, the key follows from the hash, and the tier
+        may not hold it.
+
+        Args:
+            group_idx: The GPU block's group.
+            block_hash: Its hash.
+        """
         if self._sizes[group_idx] == 1:
             return pack_offload_key(block_hash, group_idx)
-        return next(iter(self._bearers.get((group_idx, block_hash), ())), None)
+        return next(iter(self._covering.get((group_idx, block_hash), ())), None)

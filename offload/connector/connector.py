@@ -1,21 +1,19 @@
-"""The scheduler's side of offloading: loads for new requests, stores of what they compute, and the
-events of both.
+"""The scheduler's side of offloading: loads for new requests, stores of computed blocks, events.
 
 A scheduler goes on from `CacheManager.get_computed_blocks` like this:
 
-1. `find_external_hit` says what lower tiers add to the GPU's hit; None means that another request
-   is loading it right now:
-   ask again in the next step;
+1. `find_external_hit` returns what lower tiers add to the GPU's hit; None means that another
+   request is loading part of it right now: ask again in the next step;
 2. `CacheManager.allocate_slots(request, 0, computed, num_external_tokens=..., delay_caching=True)`
    gives it blocks;
-3. `start_load` queues the copies, and the request waits while `is_loading`; it need not, where
-   nothing has to be copied;
+3. `start_load` queues the copies, and the request waits while `is_loading`, which is False at once
+   where nothing has to be copied;
 4. at the end of every step `store` queues copies of what the step has written, `take_jobs` hands
    all to the tiers' workers, and `complete` takes what they finished: requests whose loads are over
    go on behind their hit, those whose load failed are freed and start again;
 5. `forget` when a request gives up its blocks, for whatever reason.
 
-Blocks that a copy reads or writes stay referenced until it is over, so that nobody is given them
+Blocks that a copy reads or writes stay referenced until it is over, so that they are not given out
 meanwhile.
 """
 
@@ -38,7 +36,7 @@ from offload.base import (
 from offload.block import Block
 from offload.cache_manager import CacheManager
 from offload.connector.load_plan import ExternalHit, LoadPlanner, gpu_side, split_into_copies
-from offload.connector.store_plan import Candidate, StorePlanner, StoreScope
+from offload.connector.store_plan import StoreCandidate, StorePlanner, StoreScope
 from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
 from offload.errors import CacheConfigError, TierStateError
@@ -53,7 +51,7 @@ class FinishedLoads:
     failed: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyStatistics:
     """Copies of one direction, since the start."""
 
@@ -95,8 +93,10 @@ class _Loading:
 
 
 class OffloadingConnector:
-    """Between one `CacheManager` and its lower tiers, the fastest first. Not thread-safe: it
-    belongs to the scheduler."""
+    """Connects one `CacheManager` to its lower tiers.
+
+    Not thread-safe: it belongs to the scheduler.
+    """
 
     def __init__(
         self, cache: CacheManager, tiers: Sequence[Tier], store_scope: StoreScope = StoreScope.ALL
@@ -104,14 +104,14 @@ class OffloadingConnector:
         """
         Args:
             cache: The GPU's cache.
-            tiers: Where blocks are stored, in all of them; a load takes each block from the first
-                that has it.
+            tiers: The fastest first. Blocks are stored in all of them; a load takes each block from
+                the first that has it.
             store_scope: Which blocks are worth storing.
 
         Raises:
-            CacheConfigError: Two tiers have one medium.
+            CacheConfigError: Two tiers have the same medium.
         """
-        if len({tier.manager.medium for tier in tiers}) != len(tiers):
+        if len({tier.medium for tier in tiers}) != len(tiers):
             raise CacheConfigError(
                 "tiers: each needs a medium of its own, since events tell them apart by it"
             )
@@ -125,12 +125,12 @@ class OffloadingConnector:
         self._flights: dict[int, _Flight] = {}
         self._loading: dict[str, _Loading] = {}
         self._keys_loading: Counter[OffloadKey] = Counter()
-        self._totals = {direction: CopyStatistics() for direction in Direction}
+        self._counts = {direction: CopyStatistics() for direction in Direction}
         self._refused_stores = 0
 
     @property
     def is_idle(self) -> bool:
-        """Is no job on its way?"""
+        """Whether all jobs have completed."""
         return not self._flights
 
     # --- loading ----------------------------------------------------------------------------------
@@ -138,20 +138,30 @@ class OffloadingConnector:
     def find_external_hit(
         self, request: CacheRequest, computed: ComputedBlocks
     ) -> ExternalHit | None:
-        """What lower tiers add to the GPU's hit; None if part of it is on its way to the GPU for
-        another request."""
+        """What lower tiers add to the GPU's hit.
+
+        None if part of it is on its way to the GPU for another request.
+
+        Args:
+            request: One that holds no blocks.
+            computed: Its hit on the GPU.
+        """
         hit = self._loads.find(request, computed)
         if any(self._keys_loading[piece.key] for piece in hit.pieces):
             return None
         if not self._stores.knows(request.request_id):
-            # Once a request, however often it is asked for: a tier may take two uses for two
+            # Once per request, however often it is looked up: a tier may take two uses for two
             # requests.
             self._loads.touch(request, hit.num_tokens)
         self._stores.start(request.request_id, computed.num_tokens)
         return hit
 
     def start_load(self, request: CacheRequest, hit: ExternalHit) -> None:
-        """Queue the copies of a hit into the blocks the request was given for it.
+        """Queue the copies of a hit.
+
+        Args:
+            request: One that was given blocks for the hit.
+            hit: As `find_external_hit` returned it in this step.
 
         Raises:
             TierStateError: The request waits for a load already, or a block was lost since the hit
@@ -160,38 +170,33 @@ class OffloadingConnector:
         if request.request_id in self._loading:
             raise TierStateError(f"request {request.request_id!r} waits for a load already")
         tables = self._cache.block_tables(request.request_id)
+        context = RequestContext(request.request_id)
         for tier_index, tier in enumerate(self._tiers):
             for copy in split_into_copies(hit.pieces, tier_index):
-                context, keys = RequestContext(request.request_id), [piece.key for piece in copy]
+                keys = [piece.key for piece in copy]
                 gpu, blocks = gpu_side(copy, tables)
-                job = TransferJob(
-                    next(self._job_ids),
-                    Direction.LOAD,
-                    gpu,
-                    tier.manager.prepare_load(keys, context),
-                )
+                lower = tier.prepare_load(keys, context)
+                job = TransferJob(next(self._job_ids), Direction.LOAD, gpu, lower)
                 self._launch(tier_index, _Flight(job, tier, keys, blocks, context))
                 self._keys_loading.update(keys)
                 self._loading.setdefault(request.request_id, _Loading()).jobs.add(job.job_id)
 
     def is_loading(self, request_id: str) -> bool:
-        """Does the request wait for a load?"""
+        """Whether the request waits for a load."""
         return request_id in self._loading
 
     def forget(self, request_id: str) -> None:
-        """The request gives up its blocks. Copies on their way go on, and nobody is told of their
-        end."""
+        """Drop a request that gives up its blocks; its copies in flight end unreported."""
         self._loading.pop(request_id, None)
         self._stores.forget(request_id)
 
     # --- storing ----------------------------------------------------------------------------------
 
     def store(self, request: CacheRequest) -> None:
-        """Queue copies of the request's blocks that are full, can serve a hit, and were not offered
-        before.
+        """Queue copies of blocks that are full, can serve a hit, and were not offered before.
 
-        Call it when the step's computation is queued and `request.num_computed_tokens` moved on:
-        those tokens are written, or will be before the copy starts.
+        Call it when the step's computation is queued and `request.num_computed_tokens` has moved
+        on: those tokens are written, or will be before the copy starts.
         """
         for tier_index, tier in enumerate(self._tiers):
             candidates = self._stores.candidates(request, tier_index)
@@ -203,32 +208,31 @@ class OffloadingConnector:
             self._stores.mark_offered(request, tier_index)
 
     def _store_in(
-        self, tier_index: int, tier: Tier, candidates: Sequence[Candidate], context: RequestContext
+        self,
+        tier_index: int,
+        tier: Tier,
+        candidates: Sequence[StoreCandidate],
+        context: RequestContext,
     ) -> bool:
         by_key = {candidate.key: candidate for candidate in candidates}
-        agreed = tier.manager.prepare_store(list(by_key), context)
+        agreed = tier.prepare_store({c.key: c.block_hashes for c in candidates}, context)
         if agreed is None:
             return False
-        taken = [by_key.pop(key) for key in agreed.keys_to_store]
-        for candidate in by_key.values():
-            tier.learn(candidate.key, candidate.block_hashes)
+        taken = [by_key[key] for key in agreed.keys_to_store]
         if taken:
-            for candidate in taken:
-                tier.names.note(candidate.key, candidate.block_hashes)
             blocks = [block for candidate in taken for block in candidate.blocks]
-            job = TransferJob(
-                next(self._job_ids), Direction.STORE, self._stored_side(taken), agreed.store_spec
-            )
+            gpu = self._stored_side(taken)
+            job = TransferJob(next(self._job_ids), Direction.STORE, gpu, agreed.store_spec)
             self._launch(tier_index, _Flight(job, tier, agreed.keys_to_store, blocks, context))
         return True
 
-    def _stored_side(self, taken: Sequence[Candidate]) -> GPULoadStoreSpec:
+    def _stored_side(self, taken: Sequence[StoreCandidate]) -> GPULoadStoreSpec:
         sizes = [0] * len(self._cache.coordinator.managers)
         for candidate in taken:
             sizes[candidate.group_idx] += len(candidate.blocks)
         ids = [block.block_id for candidate in taken for block in candidate.blocks]
-        # Only whole offloaded blocks are stored, so each group's first lies at a start, wherever
-        # that is.
+        # Only whole offloaded blocks are stored, so each group's first block begins one, and index
+        # 0 says just that.
         return GPULoadStoreSpec(ids, sizes, [0] * len(sizes))
 
     # --- jobs -------------------------------------------------------------------------------------
@@ -239,20 +243,20 @@ class OffloadingConnector:
         return jobs
 
     def complete(self, results: Iterable[TransferResult]) -> FinishedLoads:
-        """Take what workers finished; says which requests' loads are over.
+        """Take what workers finished, and return the requests whose loads are over.
 
         Raises:
-            TierStateError: A result is of no job on its way.
+            TierStateError: A result belongs to a job that is not in flight.
         """
         loaded: list[str] = []
         failed: list[str] = []
         for result in results:
             flight = self._flights.pop(result.job_id, None)
             if flight is None:
-                raise TierStateError(f"job {result.job_id} is not on its way")
+                raise TierStateError(f"job {result.job_id} is not in flight")
             self._count(result)
             if result.direction is Direction.STORE:
-                self._end_store(flight, result.success)
+                flight.tier.complete_store(flight.keys, flight.context, result.success)
             elif self._end_load(flight, result.success):
                 is_failed = self._loading.pop(flight.context.request_id).has_failed
                 (failed if is_failed else loaded).append(flight.context.request_id)
@@ -264,14 +268,9 @@ class OffloadingConnector:
         self._flights[flight.job.job_id] = flight
         self._queued[tier_index].append(flight.job)
 
-    def _end_store(self, flight: _Flight, success: bool) -> None:
-        flight.tier.manager.complete_store(flight.keys, flight.context, success)
-        for key in () if success else flight.keys:
-            flight.tier.names.forget(key)
-
     def _end_load(self, flight: _Flight, success: bool) -> bool:
         """True if it was the last that its request waited for."""
-        flight.tier.manager.complete_load(flight.keys, flight.context, success)
+        flight.tier.complete_load(flight.keys, flight.context, success)
         self._keys_loading -= Counter(flight.keys)
         loading = self._loading.get(flight.context.request_id)
         if loading is None or flight.job.job_id not in loading.jobs:
@@ -281,25 +280,21 @@ class OffloadingConnector:
         return not loading.jobs
 
     def _count(self, result: TransferResult) -> None:
-        total = self._totals[result.direction]
-        self._totals[result.direction] = replace(
-            total,
-            jobs=total.jobs + 1,
-            failed_jobs=total.failed_jobs + (not result.success),
-            transferred_bytes=total.transferred_bytes + result.transferred_bytes,
-            time_s=total.time_s + result.time_s,
-        )
+        counts = self._counts[result.direction]
+        counts.jobs += 1
+        counts.failed_jobs += not result.success
+        counts.transferred_bytes += result.transferred_bytes
+        counts.time_s += result.time_s
 
     # --- the tiers as a whole ---------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what the tiers hold, as after new weights."""
+        """Drop what the tiers hold, as after new weights."""
         for tier in self._tiers:
-            tier.manager.reset()
+            tier.reset()
 
     def take_events(self) -> list[Event]:
-        """What the tiers stored and removed since the last call; goes out with the cache's own
-        events."""
+        """What the tiers stored and removed since the last call, to publish with the cache's."""
         return [event for tier in self._tiers for event in tier.take_events()]
 
     def statistics(self) -> ConnectorStatistics:
@@ -307,7 +302,20 @@ class OffloadingConnector:
         return ConnectorStatistics(
             jobs_in_flight=len(self._flights),
             requests_loading=len(self._loading),
-            store=self._totals[Direction.STORE],
-            load=self._totals[Direction.LOAD],
+            store=replace(self._counts[Direction.STORE]),
+            load=replace(self._counts[Direction.LOAD]),
             refused_stores=self._refused_stores,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the cache's invariants with the references of copies in flight.
+
+        For tests and debugging.
+
+        Raises:
+            AssertionError: An invariant does not hold; see `BlockPool.check_integrity`.
+        """
+        flights = self._flights.values()
+        self._cache.check_integrity(
+            Counter(block.block_id for flight in flights for block in flight.blocks)
         )

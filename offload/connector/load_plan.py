@@ -1,4 +1,4 @@
-"""What lower tiers add to a request's hit on the GPU, and which copies bring it."""
+"""What lower tiers add to a request's hit on the GPU, and the copies that bring it back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.request import CacheRequest
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring GPU blocks of one group that one offloaded block brings back."""
+    """Adjacent GPU blocks of one group that one offloaded block brings back."""
 
     tier_index: int
     group_idx: GroupIdx
@@ -41,11 +41,11 @@ class ExternalHit:
     num_external_tokens: int
     """Of these, tokens behind the GPU's hit."""
     pieces: Sequence[Piece] = ()
-    """Group behind group, each group's in the order of the prompt."""
+    """Group by group, each group's in the order of the prompt."""
 
 
 class _Search:
-    """One request's search through the tiers, each block looked up once."""
+    """One request's search through the tiers; each block is looked up once."""
 
     def __init__(self, tiers: Sequence[Tier], context: RequestContext) -> None:
         self._tiers = tiers
@@ -53,7 +53,7 @@ class _Search:
         self._found: dict[tuple[GroupIdx, bytes], tuple[int, OffloadKey] | None] = {}
 
     def find(self, group_idx: GroupIdx, block_hash: bytes) -> tuple[int, OffloadKey] | None:
-        """The first tier that has the block, and its name there."""
+        """Index of the first tier that has the block, and the offloaded block that covers it."""
         block = (group_idx, block_hash)
         if block not in self._found:
             self._found[block] = self._first(group_idx, block_hash)
@@ -68,10 +68,14 @@ class _Search:
 
 
 class LoadPlanner:
-    """Looks requests up in the tiers; changes nothing there but the order in which blocks were
-    used."""
+    """Looks requests up in the tiers; the only thing it changes there is the order of use."""
 
     def __init__(self, cache: CacheManager, tiers: Sequence[Tier]) -> None:
+        """
+        Args:
+            cache: The GPU's cache.
+            tiers: The lower tiers, the fastest first.
+        """
         self._cache = cache
         self._layout = cache.config.layout
         self._managers = [
@@ -80,22 +84,31 @@ class LoadPlanner:
         self._tiers = tiers
 
     def find(self, request: CacheRequest, computed: ComputedBlocks) -> ExternalHit:
-        """What the tiers add to the hit *computed*."""
+        """What the tiers add to a hit on the GPU.
+
+        Args:
+            request: Whose prefix is looked up.
+            computed: Its hit on the GPU.
+        """
         search = _Search(self._tiers, RequestContext(request.request_id))
         num_tokens = self._longest(request, computed.num_tokens, search)
         pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
         return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
 
     def touch(self, request: CacheRequest, num_tokens: int) -> None:
-        """A prefix is in use: it stays in the tiers, its head longest."""
-        context = RequestContext(request.request_id)
+        """Mark a prefix as used in all tiers; its head is kept longest.
+
+        Args:
+            request: Whose prefix it is.
+            num_tokens: The length of the prefix.
+        """
+        blocks = [
+            (manager.group_idx, request.hash_at((index + 1) * manager.block_size))
+            for manager in self._managers
+            for index in manager.needed_blocks(num_tokens)
+        ]
         for tier in self._tiers:
-            keys = [
-                key
-                for manager in self._managers
-                for key in _keys(request, manager, tier, num_tokens)
-            ]
-            tier.manager.touch(reversed(keys), context)
+            tier.touch(reversed(blocks), RequestContext(request.request_id))
 
     def _longest(self, request: CacheRequest, gpu_hit: int, search: _Search) -> int:
         pool = self._cache.pool
@@ -121,8 +134,15 @@ class LoadPlanner:
     def _backwards(
         self, request: CacheRequest, manager: GroupManager, first: int, last: int, search: _Search
     ) -> Iterator[Piece]:
-        """From the last block on: what bears a block's name holds those before it in the same
-        offloaded block too."""
+        """Pieces of GPU blocks `[first, last]`, the last piece first.
+
+        The offloaded block that covers a GPU block holds those before it in the same offloaded
+        block too. With four GPU blocks in each, and the GPU's hit ending behind block 1:
+
+            GPU blocks          | 0  1  2  3 | 4  5  6  7 |
+            needed, first..last         [2  3   4  5]
+            pieces                      |---|  |---|        blocks 4-5 first, then blocks 2-3
+        """
         while last >= first:
             found = search.find(manager.group_idx, request.hash_at((last + 1) * manager.block_size))
             assert found is not None  # the hit rule has just found it
@@ -133,26 +153,18 @@ class LoadPlanner:
             last = start - 1
 
 
-def _keys(
-    request: CacheRequest, manager: GroupManager, tier: Tier, num_tokens: int
-) -> Iterator[OffloadKey]:
-    for index in manager.needed_blocks(num_tokens):
-        key = tier.names.bearer(
-            manager.group_idx, request.hash_at((index + 1) * manager.block_size)
-        )
-        if key is not None:
-            yield key
-
-
 # --- from pieces to copies ------------------------------------------------------------------------
 
 
 def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Piece]]:
-    """The pieces from one tier, so that in each copy every group's GPU blocks follow each other
-    without a gap.
+    """The pieces from one tier, so that in each copy every group's GPU blocks are adjacent.
 
-    A copy says of each group only where its first block lies; behind a gap that would be wrong for
+    A copy gives only the index of each group's first block; behind a gap that would be wrong for
     offloaded blocks of several GPU blocks.
+
+    Args:
+        pieces: Of all tiers, in the order of `ExternalHit.pieces`.
+        tier_index: The tier to copy from.
     """
     runs: dict[GroupIdx, list[list[Piece]]] = {}
     for piece in pieces:
@@ -170,7 +182,12 @@ def split_into_copies(pieces: Sequence[Piece], tier_index: int) -> list[list[Pie
 def gpu_side(
     copy: Sequence[Piece], tables: Sequence[Sequence[Block]]
 ) -> tuple[GPULoadStoreSpec, list[Block]]:
-    """The GPU blocks that a copy fills, and where they lie in the request's block tables."""
+    """The GPU blocks that a copy fills, as a spec and as blocks.
+
+    Args:
+        copy: Pieces of one tier, as `split_into_copies` returns them.
+        tables: The request's block table in each group.
+    """
     sizes, indices = [0] * len(tables), [0] * len(tables)
     blocks: list[Block] = []
     for piece in copy:

@@ -1,4 +1,4 @@
-"""Which blocks of a request are worth storing in a lower tier, each looked at once."""
+"""Which blocks of a request are worth storing in a lower tier, each considered once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class StoreScope(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """GPU blocks that make one offloaded block."""
+class StoreCandidate:
+    """GPU blocks that make up one offloaded block."""
 
     key: OffloadKey
     group_idx: GroupIdx
@@ -34,35 +34,51 @@ class Candidate:
 
 
 class StorePlanner:
-    """Remembers for every request how far each tier was offered its blocks."""
+    """Remembers for every request how many of its blocks each tier was offered."""
 
     def __init__(self, cache: CacheManager, tiers: Sequence[Tier], scope: StoreScope) -> None:
+        """
+        Args:
+            cache: The GPU's cache.
+            tiers: The lower tiers.
+            scope: Which blocks are worth storing.
+        """
         self._managers = cache.coordinator.managers
         self._tiers = tiers
         self._scope = scope
         self._offered: dict[str, list[list[int]]] = {}
-        """Per request, tier and group: leading blocks of the table that need no look any more."""
+        """Per request, tier and group: leading blocks of the table that were considered already."""
 
     def knows(self, request_id: str) -> bool:
-        """Was the request started and not forgotten since?"""
+        """Whether the request was started and not forgotten since."""
         return request_id in self._offered
 
     def start(self, request_id: str, num_computed_tokens: int) -> None:
-        """The request starts from a hit on the GPU: those blocks are not new."""
+        """Begin a request behind its hit on the GPU, whose blocks are not new.
+
+        Args:
+            request_id: The request.
+            num_computed_tokens: Its hit.
+        """
         self._offered[request_id] = [
             [
-                _whole(num_computed_tokens // m.block_size, tier.sizes[m.group_idx])
+                _round_down(num_computed_tokens // m.block_size, tier.sizes[m.group_idx])
                 for m in self._managers
             ]
             for tier in self._tiers
         ]
 
     def forget(self, request_id: str) -> None:
-        """The request gave up its blocks."""
+        """Drop a request that gave up its blocks."""
         self._offered.pop(request_id, None)
 
-    def candidates(self, request: CacheRequest, tier_index: int) -> list[Candidate]:
-        """What became full since it was last looked at, group behind group."""
+    def candidates(self, request: CacheRequest, tier_index: int) -> list[StoreCandidate]:
+        """Offloaded blocks that became full since the last `mark_offered`, group by group.
+
+        Args:
+            request: One that holds blocks.
+            tier_index: The tier that will be offered them.
+        """
         if not self.knows(request.request_id):
             self.start(request.request_id, 0)
         offered = self._offered[request.request_id][tier_index]
@@ -73,7 +89,12 @@ class StorePlanner:
         ]
 
     def mark_offered(self, request: CacheRequest, tier_index: int) -> None:
-        """The tier took what it wanted of `candidates`."""
+        """Record that the tier took what it wanted of `candidates`.
+
+        Args:
+            request: Whose blocks were offered.
+            tier_index: The tier.
+        """
         offered = self._offered[request.request_id][tier_index]
         for manager in self._managers:
             offered[manager.group_idx] = max(
@@ -82,12 +103,12 @@ class StorePlanner:
 
     def _of_group(
         self, request: CacheRequest, manager: GroupManager, start: int, tier_index: int
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[StoreCandidate]:
         in_block = self._tiers[tier_index].sizes[manager.group_idx]
         table = manager.block_table(request.request_id)
         for first in range(start, self._stop(request, manager, tier_index), in_block):
             blocks = table[first : first + in_block]
-            # A block without a hash serves no hit, one that slid out is not there to be copied.
+            # A block without a hash serves no hit, and one that slid out can no longer be copied.
             if any(block.is_null for block in blocks) or all(
                 block.block_hash is None for block in blocks
             ):
@@ -96,9 +117,8 @@ class StorePlanner:
                 request.hash_at((index + 1) * manager.block_size)
                 for index in range(first, first + in_block)
             ]
-            yield Candidate(
-                pack_offload_key(hashes[-1], manager.group_idx), manager.group_idx, blocks, hashes
-            )
+            key = pack_offload_key(hashes[-1], manager.group_idx)
+            yield StoreCandidate(key, manager.group_idx, blocks, hashes)
 
     def _stop(self, request: CacheRequest, manager: GroupManager, tier_index: int) -> int:
         """Index behind the last block that is computed, cached if it is worth it, and in scope."""
@@ -108,8 +128,9 @@ class StorePlanner:
         if self._scope is StoreScope.PROMPT:
             tokens = min(tokens, request.num_prompt_tokens)
         blocks = min(tokens // manager.block_size, manager.num_cached_blocks(request.request_id))
-        return _whole(blocks, self._tiers[tier_index].sizes[manager.group_idx])
+        return _round_down(blocks, self._tiers[tier_index].sizes[manager.group_idx])
 
 
-def _whole(blocks: int, in_block: int) -> int:
+def _round_down(blocks: int, in_block: int) -> int:
+    """*blocks* GPU blocks less those of an incomplete offloaded block of *in_block*."""
     return blocks // in_block * in_block

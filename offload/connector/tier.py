@@ -1,25 +1,30 @@
-"""One lower tier as the connector sees it: its manager, its names, and its events for the wire."""
+"""One lower tier as the connector sees it: its manager, its aliases, its events for the wire."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.layout import GroupKind, KVCacheGroup
 from offload.base import (
     LookupResult,
+    LowerTierSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    PrepareStoreOutput,
     RequestContext,
     unpack_offload_key,
 )
-from offload.connector.block_aliases import TierNames
+from offload.connector.block_aliases import BlockAliases
 from offload.errors import CacheConfigError
 
 
 class Tier:
-    """A tier of one cache. Not thread-safe: it belongs to the scheduler."""
+    """A tier of one cache: `OffloadingManager`'s protocol over GPU blocks and their hashes.
+
+    Not thread-safe: it belongs to the scheduler.
+    """
 
     def __init__(
         self,
@@ -29,62 +34,144 @@ class Tier:
     ) -> None:
         """
         Args:
-            manager: What the tier holds.
+            manager: Decides what the tier holds; its own statistics are reached through it.
             groups: The cache's groups.
-            blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; as
-                the tier's worker has it.
+            blocks_per_offloaded_block: GPU blocks in an offloaded block, per group or for all; the
+                same as the tier's worker has.
 
         Raises:
             CacheConfigError: The sizes do not fit the groups.
         """
         sizes = blocks_per_offloaded_block
         self.sizes = (sizes,) * len(groups) if isinstance(sizes, int) else tuple(sizes)
+        """GPU blocks in an offloaded block, per group."""
         self.manager = manager
+        self.medium = manager.medium
+        """The tier's name on the wire."""
         self._groups = groups
         self._check_sizes()
-        self.names = TierNames(self.sizes)
+        self._aliases = BlockAliases(self.sizes)
         self._learned: list[tuple[GroupIdx, list[BlockHash]]] = []
 
     def find(
         self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext
     ) -> OffloadKey | None:
-        """The offloaded block that brings back the GPU block of that hash; None if there is none to
-        load."""
-        key = self.names.bearer(group_idx, block_hash)
+        """The offloaded block that brings back a GPU block; None if there is none to load.
+
+        Args:
+            group_idx: The GPU block's group.
+            block_hash: Its hash.
+            context: The request that asks.
+        """
+        key = self._aliases.covering_block(group_idx, block_hash)
         if key is None or self.manager.lookup(key, context) is not LookupResult.HIT:
             return None
         return key
 
+    def touch(self, blocks: Iterable[tuple[GroupIdx, bytes]], context: RequestContext) -> None:
+        """Mark the offloaded blocks that cover GPU blocks as used; called once per request.
+
+        Args:
+            blocks: Group and hash of each GPU block, the most recently used one last.
+            context: The request that uses them.
+        """
+        covering = (self._aliases.covering_block(*block) for block in blocks)
+        self.manager.touch([key for key in covering if key is not None], context)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> LowerTierSpec:
+        """See `OffloadingManager.prepare_load`.
+
+        Args:
+            keys: Offloaded blocks that `find` returned.
+            context: The request that loads them.
+
+        Raises:
+            TierStateError: A block was lost since. Nothing was protected.
+        """
+        return self.manager.prepare_load(keys, context)
+
+    def complete_load(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool
+    ) -> None:
+        """See `OffloadingManager.complete_load`.
+
+        Args:
+            keys: As given to `prepare_load`.
+            context: The request that loaded them.
+            success: Without it the blocks are bad and are dropped.
+        """
+        self.manager.complete_load(keys, context, success)
+
+    def prepare_store(
+        self, block_hashes: Mapping[OffloadKey, Sequence[bytes]], context: RequestContext
+    ) -> PrepareStoreOutput | None:
+        """Offer blocks to the tier; None if they do not fit beside what is in flight.
+
+        Args:
+            block_hashes: Per offloaded block the hashes of its GPU blocks, its own last.
+            context: The request that computed them.
+        """
+        agreed = self.manager.prepare_store(list(block_hashes), context)
+        if agreed is None:
+            return None
+        to_store = set(agreed.keys_to_store)
+        for key, hashes in block_hashes.items():
+            if key in to_store:
+                self._aliases.prepare(key, hashes)
+            else:
+                self._learn(key, hashes)
+        return agreed
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool
+    ) -> None:
+        """See `OffloadingManager.complete_store`.
+
+        Args:
+            keys: The `keys_to_store` of `prepare_store`.
+            context: The request that computed them.
+            success: Without it nothing is left of the blocks.
+        """
+        self.manager.complete_store(keys, context, success)
+        if not success:
+            for key in keys:
+                self._aliases.cancel(key)
+
+    def reset(self) -> None:
+        """Drop what the tier holds, as after new weights."""
+        self.manager.reset()
+
     def take_events(self) -> list[Event]:
-        """What the tier stored and removed since the last call, per group, without tokens: the
-        GPU's events carry them."""
-        # First: what was learned of a block may be gone by now, never the other way round.
+        """What the tier stored and removed since the last call, per group.
+
+        The events carry no tokens: the GPU's events of the same hashes do.
+        """
+        # Learned aliases come first: their block may be gone by now, and never the other way round.
         events: list[Event] = [
-            self._stored(group_idx, hashes, self.manager.medium)
-            for group_idx, hashes in self._learned
+            self._stored(group_idx, hashes, self.medium) for group_idx, hashes in self._learned
         ]
         self._learned = []
         for change in self.manager.take_events():
             events += self._events(change)
         return events
 
-    def learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:
-        """A block the tier holds already, with the hashes of its GPU blocks."""
-        names = self.names.learn(key, block_hashes)
-        if names:
+    def _learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:
+        """The tier may hold the block from an earlier process, without its aliases."""
+        hashes = self._aliases.learn(key, block_hashes)
+        if hashes:
             _, group_idx = unpack_offload_key(key)
-            self._learned.append((group_idx, list[BlockHash](names)))
+            self._learned.append((group_idx, list[BlockHash](hashes)))
 
     def _events(self, change: OffloadingEvent) -> list[Event]:
         per_group: dict[GroupIdx, list[BlockHash]] = {}
+        update = self._aliases.remove if change.removed else self._aliases.add
         for key in change.keys:
             _, group_idx = unpack_offload_key(key)
-            names = self.names.remove(key) if change.removed else self.names.add(key)
-            per_group.setdefault(group_idx, []).extend(names)
-        told = sorted((group_idx, hashes) for group_idx, hashes in per_group.items() if hashes)
+            per_group.setdefault(group_idx, []).extend(update(key))
+        changed = sorted((group_idx, hashes) for group_idx, hashes in per_group.items() if hashes)
         if change.removed:
-            return [BlockRemoved(hashes, change.medium, group_idx) for group_idx, hashes in told]
-        return [self._stored(group_idx, hashes, change.medium) for group_idx, hashes in told]
+            return [BlockRemoved(hashes, change.medium, group_idx) for group_idx, hashes in changed]
+        return [self._stored(group_idx, hashes, change.medium) for group_idx, hashes in changed]
 
     def _stored(self, group_idx: GroupIdx, hashes: list[BlockHash], medium: str) -> BlockStored:
         group = self._groups[group_idx]
@@ -101,12 +188,13 @@ class Tier:
     def _check_sizes(self) -> None:
         if len(self.sizes) != len(self._groups) or min(self.sizes, default=0) < 1:
             raise CacheConfigError(
-                f"{self.manager.medium} tier: blocks_per_offloaded_block {list(self.sizes)} must be one positive size for each "
-                f"of {len(self._groups)} groups"
+                f"{self.medium} tier: blocks_per_offloaded_block {list(self.sizes)} must be one "
+                f"positive size for each of {len(self._groups)} groups"
             )
         for index, (size, group) in enumerate(zip(self.sizes, self._groups, strict=True)):
             if size > 1 and group.kind is GroupKind.MAMBA:
-                # A block table of states has holes: no two of them follow each other.
+                # A block table of states has holes: no two of them are adjacent.
                 raise CacheConfigError(
-                    f"{self.manager.medium} tier: group {index} (mamba) has blocks_per_offloaded_block {size}; must be 1"
+                    f"{self.medium} tier: group {index} (mamba) has blocks_per_offloaded_block "
+                    f"{size}; must be 1"
                 )

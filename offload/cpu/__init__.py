@@ -1,9 +1,8 @@
-"""The CPU tier: what it holds and evicts (`manager`, `policies`), and the copies to and from the
-GPU.
+"""The tier in the CPU's memory.
 
 The files; each imports only what is listed above it:
 
-    policies/    who goes first
+    policies/    which block is evicted next
     manager.py   what the tier holds and what is in flight
-    worker.py    copies to and from its memory
+    worker.py    copies between GPU blocks and the tier's memory; imports torch
 """

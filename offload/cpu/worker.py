@@ -1,9 +1,13 @@
 """Copies between GPU blocks and the CPU tier's slots.
 
-The tier's memory is one tensor `(num_cpu_blocks, slot_bytes)`. A slot holds one offloaded block of
-any group: its GPU blocks one behind the other from the slot's start, each of them the group's page,
-that is its refs one behind the other. `slot_bytes` is the largest group's; what a smaller one
-leaves at the end is unused.
+The tier's memory is one int8 tensor `[num_cpu_blocks, slot_bytes]`. A slot holds one offloaded
+block of any group: its GPU blocks contiguously from the slot's start, each as the group's page,
+which is the bytes of its refs in order. `slot_bytes` is the largest group's; a smaller group leaves
+the slot's end unused:
+
+    slot of a group with two GPU blocks per offloaded block, each a page of two refs
+
+    | page 0: ref 0, ref 1 | page 1: ref 0, ref 1 | unused |
 """
 
 from __future__ import annotations
@@ -13,18 +17,26 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from offload.base import CPULoadStoreSpec, Direction, TransferJob, TransferResult
+from offload.base import (
+    CPULoadStoreSpec,
+    Direction,
+    OffloadingWorker,
+    TransferJob,
+    TransferResult,
+)
 from offload.errors import CacheConfigError, TransferError
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, Ids, TransferGeometry, check_ids
 from offload.transfer.queue import TransferStatistics
 from offload.transfer.rows import RowCopier, rows_of
 from offload.transfer.runner import TransferOptions, Transfers
+from offload.transfer.staging import LowerSide
 
 
-class CPUTransferWorker:
-    """Moves the CPU tier's blocks; see `offload.base.OffloadingWorker`.
+class CPUTransferWorker(OffloadingWorker):
+    """Moves the CPU tier's blocks.
 
     A job reads or writes its GPU blocks until it has ended: until then they must not be freed, nor
     overwritten by work queued after the submission.
@@ -41,8 +53,8 @@ class CPUTransferWorker:
         Args:
             cache: The engine's side.
             num_cpu_blocks: How many slots to allocate, pinned if the cache is on a GPU.
-            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1
-                each if left out.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers;
+                one each if left out.
             options: How to copy.
 
         Raises:
@@ -53,15 +65,17 @@ class CPUTransferWorker:
         geometry = TransferGeometry(cache, blocks_per_offloaded_block)
         self.slot_bytes = max(geometry.offloaded_bytes)
         shape = (num_cpu_blocks, self.slot_bytes)
-        # Zeroed, so that the system hands the pages out here and not within the first copies.
+        # Zeroed, so that the system allocates the pages here and not during the first copies.
         self.slots = torch.zeros(shape, dtype=torch.int8, pin_memory=cache.device.type == "cuda")
+        """The tier's memory, `[num_cpu_blocks, slot_bytes]` int8."""
         self._transfers = Transfers("kv-cpu-tier", geometry, options or TransferOptions())
 
+    @override
     def submit(self, job: TransferJob) -> None:
-        """See `OffloadingWorker.submit`."""
         if not isinstance(job.lower, CPULoadStoreSpec):
             raise TransferError(
-                f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a CPULoadStoreSpec"
+                f"job {job.job_id}: lower spec {type(job.lower).__name__} "
+                "must be a CPULoadStoreSpec"
             )
         stores = job.direction is Direction.STORE
         slot_ids = check_ids("CPU spec", job.lower.block_ids, len(self.slots), unique=stores)
@@ -69,16 +83,16 @@ class CPUTransferWorker:
         side = _SlotSide(self.slots, slot_ids, self._transfers.geometry, self._transfers.copier)
         self._transfers.submit(job, plan, side)
 
+    @override
     def get_finished(self) -> list[TransferResult]:
-        """See `OffloadingWorker.get_finished`."""
         return self._transfers.get_finished()
 
+    @override
     def wait(self, job_ids: Iterable[int]) -> None:
-        """See `OffloadingWorker.wait`."""
         self._transfers.wait(job_ids)
 
+    @override
     def shutdown(self) -> None:
-        """See `OffloadingWorker.shutdown`."""
         self._transfers.shutdown()
 
     def statistics(self) -> TransferStatistics:
@@ -86,7 +100,7 @@ class CPUTransferWorker:
         return self._transfers.statistics()
 
 
-class _SlotSide:
+class _SlotSide(LowerSide):
     """The slots of one job."""
 
     def __init__(
@@ -97,8 +111,9 @@ class _SlotSide:
         self._geometry = geometry
         self._copier = copier
 
-    def place(self, chunk: Chunk) -> Tensor | None:
-        """The slots themselves, if they follow each other and the group fills them."""
+    @override
+    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
+        """The slots themselves, if they are adjacent and the group fills them."""
         ids = self._slot_ids[chunk.lower]
         if self._geometry.offloaded_bytes[chunk.group] != self._slots.size(1) or np.any(
             np.diff(ids) != 1
@@ -106,16 +121,16 @@ class _SlotSide:
             return None
         return self._slots[int(ids[0]) : int(ids[0]) + len(ids)]
 
+    @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
-        """See `LowerSide`."""
         block_bytes = buffer.size(1)
         slots = rows_of(self._slots.numpy(), 0, block_bytes)
         self._copier.scatter(
             rows_of(buffer.numpy(), 0, block_bytes), self._slot_ids[chunk.lower], slots
         )
 
+    @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
-        """See `LowerSide`."""
         block_bytes = buffer.size(1)
         slots = rows_of(self._slots.numpy(), 0, block_bytes)
         self._copier.gather(

@@ -1,11 +1,10 @@
-"""The disk tier: what it holds and evicts (`manager`), its files (`store`, `block_file`), the
-copies to and from the GPU.
+"""The tier on disk.
 
 The files; each imports only what is listed above it:
 
-    manifest.py     which blocks a directory is for
-    block_file.py   one block's file: header, checksum, name
+    block_file.py   one block as a file: header, checksum, name
+    manifest.py     which layout and model a directory's blocks belong to
     store.py        reads, writes and removes files, from any thread
-    worker.py       copies to and from its files
-    manager.py      what the tier holds, bounded, across restarts
+    manager.py      what the tier holds, within a bound, across restarts
+    worker.py       copies between GPU blocks and files; imports torch
 """

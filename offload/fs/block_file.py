@@ -3,8 +3,8 @@
     magic  version  key length  payload length  checksum  key  payload
       8       2         2             8            16     ...   ...        big endian
 
-The checksum is XXH3-128 over key and payload. It finds what disks, crashes and truncation do to a
-file; it is no defence against somebody who may write to the directory.
+The checksum is XXH3-128 over key and payload. It detects damage by disks, crashes and truncation,
+not forgery by someone who can write to the directory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,30 @@ _FIXED = struct.Struct(">8sHHQ16s")
 
 
 def header_bytes(key: OffloadKey) -> int:
-    """How long a block's header is."""
+    """The length of a block's header."""
     return _FIXED.size + len(key)
 
 
 def encode_header(key: OffloadKey, payload: memoryview) -> bytes:
-    """What stands before the payload."""
+    """The header that precedes the payload.
+
+    Args:
+        key: The block.
+        payload: Its bytes.
+    """
     return _FIXED.pack(MAGIC, VERSION, len(key), len(payload), _checksum(key, payload)) + key
 
 
 def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
-    """
+    """Verify what was read from a block's file.
+
+    Args:
+        header: The file's first `header_bytes(key)` bytes.
+        key: The block that the file is named after.
+        payload: The bytes behind the header.
+
     Raises:
-        BlockFileError: Header and payload are not what `encode_header` wrote for this key.
+        BlockFileError: Header and payload differ from those written for this key.
     """
     if header != encode_header(key, payload):
         raise BlockFileError(
@@ -48,17 +59,17 @@ def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
 
 
 def relative_path(key: OffloadKey) -> str:
-    """Where a block's file lies under the root: in one of 16 times 16 directories.
+    """The path of a block's file under the root, in one of 16 times 16 directories.
 
-    ext4 took twice as long or more for a new file with 4,096 of them, and does well with thousands
-    of files in each.
+    With 4,096 directories ext4 took at least twice as long for a new file; thousands of files in
+    each are no problem for it.
     """
     name = key.hex()
     return f"{name[0]}/{name[1]}/{name}{SUFFIX}"
 
 
 def key_of(path: str) -> OffloadKey | None:
-    """The key of a file under the root, None if no key has such a file."""
+    """The key of a file under the root; None if no key's file has that path."""
     stem = path.rpartition("/")[2].removesuffix(SUFFIX)
     try:
         key = OffloadKey(bytes.fromhex(stem))

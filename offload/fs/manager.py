@@ -1,42 +1,53 @@
-"""What the disk tier holds, what of it is in flight, and what goes when room is needed.
+"""What the disk tier holds, what of it is in flight, and what it evicts when room is needed.
 
 A key has at most one file. Its life: `prepare_store` makes it pending, `complete_store` makes it a
 hit, loads protect it, and eviction, a failed copy or a reset ends it. A block that must go while a
-copy of it is in flight is *doomed*: no hit from that moment on, in the events too, but its file is
-deleted, its bytes are free, and its key may be stored again only when the copy is over. So no
-deletion ever meets a queued copy of the same key.
+copy of it is in flight is *doomed*: no longer a hit from that moment on, in the events too, but its
+file is deleted, its bytes are freed, and its key may be stored again only when the copy is over. So
+a deletion never meets a queued copy of the same key.
 
-Deletions happen here, when they are decided. A file that cannot be deleted keeps its bytes; it is
-tried again later.
+Files are deleted here, as soon as that is decided. A file that cannot be deleted keeps its bytes;
+deleting it is tried again later.
 """
-# ruff: noqa: ARG002 - the protocol names the request for tiers that tell requests apart; this one
-# treats all alike
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from typing_extensions import override
 
 from kvevents.events import STORAGE
 from offload.base import (
     FileLoadStoreSpec,
     LookupResult,
     OffloadingEvent,
+    OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
     RequestContext,
 )
 from offload.errors import CacheConfigError
 from offload.fs.store import BlockFiles
-from offload.tier_entries import TierEntries, TierEntry
+from offload.tier_entries import TierCounts, TierEntries, TierEntry
 
 _KEYS_PER_EVENT = 1024
 
 
+@dataclass(slots=True)
+class FileTierCounts(TierCounts):
+    """What happened in the disk tier since the start."""
+
+    restored: int = 0
+    """Found in the directory at the start."""
+    failed_removals: int = 0
+    """Attempts to delete a file that the system refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class FileTierStatistics:
-    """Blocks and bytes as they are now, and totals in blocks since the start."""
+    """Blocks and bytes now, and what happened since the start."""
 
     max_bytes: int
     used_bytes: int
@@ -48,48 +59,23 @@ class FileTierStatistics:
     pending_blocks: int
     """Their store is in flight."""
     doomed_blocks: int
-    """No hits any more, gone when their copy is over or their file can be deleted."""
-    restored: int
-    """Found in the directory at the start."""
-    lookup_hits: int
-    lookup_misses: int
-    lookup_pending: int
-    stored: int
-    """Became hits."""
-    evicted: int
-    """Went to make room."""
-    failed_stores: int
-    failed_loads: int
-    failed_removals: int
-    """Attempts to delete a file that the system refused."""
-    refused_stores: int
-    """Calls of `prepare_store` answered with None."""
+    """No longer hits; gone when their copy is over or their file can be deleted."""
+    counts: FileTierCounts
 
 
 @dataclass(slots=True, kw_only=True)
-class _File(TierEntry):
+class _FileEntry(TierEntry):
     file_bytes: int
 
 
-@dataclass(slots=True)
-class _Totals:
-    restored: int = 0
-    stored: int = 0
-    evicted: int = 0
-    failed_stores: int = 0
-    failed_loads: int = 0
-    failed_removals: int = 0
-    refused_stores: int = 0
+class FileOffloadingManager(OffloadingManager):
+    """The disk tier as the scheduler sees it, over the files of a `BlockStore`.
 
-
-class FileOffloadingManager:
-    """The disk tier as the scheduler sees it: an `OffloadingManager` over the files of a
-    `BlockStore`, the least recently used of which go first.
-
-    The order of the keys in a call is that of the prompt: what a call stores or has loaded is
-    evicted from its last key to its first, since a block is of no use without those before it. What
-    an earlier process left in the directory is a hit at once, the longest unused of it evicted
-    first, and the first `take_events` tells of it.
+    The least recently used block is evicted first. The order of the keys in a call is that of the
+    prompt: what a call stores or has loaded is evicted from its last key to its first, since a
+    block is useless without those before it. Blocks that an earlier process left in the directory
+    are hits at once, the longest unused of them evicted first, and the first `take_events` reports
+    them.
     """
 
     medium = STORAGE
@@ -98,29 +84,29 @@ class FileOffloadingManager:
         """
         Args:
             store: The directory. It belongs to this manager until `store.close()`.
-            max_bytes: What all block files together may take; see `BlockStore` for what is not
-                counted.
-            enable_events: Without it `take_events` is always empty; with it somebody has to call
-                it.
+            max_bytes: Limit for all block files together; see `BlockStore` for what is not counted.
+            enable_events: Without it `take_events` is always empty; with it `take_events` must be
+                called, since events are kept without bound.
 
         Raises:
-            CacheConfigError: Not even one block fits, or another manager has the directory.
+            CacheConfigError: A single block would not fit, or another manager has the directory.
             OSError: The directory cannot be read, or holds too much and cannot be written.
         """
         if max_bytes < max(store.payload_bytes):
             raise CacheConfigError(
-                f"disk tier: max_bytes {max_bytes} must hold a block, {max(store.payload_bytes)} bytes"
+                f"disk tier: max_bytes {max_bytes} must hold a block, "
+                f"{max(store.payload_bytes)} bytes"
             )
         self.max_bytes = max_bytes
         self.enable_events = enable_events
         self._store = store
-        self._files = TierEntries[_File]("disk", self.medium, enable_events)
-        self._idle: OrderedDict[OffloadKey, None] = OrderedDict()  # the longest unused first
+        self._counts = FileTierCounts()
+        self._files = TierEntries[_FileEntry]("disk", STORAGE, self._counts, enable_events)
+        self._idle: OrderedDict[OffloadKey, None] = OrderedDict()
+        """What can be evicted, the longest unused first."""
         self._idle_bytes = self._used_bytes = 0
-        self._stuck: dict[
-            OffloadKey, None
-        ] = {}  # doomed, nothing in flight, and the file could not be deleted
-        self._totals = _Totals()
+        self._stuck: dict[OffloadKey, None] = {}
+        """Doomed and not in flight, but the file could not be deleted."""
         self._restore()
 
     def _restore(self) -> None:
@@ -136,43 +122,46 @@ class FileOffloadingManager:
             self._files[file.key].storing = False
             self._make_idle(file.key)
             kept.append(file.key)
-        self._totals.restored = len(kept)
+        self._counts.restored = len(kept)
         for first in range(0, len(kept), _KEYS_PER_EVENT):
-            self._files.note(kept[first : first + _KEYS_PER_EVENT], removed=False)
+            self._files.record(kept[first : first + _KEYS_PER_EVENT], removed=False)
 
     # --- looking ----------------------------------------------------------------------------------
 
+    @override
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
-        """A doomed block is a miss, not pending: waiting for it is of no use."""
         return self._files.lookup(key)
 
+    @override
     def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
-        """Counts for this process; after a restart the order is that of writes and loads."""
+        """Mark blocks as used; after a restart the order is that of writes and loads."""
         for key in keys:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
     # --- loading ----------------------------------------------------------------------------------
 
+    @override
     def prepare_load(
         self, keys: Sequence[OffloadKey], context: RequestContext
     ) -> FileLoadStoreSpec:
-        """A key named several times is protected as many times."""
-        files = self._files.require(keys, lambda file: file.loadable, "prepare_load", "is no hit")
+        files = self._files.require(
+            keys, lambda file: file.loadable, "prepare_load", "is not a hit"
+        )
         for key, file in zip(keys, files, strict=True):
             self._drop_from_idle(key)
             file.loads += 1
         return FileLoadStoreSpec(tuple(keys))
 
+    @override
     def complete_load(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
-        """A block that could not be read is no hit from now on, and gone when no other load of it
-        is in flight."""
+        """End the protection; a block that could not be read goes with its last load in flight."""
         loads = Counter(keys)
         self._files.require_loads(loads)
         if not success:
-            self._totals.failed_loads += loads.total()
+            self._counts.failed_loads += loads.total()
             self._doom([key for key in loads if not self._files[key].doomed])
         for key in reversed(loads):
             self._files[key].loads -= loads[key]
@@ -180,15 +169,17 @@ class FileOffloadingManager:
 
     # --- storing ----------------------------------------------------------------------------------
 
+    @override
     def prepare_store(
         self, keys: Sequence[OffloadKey], context: RequestContext
     ) -> PrepareStoreOutput | None:
-        """Keys named several times count once. Neither a key of this call nor a block in flight is
-        evicted for it. Where the system refuses to delete a file the answer is None too, and what
-        was deleted until then is gone, as the events say.
+        """Make room; neither a key of this call nor a block in flight is evicted for it.
+
+        None also where the system refuses to delete a file: then the files deleted before it are
+        gone, as the events report.
 
         Raises:
-            TransferError: A key cannot be one of this directory. Nothing changed.
+            TransferError: A key cannot belong to this directory. Nothing changed.
         """
         self._remove_stuck()
         asked = dict.fromkeys(keys)
@@ -197,16 +188,17 @@ class FileOffloadingManager:
             sum(new.values()), spared=[key for key in asked if key in self._idle]
         )
         if evicted is None:
-            self._totals.refused_stores += 1
+            self._counts.refused_stores += 1
             return None
         for key, file_bytes in new.items():
             self._admit(key, file_bytes)
         return PrepareStoreOutput(tuple(new), FileLoadStoreSpec(tuple(new)), evicted)
 
+    @override
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
-        """Keys named several times count once. What a reset overtook is gone either way."""
+        """Make stored blocks hits; those that a reset doomed meanwhile are gone either way."""
         asked = list(dict.fromkeys(keys))
         files = self._files.require(
             asked, lambda file: file.storing, "complete_store", "has no store in flight"
@@ -218,16 +210,16 @@ class FileOffloadingManager:
             file.storing = False
             file.doomed = file.doomed or not success
             self._settle(key)
-        self._totals.stored += len(stored)
-        self._totals.failed_stores += 0 if success else len(asked)
-        self._files.note(stored, removed=False)
+        self._counts.stored += len(stored)
+        self._counts.failed_stores += 0 if success else len(asked)
+        self._files.record(stored, removed=False)
 
     def _admit(self, key: OffloadKey, file_bytes: int) -> None:
-        self._files[key] = _File(file_bytes=file_bytes)
+        self._files[key] = _FileEntry(file_bytes=file_bytes)
         self._used_bytes += file_bytes
 
     def _make_room(self, needed_bytes: int, spared: list[OffloadKey]) -> list[OffloadKey] | None:
-        """Evict until so many bytes are free; None if they cannot be."""
+        """Evict until *needed_bytes* are free, and return the evicted keys; None if that fails."""
         spared_bytes = sum(self._files[key].file_bytes for key in spared)
         if self._used_bytes - self._idle_bytes + spared_bytes + needed_bytes > self.max_bytes:
             return None
@@ -238,15 +230,14 @@ class FileOffloadingManager:
             next(iter(self._idle)), evicted
         ):
             pass
-        self._totals.evicted += len(evicted)
-        self._files.note(evicted, removed=True)
+        self._counts.evicted += len(evicted)
+        self._files.record(evicted, removed=True)
         return evicted if self._used_bytes + needed_bytes <= self.max_bytes else None
 
     def _evict(self, key: OffloadKey, evicted: list[OffloadKey]) -> bool:
         if not self._unlink(key):
-            self._idle.move_to_end(
-                key
-            )  # its file is intact and stays a hit; the next call tries another one
+            # Its file is intact and stays a hit; the next call tries another one.
+            self._idle.move_to_end(key)
             return False
         self._drop_from_idle(key)
         self._forget(key)
@@ -255,22 +246,23 @@ class FileOffloadingManager:
 
     # --- all at once ------------------------------------------------------------------------------
 
+    @override
     def reset(self) -> None:
-        """Deletes every file that is not in flight before it returns."""
+        """Drop every block; files that are not in flight are deleted before this returns."""
         self._doom([key for key, file in self._files.items() if file.loadable])
         for file in self._files.values():
             file.doomed = True
         for key in list(self._files):
             self._settle(key)
 
+    @override
     def take_events(self) -> list[OffloadingEvent]:
-        """Replayed in order they give the keys that `lookup` calls hits; a key's events
-        alternate."""
+        """Events in order; replayed, they give the keys for which `lookup` returns a hit."""
         return self._files.take_events()
 
     def statistics(self) -> FileTierStatistics:
+        """Blocks and bytes now, and what happened since the start."""
         files = self._files.values()
-        totals = self._totals
         return FileTierStatistics(
             max_bytes=self.max_bytes,
             used_bytes=self._used_bytes,
@@ -278,30 +270,20 @@ class FileOffloadingManager:
             loading_blocks=sum(file.loadable and file.loads > 0 for file in files),
             pending_blocks=sum(file.storing and not file.doomed for file in files),
             doomed_blocks=sum(file.doomed for file in files),
-            restored=totals.restored,
-            lookup_hits=self._files.lookups.hits,
-            lookup_misses=self._files.lookups.misses,
-            lookup_pending=self._files.lookups.pending,
-            stored=totals.stored,
-            evicted=totals.evicted,
-            failed_stores=totals.failed_stores,
-            failed_loads=totals.failed_loads,
-            failed_removals=totals.failed_removals,
-            refused_stores=totals.refused_stores,
+            counts=replace(self._counts),
         )
 
     # --- small steps ------------------------------------------------------------------------------
 
     def _doom(self, keys: list[OffloadKey]) -> None:
-        """Hits end here for readers."""
+        """End hits: from here on they are misses."""
         for key in keys:
             self._drop_from_idle(key)
             self._files[key].doomed = True
-        self._files.note(keys, removed=True)
+        self._files.record(keys, removed=True)
 
     def _settle(self, key: OffloadKey) -> None:
-        """A copy is over, or a reset came: what is in flight stays as it is, the rest becomes idle
-        or goes."""
+        """After a copy or a reset: a block that is not in flight becomes idle or goes."""
         file = self._files[key]
         if file.in_flight:
             return
@@ -320,7 +302,7 @@ class FileOffloadingManager:
         try:
             self._store.remove(key)
         except OSError:
-            self._totals.failed_removals += 1
+            self._counts.failed_removals += 1
             return False
         return True
 

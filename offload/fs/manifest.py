@@ -1,8 +1,7 @@
-"""Which blocks a directory is for. A block's name does not say how large it is, nor which model
-computed it.
+"""Which layout and model a directory's blocks belong to: their names do not say.
 
 A directory of another layout or model is refused, unless its owner asks for its blocks to be
-deleted; one that holds other people's files is always refused.
+deleted; one that holds foreign files is always refused.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ class Manifest:
     """Per group, the bytes of an offloaded block."""
     identity: str
     """Whatever else makes equal keys mean equal bytes: model and revision, cache dtype, hash seed,
-    rank. Compared as it is."""
+    rank. Compared verbatim."""
 
     def __post_init__(self) -> None:
         if not self.payload_bytes or min(self.payload_bytes) < 1:
             raise CacheConfigError(
-                f"disk tier: payload_bytes {list(self.payload_bytes)} must be one positive number for each group"
+                f"disk tier: payload_bytes {list(self.payload_bytes)} must be one positive number "
+                "for each group"
             )
 
     def encode(self) -> bytes:
-        """As the file's contents."""
+        """The contents of the manifest's file."""
         document = {
             "format": _FORMAT,
             "identity": self.identity,
@@ -46,7 +46,7 @@ class Manifest:
 
 
 def read_manifest(root: Path) -> bytes | None:
-    """The contents of a directory's manifest, None if it has none."""
+    """The contents of a directory's manifest; None if it has none."""
     try:
         return (root / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -54,7 +54,12 @@ def read_manifest(root: Path) -> bytes | None:
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
-    """Write a directory's manifest, at once and for good."""
+    """Write a directory's manifest, atomically and durably.
+
+    Args:
+        root: The directory.
+        manifest: Replaces the one it has.
+    """
     temporary = root / f"{MANIFEST}.tmp"
     with temporary.open("wb") as file:
         file.write(manifest.encode())

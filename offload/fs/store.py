@@ -1,8 +1,8 @@
-"""A directory of block files, named by what they hold. A file is there as a whole or not at all.
+"""A directory of block files named after their keys; each file exists whole or not at all.
 
-Files are written beside their place and renamed. What is read is verified; a file that does not
-verify is deleted, never served. Bytes are those of the files: what a file system rounds up or keeps
-for directories comes on top.
+Files are written under a temporary name and renamed. What is read is verified; a file that does not
+verify is deleted, never served. Sizes are those of the files: file systems need more, for rounding
+and for directories.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
+
+from typing_extensions import override
 
 from offload.base import OffloadKey, unpack_offload_key
 from offload.errors import BlockFileError, CacheConfigError, TransferError
@@ -43,12 +45,19 @@ class StoredFile:
     key: OffloadKey
     file_bytes: int
     used_ns: int
-    """When it was written or last read, as the file system's clock says."""
+    """When it was written or last read, by the file system's clock."""
 
 
 def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
-    """How long a block's file is, where a block of group *i* has *payload_bytes[i]*; raises
-    `TransferError` for no such key."""
+    """The length of a block's file.
+
+    Args:
+        key: The block.
+        payload_bytes: Per group, the bytes of an offloaded block.
+
+    Raises:
+        TransferError: The key's length or group is out of range.
+    """
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise TransferError(
             f"disk tier: a key of {len(key)} bytes must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
@@ -56,42 +65,66 @@ def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
     _, group = unpack_offload_key(key)
     if group >= len(payload_bytes):
         raise TransferError(
-            f"disk tier: a key of group {group} must be of one of {len(payload_bytes)} groups"
+            f"disk tier: a key of group {group} must belong to one of {len(payload_bytes)} groups"
         )
     return header_bytes(key) + payload_bytes[group]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreStatistics:
-    """What a store did so far."""
+    """What a store did since it was opened."""
 
-    written_blocks: int
-    written_bytes: int
-    read_blocks: int
-    read_bytes: int
-    rejected_blocks: int
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    rejected_blocks: int = 0
     """Files that could not be read or did not verify."""
 
 
 class BlockFiles(Protocol):
-    """What a disk tier's manager needs of its files; see `BlockStore`."""
+    """What a disk tier's manager needs of its files."""
 
     @property
     def payload_bytes(self) -> Sequence[int]:
         """Per group, the bytes of an offloaded block."""
         ...
 
-    def file_bytes(self, key: OffloadKey) -> int: ...
+    def file_bytes(self, key: OffloadKey) -> int:
+        """The length of a block's file.
 
-    def scan(self) -> list[StoredFile]: ...
+        Raises:
+            TransferError: No block of this directory has such a key.
+        """
+        ...
 
-    def remove(self, key: OffloadKey) -> None: ...
+    def scan(self) -> list[StoredFile]:
+        """The block files in the directory, the longest unused first.
 
-    def close(self) -> None: ...
+        Deletes what interrupted writes left behind, so it must precede any write. Lengths are
+        checked here, contents when they are read.
+
+        Raises:
+            CacheConfigError: Another process, or another store of this one, has scanned the
+                directory and not closed it.
+        """
+        ...
+
+    def remove(self, key: OffloadKey) -> None:
+        """Delete a block's file if it exists.
+
+        Raises:
+            OSError: It exists and cannot be deleted.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let another store scan the directory; a second call has no effect."""
+        ...
 
 
-class BlockStore:
-    """Reads, writes and removes block files. Every method but `scan` may be called from any thread.
+class BlockStore(BlockFiles):
+    """Reads, writes and removes block files; any thread may call any method but `scan`.
 
     The scheduler's process and the model's may each open the same directory; only one process may
     `scan` it.
@@ -108,46 +141,44 @@ class BlockStore:
         """Open a directory, or create it.
 
         Args:
-            root: The directory; one for each worker of a model.
+            root: The directory; each worker of a model has its own.
             payload_bytes: Per group, the bytes of an offloaded block.
             identity: What else makes equal keys mean equal bytes, see `Manifest`.
-            durable: Wait for the disk at every write. Without it a power failure may cost blocks,
-                but never serves bad ones.
+            durable: Wait for the disk at every write. Without it a power failure may lose blocks,
+                but damaged ones are never served.
             replace_other_layout: Delete the blocks of a directory that was made for another layout
                 or identity.
 
         Raises:
-            CacheConfigError: The directory was made for another layout or identity, or for
-                something else entirely.
+            CacheConfigError: The directory was made for another layout or identity, or holds
+                foreign files.
         """
         self.root = root
         self._payload_bytes = tuple(payload_bytes)
         self._durable = durable
         self._temporary_numbers = itertools.count()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(
-            ("written", "written_bytes", "read", "read_bytes", "rejected"), 0
-        )
+        self._counts = StoreStatistics()
         self._claim: int | None = None
         self._open(Manifest(self._payload_bytes, identity), replace_other_layout)
 
     @property
+    @override
     def payload_bytes(self) -> Sequence[int]:
-        """Per group, the bytes of an offloaded block."""
         return self._payload_bytes
 
-    # --- blocks
+    # --- blocks -----------------------------------------------------------------------------------
 
+    @override
     def file_bytes(self, key: OffloadKey) -> int:
-        """How long a block's file is.
-
-        Raises:
-            TransferError: No block of this directory has such a key.
-        """
         return file_bytes(key, self._payload_bytes)
 
     def write(self, key: OffloadKey, payload: memoryview) -> None:
-        """Write a block's file, in the place of an older one.
+        """Write a block's file, replacing an older one.
+
+        Args:
+            key: The block.
+            payload: Its bytes.
 
         Raises:
             TransferError: The payload's length is not the group's.
@@ -155,7 +186,8 @@ class BlockStore:
         """
         if self.file_bytes(key) != header_bytes(key) + len(payload):
             raise TransferError(
-                f"disk tier: a payload of {len(payload)} bytes must be {self.file_bytes(key) - header_bytes(key)}"
+                f"disk tier: a payload of {len(payload)} bytes must be "
+                f"{self.file_bytes(key) - header_bytes(key)}"
             )
         path = self.root / relative_path(key)
         temporary = self._new_temporary(path)
@@ -167,70 +199,58 @@ class BlockStore:
             raise
         if self._durable:
             _sync_directory(path.parent)
-        self._count(written=1, written_bytes=len(payload))
+        with self._lock:
+            self._counts.written_blocks += 1
+            self._counts.written_bytes += len(payload)
 
     def read(self, key: OffloadKey, payload: memoryview) -> None:
-        """Read a block into *payload*, verify it, and mark it used. On an error *payload* holds
-        anything.
+        """Read a block, verify it, and mark it as used.
+
+        Args:
+            key: The block.
+            payload: Filled with its bytes; its content is undefined after an error.
 
         Raises:
-            BlockFileError: The file is missing, unreadable or damaged. It is gone now.
+            BlockFileError: The file was missing, unreadable or damaged, and has been deleted.
         """
         try:
             self._read_file(self.root / relative_path(key), key, payload)
         except (OSError, BlockFileError) as error:
-            self._count(rejected=1)
+            with self._lock:
+                self._counts.rejected_blocks += 1
             with suppress(OSError):  # the read has failed in any case
                 self.remove(key)
             if isinstance(error, BlockFileError):
                 raise
             raise BlockFileError(f"block file: cannot be read: {error.strerror}") from None
-        self._count(read=1, read_bytes=len(payload))
+        with self._lock:
+            self._counts.read_blocks += 1
+            self._counts.read_bytes += len(payload)
 
+    @override
     def remove(self, key: OffloadKey) -> None:
-        """Delete a block's file, if it is there.
-
-        Raises:
-            OSError: It is there and cannot be deleted.
-        """
         (self.root / relative_path(key)).unlink(missing_ok=True)
 
-    # --- the directory
+    # --- the directory ----------------------------------------------------------------------------
 
+    @override
     def scan(self) -> list[StoredFile]:
-        """What the directory holds, the longest unused first. Deletes what writes left behind that
-        were cut off.
-
-        To be called before any write. Lengths are compared, contents are verified when they are
-        read.
-
-        Raises:
-            CacheConfigError: Another process, or another store of this one, has scanned the
-                directory and not closed it.
-        """
         self._claim_directory()
         found = [file for path in self._our_files() if (file := self._survivor(path)) is not None]
         return sorted(found, key=lambda file: (file.used_ns, file.key))
 
+    @override
     def close(self) -> None:
-        """Let another store scan the directory. A second call does nothing."""
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
 
     def statistics(self) -> StoreStatistics:
-        """Blocks and bytes so far."""
+        """What the store did since it was opened."""
         with self._lock:
-            counts = dict(self._counts)
-        return StoreStatistics(
-            written_blocks=counts["written"],
-            written_bytes=counts["written_bytes"],
-            read_blocks=counts["read"],
-            read_bytes=counts["read_bytes"],
-            rejected_blocks=counts["rejected"],
-        )
+            return replace(self._counts)
 
-    # --- how
+    # --- opening and scanning ---------------------------------------------------------------------
 
     def _open(self, manifest: Manifest, replace_other_layout: bool) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -244,7 +264,7 @@ class BlockStore:
         else:
             raise CacheConfigError(
                 f"disk tier {self.root}: {MANIFEST} must be that of this layout and identity; "
-                "use another directory, or have its blocks deleted with replace_other_layout"
+                "use another directory, or delete its blocks with replace_other_layout"
             )
         write_manifest(self.root, manifest)
 
@@ -252,7 +272,8 @@ class BlockStore:
         foreign = sorted({entry.name for entry in self.root.iterdir()} - _OURS)
         if foreign:
             raise CacheConfigError(
-                f"disk tier {self.root}: holds {foreign[0]!r} and no {MANIFEST}; it must be empty at first"
+                f"disk tier {self.root}: holds {foreign[0]!r} and no {MANIFEST}; "
+                "a new directory must be empty"
             )
 
     def _empty(self) -> None:
@@ -286,8 +307,7 @@ class BlockStore:
                         yield directory / entry.name
 
     def _survivor(self, path: Path) -> StoredFile | None:
-        """A file as a scan reports it; None for what was no whole block of ours, which is gone
-        then."""
+        """A file as a scan reports it; None, and the file deleted, if it is not a whole block."""
         key = key_of(path.relative_to(self.root).as_posix())
         status = path.stat()
         if key is None or not self._is_whole(key, status.st_size):
@@ -299,11 +319,12 @@ class BlockStore:
         _, group = unpack_offload_key(key)
         return group < len(self.payload_bytes) and size == self.file_bytes(key)
 
+    # --- reading and writing ----------------------------------------------------------------------
+
     def _new_temporary(self, path: Path) -> Path:
-        """A name that no other thread or process writes to."""
-        return path.with_name(
-            f"{os.getpid()}-{threading.get_native_id()}-{next(self._temporary_numbers)}{_TEMPORARY}"
-        )
+        """A name beside *path* that no other thread or process writes to."""
+        number = next(self._temporary_numbers)
+        return path.with_name(f"{os.getpid()}-{threading.get_native_id()}-{number}{_TEMPORARY}")
 
     def _write_file(self, path: Path, header: bytes, payload: memoryview) -> None:
         try:
@@ -321,19 +342,12 @@ class BlockStore:
     def _read_file(self, path: Path, key: OffloadKey, payload: memoryview) -> None:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != header_bytes(key) + len(payload):
-                raise BlockFileError(
-                    "block file: its length is not the block's; the file is damaged"
-                )
+                raise BlockFileError("block file: its length is not the block's; it is damaged")
             header = file.read(header_bytes(key))
             if file.readinto(payload) != len(payload):
                 raise BlockFileError("block file: ended while it was read")
             check_block(header, key, payload)
             os.utime(file.fileno())
-
-    def _count(self, **amounts: int) -> None:
-        with self._lock:
-            for name, amount in amounts.items():
-                self._counts[name] += amount
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Copies between GPU blocks and the disk tier's files. Jobs run in order; within a job several
-threads do the I/O."""
+"""Copies between GPU blocks and the disk tier's files: jobs in order, each with several threads."""
 
 from __future__ import annotations
 
@@ -9,10 +8,12 @@ from dataclasses import replace
 from itertools import chain, repeat
 
 from torch import Tensor
+from typing_extensions import override
 
 from offload.base import (
     Direction,
     FileLoadStoreSpec,
+    OffloadingWorker,
     OffloadKey,
     TransferJob,
     TransferResult,
@@ -24,16 +25,17 @@ from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry
 from offload.transfer.queue import TransferStatistics
 from offload.transfer.runner import TransferOptions, Transfers
+from offload.transfer.staging import LowerSide
 
 _STAGING_BYTES = 16 << 20
 
 
-class FileTransferWorker:
-    """Moves the disk tier's blocks; see `offload.base.OffloadingWorker`.
+class FileTransferWorker(OffloadingWorker):
+    """Moves the disk tier's blocks.
 
-    A payload is an offloaded block: its GPU blocks one behind the other, each of them the group's
-    page. A job that fails may have written some of its files, all of them whole; `complete_store`
-    without success deletes them.
+    A payload is an offloaded block: its GPU blocks concatenated, each as the group's page. A job
+    that fails may have written some of its files, all of them whole; `complete_store` without
+    success deletes them.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class FileTransferWorker:
         Args:
             cache: The engine's side.
             store: The directory. The manager has scanned it already.
-            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1
-                each if left out.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers;
+                one each if left out.
             io_threads: How many files are read or written at a time.
             options: How to copy; a chunk, whose files are read or written together, is 16 MiB if
                 left out.
@@ -60,8 +62,8 @@ class FileTransferWorker:
         geometry = TransferGeometry(cache, blocks_per_offloaded_block)
         if geometry.offloaded_bytes != store.payload_bytes:
             raise CacheConfigError(
-                f"disk tier {store.root}: payload_bytes {list(store.payload_bytes)} must be the cache's offloaded blocks, "
-                f"{list(geometry.offloaded_bytes)}"
+                f"disk tier {store.root}: payload_bytes {list(store.payload_bytes)} must be the "
+                f"cache's offloaded blocks, {list(geometry.offloaded_bytes)}"
             )
         if io_threads < 1:
             raise CacheConfigError(f"disk tier: io_threads {io_threads} must be at least 1")
@@ -74,11 +76,12 @@ class FileTransferWorker:
         )
         self._io = ThreadPoolExecutor(io_threads, thread_name_prefix="kv-files")
 
+    @override
     def submit(self, job: TransferJob) -> None:
-        """See `OffloadingWorker.submit`."""
         if not isinstance(job.lower, FileLoadStoreSpec):
             raise TransferError(
-                f"job {job.job_id}: lower spec {type(job.lower).__name__} must be a FileLoadStoreSpec"
+                f"job {job.job_id}: lower spec {type(job.lower).__name__} "
+                "must be a FileLoadStoreSpec"
             )
         keys = tuple(job.lower.keys)
         plan = self._transfers.plan(job, len(keys))
@@ -94,23 +97,24 @@ class FileTransferWorker:
         )
         if [unpack_offload_key(key)[1] for key in keys] != expected:
             raise TransferError(
-                f"job {job.job_id}: keys must be of their groups, group behind group, {counts} of each"
+                f"job {job.job_id}: keys must be listed group by group, {counts} of each group"
             )
         if job.direction is Direction.STORE and len(set(keys)) != len(keys):
             raise TransferError(
-                f"job {job.job_id}: {len(keys)} keys, {len(set(keys))} of them different; each is written once"
+                f"job {job.job_id}: {len(keys)} keys, {len(set(keys))} of them different; "
+                "each is written once"
             )
 
+    @override
     def get_finished(self) -> list[TransferResult]:
-        """See `OffloadingWorker.get_finished`."""
         return self._transfers.get_finished()
 
+    @override
     def wait(self, job_ids: Iterable[int]) -> None:
-        """See `OffloadingWorker.wait`."""
         self._transfers.wait(job_ids)
 
+    @override
     def shutdown(self) -> None:
-        """See `OffloadingWorker.shutdown`."""
         self._transfers.shutdown()
         self._io.shutdown()
 
@@ -119,7 +123,7 @@ class FileTransferWorker:
         return self._transfers.statistics()
 
 
-class _FileSide:
+class _FileSide(LowerSide):
     """The files of one job."""
 
     def __init__(
@@ -129,16 +133,16 @@ class _FileSide:
         self._keys = keys
         self._io = io
 
-    def place(self, _chunk: Chunk, /) -> Tensor | None:
-        """Files are no memory."""
+    @override
+    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
         return None
 
+    @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
-        """See `LowerSide`."""
         self._each(self._store.write, chunk, buffer)
 
+    @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
-        """See `LowerSide`."""
         self._each(self._store.read, chunk, buffer)
 
     def _each(
@@ -149,8 +153,7 @@ class _FileSide:
             self._io.submit(action, key, payload)
             for key, payload in zip(self._keys[chunk.lower], payloads, strict=True)
         ]
-        # All of them, also when one failed: nobody touches a file any more once its job is
-        # reported.
+        # All of them, also when one failed: once its job is reported, files must be left alone.
         wait(futures)
         for future in futures:
             future.result()

@@ -1,9 +1,11 @@
-"""What each kind of attention needs of the KV cache: one file per kind over one base.
+"""What each kind of attention needs of the KV cache.
 
-- `base`: block tables of one group, the part that all kinds share
-- `full`: full attention, MLA, sinks
-- `sliding_window`: sliding window
-- `chunked_local`: chunked local attention
-- `mamba`: Mamba and linear attention
-- `cross_attention`: cross attention
+The files; each imports only what is listed above it:
+
+    base.py              block tables of one group, the part that all kinds share
+    full.py              full attention, MLA, sinks
+    sliding_window.py    sliding window
+    chunked_local.py     chunked local attention
+    mamba.py             Mamba and linear attention
+    cross_attention.py   cross attention
 """

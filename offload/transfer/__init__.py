@@ -1,5 +1,4 @@
-"""Copies between an engine's pages and a lower tier: planned when submitted, run in order beside
-the model. Imports torch.
+"""Copies between an engine's pages and a lower tier; all of it but the queue imports torch.
 
 The files; each imports only what is listed above it:
 
@@ -7,7 +6,7 @@ The files; each imports only what is listed above it:
     canonical.py      an engine's pages as int8 tensors, and which of them a group uses
     rows.py           rows of host memory, gathered and scattered
     plan.py           a job checked and cut into chunks
-    staging.py        runs a plan in host memory
-    cuda_staging.py   runs a plan beside a GPU
+    staging.py        runs a plan on a cache in host memory
+    cuda_staging.py   runs a plan on a cache on a CUDA device
     runner.py         plan, stager and queue together
 """

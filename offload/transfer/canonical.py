@@ -1,9 +1,12 @@
 """The canonical view of an engine's KV cache: what every transfer worker copies from and to.
 
-Whatever an engine's attention kernels make of its cache, here it is a list of tensors `(num_blocks,
-page_bytes)` of int8: one row per block. A cache group says in which tensors its layers live, and
-how many leading bytes of a row are its own. Groups may share a tensor, as the groups of a hybrid
-model do when they draw blocks from one pool.
+Whatever shape an engine's attention kernels give its cache, here it is a list of int8 tensors
+`[num_blocks, row_bytes]`: one row per block. A cache group lists the tensors that hold its layers,
+and how many leading bytes of a row are its own. Groups may share a tensor, as the groups of a
+hybrid model do when they draw blocks from one pool:
+
+    tensor 0  | row 0 | row 1 | ...     group 0: refs (0, 4096) and (1, 4096), a page of 8192 bytes
+    tensor 1  | row 0 | row 1 | ...     group 1: ref  (1, 1024), the start of the same rows
 """
 
 from __future__ import annotations
@@ -28,18 +31,23 @@ class DataRef:
 
 
 class CanonicalKVCache:
-    """Tensors, and which of their bytes each group's blocks are. Holds no state of its own; the
-    tensors are the engine's.
+    """Tensors, and which of their bytes belong to each group's blocks.
 
-    Block *b* of a group is row *b* in each of the group's tensors. Its *page* is those rows' bytes
-    one behind the other, in the order of the group's refs.
+    It has no state of its own; the tensors are the engine's. Block *b* of a group is row *b* in
+    each of the group's tensors. Its *page* is those rows' bytes concatenated in the order of the
+    group's refs.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group_refs: Sequence[Sequence[DataRef]]) -> None:
         """
+        Args:
+            tensors: Each `[num_blocks, row_bytes]` int8, rows contiguous, all on one device: the
+                CPU or a CUDA device.
+            group_refs: Per group, which tensors hold its layers.
+
         Raises:
-            CacheConfigError: A tensor has another shape, type or place than the rest of the code
-                relies on, or a ref names a tensor or bytes that do not exist.
+            CacheConfigError: A tensor has another shape, type or device, or a ref names a tensor
+                or bytes that do not exist.
         """
         self.tensors = tuple(tensors)
         self.group_refs = tuple(tuple(refs) for refs in group_refs)
@@ -54,7 +62,7 @@ class CanonicalKVCache:
 
     @property
     def num_groups(self) -> int:
-        """How many cache groups there are."""
+        """How many groups the cache has."""
         return len(self.group_refs)
 
     @property
@@ -74,7 +82,8 @@ def _check_tensors(tensors: tuple[Tensor, ...]) -> None:
         _check_tensor(f"KV cache tensor {index}", tensor)
         if tensor.device != tensors[0].device:
             raise CacheConfigError(
-                f"KV cache tensor {index}: device {tensor.device} must be that of tensor 0, {tensors[0].device}"
+                f"KV cache tensor {index}: device {tensor.device} must be that of tensor 0, "
+                f"{tensors[0].device}"
             )
 
 
@@ -85,11 +94,12 @@ def _check_tensor(place: str, tensor: Tensor) -> None:
         )
     if tensor.dim() != 2 or 0 in tensor.shape:
         raise CacheConfigError(
-            f"{place}: shape {tuple(tensor.shape)} must be (num_blocks, page_bytes), neither of them 0"
+            f"{place}: shape {tuple(tensor.shape)} must be (num_blocks, row_bytes), both positive"
         )
     if tensor.stride(1) != 1 or (len(tensor) > 1 and tensor.stride(0) < tensor.size(1)):
         raise CacheConfigError(
-            f"{place}: strides {tensor.stride()} must leave each row contiguous and apart from the others"
+            f"{place}: strides {tensor.stride()} must make each row contiguous and distinct from "
+            "the others"
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise CacheConfigError(f"{place}: device {tensor.device} must be the CPU or a CUDA device")
@@ -118,5 +128,6 @@ def _check_ref(place: str, ref: DataRef, tensors: tuple[Tensor, ...]) -> None:
     row_bytes = tensors[ref.tensor_idx].size(1)
     if not 1 <= ref.page_bytes <= row_bytes:
         raise CacheConfigError(
-            f"{place}: page_bytes {ref.page_bytes} must be between 1 and the row of tensor {ref.tensor_idx}, {row_bytes} bytes"
+            f"{place}: page_bytes {ref.page_bytes} must be between 1 and the row of tensor "
+            f"{ref.tensor_idx}, {row_bytes} bytes"
         )

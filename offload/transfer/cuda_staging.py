@@ -1,9 +1,13 @@
-"""Copies between a cache on a CUDA device and a lower tier, beside the model's computation.
+"""Copies between a cache on a CUDA device and a lower tier, while the model computes.
 
 A chunk is gathered into a contiguous buffer on the device, copied to pinned host memory in one
 transfer, and handed to the tier; loads go the other way. All of it runs on a stream of its own,
-which first waits for what the engine's stream had queued when the job was submitted. There are two
-lanes of buffers: while the tier works on one chunk, the next one is on the bus.
+which first waits for the work that the engine's stream had queued when the job was submitted. There
+are two lanes of buffers, so that the tier works on one chunk while the next one is on the bus:
+
+    lane     |        0         |        1         |        0         |
+    stream   | gather 0 | bus 0 | gather 1 | bus 1 | gather 2 | bus 2 | ...
+    tier                        | write 0          | write 1          | ...
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from itertools import cycle
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from offload.base import Direction
 from offload.transfer.canonical import CanonicalKVCache
 from offload.transfer.plan import Chunk, TransferGeometry, TransferPlan
-from offload.transfer.staging import LowerSide, Pace, at_once, chunk_view, staging_size
+from offload.transfer.staging import LowerSide, Pace, Stager, at_once, chunk_view, staging_size
 
 _WORD = torch.int64
 _WORD_BYTES = 8
@@ -25,7 +30,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """A buffer on each side of the bus, and when the copy that used them last was over."""
+    """A buffer on each side of the bus, and the event behind the last copy between them."""
 
     device: Tensor
     host: Tensor
@@ -38,18 +43,18 @@ class _Arriving:
 
     chunk: Chunk
     buffer: Tensor
-    staged: bool
+    is_staged: bool
     copied: torch.cuda.Event
 
     def hand_over(self, side: LowerSide) -> None:
         """Wait for its bytes and give them to the tier."""
         self.copied.synchronize()
-        if self.staged:
+        if self.is_staged:
             side.write(self.chunk, self.buffer)
 
 
-class CudaStager:
-    """A cache on a CUDA device. Only the transfer thread calls `run`."""
+class CudaStager(Stager):
+    """Copies to and from a cache on a CUDA device. Only the transfer thread calls `run`."""
 
     def __init__(
         self, geometry: TransferGeometry, staging_bytes: int, pace: Pace = at_once
@@ -59,7 +64,7 @@ class CudaStager:
             geometry: The cache and how its blocks make up the tier's.
             staging_bytes: How large a chunk may be; four buffers of it are allocated, two of them
                 in pinned host memory.
-            pace: See `offload.transfer.staging.Pace`.
+            pace: Called before each chunk.
         """
         self.staging_bytes = staging_size(geometry, staging_bytes)
         self._geometry = geometry
@@ -77,25 +82,28 @@ class CudaStager:
             copied=_new_event(),
         )
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event behind all that the caller's current stream has queued: a store then reads whole
-        blocks, and a load does not overwrite what is still being read."""
+    @override
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event behind all work that the caller's current stream has queued.
+
+        So a store reads finished blocks, and a load does not overwrite what is still being read.
+        """
         event = _new_event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None, /) -> int:
-        """See `Stager`."""
+    @override
+    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            # The one copy from pageable memory, which waits for the stream: so before anything else
-            # is queued there.
+            # The only copy from pageable memory. It waits for the stream, so it comes before
+            # anything else is queued there.
             block_ids = torch.from_numpy(plan.block_ids).to(self._device)
             if after is not None:
                 self._stream.wait_event(after)
             try:
                 self._run(plan, side, block_ids)
             finally:
-                # After a fault, too, the next job must find the buffers quiet; and a load is over
+                # The next job must find the buffers unused, also after a fault; and a load is over
                 # for every stream of the device once the host has seen it end.
                 self._stream.synchronize()
         return plan.gpu_bytes
@@ -118,21 +126,20 @@ class CudaStager:
             ahead.hand_over(side)
 
     def _fetch(self, chunk: Chunk, lane: _Lane, side: LowerSide, ids: Tensor) -> _Arriving:
-        """Queue a chunk's copy to the host. The lane's host buffer was handed over one chunk
-        ago."""
+        """Queue a chunk's copy to the host; the lane's last chunk was handed over already."""
         on_device = chunk_view(self._geometry, chunk, lane.device)
-        place = side.place(chunk)
-        buffer = chunk_view(self._geometry, chunk, lane.host) if place is None else place
+        direct = side.direct_buffer(chunk)
+        buffer = chunk_view(self._geometry, chunk, lane.host) if direct is None else direct
         self._pages.gather(chunk, ids, on_device)
         buffer.copy_(on_device, non_blocking=True)
         lane.copied.record(self._stream)
-        return _Arriving(chunk, buffer, place is None, lane.copied)
+        return _Arriving(chunk, buffer, direct is None, lane.copied)
 
     def _load(self, plan: TransferPlan, side: LowerSide, block_ids: Tensor) -> None:
         for chunk, lane in zip(plan.chunks, cycle(self._lanes)):
             self._pace(chunk.gpu_bytes)
             lane.copied.synchronize()  # its host buffer may still be on the bus from two chunks ago
-            buffer = side.place(chunk)
+            buffer = side.direct_buffer(chunk)
             if buffer is None:
                 buffer = chunk_view(self._geometry, chunk, lane.host)
                 side.read(chunk, buffer)
@@ -149,16 +156,17 @@ class _DevicePages:
         self._cache = cache
 
     def gather(self, chunk: Chunk, ids: Tensor, buffer: Tensor) -> None:
+        """Copy pages *ids*, int64 on the device, into *buffer*."""
         for rows, staged in self._pairs(chunk, buffer):
             torch.index_select(rows, 0, ids, out=staged)
 
     def scatter(self, chunk: Chunk, ids: Tensor, buffer: Tensor) -> None:
+        """Copy pages *ids*, int64 on the device, out of *buffer*."""
         for rows, staged in self._pairs(chunk, buffer):
             rows.index_copy_(0, ids, staged)
 
     def _pairs(self, chunk: Chunk, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Per ref, the cache's rows and the staged ones, both as machine words if their addresses
-        allow."""
+        """Per ref, the cache's rows and the staged ones, as machine words where aligned."""
         refs = self._cache.group_refs[chunk.group]
         pages = buffer.view(-1, self._cache.page_bytes[chunk.group])[chunk.pages]
         offsets = self._cache.page_offsets(chunk.group)
@@ -183,5 +191,5 @@ def _as_words(rows: Tensor, staged: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_whole_words(tensor: Tensor) -> bool:
-    places = (tensor.size(1), tensor.stride(0), tensor.storage_offset(), tensor.data_ptr())
-    return all(place % _WORD_BYTES == 0 for place in places)
+    numbers = (tensor.size(1), tensor.stride(0), tensor.storage_offset(), tensor.data_ptr())
+    return all(number % _WORD_BYTES == 0 for number in numbers)

@@ -1,9 +1,15 @@
-"""Does a copy job fit, and which bytes does it touch? Everything that can be wrong with a job is
-found here, before it queues.
+"""Does a copy job fit, and which bytes does it touch? A job is checked here, before it queues.
 
-In a lower tier a group's *offloaded block* is `blocks_per_offloaded_block` of its GPU blocks one
-behind the other, each of them the group's page. A plan cuts a job into *chunks*: runs of offloaded
-blocks of one group that fit a staging buffer.
+In a lower tier a group's *offloaded block* is `blocks_per_offloaded_block` of its GPU blocks
+concatenated, each as the group's page. A plan cuts a job into *chunks*: runs of offloaded blocks of
+one group that fit a staging buffer. A load of GPU blocks 3 to 9 of a prompt, four to an offloaded
+block, in chunks of two offloaded blocks:
+
+    offloaded block   |     0      |     1      |     2      |
+    GPU block         | .  .  .  3 | 4  5  6  7 | 8  9  .  . |
+    chunk             |------- first ------- ---|-- second --|
+    first_page                   3                0
+    id_count          five: 3 to 7                two: 8, 9
 """
 
 from __future__ import annotations
@@ -28,15 +34,15 @@ class Chunk:
 
     group: int
     first_lower: int
-    """Where in the lower tier's spec its offloaded blocks begin."""
+    """Index of its first offloaded block in the lower tier's spec."""
     lower_count: int
     first_page: int
     """How many GPU blocks of its first offloaded block are left alone."""
     first_id: int
-    """Where in the plan's block ids its GPU blocks begin."""
+    """Index of its first GPU block in the plan's block ids."""
     id_count: int
     gpu_bytes: int
-    """What is copied to or from GPU blocks."""
+    """Bytes copied to or from GPU blocks."""
 
     @property
     def lower(self) -> slice:
@@ -56,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """A job that fits."""
+    """A job that was checked."""
 
     direction: Direction
     block_ids: Ids
@@ -64,7 +70,7 @@ class TransferPlan:
 
     @property
     def gpu_bytes(self) -> int:
-        """What the job copies to or from GPU blocks."""
+        """Bytes the job copies to or from GPU blocks."""
         return sum(chunk.gpu_bytes for chunk in self.chunks)
 
 
@@ -77,16 +83,17 @@ class TransferGeometry:
         """
         Args:
             cache: The engine's side.
-            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers; 1
-                each if left out.
+            blocks_per_offloaded_block: Per group, how many GPU blocks an offloaded block covers;
+                one each if left out.
 
         Raises:
-            CacheConfigError: Not one positive number per group.
+            CacheConfigError: blocks_per_offloaded_block is not one positive number per group.
         """
         factors = tuple(blocks_per_offloaded_block or (1,) * cache.num_groups)
         if len(factors) != cache.num_groups or min(factors) < 1:
             raise CacheConfigError(
-                f"blocks_per_offloaded_block {list(factors)} must be one positive number for each of {cache.num_groups} groups"
+                f"blocks_per_offloaded_block {list(factors)} must be one positive number for each "
+                f"of {cache.num_groups} groups"
             )
         self.cache = cache
         self.blocks_per_offloaded_block = factors
@@ -98,20 +105,27 @@ class TransferGeometry:
     def plan(
         self, direction: Direction, gpu: GPULoadStoreSpec, lower_count: int, staging_bytes: int
     ) -> TransferPlan:
-        """Check the GPU's side of a job against the cache and against the number of offloaded
-        blocks.
+        """Check a job against the cache and cut it into chunks.
+
+        Args:
+            direction: Which way it copies.
+            gpu: The GPU's side.
+            lower_count: How many offloaded blocks the lower side has.
+            staging_bytes: How large a chunk may be; a single offloaded block always fits.
 
         Raises:
             TransferError: The job does not fit.
         """
         if len(gpu.group_sizes) != self.cache.num_groups:
             raise TransferError(
-                f"GPU spec: {len(gpu.group_sizes)} groups must be the cache's {self.cache.num_groups}"
+                f"GPU spec: {len(gpu.group_sizes)} groups must be the cache's "
+                f"{self.cache.num_groups}"
             )
         lower_counts = self.lower_counts(gpu)
         if sum(lower_counts) != lower_count:
             raise TransferError(
-                f"lower spec: {lower_count} offloaded blocks must be {sum(lower_counts)}, per group {lower_counts}"
+                f"lower spec: {lower_count} offloaded blocks must be {sum(lower_counts)}, "
+                f"per group {lower_counts}"
             )
         if direction is Direction.STORE:
             self._check_whole(gpu)
@@ -128,12 +142,13 @@ class TransferGeometry:
         return [-(-(index % k + size) // k) if size else 0 for size, index, k in triples]
 
     def _check_whole(self, gpu: GPULoadStoreSpec) -> None:
-        # A part of an offloaded block under its name would be served as the whole block.
+        # A part of an offloaded block, stored under the block's key, would be served as the whole.
         for group, (size, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
             k = self.blocks_per_offloaded_block[group]
             if size and (index % k or size % k):
                 raise TransferError(
-                    f"store of group {group}: {size} blocks from index {index} must cover whole offloaded blocks of {k}"
+                    f"store of group {group}: {size} blocks from index {index} must cover whole "
+                    f"offloaded blocks of {k}"
                 )
 
     def _checked_ids(self, direction: Direction, gpu: GPULoadStoreSpec) -> Ids:
@@ -143,7 +158,8 @@ class TransferGeometry:
             limit = self.cache.num_blocks[group]
             if size and not (min(ids) >= 0 and max(ids) < limit):
                 raise TransferError(
-                    f"GPU spec: block ids {min(ids)} to {max(ids)} of group {group} must be in 0 to {limit - 1}"
+                    f"GPU spec: block ids {min(ids)} to {max(ids)} of group {group} must be in 0 "
+                    f"to {limit - 1}"
                 )
             first += size
         block_ids = np.array(gpu.block_ids, dtype=np.int64)
@@ -162,7 +178,8 @@ class TransferGeometry:
             rows = np.concatenate([parts[group] for group in users]) if users else block_ids[:0]
             if len(np.unique(rows)) != len(rows):
                 raise TransferError(
-                    f"load of groups {users}: a block id of tensor {tensor_idx} is named twice; write it once"
+                    f"load of groups {users}: a block id of tensor {tensor_idx} is named twice; "
+                    "write it once"
                 )
 
     def _chunks(
@@ -172,54 +189,49 @@ class TransferGeometry:
         for group, (size, index, count) in enumerate(
             zip(gpu.group_sizes, gpu.block_indices, lower_counts, strict=True)
         ):
-            run = _Run(
-                group,
-                first_lower,
-                count,
-                index % self.blocks_per_offloaded_block[group],
-                first_id,
-                size,
+            whole = Chunk(
+                group=group,
+                first_lower=first_lower,
+                lower_count=count,
+                first_page=index % self.blocks_per_offloaded_block[group],
+                first_id=first_id,
+                id_count=size,
+                gpu_bytes=size * self.cache.page_bytes[group],
             )
-            yield from self._cut(run, staging_bytes)
+            yield from self._cut(whole, staging_bytes)
             first_lower += count
             first_id += size
 
-    def _cut(self, run: _Run, staging_bytes: int) -> Iterator[Chunk]:
-        k = self.blocks_per_offloaded_block[run.group]
-        per_chunk = max(1, staging_bytes // self.offloaded_bytes[run.group])
-        for first in range(0, run.lower_count, per_chunk):
-            count = min(per_chunk, run.lower_count - first)
-            begin = max(first * k, run.first_page)
-            end = min((first + count) * k, run.first_page + run.id_count)
+    def _cut(self, whole: Chunk, staging_bytes: int) -> Iterator[Chunk]:
+        """A group's part of a job, cut into chunks of at most *staging_bytes*."""
+        k = self.blocks_per_offloaded_block[whole.group]
+        per_chunk = max(1, staging_bytes // self.offloaded_bytes[whole.group])
+        for first in range(0, whole.lower_count, per_chunk):
+            count = min(per_chunk, whole.lower_count - first)
+            begin = max(first * k, whole.first_page)
+            end = min((first + count) * k, whole.first_page + whole.id_count)
             yield Chunk(
-                group=run.group,
-                first_lower=run.first_lower + first,
+                group=whole.group,
+                first_lower=whole.first_lower + first,
                 lower_count=count,
                 first_page=begin - first * k,
-                first_id=run.first_id + begin - run.first_page,
+                first_id=whole.first_id + begin - whole.first_page,
                 id_count=end - begin,
-                gpu_bytes=(end - begin) * self.cache.page_bytes[run.group],
+                gpu_bytes=(end - begin) * self.cache.page_bytes[whole.group],
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A group's part of a job, not yet cut."""
-
-    group: int
-    first_lower: int
-    lower_count: int
-    first_page: int
-    first_id: int
-    id_count: int
-
-
 def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
-    """The ids as an array, if they are in `[0, limit)` and, where they are written to, each there
-    once.
+    """Block ids as an array, checked.
+
+    Args:
+        place: Where they come from, for the error.
+        ids: Each must lie in `[0, limit)`.
+        limit: How many blocks there are.
+        unique: Whether each may appear only once, because the blocks are written to.
 
     Raises:
-        TransferError: They are not.
+        TransferError: An id is out of range, or appears twice.
     """
     if len(ids) and not (min(ids) >= 0 and max(ids) < limit):
         raise TransferError(
@@ -228,6 +240,7 @@ def check_ids(place: str, ids: Sequence[int], limit: int, unique: bool) -> Ids:
     array = np.array(ids, dtype=np.int64)
     if unique and len(np.unique(array)) != len(array):
         raise TransferError(
-            f"{place}: {len(array)} block ids, {len(np.unique(array))} of them different; each is written once"
+            f"{place}: {len(array)} block ids, {len(np.unique(array))} of them different; "
+            "each is written once"
         )
     return array

@@ -1,5 +1,4 @@
-"""The queue of copy jobs: one thread, in order, polled or waited on. What a job copies is not its
-business."""
+"""The queue of copy jobs, whatever they copy: one thread, in order, polled or waited on."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from offload.base import Direction, TransferResult
@@ -18,24 +17,24 @@ from offload.errors import TransferError
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferStatistics:
-    """What a queue did so far."""
+    """What is queued now, and what `get_finished` reported since the start."""
 
-    queued_jobs: int
+    queued_jobs: int = 0
     """Submitted and not ended."""
-    finished_jobs: int
+    finished_jobs: int = 0
     """Ended, failed ones included."""
-    failed_jobs: int
-    stored_bytes: int
-    loaded_bytes: int
-    busy_s: float
+    failed_jobs: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    busy_s: float = 0.0
     """Time spent in copies."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A job on its way. The queue's thread fills it, the future says when that is over."""
+    """A queued job. The queue's thread fills in the time; the future is done after that."""
 
     job_id: int
     direction: Direction
@@ -44,6 +43,7 @@ class _Job:
     future: Future[int] = field(init=False)
 
     def run(self) -> int:
+        """Copy, in the queue's thread, and return the bytes copied."""
         start = time.perf_counter()
         try:
             return self.copy()
@@ -51,7 +51,7 @@ class _Job:
             self.time_s = time.perf_counter() - start
 
     def result(self) -> TransferResult:
-        """What came of it; only once the future is done."""
+        """How the job ended; called once the future is done."""
         error = self.future.exception()
         if error is not None:
             log.warning("%s job %d failed: %s", self.direction.value, self.job_id, _reason(error))
@@ -60,21 +60,24 @@ class _Job:
 
 
 class TransferQueue:
-    """Runs copies one behind the other in a thread of its own. Every method may be called from any
-    thread."""
+    """Runs copies one after another in a thread of its own; any thread may call any method."""
 
     def __init__(self, name: str) -> None:
+        """Start a queue whose thread is called *name*."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}  # in the order of submission
         self._stopped = False
-        self._failed = self._finished = 0
-        self._bytes = {Direction.STORE: 0, Direction.LOAD: 0}
-        self._busy_s = 0.0
+        self._counts = TransferStatistics()
 
     def submit(self, job_id: int, direction: Direction, copy: Callable[[], int]) -> None:
-        """Queue a copy, which returns the bytes it copied. Whatever it raises fails the job, and
-        the next one runs.
+        """Queue a copy.
+
+        Args:
+            job_id: Unique among the jobs that `get_finished` has not reported.
+            direction: Which way it copies.
+            copy: Runs in the queue's thread and returns the bytes it copied. Whatever it raises
+                fails the job, and the next one runs.
 
         Raises:
             TransferError: The queue was shut down, or has a job of that id that was not reported
@@ -86,7 +89,8 @@ class TransferQueue:
                 raise TransferError(f"job {job_id}: the worker was shut down")
             if job_id in self._jobs:
                 raise TransferError(
-                    f"job {job_id}: there is a job of that id, not reported by get_finished yet"
+                    f"job {job_id}: another job has that id and was not reported by get_finished "
+                    "yet"
                 )
             job.future = self._executor.submit(job.run)
             self._jobs[job_id] = job
@@ -100,37 +104,38 @@ class TransferQueue:
             return [self._count(job.result()) for job in ended]
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Return when these jobs have ended. An id that is not queued has ended before."""
+        """Return when these jobs have ended; ids that are not queued are taken to have ended."""
         wanted = set(job_ids)
         with self._lock:
             futures = [self._jobs[job_id].future for job_id in wanted & self._jobs.keys()]
         wait(futures)
 
     def shutdown(self) -> None:
-        """Finish what was queued and stop. A second call does nothing more."""
+        """Finish what was queued and stop; a second call has no effect."""
         with self._lock:
             self._stopped = True
         self._executor.shutdown(wait=True)
 
     def statistics(self) -> TransferStatistics:
-        """Counts of what was reported by `get_finished`, and what was not yet done."""
+        """What is queued now, and what `get_finished` reported since the start."""
         with self._lock:
             queued = sum(not job.future.done() for job in self._jobs.values())
-            stored, loaded = self._bytes[Direction.STORE], self._bytes[Direction.LOAD]
-            return TransferStatistics(
-                queued, self._finished, self._failed, stored, loaded, self._busy_s
-            )
+            return replace(self._counts, queued_jobs=queued)
 
     def _count(self, result: TransferResult) -> TransferResult:
-        self._finished += 1
-        self._failed += not result.success
-        self._bytes[result.direction] += result.transferred_bytes
-        self._busy_s += result.time_s
+        counts = self._counts
+        counts.finished_jobs += 1
+        counts.failed_jobs += not result.success
+        counts.busy_s += result.time_s
+        if result.direction is Direction.STORE:
+            counts.stored_bytes += result.transferred_bytes
+        else:
+            counts.loaded_bytes += result.transferred_bytes
         return result
 
 
 def _reason(error: BaseException) -> str:
-    """An error without its text, in which a file's name would be a block's key."""
+    """An error without its text: that may contain a file's name, which is a block's key."""
     if isinstance(error, OSError) and error.errno is not None:
         return f"{type(error).__name__} {errno.errorcode.get(error.errno, error.errno)}"
     return type(error).__name__

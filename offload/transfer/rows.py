@@ -1,7 +1,7 @@
 """Copies of many rows of host memory at once, without a loop over rows.
 
 A row is an item of a one-dimensional numpy array of type void: numpy then moves it with one
-`memcpy` and lets go of the interpreter lock meanwhile. torch's `index_copy_` moves int8 element by
+`memcpy` and releases the interpreter lock meanwhile. torch's `index_copy_` moves int8 element by
 element, at a quarter of the speed.
 """
 
@@ -20,27 +20,49 @@ Ids: TypeAlias = NDArray[np.int64]
 
 
 def rows_of(matrix: Bytes, first_byte: int, row_bytes: int) -> Rows:
-    """A slice of columns of `(rows, bytes)`, an item per row; shares the memory."""
+    """A slice of a matrix's columns as one item per row; shares the memory.
+
+    Args:
+        matrix: `[num_rows, num_bytes]` int8.
+        first_byte: The first column.
+        row_bytes: How many columns.
+
+    Returns:
+        `[num_rows]` of *row_bytes* bytes each.
+    """
     columns = matrix[:, first_byte : first_byte + row_bytes]
     items: Rows = columns.view(np.dtype((np.void, row_bytes)))[:, 0]
     return items
 
 
 class RowCopier:
-    """Gathers and scatters rows with a fixed number of threads. Has no state but the threads."""
+    """Gathers and scatters rows with a fixed number of threads, its only state."""
 
     def __init__(self, threads: int = 1) -> None:
+        """Start *threads* threads; with one, the caller's thread copies."""
         self._threads = threads
         self._pool = (
             ThreadPoolExecutor(threads, thread_name_prefix="kv-rows") if threads > 1 else None
         )
 
     def gather(self, source: Rows, ids: Ids, out: Rows) -> None:
-        """`out[i] = source[ids[i]]`; every id is in range."""
+        """`out[i] = source[ids[i]]`.
+
+        Args:
+            source: Rows to read, `[num_rows]`.
+            ids: `[n]` int64, every one an index of *source*.
+            out: Rows to write, `[n]`.
+        """
         self._split(lambda part: _gather(source, ids[part], out[part]), len(ids))
 
     def scatter(self, rows: Rows, ids: Ids, out: Rows) -> None:
-        """`out[ids[i]] = rows[i]`; every id is in range and there once."""
+        """`out[ids[i]] = rows[i]`.
+
+        Args:
+            rows: Rows to read, `[n]`.
+            ids: `[n]` int64, distinct indices of *out*.
+            out: Rows to write, `[num_rows]`.
+        """
         self._split(lambda part: out.__setitem__(ids[part], rows[part]), len(ids))
 
     def close(self) -> None:

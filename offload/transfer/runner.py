@@ -1,4 +1,4 @@
-"""What a transfer worker is made of, whichever its lower tier: a plan, a stager, a queue."""
+"""What every transfer worker is made of, whatever its lower tier: a plan, a stager, a queue."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class TransferOptions:
     """How a worker copies."""
 
     staging_bytes: int | None = None
-    """How large a chunk may be. Left out: 1 MiB for a cache in host memory, so that it stays in the
-    processor's cache, and 64 MiB for one on a GPU."""
+    """How large a chunk may be. Default: 1 MiB for a cache in host memory, so that a chunk stays in
+    the processor's cache, and 64 MiB for one on a GPU."""
     copy_threads: int | None = None
-    """Threads that move rows of host memory. Left out: 1 for a cache in host memory, which leaves
-    the other cores to the model, and half the cores, at most 8, beside a GPU, whose bus is faster
+    """Threads that move rows of host memory. Default: 1 for a cache in host memory, which leaves
+    the other cores to the model, and half the cores, at most 8, with a GPU, whose bus is faster
     than a core."""
     pace: Pace = at_once
+    """Called before each chunk; see `Pace`."""
 
     def threads(self, on_gpu: bool) -> int:
         """How many threads move rows of host memory."""
@@ -46,6 +47,12 @@ class Transfers:
     """Plans a job at its submission and copies it in the queue's thread."""
 
     def __init__(self, name: str, geometry: TransferGeometry, options: TransferOptions) -> None:
+        """
+        Args:
+            name: The queue's thread.
+            geometry: The cache and how its blocks make up the tier's.
+            options: How to copy.
+        """
         on_gpu = geometry.cache.device.type == "cuda"
         self.geometry = geometry
         self.copier = RowCopier(options.threads(on_gpu))
@@ -58,12 +65,29 @@ class Transfers:
         self._queue = TransferQueue(name)
 
     def plan(self, job: TransferJob, lower_count: int) -> TransferPlan:
-        """See `TransferGeometry.plan`."""
+        """Check a job and cut it into chunks that fit the stager's buffers.
+
+        Args:
+            job: As the connector made it.
+            lower_count: How many offloaded blocks its lower side has.
+
+        Raises:
+            TransferError: The job does not fit.
+        """
         return self.geometry.plan(job.direction, job.gpu, lower_count, self._stager.staging_bytes)
 
     def submit(self, job: TransferJob, plan: TransferPlan, side: LowerSide) -> None:
-        """Queue a planned job behind what the caller's stream has queued."""
-        after = self._stager.mark()
+        """Queue a planned job behind the work of the caller's stream.
+
+        Args:
+            job: As the connector made it.
+            plan: What `plan` returned for it.
+            side: The lower tier's blocks.
+
+        Raises:
+            TransferError: The queue was shut down, or another job has that id.
+        """
+        after = self._stager.record_event()
         self._queue.submit(job.job_id, job.direction, lambda: self._stager.run(plan, side, after))
 
     def get_finished(self) -> list[TransferResult]:

@@ -1,9 +1,11 @@
-"""Between GPU blocks and a lower tier: rows are gathered into a contiguous buffer in host memory,
-or scattered out of it.
+"""Copies chunks between GPU blocks and a lower tier through a contiguous buffer in host memory.
 
-A chunk's buffer is `(offloaded blocks, bytes of an offloaded block)`, which is also how every lower
-tier lays a block out. Where the tier's own memory has that shape for a chunk, it serves as the
-buffer and one copy is saved.
+A chunk's buffer is `[lower_count, offloaded_bytes]` int8, which is also how every lower tier lays
+out its blocks. Where the tier's own memory has that shape for a chunk, it serves as the buffer and
+one copy is saved:
+
+    store   pages --gather--> staging buffer --write--> tier       or   pages --gather--> tier
+    load    pages <-scatter-- staging buffer <--read--- tier       or   pages <-scatter-- tier
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from offload.base import Direction
 from offload.transfer.canonical import CanonicalKVCache
@@ -20,56 +23,82 @@ from offload.transfer.plan import Chunk, Ids, TransferGeometry, TransferPlan
 from offload.transfer.rows import Bytes, RowCopier, rows_of
 
 Pace = Callable[[int], None]
-"""Called in the transfer thread before each chunk, with its bytes: it may block to hold back for
-other traffic, and what it raises fails the job."""
+"""Called in the transfer thread before each chunk, with its bytes: it may block to leave room for
+other traffic, and whatever it raises fails the job."""
 
 
 def at_once(_: int) -> None:
-    """Hold nothing back."""
+    """Never wait."""
 
 
 class LowerSide(Protocol):
     """A lower tier's blocks of one job, by chunk."""
 
-    def place(self, chunk: Chunk) -> Tensor | None:
-        """The tier's memory of a chunk, if it lies there as one contiguous buffer."""
+    def direct_buffer(self, chunk: Chunk) -> Tensor | None:
+        """The tier's own memory of a chunk, if it is one contiguous buffer; then use no other.
+
+        Returns:
+            `[lower_count, offloaded_bytes]` int8 on the CPU, to be read or written in place.
+        """
         ...
 
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
-        """Take a chunk's offloaded blocks."""
+        """Copy a chunk's offloaded blocks into the tier.
+
+        Args:
+            chunk: Which of the job's blocks.
+            buffer: `[lower_count, offloaded_bytes]` int8 on the CPU, to be read.
+        """
         ...
 
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
-        """Give a chunk's offloaded blocks."""
+        """Copy a chunk's offloaded blocks out of the tier.
+
+        Args:
+            chunk: Which of the job's blocks.
+            buffer: `[lower_count, offloaded_bytes]` int8 on the CPU, to be written.
+        """
         ...
 
 
 class Stager(Protocol):
     """Runs planned copies, in one thread."""
 
-    @property
-    def staging_bytes(self) -> int:
-        """How large a chunk may be; a single offloaded block always fits."""
+    staging_bytes: int
+    """How large a chunk may be; a single offloaded block always fits."""
+
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event behind the caller's work, which a copy must wait for; None without a stream.
+
+        Called in the thread that submits the job.
+        """
         ...
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Which work of the caller's stream a copy has to wait for; called where the job is
-        submitted."""
+    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
+        """Copy, and return the bytes copied to or from GPU blocks.
+
+        When it returns or raises, no copy is in progress.
+
+        Args:
+            plan: The job.
+            side: The lower tier's blocks.
+            after: As `record_event` returned it when the job was submitted.
+        """
         ...
 
-    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None, /) -> int:
-        """Copy, and return the GPU blocks' bytes. When it returns or raises, no copy is under
-        way."""
-        ...
+
+def staging_size(geometry: TransferGeometry, wanted_bytes: int) -> int:
+    """Bytes of a staging buffer: at least the largest offloaded block, and whole machine words.
+
+    Args:
+        geometry: The cache and its offloaded blocks.
+        wanted_bytes: What is asked for.
+    """
+    return -(-max(wanted_bytes, *geometry.offloaded_bytes) // 8) * 8
 
 
-def staging_size(geometry: TransferGeometry, wished: int) -> int:
-    """Bytes of a staging buffer: at least the largest offloaded block, and whole machine words."""
-    return -(-max(wished, *geometry.offloaded_bytes) // 8) * 8
-
-
-class HostStager:
-    """A cache in host memory: threads copy."""
+class HostStager(Stager):
+    """Copies to and from a cache in host memory, with threads."""
 
     def __init__(
         self,
@@ -78,39 +107,48 @@ class HostStager:
         copier: RowCopier,
         pace: Pace = at_once,
     ) -> None:
+        """
+        Args:
+            geometry: The cache and how its blocks make up the tier's.
+            staging_bytes: How large a chunk may be; one buffer of it is allocated.
+            copier: Moves the rows.
+            pace: Called before each chunk.
+        """
         self.staging_bytes = staging_size(geometry, staging_bytes)
         self._pages = _HostPages(geometry.cache, copier)
         self._geometry = geometry
         self._pace = pace
         self._staging = torch.empty(self.staging_bytes, dtype=torch.int8)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Nothing runs beside the caller."""
+    @override
+    def record_event(self) -> torch.cuda.Event | None:
         return None
 
-    def run(self, plan: TransferPlan, side: LowerSide, _after: torch.cuda.Event | None, /) -> int:
-        """See `Stager`."""
+    @override
+    def run(self, plan: TransferPlan, side: LowerSide, after: torch.cuda.Event | None) -> int:
         for chunk in plan.chunks:
             self._pace(chunk.gpu_bytes)
-            place = side.place(chunk)
-            buffer = chunk_view(self._geometry, chunk, self._staging) if place is None else place
+            buffer = side.direct_buffer(chunk)
+            is_staged = buffer is None
+            if buffer is None:
+                buffer = chunk_view(self._geometry, chunk, self._staging)
             if plan.direction is Direction.STORE:
-                self._store(plan, chunk, side, buffer, staged=place is None)
+                self._store(plan, chunk, side, buffer, is_staged)
             else:
-                self._load(plan, chunk, side, buffer, staged=place is None)
+                self._load(plan, chunk, side, buffer, is_staged)
         return plan.gpu_bytes
 
     def _store(
-        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, staged: bool
+        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, is_staged: bool
     ) -> None:
         self._pages.gather(chunk, plan.block_ids[chunk.ids], buffer)
-        if staged:
+        if is_staged:
             side.write(chunk, buffer)
 
     def _load(
-        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, staged: bool
+        self, plan: TransferPlan, chunk: Chunk, side: LowerSide, buffer: Tensor, is_staged: bool
     ) -> None:
-        if staged:
+        if is_staged:
             side.read(chunk, buffer)
         self._pages.scatter(chunk, plan.block_ids[chunk.ids], buffer)
 
@@ -124,6 +162,7 @@ class _HostPages:
         self._matrices: list[Bytes] = [tensor.numpy() for tensor in cache.tensors]
 
     def gather(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
+        """Copy pages *ids* into *buffer*, `[lower_count, offloaded_bytes]` int8."""
         pages = self._staged(chunk, buffer)
         for ref, first in zip(
             self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True
@@ -132,6 +171,7 @@ class _HostPages:
             self._copier.gather(source, ids, rows_of(pages, first, ref.page_bytes))
 
     def scatter(self, chunk: Chunk, ids: Ids, buffer: Tensor) -> None:
+        """Copy pages *ids* out of *buffer*, `[lower_count, offloaded_bytes]` int8."""
         pages = self._staged(chunk, buffer)
         for ref, first in zip(
             self._cache.group_refs[chunk.group], self._cache.page_offsets(chunk.group), strict=True
@@ -145,6 +185,15 @@ class _HostPages:
 
 
 def chunk_view(geometry: TransferGeometry, chunk: Chunk, staging: Tensor) -> Tensor:
-    """The front of a flat staging buffer as a chunk's offloaded blocks."""
+    """The front of a flat staging buffer as a chunk's offloaded blocks.
+
+    Args:
+        geometry: The cache and its offloaded blocks.
+        chunk: How many blocks, and of which group.
+        staging: `[staging_bytes]` int8.
+
+    Returns:
+        `[lower_count, offloaded_bytes]` int8, a view of *staging*.
+    """
     block_bytes = geometry.offloaded_bytes[chunk.group]
     return staging[: chunk.lower_count * block_bytes].view(chunk.lower_count, block_bytes)

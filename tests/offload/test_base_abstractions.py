@@ -77,7 +77,7 @@ def test_groups_without_blocks_take_no_part(
     [
         ((1, 2), (1,), (0,), "GPU spec: group_sizes add up to 1, there are 2 block_ids"),
         ((1,), (1, 1), (0, 0), "GPU spec: group_sizes add up to 2, there are 1 block_ids"),
-        ((1, 2), (2,), (0, 0), "GPU spec: 1 group_sizes and 2 block_indices must be as many"),
+        ((1, 2), (2,), (0, 0), "GPU spec: 1 group_sizes and 2 block_indices must be equally many"),
         ((1,), (2, -1), (0, 0), "GPU spec: group_sizes and block_indices must not be negative"),
         ((1,), (1,), (-1,), "GPU spec: group_sizes and block_indices must not be negative"),
     ],

@@ -117,9 +117,7 @@ class OffloadDriver(CacheDriver):
         self.running[sequence.request.request_id] = sequence
         self.loading[sequence.request.request_id] = Waiting(sequence, hit)
         self.counts["loads"] += 1
-        self.loaded_from |= {
-            self.tiers[piece.tier_index].tier.manager.medium for piece in hit.pieces
-        }
+        self.loaded_from |= {self.tiers[piece.tier_index].tier.medium for piece in hit.pieces}
         return True
 
     def advance(self, sequence: Job, budget: int, lookahead: int = 0) -> bool:
@@ -192,12 +190,16 @@ class OffloadDriver(CacheDriver):
         limit = request.num_tokens if plain else request.num_tokens - 1
         return max(gpu_hit, defined_hit(layout, has, limit, request.num_tokens))
 
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        self.connector.check_integrity()
+
     def held_by_copies(self) -> Counter[int]:
         flights = self.connector._flights.values()  # what a test may look at and nobody else needs
         return Counter(block.block_id for flight in flights for block in flight.blocks)
 
     def _replay_lower(self, events: Sequence[Event]) -> None:
-        tiers = {under_test.tier.manager.medium: under_test.present for under_test in self.tiers}
+        tiers = {under_test.tier.medium: under_test.present for under_test in self.tiers}
         for event in events:
             assert isinstance(event, BlockStored | BlockRemoved)
             assert event.group_idx is not None

@@ -292,10 +292,10 @@ def test_a_block_is_looked_up_once() -> None:
     assert isinstance(manager, CPUOffloadingManager)
     with shut_down([tier]):
         request = computed_and_evicted(driver, list(range(40))).request  # type: ignore[attr-defined]
-        before = manager.statistics().lookup_hits
+        before = manager.statistics().counts.lookup_hits
         hit = driver.connector.find_external_hit(request, driver.cache.get_computed_blocks(request))
     assert hit is not None
-    assert manager.statistics().lookup_hits - before == len(hit.pieces) == 10
+    assert manager.statistics().counts.lookup_hits - before == len(hit.pieces) == 10
 
 
 def test_only_the_prompt_is_stored_where_that_is_asked_for() -> None:
@@ -331,7 +331,7 @@ def test_a_result_of_no_job_is_refused() -> None:
     connector = OffloadingConnector(
         CacheManager(config, 4), [Tier(CPUOffloadingManager(4), config.layout.groups)]
     )
-    with pytest.raises(TierStateError, match="job 7 is not on its way"):
+    with pytest.raises(TierStateError, match="job 7 is not in flight"):
         connector.complete([TransferResult(7, Direction.STORE, True, 0, 0.0)])
 
 

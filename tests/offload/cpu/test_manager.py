@@ -69,7 +69,7 @@ def test_a_block_is_a_hit_only_after_its_store(tier: CPUOffloadingManager) -> No
     output = prepare_store(tier, 1)
     assert lookup(tier, 1) is LookupResult.PENDING
     assert tier.take_events() == []
-    with pytest.raises(TierStateError, match="prepare_load: key 1 of 1 is no hit"):
+    with pytest.raises(TierStateError, match="prepare_load: key 1 of 1 is not a hit"):
         tier.prepare_load(keys(1), REQUEST)
     tier.complete_store(output.keys_to_store, REQUEST)
     assert lookup(tier, 1) is LookupResult.HIT
@@ -109,7 +109,7 @@ def test_a_failed_store_leaves_nothing_behind(tier: CPUOffloadingManager) -> Non
     assert [lookup(tier, number) for number in (1, 2, 3)] == [LookupResult.MISS] * 3
     assert tier.take_events() == []
     assert tier.statistics().free_blocks == 3
-    assert tier.statistics().failed_stores == 3
+    assert tier.statistics().counts.failed_stores == 3
     assert len(prepare_store(tier, 1, 4, 5).keys_to_store) == 3
 
 
@@ -151,7 +151,7 @@ def test_room_is_made_in_one_batch(tier: CPUOffloadingManager) -> None:
     assert hits(tier, range(9)) == {1, 2, 3} - {
         int.from_bytes(name[:4], "big") for name in output.evicted_keys
     }
-    assert tier.statistics().evicted == 2
+    assert tier.statistics().counts.evicted == 2
 
 
 def test_blocks_of_the_same_call_do_not_push_each_other_out(tier: CPUOffloadingManager) -> None:
@@ -192,7 +192,7 @@ def test_a_refused_store_changes_nothing(policy: str) -> None:
         state.idle_blocks,
         0,
     )
-    assert after.refused_stores == state.refused_stores + 1
+    assert after.counts.refused_stores == state.counts.refused_stores + 1
     for tier in (asked, twin):
         tier.complete_load(keys(2, 5), REQUEST)
     for number in (4, 1, 9, 10, 11, 12, 13):
@@ -234,7 +234,7 @@ def test_a_load_reads_where_the_store_wrote(tier: CPUOffloadingManager) -> None:
 def test_a_load_with_a_miss_in_it_protects_nothing(tier: CPUOffloadingManager) -> None:
     """Nobody would ever complete it."""
     store(tier, 1, 2)
-    with pytest.raises(TierStateError, match="prepare_load: key 3 of 3 is no hit"):
+    with pytest.raises(TierStateError, match="prepare_load: key 3 of 3 is not a hit"):
         tier.prepare_load(keys(1, 2, 3), REQUEST)
     assert len(prepare_store(tier, 4, 5, 6).evicted_keys) == 2
 
@@ -245,11 +245,11 @@ def test_a_load_ends_once(tier: CPUOffloadingManager) -> None:
     tier.prepare_load(keys(1), REQUEST)
     with pytest.raises(
         TierStateError,
-        match="complete_load: key 2 of 2 has 0 loads in flight, 1 are said to be over",
+        match="complete_load: key 2 of 2 has 0 loads in flight, 1 are reported over",
     ):
         tier.complete_load(keys(1, 2), REQUEST)
     with pytest.raises(
-        TierStateError, match="key 1 of 1 has 1 loads in flight, 2 are said to be over"
+        TierStateError, match="key 1 of 1 has 1 loads in flight, 2 are reported over"
     ):
         tier.complete_load(keys(1, 1), REQUEST)
     with pytest.raises(TierStateError, match="key 1 of 1 has 0 loads in flight"):
@@ -287,7 +287,7 @@ def test_a_bad_block_keeps_its_id_while_others_read_it(tier: CPUOffloadingManage
     tier.complete_load(keys(1), REQUEST)
     assert tier.take_events() == []
     assert len(prepare_store(tier, 1, 3, 4).keys_to_store) == 3
-    assert tier.statistics().failed_loads == 2
+    assert tier.statistics().counts.failed_loads == 2
 
 
 # --- reset ----------------------------------------------------------------------------------------
@@ -364,13 +364,9 @@ def test_lookups_are_counted_by_their_answer(tier: CPUOffloadingManager) -> None
     prepare_store(tier, 2)
     for number in (1, 1, 1, 2, 2, 3):
         lookup(tier, number)
-    statistics = tier.statistics()
-    assert (statistics.lookup_hits, statistics.lookup_pending, statistics.lookup_misses) == (
-        3,
-        2,
-        1,
-    )
-    assert (statistics.stored, statistics.loads) == (1, 0)
+    counts = tier.statistics().counts
+    assert (counts.lookup_hits, counts.lookup_pending, counts.lookup_misses) == (3, 2, 1)
+    assert (counts.stored, counts.loads) == (1, 0)
 
 
 def test_the_tier_names_its_medium(tier: CPUOffloadingManager) -> None:
@@ -547,7 +543,7 @@ class TierMachine(RuleBasedStateMachine):
             "loads",
             "reset_blocks",
         ):
-            assert getattr(statistics, name) == self.counts[name], name
+            assert getattr(statistics.counts, name) == self.counts[name], name
 
     def teardown(self) -> None:
         self.follow_events()

@@ -133,10 +133,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     big = [key_of(1, number) for number in (1, 2)]
     assert manager.prepare_store(big, CONTEXT) is None
     assert (manager.take_events(), states(manager, A, B, *big)) == ([], [HIT, HIT, MISS, MISS])
-    with pytest.raises(TransferError, match="a key of group 2 must be of one of 2 groups"):
+    with pytest.raises(TransferError, match="a key of group 2 must belong to one of 2 groups"):
         manager.prepare_store([C, key_of(2, 1)], CONTEXT)
     assert states(manager, A, B, C) == [HIT, HIT, MISS]
-    assert manager.statistics().refused_stores == 1
+    assert manager.statistics().counts.refused_stores == 1
     assert manager.statistics().used_bytes == 2 * FILE_BYTES
 
 
@@ -146,11 +146,11 @@ def test_calls_that_fit_no_state_are_refused_whole(
     """A connector's mistake must not unbalance what protects other requests' blocks."""
     put(manager, store, A)
     manager.prepare_store([B], CONTEXT)
-    with pytest.raises(TierStateError, match="disk tier: prepare_load: key 2 of 2 is no hit"):
+    with pytest.raises(TierStateError, match="disk tier: prepare_load: key 2 of 2 is not a hit"):
         manager.prepare_load([A, B], CONTEXT)
     with pytest.raises(
         TierStateError,
-        match="complete_load: key 1 of 1 has 0 loads in flight, 1 are said to be over",
+        match="complete_load: key 1 of 1 has 0 loads in flight, 1 are reported over",
     ):
         manager.complete_load([A], CONTEXT)
     with pytest.raises(TierStateError, match="complete_store: key 2 of 2 has no store in flight"):
@@ -171,7 +171,7 @@ def test_a_failed_store_leaves_neither_block_nor_file(
     assert not path_of(store, A).exists()
     assert states(manager, A, B) == [MISS, MISS]
     assert manager.take_events() == []
-    assert (manager.statistics().used_bytes, manager.statistics().failed_stores) == (0, 2)
+    assert (manager.statistics().used_bytes, manager.statistics().counts.failed_stores) == (0, 2)
 
 
 def test_a_block_that_could_not_be_loaded_is_stored_anew_only_when_all_its_loads_are_over(
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(
     path_of(store, A).mkdir()  # no unlink works on it
     assert manager.prepare_store([D], CONTEXT) is None
     assert states(manager, A, B, C, D) == [HIT, HIT, HIT, MISS]
-    assert manager.statistics().failed_removals == 1
+    assert manager.statistics().counts.failed_removals == 1
     output = manager.prepare_store([D], CONTEXT)  # the next call tries another file
     assert output is not None
     assert output.evicted_keys == [B]
@@ -258,7 +258,10 @@ def test_a_restart_keeps_the_order_of_use_and_the_bound_and_tells_of_it(
     assert (event.keys, event.removed) == ((C, A), False)
     assert states(again, A, B, C) == [HIT, MISS, HIT]
     assert not path_of(store, B).exists()
-    assert (again.statistics().restored, again.statistics().used_bytes) == (2, 2 * FILE_BYTES)
+    assert (again.statistics().counts.restored, again.statistics().used_bytes) == (
+        2,
+        2 * FILE_BYTES,
+    )
     output = again.prepare_store([D], CONTEXT)
     assert output is not None
     assert output.evicted_keys == [C]

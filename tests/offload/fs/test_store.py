@@ -141,7 +141,7 @@ except OSError:
     [
         (KEY, b"x", "payload of 1 bytes must be 300"),
         (block_key(1, 1), DATA, "payload of 300 bytes must be 600"),
-        (block_key(2, 1), DATA, "a key of group 2 must be of one of 2 groups"),
+        (block_key(2, 1), DATA, "a key of group 2 must belong to one of 2 groups"),
         (OffloadKey(b"\0\0\0\0"), DATA, "a key of 4 bytes must have 5 to 120"),
         (pack_offload_key(b"x" * 117, GroupIdx(0)), DATA, "a key of 121 bytes"),
     ],
@@ -222,7 +222,7 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> Non
     for replace in (False, True):
         with pytest.raises(
             CacheConfigError,
-            match=r"holds 'thesis.tex' and no manifest.json; it must be empty at first",
+            match=r"holds 'thesis.tex' and no manifest.json; a new directory must be empty",
         ):
             BlockStore(tmp_path, [PAYLOAD], replace_other_layout=replace)
     assert (tmp_path / "thesis.tex").exists()

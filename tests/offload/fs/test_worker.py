@@ -134,7 +134,7 @@ def gpu(ids: list[int], sizes: list[int], indices: list[int]) -> GPULoadStoreSpe
             STORE,
             gpu([1, 2], [2, 0], [0, 0]),
             [key_of(1, 0)],
-            r"keys must be of their groups, group behind group, \[1, 0\]",
+            r"keys must be listed group by group, \[1, 0\] of each group",
         ),
         (STORE, gpu([1, 2], [2, 0], [0, 0]), [key_of(9, 0)], "a key of group 9"),
         (STORE, gpu([1, 2], [2, 0], [0, 0]), [], r"0 offloaded blocks must be 1"),

@@ -20,7 +20,7 @@ def pages(rows: int = 4, row_bytes: int = 16) -> torch.Tensor:
         ([pages(), torch.zeros((4, 16))], r"tensor 1: dtype torch.float32 must be torch.int8"),
         (
             [torch.zeros((4, 2, 8), dtype=torch.int8)],
-            r"shape \(4, 2, 8\) must be \(num_blocks, page_bytes\)",
+            r"shape \(4, 2, 8\) must be \(num_blocks, row_bytes\)",
         ),
         ([torch.zeros((0, 16), dtype=torch.int8)], r"shape \(0, 16\)"),
         ([pages(16, 16).t()], r"strides \(1, 16\)"),

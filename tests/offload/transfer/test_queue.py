@@ -93,7 +93,7 @@ def test_an_id_comes_back_only_after_it_was_reported(queue: TransferQueue) -> No
     """Two jobs of one id could not be told apart."""
     queue.submit(1, Direction.STORE, lambda: 1)
     queue.wait([1])
-    with pytest.raises(TransferError, match="job 1: there is a job of that id"):
+    with pytest.raises(TransferError, match="job 1: another job has that id"):
         queue.submit(1, Direction.STORE, lambda: 2)
     queue.get_finished()
     queue.submit(1, Direction.STORE, lambda: 2)
