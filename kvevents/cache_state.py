@@ -135,7 +135,8 @@ class _Group:
             )
 
     def _learn_contents(self, event: BlockStored) -> None:
-        learned = _contents(event) if event.tokens_per_block else self._recalled(event.block_hashes)
+        block_size = event.tokens_per_block
+        learned = _contents(event, block_size) if block_size else self._recalled(event.block_hashes)
         for block_hash, content in learned:
             self.contents.setdefault(block_hash, content)
 
@@ -156,13 +157,13 @@ class _Group:
                 self._remembered.popitem(last=False)
 
 
-def _contents(event: BlockStored) -> Iterator[tuple[BlockHash, _Content]]:
+def _contents(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, _Content]]:
     """Each block of a dense event with its content."""
     try:
         packed = pack_tokens(event.token_ids)
     except OverflowError:  # no consumer accepts such a token id either
         return
-    parent, step = event.parent_block_hash, event.tokens_per_block * 4
+    parent, step = event.parent_block_hash, block_size * 4
     extra_keys, lookaheads = event.extra_keys or (), event.lookahead_token_ids or ()
     for index, block_hash in enumerate(event.block_hashes):
         yield (

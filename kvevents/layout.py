@@ -1,4 +1,4 @@
-"""How a cache is laid out: its groups of layers, their block sizes, checked.
+"""The groups of a cache: what their layers need of the past, and their block sizes, checked.
 
 Layers that need the same part of the past share block tables: they are one group. How much of a
 prompt such a cache can serve is in `kvevents/hit_rule.py`.
