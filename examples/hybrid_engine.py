@@ -1,8 +1,7 @@
-"""An engine without a model: a hybrid KV cache with a tier in memory and one on disk, every change
-of which is published.
+"""An engine without a model: a hybrid KV cache with a tier in memory and one on disk.
 
-A prompt per line as a JSON list in; out, what was reused of it, in tokens: on the GPU, and with
-what the tiers brought back.
+Every change is published. It reads a prompt per line as a JSON list, and prints how many tokens of
+it were reused: from the GPU, and in total with those that the tiers brought back.
 """
 
 import json
@@ -20,16 +19,21 @@ from kvevents import (
     PublisherConfig,
     create_publisher,
 )
-from offload.cache_manager import CacheManager
-from offload.config import CacheConfig
-from offload.connector import ExternalHit, OffloadingConnector, Tier
-from offload.coordinator import ComputedBlocks
+from offload import (
+    CacheConfig,
+    CacheManager,
+    CacheRequest,
+    ComputedBlocks,
+    ExternalHit,
+    OffloadingConnector,
+    RequestHasher,
+    Tier,
+)
 from offload.cpu.manager import CPUOffloadingManager
 from offload.cpu.worker import CPUTransferWorker
 from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockStore
 from offload.fs.worker import FileTransferWorker
-from offload.request import CacheRequest, RequestHasher
 from offload.transfer.canonical import CanonicalKVCache, DataRef
 
 BLOCK_SIZE, PAGE_BYTES, STEP_TOKENS = 16, 4096, 256
@@ -44,9 +48,8 @@ class Engine:
     def __init__(self, publisher: EventPublisher, config: CacheConfig, directory: Path) -> None:
         self._publisher = publisher
         self._cache = CacheManager(config, config.scheduler_block_size)
-        pages = torch.zeros(
-            (config.num_blocks, PAGE_BYTES), dtype=torch.int8
-        )  # on a GPU: device="cuda"
+        # On a GPU: device="cuda".
+        pages = torch.zeros((config.num_blocks, PAGE_BYTES), dtype=torch.int8)
         canonical = CanonicalKVCache([pages], [[DataRef(0, PAGE_BYTES)] for _ in GROUPS])
         store = BlockStore(
             directory, [PAGE_BYTES for _ in GROUPS], identity="the model and its revision"
@@ -61,7 +64,7 @@ class Engine:
         self._workers = [CPUTransferWorker(canonical, 100), FileTransferWorker(canonical, store)]
         self._hasher = RequestHasher(CHAIN, config.layout.hash_block_size)
         self._serial = count()
-        self._end_step()  # tells what an earlier process left on disk
+        self._end_step()  # reports what an earlier process left on disk
 
     def prefill(self, token_ids: list[int]) -> dict[str, int]:
         request = CacheRequest(str(next(self._serial)), token_ids, self._hasher)
@@ -114,9 +117,8 @@ class Engine:
         for worker, jobs in zip(self._workers, self._connector.take_jobs(), strict=True):
             for job in jobs:
                 worker.submit(job)
-            worker.wait(
-                [job.job_id for job in jobs]
-            )  # an engine with a model goes on and polls get_finished
+            # An engine with a model goes on and polls get_finished.
+            worker.wait([job.job_id for job in jobs])
             failed |= set(self._connector.complete(worker.get_finished()).failed)
         self._publisher.publish(self._cache.take_events() + self._connector.take_events())
         return failed

@@ -1,28 +1,89 @@
-"""The engine's side: a paged KV cache with prefix caching for hybrid models, lower tiers, and an
-event for every change.
+"""The engine's side: a paged KV cache with prefix caching for hybrid models, and its lower tiers.
 
-An engine's scheduler holds one `offload.cache_manager.CacheManager` and, where it offloads, one
-`offload.connector.OffloadingConnector`; each of its workers holds the tiers' transfer workers. Only
-those import torch.
+Every change is reported as an event. An engine's scheduler holds one `CacheManager` and, if it
+offloads, one `OffloadingConnector` with a `Tier` for memory and for disk:
+
+    from offload import CacheConfig, CacheManager, CacheRequest, RequestHasher
+
+    config = CacheConfig.build(groups, num_blocks=1000, scheduler_block_size=16, ...)
+    cache = CacheManager(config, config.scheduler_block_size)
+    request = CacheRequest("a", prompt_token_ids, RequestHasher(chain, hash_block_size=16))
+    computed = cache.get_computed_blocks(request)
+    cache.allocate_slots(request, request.num_tokens - computed.num_tokens, computed)
+
+The tiers' managers are imported from `offload.cpu.manager` and `offload.fs.manager`, and their
+workers, which run beside the model and are all that needs torch, from `offload.cpu.worker` and
+`offload.fs.worker`. `examples/hybrid_engine.py` is an engine around all of it, `docs/offloading.md`
+the guide.
 
 The files; each imports only what is listed above it:
 
     errors.py          exception tree
-    config.py          one cache's configuration, checked at the door
-    request.py         what the cache knows of a request: tokens, block hashes
-    block.py           a block; the free ones in the order in which they go
+    config.py          one cache's configuration, checked when it is built
+    request.py         what the cache knows of a request: tokens, block hashes, progress
+    block.py           a block, and the queue of free blocks
     cached_blocks.py   hash -> block of one group, with duplicates
-    event_log.py       what a step changed, told presence-exactly
-    block_pool.py      blocks: given, taken back, cached, evicted
-    groups/            block tables and what each kind needs of them
-    coordinator.py     one hit for all groups; without caching, one group, hybrid
-    cache_manager.py   the engine's face: look up, allocate, cache, free, take events
-    base.py            keys, places and protocols of lower tiers
-    tier_entries.py    what is in a tier and in flight, lookups, events: for every tier
-    reuse_filter.py    lets a tier store only what was used before
-    transfer/          copies between pages and a tier
+    event_log.py       what a step changed, reported presence-exactly
+    block_pool.py      blocks: given out, taken back, cached, evicted
+    groups/            block tables, and what each kind of attention needs of them
+    coordinator.py     one hit for all groups: without caching, a single group, hybrid
+    cache_manager.py   the scheduler's interface: look up, allocate, cache, free, take events
+    base.py            keys, specs, and the protocols of lower tiers
+    tier_entries.py    what all tiers share: entries in flight, lookups, events
+    reuse_filter.py    lets a tier store only what several requests used
+    transfer/          copies between an engine's pages and a tier
     cpu/               the tier in memory
     fs/                the tier on disk
-    connector/         loads, stores, what became of them: the scheduler's side
+    connector/         loads and stores, from plan to completion
     engine/            a small real engine, or the same without tensors
 """
+
+from offload.base import OffloadingManager, OffloadingWorker
+from offload.cache_manager import AllocatedBlocks, CacheManager, CacheStatistics
+from offload.config import CacheConfig
+from offload.connector import (
+    ConnectorStatistics,
+    ExternalHit,
+    FinishedLoads,
+    OffloadingConnector,
+    StoreScope,
+    Tier,
+)
+from offload.coordinator import ComputedBlocks
+from offload.errors import (
+    BlockFileError,
+    BlockRangeError,
+    CacheConfigError,
+    OffloadError,
+    RequestStateError,
+    TierStateError,
+    TransferError,
+)
+from offload.request import CacheRequest, RequestHasher
+from offload.reuse_filter import ReuseFilter
+
+__all__ = [
+    "AllocatedBlocks",
+    "BlockFileError",
+    "BlockRangeError",
+    "CacheConfig",
+    "CacheConfigError",
+    "CacheManager",
+    "CacheRequest",
+    "CacheStatistics",
+    "ComputedBlocks",
+    "ConnectorStatistics",
+    "ExternalHit",
+    "FinishedLoads",
+    "OffloadError",
+    "OffloadingConnector",
+    "OffloadingManager",
+    "OffloadingWorker",
+    "RequestHasher",
+    "RequestStateError",
+    "ReuseFilter",
+    "StoreScope",
+    "Tier",
+    "TierStateError",
+    "TransferError",
+]

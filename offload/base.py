@@ -1,7 +1,7 @@
 """What all lower tiers of the KV cache share: keys, specs, protocols of manager and worker.
 
 A tier is a *manager* in the scheduler, which knows what the tier holds and decides what it evicts,
-and a *worker* beside the model, which moves bytes. The manager hands out specs (where a block is),
+and a *worker* next to the model, which moves bytes. The manager hands out specs (where a block is),
 the connector pairs them into jobs, and the worker runs the jobs. This file does no I/O and imports
 no torch.
 
@@ -210,7 +210,7 @@ class OffloadingManager(Protocol):
     ) -> PrepareStoreOutput | None:
         """Make room for blocks and return where they go.
 
-        None, with nothing changed: they do not fit beside what is in flight.
+        None, with nothing changed: they do not fit next to what is in flight.
 
         Args:
             keys: Blocks offered to the tier; repeated keys count once.

@@ -148,7 +148,7 @@ class CacheManager:
         the state that the hit needs.
 
         Args:
-            request: Its `num_computed_tokens` says how far it is.
+            request: Its `num_computed_tokens` is how far it has come.
             num_new_tokens: Tokens the next step computes; unverified drafts count.
             computed: Its hit, for a request that holds no blocks.
             num_lookahead_tokens: Drafts that are to be written behind the new tokens.
@@ -173,7 +173,7 @@ class CacheManager:
         return AllocatedBlocks(self._allocate(request, hit, need, delay_caching))
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
-        """Make full blocks of a request findable, where `allocate_slots` was told to delay it.
+        """Make full blocks of a request findable, where `allocate_slots` delayed it.
 
         Args:
             request: One that holds blocks.
@@ -225,7 +225,7 @@ class CacheManager:
         """Check the cache's invariants; for tests and debugging, linear in the size of the pool.
 
         Args:
-            other_references: Per block id, references beside those of block tables, such as those
+            other_references: Per block id, references besides those of block tables, such as those
                 of copies in flight.
 
         Raises:

@@ -58,8 +58,7 @@ class CacheConfig:
             scheduler_block_size: Hits end at its multiples; a multiple of every group's block size.
             hash_block_size: Tokens between two block hashes; divides every group's block size.
             max_model_len: Longest request, prompt and output.
-            max_in_flight_tokens: Most tokens one step computes for one request; *max_model_len* if
-                left out.
+            max_in_flight_tokens: Most tokens of a request in one step; default *max_model_len*.
             enable_caching: Whether blocks can be found again by their hash.
             enable_events: Whether changes are recorded; if so, `take_events` must be called.
             eagle: Whether a hit must have one block more than is reused.
@@ -73,13 +72,9 @@ class CacheConfig:
             layout = KVCacheLayout.build(groups, hash_block_size, scheduler_block_size, eagle)
         except LayoutError as error:
             raise CacheConfigError(str(error)) from None
-        _check_at_least("num_blocks", num_blocks, 2, "the null block and one to hold")
-        _check_at_least("max_model_len", max_model_len, 1, "a request has a token")
+        _check_limits(num_blocks, max_model_len, max_in_flight_tokens)
         _check_retention(retention_interval, layout)
         _check_chunks(layout)
-        if max_in_flight_tokens is not None:
-            why = "a step computes a token"
-            _check_at_least("max_in_flight_tokens", max_in_flight_tokens, 1, why)
         return cls(
             layout=layout,
             num_blocks=num_blocks,
@@ -106,6 +101,13 @@ def _check_scheduler_block_size(
             raise CacheConfigError(
                 f"scheduler_block_size {scheduler_block_size} must be a multiple of {place} {size}"
             )
+
+
+def _check_limits(num_blocks: int, max_model_len: int, max_in_flight_tokens: int | None) -> None:
+    _check_at_least("num_blocks", num_blocks, 2, "the null block and one to hold")
+    _check_at_least("max_model_len", max_model_len, 1, "a request has a token")
+    if max_in_flight_tokens is not None:
+        _check_at_least("max_in_flight_tokens", max_in_flight_tokens, 1, "a step computes a token")
 
 
 def _check_at_least(name: str, value: int, least: int, why: str) -> None:

@@ -45,19 +45,20 @@ class ReuseFilter(OffloadingManager):
 
     What is left out is missing from `keys_to_store`, like a block that the tier holds already. If
     the tier refuses (None), the uses still count.
-
-    Args:
-        manager: The tier behind; its own statistics are reached through it.
-        min_uses: How many requests must have used a block, the one that offers it included. 1 lets
-            everything through.
-        max_tracked: How many blocks are remembered; should be at least as many as the tier holds.
-            Memory is bounded by `max_tracked` keys with `min_uses` request ids each.
-
-    Raises:
-        CacheConfigError: A number is below 1.
     """
 
     def __init__(self, manager: OffloadingManager, min_uses: int, max_tracked: int) -> None:
+        """
+        Args:
+            manager: The tier behind; its own statistics are reached through it.
+            min_uses: How many requests must have used a block, the one that offers it included. 1
+                lets everything through.
+            max_tracked: How many blocks are remembered; should be at least as many as the tier
+                holds. Memory is bounded by `max_tracked` keys with `min_uses` request ids each.
+
+        Raises:
+            CacheConfigError: A number is below 1.
+        """
         if min_uses < 1:
             raise CacheConfigError(f"reuse filter: min_uses {min_uses} must be at least 1")
         if max_tracked < 1:

@@ -55,16 +55,16 @@ Entry = TypeVar("Entry", bound=TierEntry)
 
 
 class TierEntries(dict[OffloadKey, Entry], Generic[Entry]):
-    """A tier's entries by key.
-
-    Args:
-        tier: The tier's name in errors.
-        medium: The medium its events carry.
-        counts: Counts lookups; the manager counts the rest.
-        enable_events: Without it `take_events` is always empty.
-    """
+    """A tier's entries by key."""
 
     def __init__(self, tier: str, medium: str, counts: TierCounts, enable_events: bool) -> None:
+        """
+        Args:
+            tier: The tier's name in errors.
+            medium: The medium its events carry.
+            counts: Counts lookups here; the manager counts the rest.
+            enable_events: Without it `take_events` is always empty.
+        """
         super().__init__()
         self.counts = counts
         self._tier = tier

@@ -70,7 +70,7 @@ class ConnectorStatistics:
     store: CopyStatistics
     load: CopyStatistics
     refused_stores: int
-    """Times a tier had no room beside what was in flight."""
+    """Times a tier had no room next to what was in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class OffloadingConnector:
             sizes[candidate.group_idx] += len(candidate.blocks)
         ids = [block.block_id for candidate in taken for block in candidate.blocks]
         # Only whole offloaded blocks are stored, so each group's first block begins one, and index
-        # 0 says just that.
+        # 0 expresses just that.
         return GPULoadStoreSpec(ids, sizes, [0] * len(sizes))
 
     # --- jobs -------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Tier:
     def prepare_store(
         self, block_hashes: Mapping[OffloadKey, Sequence[bytes]], context: RequestContext
     ) -> PrepareStoreOutput | None:
-        """Offer blocks to the tier; None if they do not fit beside what is in flight.
+        """Offer blocks to the tier; None if they do not fit next to what is in flight.
 
         Args:
             block_hashes: Per offloaded block the hashes of its GPU blocks, its own last.

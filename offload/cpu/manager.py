@@ -67,15 +67,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     The order of the keys in a call is that of the prompt: what a call stores or has loaded is
     evicted from its last key to its first, since a block is useless without those before it.
-
-    Args:
-        num_blocks: How many blocks the tier has room for.
-        cache_policy: `lru`, `arc` or the name of a plug-in.
-        enable_events: Without it `take_events` is always empty; with it `take_events` must be
-            called, since events are kept without bound.
-
-    Raises:
-        CacheConfigError: num_blocks is below 1, or no policy has that name.
     """
 
     medium = CPU
@@ -83,6 +74,16 @@ class CPUOffloadingManager(OffloadingManager):
     def __init__(
         self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = True
     ) -> None:
+        """
+        Args:
+            num_blocks: How many blocks the tier has room for.
+            cache_policy: `lru`, `arc` or the name of a plug-in.
+            enable_events: Without it `take_events` is always empty; with it `take_events` must be
+                called, since events are kept without bound.
+
+        Raises:
+            CacheConfigError: num_blocks is below 1, or no policy has that name.
+        """
         if num_blocks < 1:
             raise CacheConfigError(f"CPU tier: num_blocks {num_blocks} must be at least 1")
         self.num_blocks = num_blocks

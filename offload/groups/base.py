@@ -293,7 +293,12 @@ class GroupManager(ABC):
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """How many blocks of *block_size* tokens hold *num_tokens*."""
+    """How many blocks are needed for some tokens.
+
+    Args:
+        num_tokens: How many tokens.
+        block_size: Tokens per block.
+    """
     return -(-num_tokens // block_size)
 
 

@@ -114,7 +114,7 @@ class MambaManager(GroupManager):
         }
 
     def _record_state(self, request_id: str, num_tokens: int) -> None:
-        """The state behind *num_tokens* will be written: is it that of a block's last token?"""
+        """Remember the state to be written behind *num_tokens*, if it ends a block."""
         whole = self._whole_states.setdefault(request_id, set())
         if num_tokens and num_tokens % self.block_size == 0:
             whole.add(num_tokens // self.block_size - 1)
