@@ -39,6 +39,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
         "0",
     ),
     ("benchmarks.soak", "--requests", "20000"),
+    ("benchmarks.http_clients", "--requests", "2000"),
     ("benchmarks.proxy", "--seconds", "5", "--streams", "64", "256"),
 )
 

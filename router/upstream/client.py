@@ -1,16 +1,15 @@
-"""A small pooled HTTP/1.1 client: connections kept per origin, one coarse timer for every
-deadline."""
+"""The client: connections kept per origin, and one coarse timer for all deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_timeout import timeout
 
-from router.upstream.connection import Connection
+from router.upstream.connection import HttpConnection
 from router.upstream.errors import (
     ClosedBeforeResponse,
     ConnectFailed,
@@ -22,39 +21,45 @@ from router.upstream.errors import (
     ResponseTooLarge,
 )
 from router.upstream.origin import Origin, Timeouts
-from router.upstream.request import request_head
 from router.upstream.response import Header, UpstreamResponse
+
+# The parser would have to be told about both: a response to HEAD has no body whatever its headers
+# say, and CONNECT makes a tunnel.
+_UNSUPPORTED = frozenset((b"HEAD", b"CONNECT"))
+# RFC 9110 8.6: methods that define a meaning for content send a length even when it is 0.
+_WITH_CONTENT = frozenset((b"POST", b"PUT", b"PATCH"))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Bounds on connections.
-
-    ``idle_s`` stays below the keep-alive time of common servers (uvicorn, and with it vLLM: 5 s),
-    so that we close first and a request rarely meets a connection that is being closed.
-    """
+    """Bounds on connections."""
 
     max_idle_per_origin: int = 256
     idle_s: float = 4.0
+    """How long an unused connection is kept. Less than common servers do (uvicorn, and with it
+    vLLM: 5 s), so that we close first and a request rarely meets a connection being closed."""
     max_connections: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UpstreamStatistics:
-    """Counts since the client was made; the first three are of this moment. ``closed_early``
-    includes ``stale_retries``."""
+    """Connections at this moment, and counts since the client was made."""
 
-    connections: int
-    idle: int
-    active: int
-    opened: int
-    reused: int
-    stale_retries: int
-    connect_failures: int
-    timeouts: int
-    broken: int
-    closed_early: int
-    aborted: int
+    connections: int = 0
+    idle: int = 0
+    active: int = 0
+    """Exchanges under way."""
+    opened: int = 0
+    reused: int = 0
+    stale_retries: int = 0
+    """Requests sent again because their kept connection had been closed by the server."""
+    connect_failures: int = 0
+    timeouts: int = 0
+    broken: int = 0
+    closed_early: int = 0
+    """Closed before the first response byte; includes `stale_retries`."""
+    aborted: int = 0
+    """Ended by this side."""
 
 
 class UpstreamClient:
@@ -63,7 +68,7 @@ class UpstreamClient:
     Args:
         limits: Bounds on connections.
         ssl_context: For https origins; by default the system's certificate authorities are trusted.
-        tick_s: Deadlines are looked at this often, so a timeout comes up to *tick_s* late.
+        tick_s: How often deadlines are checked; a timeout fires at most this much late.
     """
 
     def __init__(
@@ -78,15 +83,14 @@ class UpstreamClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
-        # The most recently used connection is last: it is taken first, so the others can grow old
-        # and be closed.
-        self._idle: dict[str, list[Connection]] = {}
+        # The most recently used connection is last and is taken first, so that the others grow old
+        # and are closed.
+        self._idle: dict[str, list[HttpConnection]] = {}
         self._active: set[UpstreamResponse] = set()
-        self._connections: set[Connection] = set()
+        self._connections: set[HttpConnection] = set()
         self._connecting = 0
         self._all_closed = asyncio.Event()
-        self._opened = self._reused = self._stale_retries = self._connect_failures = 0
-        self._timeouts = self._broken = self._closed_early = self._aborted = 0
+        self._counts = UpstreamStatistics()
 
     async def send(
         self,
@@ -97,19 +101,23 @@ class UpstreamClient:
         body: bytes,
         timeouts: Timeouts,
     ) -> UpstreamResponse:
-        """Send one request; return once its answer's status, headers and first body byte (or its
-        end) are here.
+        """Send one request; return once the response's status, headers and first body byte (or its
+        end) have arrived.
 
-        A kept connection that turns out to be closed before a byte of the answer came is replaced
-        by a fresh one, once. Cancelling the call closes the connection.
+        A kept connection that turns out to be closed before the first response byte is replaced by
+        a new one, once. Cancelling the call closes the connection.
 
         Args:
+            origin: The server.
+            method: Any but HEAD and CONNECT.
             target: Path and query as on the wire; the origin's base path is put before it.
-            headers: Without host, content-length and hop-by-hop headers, which are this client's
-                own business.
+            headers: Without host, content-length and hop-by-hop headers, which the client sets.
+            body: Whole; may be empty.
+            timeouts: For each phase of the exchange.
         Raises:
             UpstreamError: See `router.upstream.errors`.
             ValueError: A method, target or header that would break the framing of the request.
+            RuntimeError: The client is closed.
         """
         head = request_head(origin, method, target, headers, len(body))
         idle = self._take_idle(origin)
@@ -117,7 +125,7 @@ class UpstreamClient:
             try:
                 return await self._exchange(idle, head, body, timeouts)
             except ClosedBeforeResponse:
-                self._stale_retries += 1
+                self._counts.stale_retries += 1
         connection = await self._open(origin, timeouts)
         return await self._exchange(connection, head, body, timeouts)
 
@@ -131,27 +139,37 @@ class UpstreamClient:
         max_bytes: int,
         headers: Sequence[Header] = (),
     ) -> tuple[int, list[Header], bytes]:
-        """Send one small request and read the whole answer: ``(status, headers, body)``.
+        """Send one small request and read the whole response: `(status, headers, body)`.
 
         It takes no longer than the three timeouts together, however slowly the body trickles.
 
+        Args:
+            origin: As for `send`, like the next four.
+            method: Its method.
+            target: Its path and query.
+            body: Its body.
+            timeouts: For each phase of the exchange.
+            max_bytes: Bound on the response's body.
+            headers: As for `send`.
         Raises:
-            ResponseTooLarge: The body is longer than *max_bytes*; no more than a buffer of it was
+            ResponseTooLarge: The body is longer than *max_bytes*; at most one buffer beyond it was
                 read.
             UpstreamError: As for `send`.
         """
         limit_s = timeouts.connect_s + timeouts.first_byte_s + timeouts.idle_s
         try:
             async with timeout(limit_s):
-                return await self._fetch(origin, method, target, body, timeouts, max_bytes, headers)
+                response = await self.send(origin, method, target, headers, body, timeouts)
+                content = await _read_whole(response, max_bytes, origin)
         except asyncio.TimeoutError:
-            self._timeouts += 1
+            self._counts.timeouts += 1
             raise IdleTimeout(
-                f"{origin}: answer not complete in {limit_s:g} s", received=True
+                f"{origin}: response not complete in {limit_s:g} s", received=True
             ) from None
+        return response.status, response.headers, content
 
     async def close(self) -> None:
-        """Close every connection, also those at work, and return when the sockets are gone."""
+        """Close every connection, those in use too, and return when the sockets are closed."""
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
@@ -161,48 +179,40 @@ class UpstreamClient:
             self._all_closed.clear()
             await self._all_closed.wait()
 
-    def close_idle(self, origin: Origin) -> None:
-        """Close the kept connections to *origin*, as for a replica that was removed."""
-        for connection in self._idle.pop(origin.key, ()):
-            connection.abort()
-
     def statistics(self) -> UpstreamStatistics:
-        return UpstreamStatistics(
+        """A copy of the counts, with the connections as of now."""
+        return replace(
+            self._counts,
             connections=len(self._connections),
             idle=sum(map(len, self._idle.values())),
             active=len(self._active),
-            opened=self._opened,
-            reused=self._reused,
-            stale_retries=self._stale_retries,
-            connect_failures=self._connect_failures,
-            timeouts=self._timeouts,
-            broken=self._broken,
-            closed_early=self._closed_early,
-            aborted=self._aborted,
         )
 
-    # The owner's side of a connection.
+    # ConnectionPool
 
-    def connection_opened(self, connection: Connection) -> None:
+    def connection_opened(self, connection: HttpConnection) -> None:
+        """The socket is open."""
         self._connections.add(connection)
-        self._opened += 1
+        self._counts.opened += 1
         if self._closing:
             connection.abort()
 
     def exchange_ended(self, response: UpstreamResponse) -> None:
+        """Count how the exchange ended."""
         self._active.discard(response)
         if response.complete:
             return
         if response.error is None:
-            self._aborted += 1
+            self._counts.aborted += 1
         elif isinstance(response.error, FirstByteTimeout | IdleTimeout):
-            self._timeouts += 1
+            self._counts.timeouts += 1
         elif isinstance(response.error, ResponseBroken):
-            self._broken += 1
+            self._counts.broken += 1
         else:
-            self._closed_early += 1
+            self._counts.closed_early += 1
 
-    def recycle(self, connection: Connection) -> None:
+    def recycle(self, connection: HttpConnection) -> None:
+        """Keep the connection for another exchange, within the bounds."""
         kept = self._idle.setdefault(connection.origin.key, [])
         if self._closing or len(kept) >= self._limits.max_idle_per_origin:
             connection.abort()
@@ -211,7 +221,8 @@ class UpstreamClient:
         connection.idle_since = self._loop.time()
         kept.append(connection)
 
-    def connection_closed(self, connection: Connection) -> None:
+    def connection_closed(self, connection: HttpConnection) -> None:
+        """The socket is closed."""
         self._connections.discard(connection)
         kept = self._idle.get(connection.origin.key)
         if kept is not None and connection in kept:
@@ -221,17 +232,17 @@ class UpstreamClient:
 
     # Steps
 
-    def _take_idle(self, origin: Origin) -> Connection | None:
+    def _take_idle(self, origin: Origin) -> HttpConnection | None:
         kept = self._idle.get(origin.key)
         while kept:
             connection = kept.pop()
             if not connection.closed:
-                self._reused += 1
+                self._counts.reused += 1
                 return connection
         return None
 
     async def _exchange(
-        self, connection: Connection, head: bytes, body: bytes, timeouts: Timeouts
+        self, connection: HttpConnection, head: bytes, body: bytes, timeouts: Timeouts
     ) -> UpstreamResponse:
         assert self._loop is not None
         response = connection.start(head, body, timeouts, self._loop)
@@ -243,7 +254,7 @@ class UpstreamClient:
             raise
         return response
 
-    async def _open(self, origin: Origin, timeouts: Timeouts) -> Connection:
+    async def _open(self, origin: Origin, timeouts: Timeouts) -> HttpConnection:
         if self._closing:
             raise RuntimeError("the upstream client is closed")
         self._make_room(origin)
@@ -252,15 +263,15 @@ class UpstreamClient:
         try:
             connection = await self._connect(origin, timeouts.connect_s)
         except ConnectFailed:
-            self._connect_failures += 1
+            self._counts.connect_failures += 1
             raise
         finally:
             self._connecting -= 1
         return connection
 
-    async def _connect(self, origin: Origin, connect_s: float) -> Connection:
+    async def _connect(self, origin: Origin, connect_s: float) -> HttpConnection:
         assert self._loop is not None
-        connection = Connection(self, origin)
+        connection = HttpConnection(self, origin)
         context = self._tls() if origin.tls else None
         connect = self._loop.create_connection(
             lambda: connection, origin.host, origin.port, ssl=context
@@ -279,7 +290,7 @@ class UpstreamClient:
         except BaseException:
             task.cancel()
             connection.abort()
-            # uvloop closes the socket of a cancelled attempt without a word to the protocol.
+            # uvloop closes the socket of a cancelled attempt without calling the protocol.
             self.connection_closed(connection)
             raise
         return connection
@@ -290,7 +301,7 @@ class UpstreamClient:
         return self._ssl_context
 
     def _make_room(self, origin: Origin) -> None:
-        """Stay within the bound on connections, at the cost of an idle one if there is any."""
+        """Stay within the bound on connections, by closing an idle one if there is one."""
         bound = self._limits.max_connections
         if bound is None or len(self._connections) + self._connecting < bound:
             return
@@ -300,30 +311,7 @@ class UpstreamClient:
                 self._connections.discard(oldest)
                 oldest.abort()
                 return
-        raise ConnectionLimitReached(f"{origin}: all of max_connections {bound} are at work")
-
-    async def _fetch(
-        self,
-        origin: Origin,
-        method: bytes,
-        target: bytes,
-        body: bytes,
-        timeouts: Timeouts,
-        max_bytes: int,
-        headers: Sequence[Header],
-    ) -> tuple[int, list[Header], bytes]:
-        response = await self.send(origin, method, target, headers, body, timeouts)
-        content = bytearray()
-        try:
-            while (chunk := await response.read_chunk()) is not None:
-                content += chunk
-                if len(content) > max_bytes:
-                    raise ResponseTooLarge(
-                        f"{origin}: answer longer than max_bytes {max_bytes}", received=True
-                    )
-        finally:
-            response.abort()
-        return response.status, response.headers, bytes(content)
+        raise ConnectionLimitReached(f"{origin}: all of max_connections {bound} are in use")
 
     def _arm(self) -> None:
         if self._loop is None:
@@ -332,7 +320,7 @@ class UpstreamClient:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def _tick(self) -> None:
-        """End what is over its deadline, close what was idle for too long."""
+        """End exchanges past their deadline, close connections idle for too long."""
         assert self._loop is not None
         self._timer = None
         now = self._loop.time()
@@ -350,8 +338,63 @@ class UpstreamClient:
                 del self._idle[key]
 
 
+def request_head(
+    origin: Origin,
+    method: bytes,
+    target: bytes,
+    headers: Sequence[Header],
+    body_bytes: int,
+) -> bytes:
+    """Request line and headers, up to and including the blank line.
+
+    Args:
+        origin: The server; its base path is put before the target.
+        method: Any but HEAD and CONNECT.
+        target: Path and query.
+        headers: Without host and content-length, which are added here.
+        body_bytes: Length of the body.
+    Raises:
+        ValueError: A line break or a NUL in a part, a space in the target, or an unsupported
+            method.
+    """
+    lines = [
+        b"%b %b%b HTTP/1.1\r\nhost: %b" % (method, origin.target_prefix, target, origin.host_header)
+    ]
+    lines += [b"%b: %b" % (name, value) for name, value in headers]
+    if body_bytes or method in _WITH_CONTENT:
+        lines.append(b"content-length: %d" % body_bytes)
+    lines.append(b"\r\n")
+    head = b"\r\n".join(lines)
+    # Every part is one line, so any other number of line breaks means that one was smuggled in.
+    breaks = len(lines) + 1
+    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
+        raise ValueError(
+            "request head: method, target and headers must hold no line break and no NUL"
+        )
+    if b" " in target or method in _UNSUPPORTED:
+        raise ValueError(
+            f"request head: the target must hold no space, and method {method!r} must not be HEAD"
+            " or CONNECT"
+        )
+    return head
+
+
+async def _read_whole(response: UpstreamResponse, max_bytes: int, origin: Origin) -> bytes:
+    content = bytearray()
+    try:
+        while (chunk := await response.read_chunk()) is not None:
+            content += chunk
+            if len(content) > max_bytes:
+                raise ResponseTooLarge(
+                    f"{origin}: response longer than max_bytes {max_bytes}", received=True
+                )
+    finally:
+        response.abort()
+    return bytes(content)
+
+
 def _retrieve(task: asyncio.Task[object]) -> None:
-    """Look at the result of a connection attempt nobody waits for any more, so that its failure is
-    not logged as lost."""
+    """Look at the result of a connection attempt that was given up, so that asyncio does not log
+    its failure as never retrieved."""
     if not task.cancelled():
         task.exception()

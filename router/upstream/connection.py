@@ -1,5 +1,8 @@
-"""One socket to one origin, carrying one exchange at a time. httptools parses; this file keeps the
-books."""
+"""One socket to one origin, carrying one exchange at a time.
+
+httptools parses. This file decides what its events mean: which response they belong to, whether the
+connection can be kept, and which bounds were exceeded.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,45 @@ from router.upstream.origin import Origin, Timeouts
 from router.upstream.response import UpstreamResponse
 
 MAX_HEADERS = 256
-# Bytes that may arrive without one byte of body among them: headers, interim answers, chunk
+# Bytes that may arrive without one byte of body among them: headers, interim responses, chunk
 # framing, trailers.
 MAX_UNFRAMED_BYTES = 64 * 1024
-# A reader that is this far behind stops the socket from being read. One read of the event loop may
-# come on top.
+# The socket is not read while its reader is this far behind. One read of the event loop may exceed
+# it.
 HIGH_WATER_BYTES = 64 * 1024
 
 
-class Owner(Protocol):
+class ConnectionPool(Protocol):
     """What a connection needs of the client that pools it."""
 
-    def connection_opened(self, connection: Connection) -> None:
-        """The socket is there."""
+    def connection_opened(self, connection: HttpConnection) -> None:
+        """The socket is open."""
 
     def exchange_ended(self, response: UpstreamResponse) -> None:
-        """The answer is complete, failed, or was cut."""
+        """The response is complete, failed, or was cut."""
 
-    def recycle(self, connection: Connection) -> None:
+    def recycle(self, connection: HttpConnection) -> None:
         """The connection is free for another exchange."""
 
-    def connection_closed(self, connection: Connection) -> None:
-        """The socket is gone."""
+    def connection_closed(self, connection: HttpConnection) -> None:
+        """The socket is closed."""
 
 
-class Connection(asyncio.Protocol):
-    """Writes a request, fills an `UpstreamResponse`, and tells its owner when it is free again."""
+class HttpConnection(asyncio.Protocol):
+    """Writes a request, fills an `UpstreamResponse`, and returns itself to its pool.
+
+    Args:
+        pool: Hears of every step.
+        origin: Where the socket leads.
+    """
 
     __slots__ = (
         "_in_head",
         "_interim",
         "_keep_alive",
-        "_owner",
         "_parser",
         "_paused",
+        "_pool",
         "_response",
         "_transport",
         "_unframed_bytes",
@@ -59,11 +67,11 @@ class Connection(asyncio.Protocol):
         "origin",
     )
 
-    def __init__(self, owner: Owner, origin: Origin) -> None:
+    def __init__(self, pool: ConnectionPool, origin: Origin) -> None:
         self.origin = origin
         self.closed = False
         self.idle_since = 0.0
-        self._owner = owner
+        self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._response: UpstreamResponse | None = None
         self._transport: asyncio.Transport | None = None
@@ -76,8 +84,16 @@ class Connection(asyncio.Protocol):
     def start(
         self, head: bytes, body: bytes, timeouts: Timeouts, loop: asyncio.AbstractEventLoop
     ) -> UpstreamResponse:
-        """Write the request; return the answer to be, still empty. The connection must be idle and
-        open."""
+        """Write the request; return its response, still empty.
+
+        The connection must be idle and open.
+
+        Args:
+            head: Request line and headers, up to and including the blank line.
+            body: Follows the head.
+            timeouts: For the response's reader.
+            loop: The running event loop.
+        """
         assert self._transport is not None
         assert self._response is None
         response = self._response = UpstreamResponse(self, self.origin, timeouts, loop)
@@ -93,23 +109,25 @@ class Connection(asyncio.Protocol):
         return response
 
     def abort(self) -> None:
-        """Close the socket at once, also one that is only being opened."""
+        """Close the socket at once, even if it is still being opened."""
         self._unwanted = True
         if self._transport is not None:
             self._transport.abort()
 
-    # What the answer asks of its source.
+    # ResponseSource
 
     def resume(self) -> None:
+        """Continue to read."""
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
 
     def cut(self) -> None:
+        """Close the socket; the rest of the response is not wanted."""
         response, self._response = self._response, None
         self.abort()
         if response is not None:
-            self._owner.exchange_ended(response)
+            self._pool.exchange_ended(response)
 
     # asyncio.Protocol
 
@@ -120,13 +138,13 @@ class Connection(asyncio.Protocol):
             return
         # A request's last segment must not wait for the acknowledgement of the one before (Nagle).
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._owner.connection_opened(self)
+        self._pool.connection_opened(self)
 
     def data_received(self, data: bytes) -> None:
         response = self._response
         if response is None:
-            # Bytes nobody asked for. The next answer could not be told from them, so the connection
-            # is spent.
+            # Unsolicited bytes. They could pass for the next response, so the connection cannot be
+            # used again.
             self.abort()
             return
         response.received = True
@@ -143,30 +161,38 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         response, self._response = self._response, None
-        self._owner.connection_closed(self)
+        self._pool.connection_closed(self)
         if response is None:
             return
         if self._until_close and exc is None:
             response.complete = True
         elif response.received:
             response.fail(
-                ResponseBroken(f"{self.origin}: closed before the end of its answer", received=True)
+                ResponseBroken(
+                    f"{self.origin}: closed before the end of its response", received=True
+                )
             )
         else:
             response.fail(
-                ClosedBeforeResponse(f"{self.origin}: closed before the first byte of its answer")
+                ClosedBeforeResponse(f"{self.origin}: closed before the first byte of its response")
             )
-        self._owner.exchange_ended(response)
+        self._pool.exchange_ended(response)
         response.wake()
 
     # httptools.HttpResponseParser
 
     def on_message_begin(self) -> None:
         if self._response is not None and self._response.complete:
-            self._violation = "a second answer to one request"
+            self._violation = "a second response to one request"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # A header after the head is a trailer (RFC 9110 6.5) and is dropped; so is all that follows
+        """Keep one header of the final response.
+
+        Args:
+            name: As sent.
+            value: Without the white space around it.
+        """
+        # A header after the head is a trailer (RFC 9110 6.5) and is dropped, as is everything after
         # the message.
         if self._in_head and self._response is not None:
             self._response.headers.append((name.lower(), value))
@@ -196,7 +222,7 @@ class Connection(asyncio.Protocol):
         if self._response is None:
             return
         if self._interim:
-            # 100 Continue, 102, 103: the answer proper follows (RFC 9110 15.2).
+            # 100 Continue, 102, 103: the final response follows (RFC 9110 15.2).
             self._interim = False
             self._response.headers.clear()
         elif not self._violation:
@@ -215,17 +241,17 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._violation = "an upgrade nobody asked for"
+            self._violation = "an upgrade that was not requested"
         except httptools.HttpParserError:
-            # Its text may quote the answer; the kind of fault is enough.
-            self._violation = "not a well-formed HTTP/1.1 answer"
+            # Its text may quote the response; the kind of fault is enough.
+            self._violation = "not a well-formed HTTP/1.1 response"
 
     def _finish(self, response: UpstreamResponse) -> None:
         self._response = None
-        self._owner.exchange_ended(response)
+        self._pool.exchange_ended(response)
         if self._keep_alive and not self._violation:
             self.resume()
-            self._owner.recycle(self)
+            self._pool.recycle(self)
         else:
             self.abort()
 
@@ -244,8 +270,7 @@ class Connection(asyncio.Protocol):
 
 
 def _is_delimited(response: UpstreamResponse) -> bool:
-    """Whether the end of the body shows in the body itself, so that closing before it is a
-    truncation."""
+    """Whether the body marks its own end, so that closing the connection earlier truncates it."""
     for name, value in response.headers:
         if name == b"content-length":
             return True

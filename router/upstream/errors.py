@@ -1,21 +1,26 @@
 """What can go wrong between the router and one upstream server.
 
     UpstreamError
-    ├── ConnectFailed           no connection: refused, unreachable, name unknown, TLS handshake failed
+    ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure
     │   └── ConnectTimeout      ... or not within connect_s
     ├── ConnectionLimitReached  the client's own bound on connections; says nothing about the server
-    ├── ClosedBeforeResponse    the server closed the connection without a byte of an answer
-    ├── FirstByteTimeout        no byte of a body, and no end of the answer, within first_byte_s
+    ├── ClosedBeforeResponse    the server closed the connection before the first response byte
+    ├── FirstByteTimeout        neither a body byte nor the response's end within first_byte_s
     ├── IdleTimeout             a body that had begun fell silent for idle_s
     ├── ResponseBroken          not HTTP/1.1, over a bound, or cut off before its end
     └── ResponseTooLarge        a fetched body over max_bytes
 
-Messages name the server and the rule. They never hold a part of a request or of an answer.
+Messages name the server and the rule. They never quote a request or a response.
 """
 
 
 class UpstreamError(Exception):
-    """The exchange failed; *received* says whether any byte of an answer had arrived."""
+    """The exchange failed.
+
+    Args:
+        message: Names the server and the rule.
+        received: Whether any byte of a response had arrived.
+    """
 
     def __init__(self, message: str, *, received: bool = False) -> None:
         super().__init__(message)
@@ -27,27 +32,27 @@ class ConnectFailed(UpstreamError):
 
 
 class ConnectTimeout(ConnectFailed):
-    """The connection was not there within ``connect_s``."""
+    """The connection was not established within `connect_s`."""
 
 
 class ConnectionLimitReached(UpstreamError):
-    """The client holds as many connections as it may, all of them at work."""
+    """The client holds as many connections as it may, all of them in use."""
 
 
 class ClosedBeforeResponse(UpstreamError):
-    """The server closed the connection before the first byte of its answer."""
+    """The server closed the connection before the first byte of its response."""
 
 
 class FirstByteTimeout(UpstreamError):
-    """Neither a byte of the body nor the end of the answer came within ``first_byte_s``."""
+    """Neither a byte of the body nor the end of the response arrived within `first_byte_s`."""
 
 
 class IdleTimeout(UpstreamError):
-    """The body was silent for longer than ``idle_s``."""
+    """The body was silent for longer than `idle_s`."""
 
 
 class ResponseBroken(UpstreamError):
-    """The answer is malformed, over a bound, or ended before its end."""
+    """The response is malformed, over a bound, or was cut off before its end."""
 
 
 class ResponseTooLarge(UpstreamError):

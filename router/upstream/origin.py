@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
-# Names come as ASCII (punycode). The underscore is no host name's by RFC 952, but container names
-# have it.
+# Names are ASCII (punycode). RFC 952 allows no underscore, but container names have it.
 _NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?\Z")
 _IPV6 = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._~-]{1,16})?\Z")
 _PATH = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)*\Z")
@@ -22,14 +21,16 @@ class OriginError(ValueError):
 class Timeouts:
     """Seconds an exchange may spend in each phase.
 
-    ``first_byte_s`` runs from the request until the first byte of the body (or the end of an empty
-    answer), not merely until the headers: engines send those before the prefill. ``idle_s`` is the
-    longest silence between two parts of a body while the reader waits for it.
+    Raises:
+        ValueError: A time that is not above 0.
     """
 
     connect_s: float
     first_byte_s: float
+    """From the request to the first byte of the body, or to the end of an empty response. Not
+    merely to the headers: engines send those before the prefill."""
     idle_s: float
+    """The longest silence between two parts of a body while the reader waits for it."""
 
     def __post_init__(self) -> None:
         for name in ("connect_s", "first_byte_s", "idle_s"):
@@ -41,17 +42,17 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A server's base URL, taken apart. Use `Origin.parse`, which validates.
-
-    ``host`` has no brackets; ``base_path`` has no slash at its end; ``key`` tells connections
-    apart, so two origins that differ only in their base path share connections.
-    """
+    """A server's base URL, taken apart. Use `Origin.parse`, which validates."""
 
     scheme: str
     host: str
+    """Without brackets, in lower case."""
     port: int
     base_path: str = ""
+    """Without a slash at its end."""
     key: str = field(init=False, repr=False, compare=False)
+    """By this connections are pooled: two origins that differ only in their base path share
+    them."""
     host_header: bytes = field(init=False, repr=False, compare=False)
     target_prefix: bytes = field(init=False, repr=False, compare=False)
 
@@ -69,15 +70,16 @@ class Origin:
 
     @property
     def tls(self) -> bool:
+        """Whether connections are encrypted."""
         return self.scheme == "https"
 
     @classmethod
     def parse(cls, url: str, place: str = "url") -> Origin:
-        """Take ``http[s]://host[:port][/base/path]`` apart.
+        """Take `http[s]://host[:port][/base/path]` apart.
 
         Args:
             url: The base URL.
-            place: Where it stands, for the message: ``replicas[2].url``.
+            place: Its place in the input, for the message: `replicas[2].url`.
         Raises:
             OriginError: Names place, value and rule. The value is left out where it may hold a
                 password.

@@ -1,4 +1,4 @@
-"""One answer of an upstream server: filled by its connection, read by its caller."""
+"""One response of an upstream server: filled by its connection, read by its caller."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from router.upstream.origin import Origin, Timeouts
 Header = tuple[bytes, bytes]
 
 
-class Source(Protocol):
-    """What an answer needs of the connection it arrives on."""
+class ResponseSource(Protocol):
+    """What a response needs of the connection it arrives on."""
 
     def resume(self) -> None:
-        """Read on, after the buffer was emptied."""
+        """Continue to read from the socket, now that the buffer is empty."""
 
     def cut(self) -> None:
-        """Close the socket: nobody wants the rest."""
+        """Close the socket: the rest is not wanted."""
 
 
 class UpstreamResponse:
     """Status, headers and a body that is still arriving.
 
-    Read it with `read_chunk` until that returns None, or call `abort`. An answer that was received
-    to its end has given its connection back by itself, also before the last chunk is read. One task
-    reads; none may share it.
+    Read it with `read_chunk` until that returns None, or call `abort`. A response that has been
+    received whole has given its connection back by then, even if chunks remain to be read. Only one
+    task may read it.
+
+    Args:
+        source: The connection it arrives on.
+        origin: The server, for messages.
+        timeouts: How long the reader waits.
+        loop: The running event loop.
     """
 
     __slots__ = (
@@ -48,11 +54,15 @@ class UpstreamResponse:
     )
 
     def __init__(
-        self, source: Source, origin: Origin, timeouts: Timeouts, loop: asyncio.AbstractEventLoop
+        self,
+        source: ResponseSource,
+        origin: Origin,
+        timeouts: Timeouts,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.status = 0
-        # As they came, names in lower case.
         self.headers: list[Header] = []
+        """As received, names in lower case."""
         self.deadline = math.inf
         self.received = False
         self.started = False
@@ -70,11 +80,15 @@ class UpstreamResponse:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything was received and read."""
+        """Whether everything has been received and read."""
         return self.complete and not self._chunks
 
     async def wait_for_first_byte(self) -> None:
-        """Wait for the first byte of the body, or the end of an answer without one."""
+        """Wait for the first byte of the body, or the end of an empty response.
+
+        Raises:
+            UpstreamError: There is neither.
+        """
         if self.error is None:
             await self._wait(self._timeouts.first_byte_s)
         if self.error is not None and not self._chunks:
@@ -86,8 +100,8 @@ class UpstreamResponse:
         end.
 
         Raises:
-            IdleTimeout: Nothing came for ``idle_s``.
-            ResponseBroken: The answer ended early. What arrived before was returned first.
+            IdleTimeout: Nothing arrived for `idle_s`.
+            ResponseBroken: The response ended early. What arrived before it did was returned first.
         """
         if not self._chunks:
             if self.complete:
@@ -99,8 +113,10 @@ class UpstreamResponse:
         return self._take() if self._chunks else None
 
     def abort(self) -> None:
-        """Want no more of it: close the connection unless the answer is complete. Do not read after
-        this."""
+        """Give up the rest: close the connection unless the response is complete.
+
+        It must not be read after this.
+        """
         if not self.complete and self.error is None:
             self._source.cut()
         self._chunks.clear()
@@ -127,32 +143,35 @@ class UpstreamResponse:
 
     @property
     def buffered_bytes(self) -> int:
+        """Received and not yet read."""
         return self._buffered
 
     def add(self, data: bytes) -> None:
+        """Append to the body."""
         self._chunks.append(data)
         self._buffered += len(data)
 
     def fail(self, error: UpstreamError) -> None:
+        """End with *error*, unless the response has ended already."""
         if self.error is None and not self.complete:
             self.error = error
 
     def wake(self) -> None:
-        """Let the reader go on if there is something for it."""
+        """Wake the reader if there is something for it."""
         waiter = self._waiter
         if (
             waiter is not None
             and (self._chunks or self.complete or self.error is not None)
             and not waiter.done()
         ):
-            # At once: the timer that looks at deadlines may run before the reader does.
+            # Now: the timer that checks deadlines may run before the reader does.
             self.deadline = math.inf
             waiter.set_result(None)
 
     # The client's side.
 
     def expire(self) -> None:
-        """The deadline is over: end the exchange with the error of its phase."""
+        """The deadline has passed: end the exchange with the error of its phase."""
         if self.started:
             self.fail(
                 IdleTimeout(
