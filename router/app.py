@@ -20,7 +20,7 @@ class RouterApp:
             service.admission,
             service.dispatcher,
             service.proxy,
-            service.books,
+            service.observers,
         )
         parts = ApiParts(
             config=service.config,
@@ -30,7 +30,7 @@ class RouterApp:
             registry=service.registry,
             feed=service.feed,
             tokenizer_check=service.tokenizer_check,
-            journal=service.journal,
+            request_log=service.request_log,
             metrics=service.metrics,
             render_metrics=service.render_metrics,
         )

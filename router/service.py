@@ -22,8 +22,8 @@ from router.feed import Feed
 from router.index import PrefixIndex, SourceId, create_index
 from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
-from router.observability.request_log import Journal
-from router.observability.request_observer import Bookkeeper
+from router.observability.request_log import RequestLog
+from router.observability.request_observer import RequestObservers
 from router.proxy import Proxy, ProxySettings
 from router.replicas import (
     EventSource,
@@ -72,7 +72,7 @@ class RouterService:
         self.config = config
         self.admission = Admission(config.server.max_concurrent_requests)
         self.metrics = RouterMetrics(registry or CollectorRegistry())
-        self.journal = Journal()
+        self.request_log = RequestLog()
         self._load = LoadTracker()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._upstream = UpstreamClient(
@@ -87,22 +87,23 @@ class RouterService:
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
         planner = RoutePlanner(
             make_policy(config.policy.name, _policy_settings(config)),
-            config.policy.name,
             self._load,
             self._recent,
             self.feed.is_suspect,
             config.health.engine_load_stale_after_s,
         )
-        self.dispatcher = Dispatcher(self.models, self.registry, planner, self.metrics)
+        self.dispatcher = Dispatcher(self.models, self.registry, planner, config.policy.name)
         self.proxy = Proxy(self._upstream, _proxy_settings(config))
-        self.books = Bookkeeper(self._load, self.metrics, planner, self.registry, self.journal)
+        self.observers = RequestObservers(
+            self._load, self.metrics, planner, self.registry, self.request_log
+        )
         self._follower = _ReplicaFollower(
             self.registry,
             self.models,
             self.feed,
             self._recent,
             self.tokenizer_check,
-            self.books,
+            self.observers,
             self.metrics,
         )
         self.registry.subscribe(self._follower)
@@ -156,7 +157,7 @@ class _ReplicaFollower:
         feed: Feed,
         recent: RecentPrefixes,
         tokenizer_check: TokenizerCheck,
-        books: Bookkeeper,
+        observers: RequestObservers,
         metrics: RouterMetrics,
     ) -> None:
         self._registry = registry
@@ -164,7 +165,7 @@ class _ReplicaFollower:
         self._feed = feed
         self._recent = recent
         self._tokenizer_check = tokenizer_check
-        self._books = books
+        self._observers = observers
         self._metrics = metrics
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
@@ -209,8 +210,7 @@ class _ReplicaFollower:
         """Forget it."""
         self._recent.forget(replica.id)
         self._tokenizer_check.forget(replica.id)
-        self._books.tells_cached_tokens.discard(replica.id)
-        self._metrics.forget("replica", replica.id)
+        self._observers.forget(replica.id)
         self._forget_unserved_models()
 
     # --- steps ------------------------------------------------------------------------------------

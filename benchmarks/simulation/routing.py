@@ -14,7 +14,7 @@ from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import InFlight, LoadTracker
 from router.replicas.replica import Replica
-from router.routing.planner import RECENT_STEP, Decision, RoutePlanner
+from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
 
@@ -55,9 +55,7 @@ class SimulatedRouter:
         name = "prefix" if is_blind else policy
         chosen = make_policy(name, PolicySettings(weights or Weights(), random=Random(seed)))
         recent = RecentPrefixes(_AT_ONCE_S) if policy == BLIND_AND_FORGETFUL else RecentPrefixes()
-        self._planner = RoutePlanner(
-            chosen, name, self.load, recent, lambda _source: False, clock=clock
-        )
+        self._planner = RoutePlanner(chosen, self.load, recent, lambda _source: False, clock=clock)
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
         """A replica's events."""
@@ -73,21 +71,17 @@ class SimulatedRouter:
         )
 
     def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, InFlight]:
-        """Where a request goes, the tokens it is predicted to reuse there, and its account, which
-        counts from now on."""
-        decision = self._decide(session, token_ids)
-        chosen = decision.ranking.ranked[0].candidate.replica_id
-        self._planner.remember(decision, chosen)
-        account = self.load.started(
-            chosen, decision.uncached_tokens(chosen), decision.prompt_tokens
-        )
-        return chosen, decision.hit_of(chosen).cached_tokens, account
-
-    def _decide(self, session: str, token_ids: Sequence[int]) -> Decision:
-        prompt = self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))
-        prompt.keys(RECENT_STEP)
+        """Where a request goes, the tokens it is predicted to reuse there, and its share of
+        the load, which counts from now on."""
+        prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
-        return self._planner.decide(request, self.index, [prompt], self._replicas)
+        ranking = self._planner.rank(request, self.index, prompts, self._replicas)
+        chosen = ranking.ranked[0].candidate
+        self._planner.remember(prompts, chosen.replica_id)
+        in_flight = self.load.started(
+            chosen.replica_id, uncached_tokens(len(token_ids), chosen), len(token_ids)
+        )
+        return chosen.replica_id, chosen.cached_tokens, in_flight
 
 
 def _healthy(replica_id: str) -> Replica:

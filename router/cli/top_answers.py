@@ -6,10 +6,10 @@ from __future__ import annotations
 import msgspec
 
 from router.observability.problems import Problem, SourceGlance
-from router.observability.rolling_totals import Tally
+from router.observability.request_log import Totals
 
 
-class LastMinute(Tally):
+class LastMinute(Totals):
     """Sums, and over how much time."""
 
     seconds: float = 60.0

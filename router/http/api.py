@@ -16,12 +16,12 @@ from starlette.exceptions import HTTPException
 from router.config import RouterConfig, key_bytes, read_replica
 from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
 from router.feed import Feed
-from router.http.gateway import PROXIED_PATHS, ClientGone, check_key, read_body
+from router.http.gateway import PROXIED_PATHS, ClientDisconnected, check_key, read_body
 from router.http.live_page import add_page
 from router.http.overview import overview_answer
 from router.http.views import models_answer, replica_answer, request_answer, route_answer
 from router.observability.metrics import CONTENT_TYPE, RouterMetrics
-from router.observability.request_log import MAX_REQUESTS, Journal
+from router.observability.request_log import MAX_REQUESTS, RequestLog
 from router.replicas import ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
@@ -47,7 +47,7 @@ class ApiParts:
     registry: ReplicaRegistry
     feed: Feed
     tokenizer_check: TokenizerCheck
-    journal: Journal
+    request_log: RequestLog
     metrics: RouterMetrics
     render_metrics: Callable[[], Awaitable[bytes]]
 
@@ -119,11 +119,12 @@ def _add_routing(app: FastAPI, parts: ApiParts) -> None:
             parts.config.server.timeouts.client_body_s,
         )
         session = request.headers.get(parts.config.policy.session_header)
-        dispatched = await parts.dispatcher.dispatch(
+        decision = await parts.dispatcher.dispatch(
             Endpoint.ROUTE, body, session, _encoding(request)
         )
-        parts.dispatcher.require_replica(dispatched.decision)
-        return _answer(request, route_answer(dispatched))
+        parts.metrics.decided(decision.model.name, decision.tokenization_s, decision.routing_s)
+        decision.require_replica()
+        return _answer(request, route_answer(decision))
 
     @app.get(
         "/v1/models",
@@ -247,7 +248,7 @@ def _add_overview(app: FastAPI, parts: ApiParts) -> None:
             overview_answer(
                 parts.config.policy.name,
                 parts.admission.under_way,
-                parts.journal,
+                parts.request_log,
                 parts.registry.snapshot(),
                 parts.models.index_statistics(),
                 parts.feed.statistics(),
@@ -266,16 +267,16 @@ def _add_overview(app: FastAPI, parts: ApiParts) -> None:
         ),
     )
     async def requests(request: Request) -> Response:
-        journal = parts.journal
-        found = journal.since(
+        log = parts.request_log
+        found = log.since(
             _number(request, "after", 0, _MAX_NUMBER),
             _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS),
         )
         answers = [request_answer(routed) for routed in found]
         return _json(
             {
-                "started_at": round(journal.started_at, 3),
-                "change": journal.changes,
+                "started_at": round(log.started_at, 3),
+                "change": log.last_change,
                 "requests": answers,
             }
         )
@@ -388,7 +389,7 @@ def _add_error_answers(app: FastAPI, parts: ApiParts) -> None:
 
     app.add_exception_handler(RequestError, answer)
     app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(ClientGone, answer_nobody)
+    app.add_exception_handler(ClientDisconnected, answer_nobody)
 
 
 # --- the description ------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ import msgspec
 from router.feed import SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.observability.problems import SourceGlance, glance, problems_of
-from router.observability.request_log import Journal
-from router.observability.rolling_totals import Minute
+from router.observability.request_log import RequestLog, RollingTotals
 from router.replicas import EventSource, ReplicaView
 
 MAX_MODELS = 100
@@ -26,7 +25,7 @@ MAX_MODELS = 100
 def overview_answer(
     policy: str,
     under_way: int,
-    journal: Journal,
+    request_log: RequestLog,
     views: Sequence[ReplicaView],
     statistics: Mapping[SourceId, SourceStatistics],
     feeds: Mapping[SourceId, SourceFeedStatistics],
@@ -37,7 +36,7 @@ def overview_answer(
     Args:
         policy: The routing policy's name.
         under_way: Requests admitted and not ended.
-        journal: The log of routed requests.
+        request_log: The log of routed requests.
         views: Every replica.
         statistics: The blocks of every source.
         feeds: The stream of every source.
@@ -45,11 +44,11 @@ def overview_answer(
     """
     disagreements = _by_replica(tokenizer_disagreements)
     return {
-        "started_at": round(journal.started_at, 3),
+        "started_at": round(request_log.started_at, 3),
         "now": round(time.time(), 3),
         "policy": policy,
         "under_way": under_way,
-        "minute": _minute(journal.minute),
+        "minute": _minute(request_log.totals),
         "models": sorted({model for view in views for model in view.models})[:MAX_MODELS],
         "replicas": [
             _replica(view, statistics, feeds, disagreements.get(view.id, 0)) for view in views
@@ -57,8 +56,8 @@ def overview_answer(
     }
 
 
-def _minute(minute: Minute) -> dict[str, Any]:
-    return {**msgspec.to_builtins(minute.total()), "seconds": round(minute.seconds, 1)}
+def _minute(totals: RollingTotals) -> dict[str, Any]:
+    return {**msgspec.to_builtins(totals.total()), "seconds": round(totals.seconds, 1)}
 
 
 def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:

@@ -13,33 +13,32 @@ from router.feed import SourceFeedStatistics
 from router.index import GroupHit, SourceId, SourceStatistics
 from router.observability.request_log import RoutedRequest
 from router.replicas import ReplicaView
-from router.routing.dispatcher import Dispatched
+from router.routing.dispatcher import Decision
 from router.scoring import Ranked
 
 
-def route_answer(dispatched: Dispatched) -> dict[str, Any]:
+def route_answer(decision: Decision) -> dict[str, Any]:
     """A decision with its reasons: who would serve the request, and how much of it is cached
     where."""
-    decision = dispatched.decision
-    ranking = [_ranked(dispatched, ranked) for ranked in decision.ranking.ranked]
+    ranking = [_ranked(decision, ranked) for ranked in decision.ranking.ranked]
     excluded = decision.ranking.excluded
     return {
         "replica": ranking[0]["replica"] if ranking else None,
         "dp_rank": ranking[0]["dp_rank"] if ranking else None,
-        "model": decision.model,
+        "model": decision.model.name,
         "policy": decision.policy,
         "prompt_tokens": decision.prompt_tokens,
-        "prompts": [_prompt(prompt) for prompt in dispatched.tokenized],
+        "prompts": [_prompt(prompt) for prompt in decision.tokenized],
         "ranking": ranking,
         "excluded": [
             {"replica": found.candidate.replica_id, "reason": found.reason} for found in excluded
         ],
-        "routing_seconds": round(decision.seconds, 6),
+        "routing_seconds": round(decision.routing_s, 6),
     }
 
 
 def request_answer(request: RoutedRequest) -> dict[str, Any]:
-    """One request of the journal."""
+    """One request of the log."""
     return {
         "number": request.number,
         "change": request.change,
@@ -84,22 +83,22 @@ def _prompt(prompt: Any) -> dict[str, Any]:
     }
 
 
-def _ranked(dispatched: Dispatched, ranked: Ranked) -> dict[str, Any]:
-    index, candidate = dispatched.model.index, ranked.candidate
-    hit = dispatched.decision.hit_of(candidate.replica_id)
-    prompts = dispatched.prompts if index.holds(hit.source) else ()
+def _ranked(decision: Decision, ranked: Ranked) -> dict[str, Any]:
+    index, candidate = decision.model.index, ranked.candidate
+    source = decision.source_of(candidate)
+    prompts = decision.prompts if index.holds(source) else ()
     return {
         "replica": candidate.replica_id,
         "dp_rank": candidate.dp_rank,
         "cost": round(ranked.cost, 3),
         "reason": ranked.reason,
         "hit": {
-            "gpu_cached_tokens": hit.gpu_cached_tokens,
-            "cached_tokens": hit.cached_tokens,
-            "suspect": hit.suspect,
+            "gpu_cached_tokens": candidate.gpu_cached_tokens,
+            "cached_tokens": candidate.cached_tokens,
+            "suspect": candidate.suspect,
         },
         "recent_tokens": candidate.recent_tokens,
-        "groups": [_groups(index.explain(prompt, hit.source)) for prompt in prompts],
+        "groups": [_groups(index.explain(prompt, source)) for prompt in prompts],
     }
 
 

@@ -1,11 +1,10 @@
-"""Metrics, the request log, what is wrong.
+"""Metrics, the log of routed requests, and what is wrong with replicas.
 
 The files; each imports only what is listed above it:
 
-    rolling_totals.py     the last minute in numbers
-    request_log.py        the requests routed last: predicted, actual, why
+    request_log.py        the requests routed last, and their totals over the last minute
     metrics.py            metrics written as things happen; rendering all of them
     problems.py           what is wrong with a replica, in sentences
     collector.py          metrics read at a scrape, from the parts' statistics
-    request_observer.py   one proxied request on the books
+    request_observer.py   one proxied request: load, health, metrics, log, prediction
 """

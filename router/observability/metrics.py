@@ -153,6 +153,18 @@ class RouterMetrics:
             )
             setattr(self, attribute, histogram)
 
+    def decided(self, model: str, tokenization_s: float | None, routing_s: float) -> None:
+        """Time a decision.
+
+        Args:
+            model: The model's name.
+            tokenization_s: Until the token ids were known; None without a prompt.
+            routing_s: From there to the ranking.
+        """
+        if tokenization_s is not None:
+            self.tokenization.labels(model).observe(tokenization_s)
+        self.routing.labels(model).observe(routing_s)
+
     def compare(self, model: str, replica: str, predicted: int, actual: int) -> None:
         """Compare a prediction with what the engine reported.
 

@@ -1,6 +1,7 @@
-"""The requests routed last, each with what was predicted and what became of it.
+"""The requests routed last, each with its prediction and its end; and their totals over the last
+minute.
 
-Bounded, and without anything of a prompt but its length: who reads the journal may see where
+Bounded, and the only thing it keeps of a prompt is its length: readers of the log see where
 requests went, not what they said.
 """
 
@@ -14,10 +15,12 @@ from typing import Literal
 
 import msgspec
 
-from router.observability.rolling_totals import Minute
+from router.errors import RequestError
+from router.scoring import Ranked
 
 MAX_REQUESTS = 512
 MAX_REASON_CHARS = 500
+SECONDS = 60
 _FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
 
 
@@ -36,7 +39,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
 
     number: int = 0
     change: int = 0
-    """Of all changes in the journal the one that touched this request last."""
+    """The number of the last change in the log that touched this request."""
     arrived_at: float = 0.0
     """Unix time."""
     replica: str | None = None
@@ -51,14 +54,25 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     """The reason, or what makes it: most are never read."""
     attempts: int = 0
     last_failure: str | None = None
-    """Of an attempt that was followed by another, or by the end."""
+    """How the last failed attempt failed; another attempt may have followed."""
     actual_tokens: int | None = None
-    """What the engine says was cached; None where it does not say, or not of the same thing."""
+    """What the engine reported as cached; None where it reported nothing comparable."""
     first_byte_s: float | None = None
     status: int | None = None
     end: str | None = None
     """How it ended; None while it runs."""
     seconds: float | None = None
+
+    def sent_to(self, ranked: Ranked) -> None:
+        """Note one more attempt, and what was predicted of this replica."""
+        candidate = ranked.candidate
+        self.attempts += 1
+        self.replica = candidate.replica_id
+        self.dp_rank = candidate.dp_rank
+        self.gpu_cached_tokens = candidate.gpu_cached_tokens
+        self.cached_tokens = candidate.cached_tokens
+        self.suspect = candidate.suspect
+        self.why = ranked.why
 
     @property
     def reason(self) -> str:
@@ -67,7 +81,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def verdict(self) -> Literal["exact", "over", "under"] | None:
-        """The prediction held against the truth."""
+        """How the prediction compares with what was cached; None where that is not known."""
         if self.actual_tokens is None:
             return None
         if self.actual_tokens == self.cached_tokens:
@@ -76,35 +90,119 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def has_failed(self) -> bool:
-        """Not by its client's doing."""
+        """Whether it failed for a reason other than its client."""
         return (self.status or 0) >= 500 or self.end in _FAILED_ENDS
 
 
+class Totals(msgspec.Struct):
+    """Counts over a period. Tokens are prompt tokens."""
+
+    requests: int = 0
+    """Routed, however they ended."""
+    failed: int = 0
+    """Ended with a 5xx or broken off, the router's own refusals included."""
+    routed_tokens: int = 0
+    """Over all routed requests, as far as their prompts are known."""
+    promised_tokens: int = 0
+    """Part of *routed_tokens* that was predicted to be cached."""
+    compared: int = 0
+    """Requests whose responses reported their cached tokens."""
+    compared_tokens: int = 0
+    predicted_tokens: int = 0
+    """Part of *compared_tokens* that was predicted to be cached."""
+    actual_tokens: int = 0
+    """Part of *compared_tokens* that was cached."""
+    over: int = 0
+    """Predictions above the truth."""
+    under: int = 0
+
+    def add(self, other: Totals) -> None:
+        """Add every count of *other*."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def add_request(self, request: RoutedRequest) -> None:
+        """Count a request that has ended."""
+        self.failed += request.has_failed
+        self.routed_tokens += request.prompt_tokens
+        self.promised_tokens += request.cached_tokens
+        if request.actual_tokens is not None:
+            self.compared += 1
+            self.compared_tokens += request.prompt_tokens
+            self.predicted_tokens += request.cached_tokens
+            self.actual_tokens += request.actual_tokens
+            self.over += request.verdict == "over"
+            self.under += request.verdict == "under"
+
+
+class RollingTotals:
+    """The totals of the last 60 seconds, kept second by second.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._by_second = [Totals() for _ in range(SECONDS)]
+        self._second = int(self._started)
+
+    @property
+    def now(self) -> Totals:
+        """The present second, to be counted into."""
+        self._forget_old()
+        return self._by_second[self._second % SECONDS]
+
+    @property
+    def seconds(self) -> float:
+        """The length of the period that `total` sums over: a minute, less after the start."""
+        self._forget_old()
+        since = max(self._started, self._second - SECONDS + 1)
+        return max(self._clock() - since, 1.0)
+
+    def total(self) -> Totals:
+        """Sum the last minute up."""
+        self._forget_old()
+        total = Totals()
+        for each in self._by_second:
+            total.add(each)
+        return total
+
+    def _forget_old(self) -> None:
+        """Reset the seconds that have passed since the last call and begin a new minute."""
+        second = int(self._clock())
+        for passed in range(max(self._second + 1, second - SECONDS + 1), second + 1):
+            self._by_second[passed % SECONDS] = Totals()
+        self._second = max(second, self._second)
+
+
 @dataclass(frozen=True, slots=True)
-class JournalStatistics:
-    """How much is held, and how much there was."""
+class RequestLogStatistics:
+    """Requests held now; requests and changes since the start."""
 
     held: int
     requests: int
     changes: int
 
 
-class Journal:
+class RequestLog:
     """Holds the requests that changed last. Belongs to one event loop.
 
     Args:
-        max_requests: More are forgotten, the longest unchanged first, also while they run.
+        max_requests: Bound on requests held; the longest unchanged is dropped first, even while it
+            runs.
         clock: Unix time.
-        minute: Counts along.
+        totals: Counts along; by default on the system's monotonic clock.
     """
 
     def __init__(
         self,
         max_requests: int = MAX_REQUESTS,
         clock: Callable[[], float] = time.time,
-        minute: Minute | None = None,
+        totals: RollingTotals | None = None,
     ) -> None:
-        self.minute = minute or Minute()
+        self.totals = totals or RollingTotals()
         self.started_at = clock()
         self._max_requests = max_requests
         self._clock = clock
@@ -112,20 +210,30 @@ class Journal:
         self._requests = self._changes = 0
 
     @property
-    def changes(self) -> int:
+    def last_change(self) -> int:
         """The number of the last change."""
         return self._changes
 
-    def opened(self, request: RoutedRequest) -> None:
-        """A request has been decided on."""
+    def add(self, request: RoutedRequest) -> None:
+        """Log a request that has been decided on."""
         self._requests += 1
         request.number = self._requests
         request.arrived_at = self._clock()
-        self.minute.now.requests += 1
-        self.changed(request)
+        self.totals.now.requests += 1
+        self.update(request)
 
-    def changed(self, request: RoutedRequest) -> None:
-        """Something more is known of it."""
+    def add_refused(self, request: RoutedRequest, error: RequestError) -> None:
+        """Log a request that no replica could take.
+
+        Args:
+            request: As far as it was decided on.
+            error: The client's response.
+        """
+        request.status, request.end = error.status, error.code
+        self.add(request)
+
+    def update(self, request: RoutedRequest) -> None:
+        """Note that more is known of a request; one that was dropped is held again."""
         self._changes += 1
         request.change = self._changes
         self._held.pop(request.number, None)
@@ -133,34 +241,29 @@ class Journal:
         if len(self._held) > self._max_requests:
             del self._held[next(iter(self._held))]
 
-    def settled(self, request: RoutedRequest) -> None:
-        """It is over."""
-        self.changed(request)
-        tally = self.minute.now
-        tally.failed += request.has_failed
-        tally.routed_tokens += request.prompt_tokens
-        tally.promised_tokens += request.cached_tokens
-        if request.actual_tokens is not None:
-            tally.compared += 1
-            tally.compared_tokens += request.prompt_tokens
-            tally.predicted_tokens += request.cached_tokens
-            tally.actual_tokens += request.actual_tokens
-            tally.over += request.verdict == "over"
-            tally.under += request.verdict == "under"
+    def finish(self, request: RoutedRequest) -> None:
+        """Note that a request has ended, and count it."""
+        self.update(request)
+        self.totals.now.add_request(request)
 
-    def turned_away(self, request: RoutedRequest, status: int, code: str) -> None:
-        """A request has been answered with an error, since nobody could take it."""
-        request.status, request.end = status, code
-        self.opened(request)
+    def count_failure(self) -> None:
+        """Count a request that the router itself ended with a 5xx."""
+        self.totals.now.failed += 1
 
     def since(self, change: int, limit: int = MAX_REQUESTS) -> list[RoutedRequest]:
-        """What changed after *change*, the latest first, at most *limit* of it."""
+        """Return the requests that changed after a given change, the latest first.
+
+        Args:
+            change: The number of a change; 0 for everything.
+            limit: Bound on the requests returned.
+        """
         return list(
             islice(takewhile(lambda request: request.change > change, self._latest()), limit)
         )
 
-    def statistics(self) -> JournalStatistics:
-        return JournalStatistics(len(self._held), self._requests, self._changes)
+    def statistics(self) -> RequestLogStatistics:
+        """Sizes and counts."""
+        return RequestLogStatistics(len(self._held), self._requests, self._changes)
 
     def _latest(self) -> Iterator[RoutedRequest]:
         return reversed(self._held.values())

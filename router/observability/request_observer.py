@@ -1,21 +1,21 @@
-"""One proxied request on the books: load, health, metrics, and the prediction held against the
-truth."""
+"""One proxied request observed: load, health, metrics, its line in the log, and its prediction
+compared with what the engine reports."""
 
 from __future__ import annotations
 
-from router.errors import UnknownReplica
+from router.errors import NoReplica, RequestError
 from router.observability.metrics import RouterMetrics
-from router.observability.request_log import Journal, RoutedRequest
-from router.proxy import RETRIED, Attempt, End, Failure, Outcome
+from router.observability.request_log import RequestLog, RoutedRequest
+from router.proxy import RETRIED, Attempt, End, Failure
 from router.proxy.usage import UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker
-from router.routing.dispatcher import Dispatched
-from router.routing.planner import Decision, RoutePlanner
+from router.routing.dispatcher import Decision
+from router.routing.planner import RoutePlanner, uncached_tokens
 
 
-class Bookkeeper:
-    """What all accounts share."""
+class RequestObservers:
+    """Makes the observer of each request, and knows what they all report to."""
 
     def __init__(
         self,
@@ -23,70 +23,128 @@ class Bookkeeper:
         metrics: RouterMetrics,
         planner: RoutePlanner,
         replicas: ReplicaRegistry,
-        journal: Journal,
+        log: RequestLog,
     ) -> None:
+        """Keep the parts that hear of requests.
+
+        Args:
+            load: Counts what is in flight at each replica.
+            metrics: Counted and timed into.
+            planner: Remembers which prompts were just sent where.
+            replicas: Hears which of them failed and which served.
+            log: Gets a line for each request.
+        """
         self.load = load
         self.metrics = metrics
         self.planner = planner
         self.replicas = replicas
-        self.journal = journal
-        self.tells_cached_tokens: set[str] = set()
-        """Replicas whose answers have told their cached tokens at least once."""
+        self.log = log
+        self.reporting: set[str] = set()
+        """Replicas whose responses have reported cached tokens at least once."""
+
+    def observe(self, decision: Decision, path: str, request_id: str) -> RequestObserver:
+        """Log a request that has been decided on, and make its observer.
+
+        Args:
+            decision: Where it should go.
+            path: The endpoint's path.
+            request_id: Ties the logs of client, router and engine together.
+        Raises:
+            NoReplica: The ranking is empty; the request is logged as refused.
+        """
+        self.metrics.decided(decision.model.name, decision.tokenization_s, decision.routing_s)
+        request = _logged(decision, path, request_id)
+        try:
+            decision.require_replica()
+        except NoReplica as error:
+            self.log.add_refused(request, error)
+            raise
+        if decision.has_report_mode:
+            self.metrics.report_modes.inc()
+        self.log.add(request)
+        return RequestObserver(self, decision, request)
+
+    def refused(self, error: RequestError) -> None:
+        """Count a request that ends with one of the router's own errors."""
+        self.metrics.bad_requests.labels(error.code).inc()
+        if error.status >= 500:
+            self.log.count_failure()
+
+    def client_left(self) -> None:
+        """Count a request whose client left before all of it had arrived."""
+        self.metrics.bad_requests.labels("client_gone").inc()
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that was removed: its series, and whether it reports cached tokens."""
+        self.reporting.discard(replica_id)
+        self.metrics.forget("replica", replica_id)
 
 
-class Account:
-    """Implements the proxy's `Observer` for one request."""
+class RequestObserver:
+    """Implements `ProxyObserver` for one request."""
+
+    __slots__ = (
+        "_decision",
+        "_events",
+        "_in_flight",
+        "_load",
+        "_log",
+        "_metrics",
+        "_planner",
+        "_replicas",
+        "_reporting",
+        "_request",
+        "_responded",
+        "_usage",
+    )
 
     def __init__(
-        self,
-        books: Bookkeeper,
-        decision: Decision,
-        dispatched: Dispatched | None,
-        routed: RoutedRequest,
+        self, shared: RequestObservers, decision: Decision, request: RoutedRequest
     ) -> None:
-        """*dispatched* is None for requests without a prompt; *routed* is this request's line in
-        the journal."""
-        self._books = books
+        self._load = shared.load
+        self._metrics = shared.metrics
+        self._planner = shared.planner
+        self._replicas = shared.replicas
+        self._log = shared.log
+        self._reporting = shared.reporting
         self._decision = decision
-        self._dispatched = dispatched
+        self._request = request
         self._in_flight: InFlight | None = None
         self._usage = UsageReader()
         self._events = 0
-        self._routed = routed
-        books.journal.opened(routed)
+        self._responded: str | None = None
 
     def on_attempt(self, attempt: Attempt) -> None:
         replica_id = attempt.replica_id
-        uncached = self._decision.uncached_tokens(replica_id)
+        ranked = self._decision.ranked(replica_id)
+        uncached = uncached_tokens(self._decision.prompt_tokens, ranked.candidate)
         if self._in_flight is None:
-            self._in_flight = self._books.load.started(
-                replica_id, uncached, self._decision.prompt_tokens
-            )
+            self._in_flight = self._load.started(replica_id, uncached, self._decision.prompt_tokens)
         else:
             self._in_flight.retried(replica_id, uncached)
-        self._books.planner.remember(self._decision, replica_id)
-        self._note_attempt(replica_id)
+        self._planner.remember(self._decision.prompts, replica_id)
+        self._request.sent_to(ranked)
+        self._log.update(self._request)
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> None:
-        self._routed.last_failure = failure.value
-        if failure in RETRIED and self._knows(attempt.replica_id):
-            self._books.metrics.retries.labels(attempt.replica_id, failure.value).inc()
-            self._books.planner.forget(attempt.replica_id)
-        # A 500 may be the request's own doing; were it held against the replica, one client could
+        self._request.last_failure = failure.value
+        if failure in RETRIED and attempt.replica_id in self._replicas:
+            self._metrics.retries.labels(attempt.replica_id, failure.value).inc()
+            self._planner.forget(attempt.replica_id)
+        # A 500 may be the request's own fault: were it held against the replica, one client could
         # empty the fleet.
         if failure is not Failure.SERVER_ERROR:
-            self._books.replicas.report_failure(attempt.replica_id, failure.value)
+            self._replicas.report_failure(attempt.replica_id, failure.value)
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
+        replica_id = self._responded = attempt.replica_id
         if self._in_flight is not None:
             self._in_flight.first_token()
-        self._routed.first_byte_s = seconds
-        self._books.journal.changed(self._routed)
-        self._books.replicas.report_served(attempt.replica_id)
-        if self._knows(attempt.replica_id):
-            self._books.metrics.first_byte.labels(self._decision.model, attempt.replica_id).observe(
-                seconds
-            )
+        self._request.first_byte_s = seconds
+        self._log.update(self._request)
+        self._replicas.report_served(replica_id)
+        if replica_id in self._replicas:
+            self._metrics.first_byte.labels(self._decision.model.name, replica_id).observe(seconds)
 
     def on_chunk(self, data: bytes) -> None:
         self._usage.feed(data)
@@ -95,94 +153,60 @@ class Account:
             self._in_flight.generated(events - self._events)
             self._events = events
 
-    def on_end(self, outcome: Outcome) -> None:
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.ended()
-        metrics, model = self._books.metrics, self._decision.model
-        replica = self._label(outcome)
-        metrics.requests.labels(
-            model, replica, self._decision.policy, str(outcome.status or "none")
+        model, replica = self._decision.model.name, self._label()
+        self._metrics.requests.labels(
+            model, replica, self._decision.policy, str(status or "none")
         ).inc()
-        metrics.ends.labels(outcome.end.value).inc()
-        metrics.total.labels(model).observe(outcome.seconds)
-        if outcome.end is End.COMPLETED and outcome.status == 200 and self._knows(replica):
-            self._compare(replica)
-        self._settle(outcome)
+        self._metrics.ends.labels(end.value).inc()
+        self._metrics.total.labels(model).observe(seconds)
+        if end is End.COMPLETED and status == 200:
+            self._compare()
+        self._request.status, self._request.end = status, end.value
+        self._request.seconds = seconds
+        self._log.finish(self._request)
 
-    def _note_attempt(self, replica_id: str) -> None:
-        """What the journal says of the replica that is tried now."""
-        routed, hit = self._routed, self._decision.hit_of(replica_id)
-        ranked = next(
-            found
-            for found in self._decision.ranking.ranked
-            if found.candidate.replica_id == replica_id
-        )
-        routed.attempts += 1
-        routed.replica, routed.dp_rank, routed.why = (
-            replica_id,
-            ranked.candidate.dp_rank,
-            ranked.why,
-        )
-        routed.gpu_cached_tokens, routed.cached_tokens, routed.suspect = (
-            hit.gpu_cached_tokens,
-            hit.cached_tokens,
-            hit.suspect,
-        )
-        self._books.journal.changed(routed)
-
-    def _settle(self, outcome: Outcome) -> None:
-        routed = self._routed
-        routed.status, routed.end = outcome.status, outcome.end.value
-        routed.first_byte_s, routed.seconds = outcome.first_byte_s, outcome.seconds
-        self._books.journal.settled(routed)
-
-    def _label(self, outcome: Outcome) -> str:
-        """Who answered. The series of a replica that was removed meanwhile are gone, and must not
-        come back."""
-        if outcome.attempt is None:
+    def _label(self) -> str:
+        """The replica that responded. The series of one that was removed meanwhile are gone, and
+        must not come back."""
+        if self._responded is None:
             return "none"
-        return outcome.attempt.replica_id if self._knows(outcome.attempt.replica_id) else "removed"
+        return self._responded if self._responded in self._replicas else "removed"
 
-    def _knows(self, replica_id: str) -> bool:
-        try:
-            self._books.replicas.get(replica_id)
-        except UnknownReplica:
-            return False
-        return True
-
-    def _compare(self, replica: str) -> None:
-        dispatched = self._dispatched
-        if dispatched is None or not dispatched.is_comparable:
+    def _compare(self) -> None:
+        """Compare the prediction with what the engine reported."""
+        replica_id = self._responded
+        if replica_id is None or replica_id not in self._replicas:
             return
-        actual = self._cached_tokens(replica)
+        actual = self._cached_tokens(replica_id) if self._decision.is_comparable else None
         if actual is not None:
-            self._routed.actual_tokens = actual
-            self._books.metrics.compare(
-                self._decision.model, replica, self._decision.hit_of(replica).cached_tokens, actual
+            self._request.actual_tokens = actual
+            self._metrics.compare(
+                self._decision.model.name, replica_id, self._request.cached_tokens, actual
             )
 
-    def _cached_tokens(self, replica: str) -> int | None:
-        """What the engine says was cached. vLLM leaves a zero out, so from a replica that ever
-        told, silence means none."""
+    def _cached_tokens(self, replica_id: str) -> int | None:
+        """What the engine reported as cached. vLLM leaves a zero out, so from a replica that has
+        ever reported cached tokens, silence means zero."""
         usage = self._usage.usage()
         if usage.cached_tokens is not None:
-            self._books.tells_cached_tokens.add(replica)
-        elif usage.prompt_tokens is not None and replica in self._books.tells_cached_tokens:
+            self._reporting.add(replica_id)
+        elif usage.prompt_tokens is not None and replica_id in self._reporting:
             return 0
         return usage.cached_tokens
 
 
-def describe(
-    path: str, request_id: bytes, decision: Decision, dispatched: Dispatched | None
-) -> RoutedRequest:
-    """A request as the journal knows it before it is sent."""
-    prompts = () if dispatched is None else dispatched.tokenized
+def _logged(decision: Decision, path: str, request_id: str) -> RoutedRequest:
+    """The request as the log shows it before it is sent."""
+    unknown = (prompt.reason for prompt in decision.tokenized if prompt.reason is not None)
     return RoutedRequest(
-        request_id=request_id.decode("latin-1"),
+        request_id=request_id,
         path=path,
-        model=decision.model,
+        model=decision.model.name,
         policy=decision.policy,
-        stream=dispatched is not None and dispatched.spec.stream,
+        stream=decision.spec is not None and decision.spec.stream,
         prompt_tokens=decision.prompt_tokens,
-        unknown=next((prompt.reason for prompt in prompts if prompt.reason is not None), None),
+        unknown=next(unknown, None),
     )

@@ -1,29 +1,23 @@
-"""One request streamed to one replica, as raw ASGI: `proxy.Proxy.stream`.
-
-`types` holds what goes in and out, `relay.Relay` the steps of one request; `headers`, `events`,
-`errors` and `usage` are what they need.
+"""One request streamed to one replica, as raw ASGI: `Proxy.stream`.
 
 The files; each imports only what is listed above it:
 
-    types.py     what goes in and out: attempts, ends, failures
-    errors.py    error bodies and error events, in the client's dialect
-    events.py    an event stream by whole lines, so that it can be ended cleanly
+    types.py     what goes in, and what is reported: attempts, failures, ends
+    errors.py    error bodies in the client's dialect, and the end of a broken event stream
     headers.py   which headers go through
-    relay.py     the steps of one request
-    proxy.py     all requests under way, and a watch on their clients
-    usage.py     what a passing answer says of its own tokens
+    proxy.py     the steps of one request, and a watch on the clients of all
+    usage.py     the token counts in a passing response
 """
 
 from router.proxy.errors import error_body
-from router.proxy.proxy import Proxy, ProxyStatistics
+from router.proxy.proxy import Proxy
 from router.proxy.types import (
     RETRIED,
     Attempt,
     Dialect,
     End,
     Failure,
-    Observer,
-    Outcome,
+    ProxyObserver,
     ProxyRequest,
     ProxySettings,
 )
@@ -34,11 +28,9 @@ __all__ = [
     "Dialect",
     "End",
     "Failure",
-    "Observer",
-    "Outcome",
     "Proxy",
+    "ProxyObserver",
     "ProxyRequest",
     "ProxySettings",
-    "ProxyStatistics",
     "error_body",
 ]

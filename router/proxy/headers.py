@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from router.proxy.types import Attempt, ProxyRequest
 from router.upstream import Header, UpstreamResponse
 
-# RFC 9110 7.6.1 names the first five; the others mean this hop only by their own definitions (7.6.1
+# RFC 9110 7.6.1 names the first five; the others apply to one hop by their own definitions (7.6.1
 # calls them "connection options"): 11.7 proxy authentication, 6.6.2 trailer (trailers are not
 # passed on), RFC 7540 3.2.1.
 HOP_BY_HOP = frozenset(
@@ -24,15 +24,20 @@ HOP_BY_HOP = frozenset(
         b"http2-settings",
     )
 )
-# The upstream client writes its own host and content-length; the body is here already, so nobody
-# waits for 100 Continue.
+# The upstream client writes its own host and content-length. The body is here already, so
+# 100 Continue has no purpose.
 _REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _WITHOUT_BODY = frozenset((204, 304))
 _COMMON_OPTIONS = frozenset((b"", b",keep-alive", b",close"))
 
 
 def upstream_headers(request: ProxyRequest, attempt: Attempt) -> list[Header]:
-    """The headers to send to the candidate, without host and content-length."""
+    """The headers to send to a candidate, without host and content-length.
+
+    Args:
+        request: The client's.
+        attempt: The candidate, whose own headers win.
+    """
     override = attempt.request_headers
     if not override:
         return _end_to_end(request.headers, _REQUEST_DROPPED)
@@ -44,12 +49,18 @@ def upstream_headers(request: ProxyRequest, attempt: Attempt) -> list[Header]:
 def client_headers(
     response: UpstreamResponse, attempt: Attempt, request: ProxyRequest
 ) -> list[Header]:
-    """The headers to send to the client: the replica's own, and the caller's."""
+    """The headers to send to the client.
+
+    Args:
+        response: The replica's.
+        attempt: The candidate; its headers replace those of the response, like those of *request*.
+        request: The client's.
+    """
     added = attempt.response_headers + request.response_headers
     dropped = HOP_BY_HOP.union([name for name, _ in added])
     if response.status in _WITHOUT_BODY:
-        # A 304 may tell the length of what it does not send; a server that counts what it sends
-        # would call that wrong.
+        # A 304 may carry the length of the body it leaves out; uvicorn, which counts the bytes
+        # sent, would find it wrong.
         dropped |= {b"content-length"}
     kept = _end_to_end(response.headers, dropped)
     kept += added
@@ -57,8 +68,8 @@ def client_headers(
 
 
 def takes_events(headers: Iterable[Header]) -> bool:
-    """Whether an event may be appended to this body: it is an event stream, plain and of open
-    length."""
+    """Whether an event may be appended to this body: it is an event stream, not encoded and of
+    open length."""
     found = False
     for name, value in headers:
         if name == b"content-type":

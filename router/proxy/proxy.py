@@ -1,71 +1,99 @@
-"""The proxy: streams requests, each to one replica, and watches the clients of those under way."""
+"""The proxy: each request goes to its candidates in turn until one gives a first byte; that one's
+response is streamed to the client."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable
 
-from router.proxy.relay import Relay
+from router.proxy.errors import EventLines, error_body, error_event
+from router.proxy.headers import client_headers, takes_events, upstream_headers
 from router.proxy.types import (
     Attempt,
     End,
-    Observer,
-    Outcome,
+    Failure,
+    Message,
+    ProxyObserver,
     ProxyRequest,
     ProxySettings,
     Receive,
     Send,
 )
-from router.upstream import UpstreamClient
+from router.upstream import (
+    ClosedBeforeResponse,
+    ConnectFailed,
+    ConnectionLimitReached,
+    ConnectTimeout,
+    FirstByteTimeout,
+    IdleTimeout,
+    ResponseBroken,
+    UpstreamClient,
+    UpstreamError,
+    UpstreamResponse,
+)
+
+# The replica, or a gateway in front of it, says "not now": nothing was generated, so the next
+# candidate may be tried.
+_UNAVAILABLE_STATUSES = frozenset((502, 503, 504))
+_FAILURES: dict[type[UpstreamError], Failure] = {
+    ConnectFailed: Failure.CONNECT,
+    ConnectTimeout: Failure.CONNECT,
+    ClosedBeforeResponse: Failure.CLOSED,
+    FirstByteTimeout: Failure.FIRST_BYTE_TIMEOUT,
+    ResponseBroken: Failure.MALFORMED,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyStatistics:
-    """Requests under way now, and how many ended in each way since the proxy was made."""
-
-    active: int
-    ended: dict[End, int] = field(default_factory=dict)
+class _ClientDisconnected(Exception):
+    """The server's `send` reports that the client's connection is closed."""
 
 
 class Proxy:
     """Raw ASGI in front, `UpstreamClient` behind. Belongs to one event loop."""
 
     def __init__(self, client: UpstreamClient, settings: ProxySettings) -> None:
+        """Make a proxy.
+
+        Args:
+            client: Sends to the replicas.
+            settings: Bounds on every request.
+        """
         self._client = client
         self._settings = settings
-        self._relays: set[Relay] = set()
-        self._ended = dict.fromkeys(End, 0)
+        self._relays: set[_Relay] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def stream(
         self,
-        plan: Sequence[Attempt],
+        plan: Iterable[Attempt],
         request: ProxyRequest,
         receive: Receive,
         send: Send,
-        observer: Observer,
-    ) -> Outcome:
-        """Send the request to the first candidate of *plan* that gives a first byte, and its answer
+        observer: ProxyObserver,
+    ) -> End:
+        """Send a request to the first candidate of *plan* that gives a first byte, and its response
         to the client.
 
-        The answer begins when its first body byte is here, not with its headers: until then another
-        candidate may serve. After the last one failed, the client gets 502, or 503 where a replica
-        said so or *plan* is empty.
+        The response to the client begins with the first body byte, not with the headers: until then
+        another candidate may serve. After the last one failed, the client gets 502, or 503 where a
+        replica responded with that or *plan* is empty.
 
         Args:
-            plan: Candidates, best first.
+            plan: Candidates, best first; taken from it one by one.
             request: The client's request, its body read to the end.
             receive: The server's; asked only whether the client is still there.
-            send: The server's; its waiting for a slow client is what pauses the replica.
-            observer: Told what happens; ``on_end`` exactly once, whatever happens.
+            send: The server's; while it waits for a slow client, the replica is paused.
+            observer: Hears what happens; `on_end` exactly once, in every case.
+        Returns:
+            How it ended.
         Raises:
-            asyncio.CancelledError: The task was cancelled by somebody else. The replica's
-                connection is closed.
+            asyncio.CancelledError: The task was cancelled from outside. The replica's connection is
+                closed.
         """
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        relay = Relay(self._client, self._settings, request, receive, send, observer, loop)
+        relay = _Relay(self._client, self._settings, request, receive, send, observer, loop)
         self._relays.add(relay)
         if self._timer is None:
             self._timer = loop.call_later(self._settings.watch_s, self._watch, loop)
@@ -73,14 +101,8 @@ class Proxy:
             await relay.run(plan)
         finally:
             self._relays.discard(relay)
-            relay.stop_watching()
-            self._ended[relay.end] += 1
-            outcome = relay.outcome()
-            observer.on_end(outcome)
-        return outcome
-
-    def statistics(self) -> ProxyStatistics:
-        return ProxyStatistics(active=len(self._relays), ended=dict(self._ended))
+            relay.finish()
+        return relay.end
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
@@ -89,3 +111,233 @@ class Proxy:
         self._timer = (
             loop.call_later(self._settings.watch_s, self._watch, loop) if self._relays else None
         )
+
+
+class _Relay:
+    """The state of one proxied request, and the steps that change it."""
+
+    __slots__ = (
+        "_client",
+        "_listener",
+        "_loop",
+        "_observer",
+        "_receive",
+        "_request",
+        "_send",
+        "_sending_since",
+        "_settings",
+        "_started_at",
+        "_status",
+        "_task",
+        "_unavailable",
+        "_verdict",
+        "end",
+    )
+
+    def __init__(
+        self,
+        client: UpstreamClient,
+        settings: ProxySettings,
+        request: ProxyRequest,
+        receive: Receive,
+        send: Send,
+        observer: ProxyObserver,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.end = End.ABANDONED
+        self._client = client
+        self._settings = settings
+        self._request = request
+        self._receive = receive
+        self._send = send
+        self._observer = observer
+        self._loop = loop
+        self._started_at = loop.time()
+        self._task = asyncio.current_task(loop)
+        self._listener: asyncio.Task[None] | None = None
+        self._sending_since = 0.0
+        self._verdict: End | None = None
+        self._status: int | None = None
+        self._unavailable = False
+
+    async def run(self, plan: Iterable[Attempt]) -> None:
+        """Proxy the request; `end` then says how it ended. Raises CancelledError if the task is
+        cancelled from outside."""
+        try:
+            self.end = await self._serve(plan)
+        except _ClientDisconnected:
+            self.end = End.CLIENT_LEFT
+        except asyncio.CancelledError:
+            if self._verdict is None or self._is_cancelled_from_outside():
+                raise
+            self.end = self._verdict
+            if self.end is End.CLIENT_STALLED:
+                await self._abort_client()
+
+    def finish(self) -> None:
+        """Stop listening, and report the end."""
+        if self._listener is not None:
+            self._listener.cancel()
+        self._observer.on_end(self.end, self._status, self._loop.time() - self._started_at)
+
+    # --- what may end it from outside -------------------------------------------------------------
+
+    def watch(self, now: float) -> None:
+        """Listen for the client's leaving, and end a write that has waited for too long.
+
+        The proxy's timer calls this for all requests, so that a request costs no timer of its own;
+        and only one that outlives a tick gets a listening task: most are over by then.
+        """
+        if self._sending_since and now - self._sending_since > self._settings.client_stall_s:
+            self._interrupt(End.CLIENT_STALLED)
+        elif self._listener is None and now - self._started_at >= self._settings.watch_s:
+            self._listener = self._loop.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        # The body was read to its end, so only a disconnect can follow.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._interrupt(End.CLIENT_LEFT)
+
+    def _interrupt(self, verdict: End) -> None:
+        # The request's task is waiting somewhere below `run` whenever this is called, so the
+        # cancellation surfaces there.
+        if self._verdict is None and self._task is not None:
+            self._verdict = verdict
+            self._task.cancel()
+
+    def _is_cancelled_from_outside(self) -> bool:
+        """Take our own cancellation back, and return whether another one is left."""
+        if sys.version_info >= (3, 11) and self._task is not None:
+            return self._task.uncancel() > 0
+        return False
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    async def _serve(self, plan: Iterable[Attempt]) -> End:
+        tried = False
+        for attempt in plan:
+            tried = True
+            try:
+                response = await self._try(attempt)
+            except ConnectionLimitReached:
+                return await self._refuse(
+                    End.OVERLOADED, 503, "the router is at its limit of connections", "overloaded"
+                )
+            if response is not None:
+                try:
+                    return await self._deliver(attempt, response)
+                finally:
+                    response.abort()
+        status = 502 if tried and not self._unavailable else 503
+        return await self._refuse(
+            End.NO_REPLICA, status, "no replica could serve the request", "no_replica_available"
+        )
+
+    async def _try(self, attempt: Attempt) -> UpstreamResponse | None:
+        """Send the request to one candidate; None if it failed in a way that lets the next one be
+        tried."""
+        self._observer.on_attempt(attempt)
+        request = self._request
+        headers = upstream_headers(request, attempt)
+        timeouts = request.timeouts or self._settings.timeouts
+        try:
+            response = await self._client.send(
+                attempt.origin, request.method, request.target, headers, request.body, timeouts
+            )
+        except ConnectionLimitReached:
+            raise
+        except UpstreamError as error:
+            self._observer.on_failure(attempt, _FAILURES[type(error)])
+            return None
+        if response.status in _UNAVAILABLE_STATUSES:
+            response.abort()
+            self._unavailable = True
+            self._observer.on_failure(attempt, Failure.UNAVAILABLE)
+            return None
+        if response.status >= 500:
+            self._observer.on_failure(attempt, Failure.SERVER_ERROR)
+        return response
+
+    async def _deliver(self, attempt: Attempt, response: UpstreamResponse) -> End:
+        self._status = response.status
+        self._observer.on_first_byte(attempt, self._loop.time() - self._started_at)
+        headers = client_headers(response, attempt, self._request)
+        events = EventLines() if takes_events(response.headers) else None
+        await self._emit(
+            {"type": "http.response.start", "status": response.status, "headers": headers}
+        )
+        try:
+            await self._copy(response, events)
+        except UpstreamError as error:
+            return await self._break_off(attempt, events, error)
+        return End.COMPLETED
+
+    async def _copy(self, response: UpstreamResponse, events: EventLines | None) -> None:
+        final = False
+        while not final:
+            chunk = await response.read_chunk() or b""
+            final = response.at_end
+            if chunk:
+                self._observer.on_chunk(chunk)
+            if events is not None:
+                chunk = events.release(chunk, final)
+            if chunk or final:
+                await self._emit(
+                    {"type": "http.response.body", "body": chunk, "more_body": not final}
+                )
+
+    async def _break_off(
+        self, attempt: Attempt, events: EventLines | None, error: UpstreamError
+    ) -> End:
+        """The replica died in mid-stream: end an event stream with an error event, and any other
+        body visibly too early."""
+        if events is not None and events.finished:
+            # It died between its last event and the end of its body: the client has everything.
+            await self._emit({"type": "http.response.body", "body": b"", "more_body": False})
+            return End.COMPLETED
+        self._observer.on_failure(
+            attempt, Failure.IDLE_TIMEOUT if isinstance(error, IdleTimeout) else Failure.DIED
+        )
+        if events is None:
+            await self._abort_client()
+            return End.REPLICA_DIED
+        message = "the replica ended the stream before it was complete"
+        event = error_event(self._request.dialect, message, "server_error", "replica_died")
+        await self._emit(
+            {"type": "http.response.body", "body": events.separator + event, "more_body": False}
+        )
+        return End.REPLICA_DIED
+
+    async def _refuse(self, end: End, status: int, message: str, code: str) -> End:
+        self._status = status
+        body = error_body(self._request.dialect, message, "server_error", code)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"%d" % self._settings.retry_after_s),
+            *self._request.response_headers,
+        ]
+        await self._emit({"type": "http.response.start", "status": status, "headers": headers})
+        await self._emit({"type": "http.response.body", "body": body, "more_body": False})
+        return end
+
+    async def _emit(self, message: Message) -> None:
+        self._sending_since = self._loop.time()
+        try:
+            await self._send(message)
+        except OSError:
+            raise _ClientDisconnected from None
+        self._sending_since = 0.0
+
+    async def _abort_client(self) -> None:
+        """Close the client's socket in mid-response. Without a way to do so, returning unfinished
+        makes the server do it."""
+        if self._request.abort_client is not None:
+            # The listener is about to see the client's socket close, and must not report it as
+            # CLIENT_LEFT.
+            self._verdict = self._verdict or End.REPLICA_DIED
+            self._request.abort_client()
+            # Let the server see the closed socket before this call returns, or it logs an
+            # application that returned without completing its response.
+            await asyncio.sleep(0)

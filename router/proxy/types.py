@@ -1,4 +1,4 @@
-"""The plain values that go into the proxy and come out of it."""
+"""The plain values that go into the proxy, and what it reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Dialect(Enum):
-    """Whose clients read the errors: each SDK recognises only its own form."""
+    """The form of errors: each client SDK recognises only its own."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -24,33 +24,30 @@ class Dialect(Enum):
 class End(Enum):
     """How a proxied request ended. Exactly one of them is reported for every request."""
 
-    # The replica's answer, whatever its status, reached the client whole.
+    # The replica's response, whatever its status, reached the client whole.
     COMPLETED = "completed"
     # The client closed its connection first.
     CLIENT_LEFT = "client_left"
     # The client read nothing for longer than client_stall_s.
     CLIENT_STALLED = "client_stalled"
-    # The replica broke off, or fell silent, after the first byte had been passed on.
+    # The replica broke off, or fell silent, after its first byte had been passed on.
     REPLICA_DIED = "replica_died"
-    # Every candidate failed before its first byte, or there was none: answered with 502 or 503.
+    # Every candidate failed before its first byte, or there was none: the client got 502 or 503.
     NO_REPLICA = "no_replica"
-    # The router has no connection to spare: answered with 503.
+    # The router has no connection to spare: the client got 503.
     OVERLOADED = "overloaded"
-    # The router itself gave up: its task was cancelled (shutdown) or an error of its own came
-    # through.
+    # The router itself gave up: the task was cancelled (shutdown), or raised an error of our own.
     ABANDONED = "abandoned"
 
 
 class Failure(Enum):
-    """What a replica did wrong in one attempt. A 4xx answer is the client's doing and is no
-    failure."""
+    """How a replica failed in one attempt. A 4xx response does not count: the client caused it."""
 
     CONNECT = "connect"
     CLOSED = "closed"
     FIRST_BYTE_TIMEOUT = "first_byte_timeout"
     MALFORMED = "malformed"
-    # 502, 503, 504: the replica, or a gateway before it, says that it cannot serve now. The next
-    # candidate is tried.
+    # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
     UNAVAILABLE = "unavailable"
     # Any other 5xx: passed on to the client.
     SERVER_ERROR = "server_error"
@@ -59,8 +56,8 @@ class Failure(Enum):
     IDLE_TIMEOUT = "idle_timeout"
 
 
-# The failures after which the next candidate is tried; the last two of `Failure` come too late for
-# that.
+# The failures after which the next candidate is tried. SERVER_ERROR is a response like any other,
+# and the last two of `Failure` happen after its beginning was passed on.
 RETRIED = frozenset(
     (
         Failure.CONNECT,
@@ -73,112 +70,94 @@ RETRIED = frozenset(
 
 
 class Attempt(NamedTuple):
-    """One candidate.
-
-    Args:
-        replica_id: For the observer; the proxy does not read it.
-        origin: Where to send the request.
-        request_headers: Each replaces the client's headers of that name, or only removes them if
-            its value is None. Names in lower case.
-        response_headers: Each replaces the replica's headers of that name, as ``x-kv-replica``.
-            Names in lower case.
-    """
+    """One candidate: where a request may be sent, and the headers that depend on it."""
 
     replica_id: str
+    """For the observer; the proxy does not read it."""
     origin: Origin
     request_headers: tuple[tuple[bytes, bytes | None], ...] = ()
+    """Each replaces the client's headers of that name, or removes them if its value is None. Names
+    in lower case."""
     response_headers: tuple[Header, ...] = ()
+    """Each replaces the replica's headers of that name, as `x-kv-replica`. Names in lower case."""
 
 
 class ProxyRequest(NamedTuple):
-    """A request whose body was read (and bounded) already.
-
-    Args:
-        method: As on the wire.
-        target: Path and query as on the wire.
-        headers: As ASGI gives them, names in lower case. Hop-by-hop headers, host and
-            content-length are replaced.
-        body: What to send, possibly not what came.
-        response_headers: Added to every answer, also to the router's own errors, as
-            ``x-request-id``.
-        dialect: The form of errors.
-        timeouts: Instead of the proxy's own. An answer that is not streamed has its first byte only
-            when all of it was generated.
-        abort_client: Closes the client's socket at once, whatever is still buffered; see
-            `router.http.uvicorn_protocol`.
-    """
+    """A client's request whose body was read, and bounded, already."""
 
     method: bytes
+    """As on the wire."""
     target: bytes
+    """Path and query as on the wire."""
     headers: list[Header]
+    """In ASGI's form, names in lower case. Hop-by-hop headers, host and content-length are
+    replaced."""
     body: bytes
+    """What to send, which may differ from what the client sent."""
     response_headers: tuple[Header, ...] = ()
+    """Added to every response, the router's own errors included, as `x-request-id`."""
     dialect: Dialect = Dialect.OPENAI
+    """The form of errors."""
     timeouts: Timeouts | None = None
+    """Replace the proxy's own. A response that is not streamed has its first byte only when all of
+    it was generated."""
     abort_client: Callable[[], object] | None = None
+    """Closes the client's socket at once, whatever is still buffered; see
+    `router.http.uvicorn_protocol`."""
 
 
-class Outcome(NamedTuple):
-    """What became of a request.
+class ProxyObserver(Protocol):
+    """Hears what happens to one request, on the event loop: it must not block.
 
-    Args:
-        end: See `End`.
-        status: The status sent to the client; None if it left before there was one.
-        attempt: The candidate whose answer was passed on; None if there was none.
-        attempts: How many candidates were tried.
-        first_byte_s: From the call of `stream` to the first byte of that answer's body; None if
-            none came.
-        seconds: From the call of `stream` to its end.
-        body_bytes: Bytes of the body received from the replica.
-    """
-
-    end: End
-    status: int | None
-    attempt: Attempt | None
-    attempts: int
-    first_byte_s: float | None
-    seconds: float
-    body_bytes: int
-
-
-class Observer(Protocol):
-    """Is told what happens, in this order, on the event loop: it must not block.
-
-    For each attempt ``on_attempt`` and, where the replica failed, ``on_failure``; ``on_first_byte``
-    once; ``on_chunk`` for every piece of the body. Whatever happens, ``on_end`` comes exactly once
-    and last.
+    For each attempt `on_attempt` and, if the replica fails, `on_failure`; `on_first_byte` at most
+    once, then `on_chunk` for every piece of the body. `on_end` comes last, exactly once, in every
+    case.
     """
 
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
 
     def on_failure(self, attempt: Attempt, failure: Failure) -> None:
-        """The candidate failed. If the failure is in `RETRIED`, the next one is tried."""
+        """The candidate failed. If the failure is in `RETRIED`, the next one is tried.
+
+        Args:
+            attempt: The candidate.
+            failure: How it failed.
+        """
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
-        """The first byte of the body (or the end of an empty one) is here, *seconds* after `stream`
-        was called."""
+        """The first byte of the response's body is here, or the end of an empty one.
+
+        Args:
+            attempt: The candidate whose response is passed on.
+            seconds: Since the call of `Proxy.stream`.
+        """
 
     def on_chunk(self, data: bytes) -> None:
         """A piece of the body, before it is sent on."""
 
-    def on_end(self, outcome: Outcome) -> None:
-        """It is over."""
+    def on_end(self, end: End, status: int | None, seconds: float) -> None:
+        """The request has ended.
+
+        Args:
+            end: How.
+            status: Sent to the client; None if it left before there was one.
+            seconds: Since the call of `Proxy.stream`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
-    """Bounds on one proxied request, in seconds.
-
-    ``client_stall_s`` is the longest time one write may wait for a client that does not read.
-    ``watch_s`` is how often that, and whether the client is still there, is looked at: a client
-    that leaves is noticed within twice that time.
-    """
+    """Bounds on one proxied request."""
 
     timeouts: Timeouts
     client_stall_s: float = 60.0
+    """The longest that one write may wait for a client that does not read."""
     retry_after_s: int = 1
+    """Sent with the router's own 502 and 503."""
     watch_s: float = 0.1
+    """How often stalls and departures of clients are looked for: a client that leaves is noticed
+    within twice that time."""
 
     def __post_init__(self) -> None:
         for name in ("client_stall_s", "watch_s"):

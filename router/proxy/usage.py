@@ -1,9 +1,9 @@
-"""What an answer says about its own tokens, read from the bytes as they pass.
+"""The token counts that a response reports, read from the bytes as they pass.
 
-Three forms are known: OpenAI's completions (``usage.prompt_tokens_details.cached_tokens``), its
-responses (``usage.input_tokens_details.cached_tokens``) and Anthropic's messages
-(``usage.cache_read_input_tokens``, its input tokens counted without the cached ones). A stream says
-it in its last event, in every event, or (Anthropic) half in the first.
+Three forms are known: OpenAI's completions (`usage.prompt_tokens_details.cached_tokens`), its
+responses (`usage.input_tokens_details.cached_tokens`) and Anthropic's messages
+(`usage.cache_read_input_tokens`, its input tokens counted without the cached ones). A stream
+reports them in its last event, in every event, or (Anthropic) half of them in the first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-# Of a JSON body, and of a single event, no more than this (twice for a moment) is kept: the tail,
-# where the usage stands.
+# Bytes kept of a JSON body, or of a single event (twice as many for a moment): the tail, where the
+# usage is.
 MAX_KEPT_BYTES = 64 * 1024
 
 _KEY = b'"usage"'
@@ -48,8 +48,8 @@ class _Body(msgspec.Struct):
     response: _Inner | None = None
 
 
-class Usage(NamedTuple):
-    """Tokens of one answer; None where the answer does not say."""
+class TokenUsage(NamedTuple):
+    """Token counts of one response; None where it does not report them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -57,8 +57,8 @@ class Usage(NamedTuple):
 
 
 class UsageReader:
-    """Fed with every piece of a body, answers for its usage. Parses nothing but the events that
-    hold one, and those late."""
+    """Reads the usage of a response that it is fed piece by piece. Parses only the events that have
+    one, and only when asked."""
 
     __slots__ = ("_first", "_is_json", "_last", "_rest", "data_events")
 
@@ -83,28 +83,16 @@ class UsageReader:
         else:
             self._feed_events(data)
 
-    def usage(self) -> Usage:
-        """What the body said so far."""
+    def usage(self) -> TokenUsage:
+        """The counts reported so far."""
         if self._is_json:
             return _read(bytes(self._rest).strip())
         # A stream may end without a line end; its last event counts all the same.
         last = _read(_payload(bytes(self._rest))) if _KEY in self._rest else _read(self._last)
         first = _read(self._first)
-        return Usage(
+        return TokenUsage(
             *(new if new is not None else old for new, old in zip(last, first, strict=True))
         )
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        return self.usage().prompt_tokens
-
-    @property
-    def completion_tokens(self) -> int | None:
-        return self.usage().completion_tokens
-
-    @property
-    def cached_tokens(self) -> int | None:
-        return self.usage().cached_tokens
 
     def _feed_events(self, data: bytes) -> None:
         self.data_events += data.count(b"\ndata:")
@@ -141,37 +129,37 @@ def _payload(line: bytes) -> bytes:
     return line.removeprefix(b"data:").strip()[-MAX_KEPT_BYTES:]
 
 
-def _read(body: bytes) -> Usage:
+def _read(body: bytes) -> TokenUsage:
     """The usage in a JSON body, or in the tail of one whose beginning was not kept."""
     if _KEY not in body:
-        return Usage()
+        return TokenUsage()
     if not body.startswith(b"{"):
         return _read_tail(body)
     try:
         whole = msgspec.json.decode(body, type=_Body)
     except msgspec.ValidationError:
         # JSON, but with something else where a usage would stand.
-        return Usage()
+        return TokenUsage()
     except msgspec.DecodeError:
         return _read_tail(body)
     inner = whole.message or whole.response
     found = whole.usage or (inner.usage if inner is not None else None)
-    return Usage() if found is None else _normalise(found)
+    return TokenUsage() if found is None else _normalise(found)
 
 
-def _read_tail(tail: bytes) -> Usage:
+def _read_tail(tail: bytes) -> TokenUsage:
     text = tail.decode("utf-8", errors="replace")
     start = text.find("{", text.rfind('"usage"'))
     if start < 0:
-        return Usage()
+        return TokenUsage()
     try:
         found, _ = json.JSONDecoder().raw_decode(text, start)
         return _normalise(msgspec.convert(found, _Usage))
     except (ValueError, RecursionError):
-        return Usage()
+        return TokenUsage()
 
 
-def _normalise(usage: _Usage) -> Usage:
+def _normalise(usage: _Usage) -> TokenUsage:
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
@@ -182,4 +170,4 @@ def _normalise(usage: _Usage) -> Usage:
     completion = (
         usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     )
-    return Usage(prompt, completion, cached)
+    return TokenUsage(prompt, completion, cached)

@@ -154,6 +154,9 @@ class ReplicaRegistry:
 
     # --- the router's side ------------------------------------------------------------------------
 
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._replicas
+
     def get(self, replica_id: str) -> Replica:
         """The replica of that id; raises `UnknownReplica`."""
         replica = self._replicas.get(replica_id)

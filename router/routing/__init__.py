@@ -1,11 +1,30 @@
-"""Request body -> decision; writes no metrics.
+"""From a request's body to a decision: which replicas could serve it, best first. Knows no metrics.
+
+The values of one request, in the order in which they are made, each handed from one room to the
+next (what never leaves its room is not listed):
+
+    bytes             the body, as the client sent it
+    PromptSpec        what the body asks to be computed                       tokenize
+    TokenizedPrompt   the token ids of one of its prompts                     tokenize
+    PreparedPrompt    these, hashed                                           index
+    Hit               what one source would reuse of a prompt                 index
+    RouteRequest      what a policy may know of the request                   scoring
+    Candidate         one replica, with its hit and its load                  scoring
+    Ranked, Ranking   candidates in order, with costs and reasons             scoring
+    Decision          all of this, and the body to send                       routing
+    RoutedRequest     the request in the log, from prediction to end          observability
+    Attempt           where the decision may send it: origin and headers      proxy
+    ProxyRequest      what is sent there                                      proxy
+
+Three objects work on them: `InFlight` (its share of a replica's load), `RequestObserver` and the
+`UpstreamResponse` that the proxy passes on.
 
 The files; each imports only what is listed above it:
 
     admission.py         how many requests are let in, and whether any
     recent_prefixes.py   which prefixes were just sent where
     models.py            models and every name they go by, each with index and tokenisation
-    planner.py           the decision: hits, load, ranking
+    planner.py           hits, load and policy -> a ranking of replicas
     tokenizer_check.py   does every replica tokenise as the router does?
     dispatcher.py        a request's body -> a decision
 """

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 import msgspec
 
 from router.errors import BadRequest, NoReplica, UnknownModel
-from router.index import PreparedPrompt
-from router.observability.metrics import RouterMetrics
-from router.replicas import Replica
-from router.routing.models import Model, ModelName, ModelSet
-from router.routing.planner import Decision, RoutePlanner, prepare
-from router.scoring import RouteRequest
+from router.index import PreparedPrompt, SourceId
+from router.proxy import Attempt
+from router.replicas import Replica, ReplicaRegistry
+from router.routing.models import Model, ModelSet
+from router.routing.planner import RoutePlanner, prepare, source_of
+from router.scoring import Candidate, Ranked, Ranking, RouteRequest
 from router.tokenize import (
     Endpoint,
     PromptLimits,
@@ -31,38 +31,82 @@ _Result = TypeVar("_Result")
 
 INLINE_BODY_BYTES = 262_144
 INLINE_TOKENS = 65_536
-"""Larger bodies are parsed, and longer prompts hashed, in a thread: a few milliseconds are what
-other streams may wait."""
+"""Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a few
+milliseconds, not longer."""
 LARGE_AT_ONCE = 2
-"""Of these, at the same time: parsed JSON takes ten times the room of its text and more, and Python
-runs one thread at a time anyhow."""
+"""Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
+and more, and Python runs one thread at a time anyhow."""
 
 
-class ReplicaDirectory(Protocol):
-    """What dispatching needs of the registry."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Where a request should go, and why; all that is needed to send it there."""
 
-    def serving(self, model: str) -> Sequence[Replica]:
-        """All replicas that serve a model or an adapter of that name, whatever their state."""
-
-    @property
-    def undiscovered(self) -> int:
-        """How many have not said yet what they serve."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """A request that knows where to go."""
-
-    spec: PromptSpec
     model: Model
-    tokenized: Sequence[TokenizedPrompt]
-    prompts: Sequence[PreparedPrompt]
-    decision: Decision
+    spec: PromptSpec | None = None
+    """None for a request without a prompt to generate from, as `/tokenize`."""
+    tokenized: Sequence[TokenizedPrompt] = ()
+    prompts: Sequence[PreparedPrompt] = ()
+    """The hashed ones of *tokenized*."""
+    prompt_tokens: int = 0
+    """Over all prompts, as far as their token ids are known."""
+    policy: str
+    ranking: Ranking
+    """Empty where no replica can take the request now."""
+    replicas: Mapping[str, Replica]
+    """All that serve the model, by id. One may be removed while the request is under way: it is
+    tried all the same."""
+    body: bytes = field(repr=False)
+    """What to send: the client's body, without the report mode."""
+    has_report_mode: bool = False
+    """Whether the client's body asked for it."""
+    tokenization_s: float | None = None
+    """From the parsed request to its token ids."""
+    routing_s: float
+    """From there to the ranking."""
 
     @property
     def is_comparable(self) -> bool:
-        """Will the engine's `cached_tokens` be about the same thing as the prediction?"""
-        return len(self.tokenized) == 1 and self.spec.choices == 1 and self.tokenized[0].exact
+        """Whether the engine's `cached_tokens` will count the same as the prediction."""
+        return (
+            self.spec is not None
+            and self.spec.choices == 1
+            and len(self.tokenized) == 1
+            and self.tokenized[0].exact
+        )
+
+    def ranked(self, replica_id: str) -> Ranked:
+        """The entry of a replica in the ranking."""
+        return next(
+            entry for entry in self.ranking.ranked if entry.candidate.replica_id == replica_id
+        )
+
+    def source_of(self, candidate: Candidate) -> SourceId:
+        """The cache whose hit *candidate* stands for."""
+        return source_of(self.replicas[candidate.replica_id], candidate.dp_rank)
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Yield where to send the request, and with which headers; best first."""
+        for ranked in self.ranking.ranked:
+            candidate = ranked.candidate
+            replica = self.replicas[candidate.replica_id]
+            headers = replica.headers
+            if candidate.dp_rank is not None:
+                headers = (*headers, (b"x-data-parallel-rank", b"%d" % candidate.dp_rank))
+            yield Attempt(
+                replica.id,
+                replica.origin,
+                headers,
+                (
+                    (b"x-kv-replica", replica.id.encode()),
+                    (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens),
+                ),
+            )
+
+    def require_replica(self) -> None:
+        """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
+        if not self.ranking.ranked:
+            raise NoReplica(self.model.name, self.ranking.empty_reason)
 
 
 class _OnlyModel(msgspec.Struct):
@@ -75,57 +119,90 @@ class Dispatcher:
     def __init__(
         self,
         models: ModelSet,
-        replicas: ReplicaDirectory,
+        replicas: ReplicaRegistry,
         planner: RoutePlanner,
-        metrics: RouterMetrics,
+        policy_name: str,
         limits: PromptLimits | None = None,
     ) -> None:
+        """Keep the parts that decisions are made from.
+
+        Args:
+            models: Every model that requests may name.
+            replicas: Every replica.
+            planner: Ranks the replicas of a model.
+            policy_name: The name of the planner's policy.
+            limits: Bounds on prompts.
+        """
         self._models = models
         self._replicas = replicas
         self._planner = planner
-        self._metrics = metrics
+        self._policy_name = policy_name
         self._limits = limits or PromptLimits()
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def dispatch(
         self,
-        endpoint: Endpoint,
+        endpoint: Endpoint | None,
         body: bytes,
         session: str | None = None,
         encoding: Literal["json", "msgpack"] = "json",
-    ) -> Dispatched:
-        """Decide where a request goes; the decision's ranking may be empty.
+    ) -> Decision:
+        """Decide where a request goes; the ranking may be empty.
 
+        Args:
+            endpoint: The form of the body; None for a request without a prompt to generate from,
+                as `/tokenize`: it goes to the least loaded.
+            body: As the client sent it.
+            session: The client's session, where a header names it; the body may name one as well.
+            encoding: Of the body; `/route` takes both.
         Raises:
             BadRequest: The body breaks a rule.
-            UnknownModel: Nobody serves the model it names.
-            NoReplica: The same, but some replica has not said yet what it serves.
+            UnknownModel: No replica serves the model it names.
+            NoReplica: The same, but some replica has not reported its models yet.
         """
+        if endpoint is None:
+            return await self._dispatch_without_prompt(body)
+        return await self._dispatch_prompt(endpoint, body, session, encoding)
+
+    async def _dispatch_prompt(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        session: str | None,
+        encoding: Literal["json", "msgpack"],
+    ) -> Decision:
         spec = await self._parse(endpoint, body, encoding)
-        found = self._resolve(spec.model)
+        model, lora_name = self._resolve(spec.model)
+        stripped = (
+            body if endpoint is Endpoint.ROUTE else await self._without_report_mode(body, spec)
+        )
         started = time.perf_counter()
-        tokenized = await found.model.tokenization.tokenize(spec, lora_name=found.lora_name)
+        tokenized = await model.tokenization.tokenize(spec, lora_name=lora_name)
         tokenized_at = time.perf_counter()
-        self._metrics.tokenization.labels(found.model.name).observe(tokenized_at - started)
         count = sum(len(prompt.token_ids) for prompt in tokenized)
         looked_up = tokenized if spec.reads_cache else ()
-        prompts = await self._run(
-            lambda: prepare(found.model.index, looked_up), count <= INLINE_TOKENS
-        )
+        prompts = await self._run(lambda: prepare(model.index, looked_up), count <= INLINE_TOKENS)
         request = RouteRequest(
-            model=found.model.name, prompt_tokens=count, session=session or spec.session
+            model=model.name, prompt_tokens=count, session=session or spec.session
         )
-        decision = self._decide(request, found, prompts, time.perf_counter() - tokenized_at)
-        return Dispatched(spec, found.model, tokenized, prompts, decision)
+        replicas = self._serving(model, lora_name)
+        ranking = self._planner.rank(request, model.index, prompts, replicas.values())
+        return Decision(
+            model=model,
+            spec=spec,
+            tokenized=tokenized,
+            prompts=prompts,
+            prompt_tokens=count,
+            policy=self._policy_name,
+            ranking=ranking,
+            replicas=replicas,
+            body=stripped,
+            has_report_mode=stripped is not body,
+            tokenization_s=tokenized_at - started,
+            routing_s=time.perf_counter() - tokenized_at,
+        )
 
-    async def by_load(self, body: bytes) -> Decision:
-        """Decide for a request that has no prompt of its own, as /tokenize.
-
-        Raises:
-            BadRequest: The body is no JSON object.
-            UnknownModel: Nobody serves the model it names.
-            NoReplica: The same, but some replica has not said yet what it serves.
-        """
+    async def _dispatch_without_prompt(self, body: bytes) -> Decision:
         try:
             named = await self._run(
                 lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES
@@ -134,63 +211,40 @@ class Dispatcher:
             raise BadRequest(
                 "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
             ) from None
-        found = self._resolve(named.model)
-        return self._decide(RouteRequest(model=found.model.name, prompt_tokens=0), found, (), 0.0)
-
-    async def strip_report_mode(self, body: bytes, spec: PromptSpec) -> bytes:
-        """See `router.tokenize.strip_report_mode`; raises `BadRequest`."""
-        if not spec.has_engine_arguments:
-            return body
-        try:
-            return await self._run(
-                lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES
-            )
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
-
-    def require_replica(self, decision: Decision) -> None:
-        """Raises `NoReplica`, with the reasons counted, if a decision found nobody."""
-        if not decision.ranking.ranked:
-            raise NoReplica(decision.model, decision.ranking.empty_reason)
-
-    def _decide(
-        self,
-        request: RouteRequest,
-        found: ModelName,
-        prompts: Sequence[PreparedPrompt],
-        seconds: float,
-    ) -> Decision:
-        decision = self._planner.decide(
-            request, found.model.index, prompts, self._serving(found), seconds
+        model, lora_name = self._resolve(named.model)
+        started = time.perf_counter()
+        request = RouteRequest(model=model.name, prompt_tokens=0)
+        replicas = self._serving(model, lora_name)
+        ranking = self._planner.rank(request, model.index, (), replicas.values())
+        return Decision(
+            model=model,
+            policy=self._policy_name,
+            ranking=ranking,
+            replicas=replicas,
+            body=body,
+            routing_s=time.perf_counter() - started,
         )
-        self._metrics.routing.labels(found.model.name).observe(decision.seconds)
-        return decision
 
-    def _resolve(self, name: str | None) -> ModelName:
+    def _resolve(self, name: str | None) -> tuple[Model, str | None]:
         try:
             return self._models.resolve(name)
         except UnknownModel:
-            # A router that has just started must not tell clients for good that there is no such
-            # model.
+            # 404 would be final, and a router that has just started does not know all models yet.
             if undiscovered := self._replicas.undiscovered:
                 raise NoReplica(
                     name or "(none named)",
-                    f"{undiscovered} replicas have not said yet what they serve",
+                    f"{undiscovered} replicas have not reported their models yet",
                 ) from None
             raise
 
-    def _serving(self, found: ModelName) -> Sequence[Replica]:
-        """Replicas that have the adapter; or, where none says so, all that serve the base model
+    def _serving(self, model: Model, lora_name: str | None) -> dict[str, Replica]:
+        """The replicas that have the adapter; where none reports it, all that serve the base model
         under any of its names."""
-        adapted = self._replicas.serving(found.lora_name) if found.lora_name else ()
-        if adapted:
-            return adapted
-        by_id = {
-            replica.id: replica
-            for name in found.model.names
-            for replica in self._replicas.serving(name)
-        }
-        return tuple(by_id.values())
+        adapted = self._replicas.serving(lora_name) if lora_name else ()
+        found = adapted or [
+            replica for name in model.names for replica in self._replicas.serving(name)
+        ]
+        return {replica.id: replica for replica in found}
 
     async def _parse(
         self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]
@@ -199,6 +253,17 @@ class Dispatcher:
             return await self._run(
                 lambda: parse_request(endpoint, body, encoding=encoding, limits=self._limits),
                 len(body) <= INLINE_BODY_BYTES,
+            )
+        except RequestBodyError as error:
+            raise BadRequest(error.place, error.found, error.rule) from None
+
+    async def _without_report_mode(self, body: bytes, spec: PromptSpec) -> bytes:
+        """See `router.tokenize.strip_report_mode`."""
+        if not spec.has_engine_arguments:
+            return body
+        try:
+            return await self._run(
+                lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES
             )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None

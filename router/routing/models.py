@@ -51,13 +51,6 @@ class Model:
         return (self.name, *self.aliases)
 
 
-class ModelName(NamedTuple):
-    """What a name in a request stands for."""
-
-    model: Model
-    lora_name: str | None
-
-
 class _Meaning(NamedTuple):
     """The base model behind a name, and the adapter if it is one."""
 
@@ -105,18 +98,20 @@ class ModelSet:
         """The index of the base model of that very name, which is known."""
         return self._models[name].index
 
-    def resolve(self, name: str | None) -> ModelName:
-        """What a request's `model` stands for; without one, the only model there is.
+    def resolve(self, name: str | None) -> tuple[Model, str | None]:
+        """Return the base model that a request's `model` stands for, and the adapter if it is one.
+
+        None stands for the only model there is.
 
         Raises:
-            UnknownModel: Nobody serves it, or there are several and the request names none.
+            UnknownModel: No replica serves it, or there are several and the request names none.
         """
         if name is None and len(self._models) == 1:
-            return ModelName(next(iter(self._models.values())), None)
+            return next(iter(self._models.values())), None
         found = self._names.get(name or "")
         if found is None:
             raise UnknownModel(name or "(none named)")
-        return ModelName(self._models[found.base], found.adapter)
+        return self._models[found.base], found.adapter
 
     def discover(self, name: str, parent: str | None = None) -> Model | None:
         """A replica serves *name*, as an adapter of *parent* if that is given; None if there are

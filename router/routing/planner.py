@@ -1,12 +1,9 @@
-"""The decision: a tokenised request and everything known of the replicas in, a ranking with hits
-and reasons out."""
+"""Ranks replicas for a request: what each would reuse of it, what each has to do, and the policy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from router.index import Hit, PrefixIndex, PreparedPrompt, SourceId
 from router.replicas import Replica
@@ -16,148 +13,95 @@ from router.scoring import Candidate, Policy, Ranking, RouteRequest, rank
 from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
-"""Tokens between two keys of the short memory of what was sent where; one step for all, as it asks
-for."""
+"""Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
 
-
 _NO_HIT = Hit(0, 0)
-_ONE_RANK = [0]
-
-
-class PredictedHit(NamedTuple):
-    """What one replica would reuse of a request, in tokens, summed over its prompts."""
-
-    source: SourceId
-    gpu_cached_tokens: int
-    cached_tokens: int
-    suspect: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request should go, and why."""
-
-    model: str
-    policy: str
-    prompt_tokens: int
-    ranking: Ranking
-    hits: dict[str, PredictedHit]
-    """By replica id."""
-    recent_tokens: dict[str, int]
-    """Prompt tokens that were sent there just now, by replica id; only where there are any."""
-    recent_keys: tuple[Sequence[int], ...]
-    seconds: float
-
-    def uncached_tokens(self, replica_id: str) -> int:
-        """Prompt tokens that the replica will have to compute. What it is computing for another
-        request, it need not again: counted twice, a burst of equal prompts would look like a queue
-        and scatter."""
-        reused = max(self.hits[replica_id].cached_tokens, self.recent_tokens.get(replica_id, 0))
-        return max(self.prompt_tokens - reused, 0)
-
-    def hit_of(self, replica_id: str) -> PredictedHit:
-        """The prediction for one replica of the ranking."""
-        return self.hits[replica_id]
 
 
 class RoutePlanner:
-    """Makes decisions. No I/O; the clock is passed in."""
+    """Ranks replicas. No I/O; the clock is passed in."""
 
     def __init__(
         self,
         policy: Policy,
-        policy_name: str,
         load: LoadTracker,
         recent: RecentPrefixes,
         is_suspect: Callable[[SourceId], bool],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Keep the parts that a ranking is made from.
+
+        Args:
+            policy: Orders the replicas that can serve the request.
+            load: What this router has in flight at each replica.
+            recent: Which prefixes were just sent where.
+            is_suspect: Whether events of a source were lost, so that its hits are doubtful.
+            engine_load_stale_after_s: Age from which the load that an engine reported no longer counts.
+            clock: A monotonic clock, in seconds.
+        """
         self._policy = policy
-        self._policy_name = policy_name
         self._load = load
         self._recent = recent
         self._is_suspect = is_suspect
         self._engine_load_stale_after_s = engine_load_stale_after_s
         self._clock = clock
 
-    def decide(
+    def rank(
         self,
         request: RouteRequest,
         index: PrefixIndex,
         prompts: Sequence[PreparedPrompt],
         replicas: Iterable[Replica],
-        seconds_before: float = 0.0,
-    ) -> Decision:
+    ) -> Ranking:
         """Rank *replicas* for a request.
 
         Args:
-            request: What the policy may know.
+            request: What the policy may know of it.
             index: The model's index.
-            prompts: From `prepare`.
+            prompts: The request's prompts, from `prepare`.
             replicas: All that serve the model, whatever their state.
-            seconds_before: Time already spent on this decision, for its figure.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        started = time.perf_counter()
-        found = _sum([index.match_prompt(prompt) for prompt in prompts])
-        keys = tuple(prompt.prefix_keys(RECENT_STEP) for prompt in prompts)
-        recent = self._recent_tokens(keys)
-        hits: dict[str, PredictedHit] = {}
-        candidates = []
-        for replica in replicas:
-            hits[replica.id] = hit = self._hit(replica, found)
-            candidates.append(self._candidate(replica, hit, recent.get(replica.id, 0)))
-        ranking = rank(self._policy, request, candidates)
-        seconds = seconds_before + time.perf_counter() - started
-        return Decision(
-            request.model,
-            self._policy_name,
-            request.prompt_tokens,
-            ranking,
-            hits,
-            recent,
-            keys,
-            seconds,
-        )
+        hits = _sum([index.match_prompt(prompt) for prompt in prompts])
+        recent = self._recent_tokens(prompts)
+        candidates = [
+            self._candidate(replica, hits, recent.get(replica.id, 0)) for replica in replicas
+        ]
+        return rank(self._policy, request, candidates)
 
-    def remember(self, decision: Decision, replica_id: str) -> None:
-        """The request is on its way to this replica: its prefixes will be there soon."""
+    def remember(self, prompts: Sequence[PreparedPrompt], replica_id: str) -> None:
+        """Count on the prefixes of *prompts* at a replica before its events report them.
+
+        Args:
+            prompts: From `prepare`.
+            replica_id: Where the request is about to be sent.
+        """
         now = self._clock()
-        for keys in decision.recent_keys:
-            self._recent.remember(replica_id, keys, now)
+        for prompt in prompts:
+            self._recent.remember(replica_id, prompt.prefix_keys(RECENT_STEP), now)
 
     def forget(self, replica_id: str) -> None:
-        """What was sent to this replica is void."""
+        """Count no longer on what was sent to this replica."""
         self._recent.forget(replica_id)
 
-    def _recent_tokens(self, keys: Sequence[Sequence[int]]) -> dict[str, int]:
+    def _recent_tokens(self, prompts: Sequence[PreparedPrompt]) -> dict[str, int]:
+        """Prompt tokens that were just sent to each replica; only where there are any."""
         now = self._clock()
         tokens: dict[str, int] = {}
-        for prompt_keys in keys:
-            for replica_id, found in self._recent.match(prompt_keys, RECENT_STEP, now).items():
+        for prompt in prompts:
+            keys = prompt.prefix_keys(RECENT_STEP)
+            for replica_id, found in self._recent.match(keys, RECENT_STEP, now).items():
                 tokens[replica_id] = tokens.get(replica_id, 0) + found
         return tokens
 
-    def _hit(self, replica: Replica, found: Mapping[SourceId, Hit]) -> PredictedHit:
-        """The best rank of a replica; of equal ones the first."""
-        ranks = [source.dp_rank for source in replica.sources] or _ONE_RANK
-        best = SourceId(replica.id, ranks[0])
-        hit = found.get(best, _NO_HIT)
-        for dp_rank in ranks[1:]:
-            source = SourceId(replica.id, dp_rank)
-            other = found.get(source, _NO_HIT)
-            if (other.cached_tokens, other.gpu_cached_tokens) > (
-                hit.cached_tokens,
-                hit.gpu_cached_tokens,
-            ):
-                best, hit = source, other
-        return PredictedHit(best, hit.gpu_cached_tokens, hit.cached_tokens, self._is_suspect(best))
-
-    def _candidate(self, replica: Replica, hit: PredictedHit, recent_tokens: int) -> Candidate:
+    def _candidate(
+        self, replica: Replica, hits: Mapping[SourceId, Hit], recent_tokens: int
+    ) -> Candidate:
+        source, hit = _best_source(replica, hits)
         has_choice = len(replica.sources) > 1 and hit.cached_tokens > 0
         return replica.candidate(
             self._load.load_of(replica.id),
@@ -166,9 +110,72 @@ class RoutePlanner:
             gpu_cached_tokens=hit.gpu_cached_tokens,
             cached_tokens=hit.cached_tokens,
             recent_tokens=recent_tokens,
-            suspect=hit.suspect,
-            dp_rank=hit.source.dp_rank if has_choice else None,
+            suspect=self._is_suspect(source),
+            dp_rank=source.dp_rank if has_choice else None,
         )
+
+
+def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[PreparedPrompt]:
+    """Hash the prompts whose token ids are known.
+
+    Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a
+    thread.
+
+    Args:
+        index: The model's index.
+        tokenized: All prompts of a request; only the first `MAX_MATCHED_PROMPTS` are hashed.
+    """
+    return [
+        index.prepare(
+            found.token_ids,
+            found.lora_name,
+            found.cache_salt,
+            found.extra_keys,
+            extra_steps=(RECENT_STEP,),
+        )
+        for found in tokenized[:MAX_MATCHED_PROMPTS]
+        if found.token_ids
+    ]
+
+
+def source_of(replica: Replica, dp_rank: int | None) -> SourceId:
+    """The cache whose hit a candidate stands for.
+
+    Args:
+        replica: The candidate's replica.
+        dp_rank: The candidate's rank; None: the replica's first, or its only one.
+    """
+    if dp_rank is None:
+        dp_rank = replica.sources[0].dp_rank if replica.sources else 0
+    return SourceId(replica.id, dp_rank)
+
+
+def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
+    """Prompt tokens that a replica will have to compute.
+
+    What it is already computing for another request does not count: otherwise a burst of equal
+    prompts would look like a queue and scatter.
+
+    Args:
+        prompt_tokens: Length of the prompt.
+        candidate: The replica, as it was ranked for this prompt.
+    """
+    return max(prompt_tokens - max(candidate.cached_tokens, candidate.recent_tokens), 0)
+
+
+def _best_source(replica: Replica, hits: Mapping[SourceId, Hit]) -> tuple[SourceId, Hit]:
+    """The data-parallel rank with the longest hit; of equal ones the first."""
+    best = source_of(replica, None)
+    hit = hits.get(best, _NO_HIT)
+    for announced in replica.sources[1:]:
+        source = SourceId(replica.id, announced.dp_rank)
+        other = hits.get(source, _NO_HIT)
+        if (other.cached_tokens, other.gpu_cached_tokens) > (
+            hit.cached_tokens,
+            hit.gpu_cached_tokens,
+        ):
+            best, hit = source, other
+    return best, hit
 
 
 def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
@@ -184,22 +191,3 @@ def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
                 before.cached_tokens + hit.cached_tokens,
             )
     return total
-
-
-def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[PreparedPrompt]:
-    """Prompts ready for matching; those whose ids are not known are left out.
-
-    Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a
-    thread.
-    """
-    return [
-        index.prepare(
-            found.token_ids,
-            found.lora_name,
-            found.cache_salt,
-            found.extra_keys,
-            extra_steps=(RECENT_STEP,),
-        )
-        for found in tokenized[:MAX_MATCHED_PROMPTS]
-        if found.token_ids
-    ]

@@ -1,11 +1,17 @@
-"""The journal of routed requests, and the last minute in numbers."""
+"""The log of routed requests, and the last minute in numbers."""
 
 from __future__ import annotations
 
 import pytest
 
-from router.observability.request_log import MAX_REASON_CHARS, Journal, RoutedRequest
-from router.observability.rolling_totals import SECONDS, Minute
+from router.errors import NoReplica
+from router.observability.request_log import (
+    MAX_REASON_CHARS,
+    SECONDS,
+    RequestLog,
+    RollingTotals,
+    RoutedRequest,
+)
 
 
 class Clock:
@@ -27,13 +33,13 @@ def request(**fields: object) -> RoutedRequest:
     return RoutedRequest(**{**known, "prompt_tokens": 100, "unknown": None, **fields})  # type: ignore[arg-type]
 
 
-def settled(journal: Journal, **fields: object) -> RoutedRequest:
+def settled(log: RequestLog, **fields: object) -> RoutedRequest:
     """One that came and ended, with *fields* known of it at the end."""
     routed = request()
-    journal.opened(routed)
+    log.add(routed)
     for name, value in {"status": 200, "end": "completed", **fields}.items():
         setattr(routed, name, value)
-    journal.settled(routed)
+    log.finish(routed)
     return routed
 
 
@@ -46,60 +52,60 @@ def numbers(found: list[RoutedRequest]) -> list[int]:
 
 def test_the_latest_change_comes_first_and_only_what_is_new_is_told() -> None:
     """A page asks once a second and must not get everything each time."""
-    journal = Journal()
+    log = RequestLog()
     first, second = request(), request()
-    journal.opened(first)
-    journal.opened(second)
-    seen = journal.changes
-    assert numbers(journal.since(0)) == [2, 1]
-    assert journal.since(seen) == []
-    journal.changed(first)
-    assert numbers(journal.since(seen)) == [1]
-    assert numbers(journal.since(0)) == [1, 2]
+    log.add(first)
+    log.add(second)
+    seen = log.last_change
+    assert numbers(log.since(0)) == [2, 1]
+    assert log.since(seen) == []
+    log.update(first)
+    assert numbers(log.since(seen)) == [1]
+    assert numbers(log.since(0)) == [1, 2]
 
 
-def test_the_journal_is_bounded_and_forgets_what_changed_longest_ago() -> None:
+def test_the_log_is_bounded_and_forgets_what_changed_longest_ago() -> None:
     """Memory must not grow with traffic; a long request that just told something is not the
     oldest."""
-    journal = Journal(max_requests=3)
+    log = RequestLog(max_requests=3)
     long = request()
-    journal.opened(long)
+    log.add(long)
     for _ in range(2):
-        settled(journal)
-    journal.changed(long)
-    settled(journal)
-    assert numbers(journal.since(0)) == [4, 1, 3]
-    assert journal.statistics().held == 3
-    assert journal.statistics().requests == 4
+        settled(log)
+    log.update(long)
+    settled(log)
+    assert numbers(log.since(0)) == [4, 1, 3]
+    assert log.statistics().held == 3
+    assert log.statistics().requests == 4
 
 
 def test_a_request_that_was_forgotten_while_it_ran_is_back_when_it_ends() -> None:
     """The slowest requests are those that one looks for."""
-    journal = Journal(max_requests=2)
+    log = RequestLog(max_requests=2)
     slow = request()
-    journal.opened(slow)
+    log.add(slow)
     for _ in range(5):
-        settled(journal)
-    assert 1 not in numbers(journal.since(0))
-    journal.settled(slow)
-    assert numbers(journal.since(0))[0] == 1
-    assert journal.statistics().held == 2
+        settled(log)
+    assert 1 not in numbers(log.since(0))
+    log.finish(slow)
+    assert numbers(log.since(0))[0] == 1
+    assert log.statistics().held == 2
 
 
 def test_an_answer_is_bounded() -> None:
     """And what is left out is what changed longest ago."""
-    journal = Journal()
+    log = RequestLog()
     for _ in range(10):
-        settled(journal)
-    assert numbers(journal.since(0, limit=3)) == [10, 9, 8]
-    assert journal.since(0, limit=0) == []
+        settled(log)
+    assert numbers(log.since(0, limit=3)) == [10, 9, 8]
+    assert log.since(0, limit=0) == []
 
 
 def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
     """Nobody reads most of them, and a plug-in may write a novel."""
     made = []
     lazy = request(why=lambda: made.append(1) or "x" * 10_000)
-    Journal().opened(lazy)
+    RequestLog().add(lazy)
     assert not made
     assert lazy.reason == "x" * MAX_REASON_CHARS
 
@@ -139,12 +145,12 @@ def test_what_a_client_did_is_no_failure(
 
 def test_the_minute_sums_what_was_settled() -> None:
     """These are the figures at the top of the page."""
-    journal = Journal(minute=Minute(Clock()))
-    settled(journal, cached_tokens=64, actual_tokens=64)
-    settled(journal, cached_tokens=64, actual_tokens=16)
-    settled(journal, cached_tokens=32)
-    settled(journal, status=503, end="no_replica")
-    total = journal.minute.total()
+    log = RequestLog(totals=RollingTotals(Clock()))
+    settled(log, cached_tokens=64, actual_tokens=64)
+    settled(log, cached_tokens=64, actual_tokens=16)
+    settled(log, cached_tokens=32)
+    settled(log, status=503, end="no_replica")
+    total = log.totals.total()
     assert (total.requests, total.failed, total.compared, total.over, total.under) == (
         4,
         1,
@@ -156,11 +162,11 @@ def test_the_minute_sums_what_was_settled() -> None:
     assert (total.routed_tokens, total.promised_tokens) == (400, 160)
 
 
-def test_one_that_nobody_could_take_is_in_the_journal() -> None:
+def test_one_that_nobody_could_take_is_in_the_log() -> None:
     """It is what an operator looks for when clients see 503."""
-    journal = Journal()
-    journal.turned_away(request(), 503, "no_replica")
-    (routed,) = journal.since(0)
+    log = RequestLog()
+    log.add_refused(request(), NoReplica("m", "1 draining"))
+    (routed,) = log.since(0)
     assert (routed.replica, routed.status, routed.end, routed.has_failed) == (
         None,
         503,
@@ -172,26 +178,26 @@ def test_one_that_nobody_could_take_is_in_the_journal() -> None:
 def test_what_is_older_than_a_minute_no_longer_counts() -> None:
     """Second by second, and also after a long silence."""
     clock = Clock()
-    minute = Minute(clock)
+    totals = RollingTotals(clock)
     for _ in range(90):
-        minute.now.requests += 1
+        totals.now.requests += 1
         clock.now += 1
-    assert minute.total().requests == SECONDS - 1, (
+    assert totals.total().requests == SECONDS - 1, (
         "the second that has just begun takes the place of the oldest"
     )
     clock.now += 30
-    assert minute.total().requests == SECONDS - 31
+    assert totals.total().requests == SECONDS - 31
     clock.now += 10_000
-    assert minute.total().requests == 0
-    assert len(minute._tallies) == SECONDS
+    assert totals.total().requests == 0
+    assert len(totals._by_second) == SECONDS
 
 
 def test_the_rate_of_a_young_router_is_of_the_time_it_has_run() -> None:
     """Ten requests in its first ten seconds are one a second, not a sixth."""
     clock = Clock(1000.5)
-    minute = Minute(clock)
-    assert minute.seconds == 1.0
+    totals = RollingTotals(clock)
+    assert totals.seconds == 1.0
     clock.now += 10
-    assert minute.seconds == 10.0
+    assert totals.seconds == 10.0
     clock.now += 1000
-    assert SECONDS - 1 <= minute.seconds <= SECONDS
+    assert SECONDS - 1 <= totals.seconds <= SECONDS

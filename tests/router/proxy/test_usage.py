@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.usage import MAX_KEPT_BYTES, Usage, UsageReader
+from router.proxy.usage import MAX_KEPT_BYTES, TokenUsage, UsageReader
 
 CHAT_USAGE = {
     "prompt_tokens": 40,
@@ -31,7 +31,7 @@ def delta(text: str, **more: object) -> bytes:
     return event({"choices": [{"delta": {"content": text}}], **more})
 
 
-def read(*pieces: bytes) -> Usage:
+def read(*pieces: bytes) -> TokenUsage:
     reader = UsageReader()
     for piece in pieces:
         reader.feed(piece)
@@ -82,7 +82,9 @@ ALL_FORMS = {
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_every_api_form_gives_the_same_three_numbers(form: str) -> None:
     """Predicted-versus-actual compares one number, whatever API the client speaks."""
-    assert read(ALL_FORMS[form]) == Usage(prompt_tokens=40, completion_tokens=3, cached_tokens=32)
+    assert read(ALL_FORMS[form]) == TokenUsage(
+        prompt_tokens=40, completion_tokens=3, cached_tokens=32
+    )
 
 
 @given(form=st.sampled_from(sorted(ALL_FORMS)), cuts=st.lists(st.integers(0, 600), max_size=8))
@@ -91,7 +93,7 @@ def test_the_pieces_may_be_cut_anywhere(form: str, cuts: list[int]) -> None:
     body = ALL_FORMS[form]
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
     pieces = [body[start:end] for start, end in itertools.pairwise(edges)]
-    assert read(*pieces) == Usage(prompt_tokens=40, completion_tokens=3, cached_tokens=32)
+    assert read(*pieces) == TokenUsage(prompt_tokens=40, completion_tokens=3, cached_tokens=32)
 
 
 def test_a_stream_with_a_usage_in_every_event_gives_the_last_one() -> None:
@@ -99,7 +101,7 @@ def test_a_stream_with_a_usage_in_every_event_gives_the_last_one() -> None:
     pieces = [
         delta("x", usage={"prompt_tokens": 9, "completion_tokens": count}) for count in (1, 2, 3)
     ]
-    assert read(*pieces) == Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=None)
+    assert read(*pieces) == TokenUsage(prompt_tokens=9, completion_tokens=3, cached_tokens=None)
 
 
 def test_an_empty_usage_beside_a_real_one_does_not_hide_it() -> None:
@@ -119,7 +121,7 @@ def test_a_stream_cut_before_its_last_line_end_still_counts_that_line() -> None:
 
 def test_an_answer_without_usage_says_nothing() -> None:
     """None is not zero: zero cached tokens would look like a wrong prediction."""
-    assert read(b'{"choices": []}') == read(delta("a")) == read() == Usage(None, None, None)
+    assert read(b'{"choices": []}') == read(delta("a")) == read() == TokenUsage(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_usage_in_the_generated_text_is_not_believed(text: str) -> None:
     """A prompt could otherwise make the model spoil the metrics."""
     reader = UsageReader()
     reader.feed(delta(text) + delta("\n" + text))
-    assert reader.usage() == Usage()
+    assert reader.usage() == TokenUsage()
     assert (
         read(json.dumps({"choices": [{"text": text}], "usage": CHAT_USAGE}).encode()).prompt_tokens
         == 40
@@ -189,13 +191,13 @@ def test_an_endless_line_is_kept_only_in_part(start: bytes) -> None:
         reader.feed(b"x" * 50_000)
     kept = sum(len(getattr(reader, name)) for name in ("_rest", "_first", "_last"))
     assert kept <= 3 * MAX_KEPT_BYTES
-    assert reader.usage() == Usage()
+    assert reader.usage() == TokenUsage()
 
 
 def test_deep_nesting_behind_the_key_is_survived() -> None:
     """A hostile tail must not end in a RecursionError."""
-    assert read(b'data: "usage":' + b'{"a":' * 10_000 + b"\n") == Usage()
-    assert read(b'{"usage":' + b"[" * 30_000) == Usage()
+    assert read(b'data: "usage":' + b'{"a":' * 10_000 + b"\n") == TokenUsage()
+    assert read(b'{"usage":' + b"[" * 30_000) == TokenUsage()
 
 
 @given(st.lists(st.binary(max_size=200), max_size=10))
