@@ -9,10 +9,10 @@ marked as not.
     prompts = await tokenization.tokenize(spec, lora_name=None)   # one TokenizedPrompt each, raises nothing
     tokenization.statistics()
 
-``TokenizedPrompt.coverage`` says what the ids are: the engine's whole prompt, a certain prefix of
+`TokenizedPrompt.coverage` says what the ids are: the engine's whole prompt, a certain prefix of
 it (a chat with images: up to before the message that holds the first one), or nothing (embeddings,
-a template sent by the client, a conversation stored at the engine); ``reason`` then says why.
-``token_ids`` is an ``array("I")``.
+a template sent by the client, a conversation stored at the engine); `reason` then says why.
+`token_ids` is an `array("I")`.
 
 The files; each imports only what is listed above it:
 

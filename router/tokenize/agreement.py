@@ -15,8 +15,6 @@ from router.tokenize.local.tokenizer import LocalTokenizer
 from router.tokenize.prompts import ChatPrompt, TextPrompt
 from router.tokenize.remote import RemoteTokenizer
 
-__all__ = ["Disagreement", "find_disagreements"]
-
 _TEXT = "The answer is 42.\n\n  Isn't it?\tна́йден 日本語 🙂"
 _TOOL = {
     "type": "function",
@@ -51,19 +49,16 @@ _PROBES: dict[str, TextPrompt | ChatPrompt] = {
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One probe that came out differently.
-
-    Attributes:
-        probe: Its name.
-        first_difference: Index of the first id that differs, or the length of the shorter list.
-        local_count: Ids in the router.
-        remote_count: Ids at the replica.
-    """
+    """One probe that came out differently."""
 
     probe: str
+    """Its name."""
     first_difference: int
+    """Index of the first id that differs, or the length of the shorter list."""
     local_count: int
+    """Ids in the router."""
     remote_count: int
+    """Ids at the replica."""
 
 
 async def find_disagreements(

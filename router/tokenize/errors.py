@@ -4,20 +4,12 @@
     |-- RequestBodyError      the client's body: a place, what is there, the rule it breaks
     |-- ModelFilesError       the operator's model directory cannot be used
     |-- UntokenizableError    the prompt is sound, but its token ids cannot be known here
-    `-- ReplicaAnswerError    a replica's ``/tokenize`` refused or made no sense
+    `-- ReplicaAnswerError    a replica's `/tokenize` refused or made no sense
 
 No message ever holds a piece of a prompt, a token or a key: values are described by type and size.
 """
 
 from __future__ import annotations
-
-__all__ = [
-    "ModelFilesError",
-    "ReplicaAnswerError",
-    "RequestBodyError",
-    "TokenizeError",
-    "UntokenizableError",
-]
 
 
 class TokenizeError(Exception):
@@ -28,7 +20,7 @@ class RequestBodyError(TokenizeError):
     """A request body breaks a rule; the client gets a 400 with this text.
 
     Args:
-        place: JSON path of the value, ``$.messages[3].content``.
+        place: JSON path of the value, `$.messages[3].content`.
         found: Type and size of what is there, never the value itself.
         rule: What would have been right.
     """
@@ -63,7 +55,7 @@ class UntokenizableError(TokenizeError):
 
 
 class ReplicaAnswerError(TokenizeError):
-    """A replica answered ``/tokenize`` with an error or with something that is no token list."""
+    """A replica answered `/tokenize` with an error or with something that is no token list."""
 
     def __init__(self, place: str, found: str, rule: str) -> None:
         super().__init__(f"{place}: {found}; {rule}")

@@ -1,9 +1,9 @@
 """A model directory -> what tokenisation needs of it.
 
-Read are ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``,
-``chat_template.jinja``, ``additional_chat_templates/*.jinja``, ``chat_template.json`` and the
-``model_type`` in ``config.json``, with the same precedence that transformers gives them. Only
-``tokenizer.json`` must be there.
+Read are `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
+`chat_template.jinja`, `additional_chat_templates/*.jinja`, `chat_template.json` and the
+`model_type` in `config.json`, with the same precedence that transformers gives them. Only
+`tokenizer.json` must be there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import msgspec
 
 from router.tokenize.body.json_fields import describe
 from router.tokenize.errors import ModelFilesError
-
-__all__ = ["ModelFiles", "read_model_files"]
 
 # Files of a model are trusted not to be hostile, but a wrong path must not fill the memory.
 _MAX_FILE_BYTES = 256 * 1024 * 1024
@@ -36,40 +34,36 @@ _TOKEN_NAMES = (
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the files of one model say.
-
-    Attributes:
-        path: The directory, for messages.
-        tokenizer_json: Bytes of ``tokenizer.json``.
-        chat_templates: Template text by name; a model with one template calls it ``default``.
-        processor_template: Template of a multimodal processor; it goes first where no tools are
-            given.
-        special_tokens: Text by name (``bos_token``), as templates see them.
-        extra_special_tokens: Special tokens that have no name.
-        added_tokens: Added tokens that ``tokenizer_config.json`` lists, by id; transformers adds
-            the missing ones.
-        splits_special_tokens: Special tokens in a text are tokenised as plain text.
-        model_type: From ``config.json``; None without one.
-        has_mistral_tokenizer: Mistral's own tokenizer lies beside this one, and engines prefer it.
-    """
+    """What the files of one model say."""
 
     path: str
+    """The directory, for messages."""
     tokenizer_json: bytes = field(repr=False)
+    """Bytes of `tokenizer.json`."""
     chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Template text by name; a model with one template calls it `default`."""
     processor_template: str | None = field(default=None, repr=False)
+    """Template of a multimodal processor; it goes first where no tools are given."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Text by name (`bos_token`), as templates see them."""
     extra_special_tokens: tuple[str, ...] = ()
+    """Special tokens that have no name."""
     added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    """Added tokens that `tokenizer_config.json` lists, by id; transformers adds the missing
+    ones."""
     splits_special_tokens: bool = False
+    """Special tokens in a text are tokenised as plain text."""
     model_type: str | None = None
+    """From `config.json`; None without one."""
     has_mistral_tokenizer: bool = False
+    """Mistral's own tokenizer lies beside this one, and engines prefer it."""
 
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Read a model directory.
 
     Raises:
-        ModelFilesError: ``tokenizer.json`` is missing, or a file is no valid JSON object.
+        ModelFilesError: `tokenizer.json` is missing, or a file is no valid JSON object.
     """
     tokenizer_json = _read(directory / "tokenizer.json")
     if tokenizer_json is None:
@@ -128,7 +122,7 @@ def _read_text(path: Path) -> str | None:
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates by name: files of their own override those inside
-    ``tokenizer_config.json``."""
+    `tokenizer_config.json`."""
     templates: dict[str, str] = {}
     default = _read_text(directory / "chat_template.jinja")
     if default is not None:

@@ -8,20 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
-__all__ = [
-    "ChatPrompt",
-    "Coverage",
-    "Endpoint",
-    "OpaquePrompt",
-    "Prompt",
-    "PromptSpec",
-    "TextPrompt",
-    "TokenIds",
-    "TokenPrompt",
-    "TokenizedPrompt",
-    "Truncation",
-]
-
 # An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a
 # token in memory, and a buffer that can be hashed without a loop over the tokens.
 TokenIds: TypeAlias = "array[int]"
@@ -40,18 +26,15 @@ class Endpoint(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """``truncate_prompt_tokens``: the engine keeps only *max_tokens* of the prompt.
-
-    Attributes:
-        max_tokens: Tokens to keep, special tokens included.
-        side: Side that is cut away, ``left`` keeps the end of the prompt.
-        counts_special_tokens: The client named the side: the finished ids are cut as they are.
-            Otherwise the text is cut first, and the special tokens around it survive.
-    """
+    """`truncate_prompt_tokens`: the engine keeps only *max_tokens* of the prompt."""
 
     max_tokens: int
+    """Tokens to keep, special tokens included."""
     side: Literal["left", "right"]
+    """Side that is cut away, `left` keeps the end of the prompt."""
     counts_special_tokens: bool
+    """The client named the side: the finished ids are cut as they are. Otherwise the text is cut
+    first, and the special tokens around it survive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +56,25 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, in the OpenAI chat form, to be rendered by the model's chat template.
-
-    Attributes:
-        messages: As the client sent them (or converted to this form), not yet normalised.
-        tools: In the form that templates get: ``type``, ``function{name, description,
-            parameters}``.
-        documents: For templates that know retrieval.
-        template_arguments: The client's ``chat_template_kwargs`` and what the request's own fields
-            add to them.
-        add_generation_prompt: Whether the header of the next assistant message follows.
-        continue_final_message: Whether the last message is left open instead.
-        add_special_tokens: Whether BOS and EOS are added to what the template wrote.
-        merge_inline_system: Whether system messages in mid-conversation move to the front where the
-            template takes them nowhere else (``/v1/messages`` does).
-    """
+    """A conversation, in the OpenAI chat form, to be rendered by the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]] = field(repr=False)
+    """As the client sent them (or converted to this form), not yet normalised."""
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    """In the form that templates get: `type`, `function{name, description, parameters}`."""
     documents: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    """For templates that know retrieval."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The client's `chat_template_kwargs` and what the request's own fields add to them."""
     add_generation_prompt: bool = True
+    """Whether the header of the next assistant message follows."""
     continue_final_message: bool = False
+    """Whether the last message is left open instead."""
     add_special_tokens: bool = False
+    """Whether BOS and EOS are added to what the template wrote."""
     merge_inline_system: bool = False
+    """Whether system messages in mid-conversation move to the front where the template takes them
+    nowhere else (`/v1/messages` does)."""
     truncation: Truncation | None = None
 
 
@@ -113,36 +91,33 @@ Prompt: TypeAlias = TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """All that routing needs of a request.
-
-    Attributes:
-        endpoint: The form of the body; for ``/route`` the form that it stands for.
-        model: As the client named it: a base model or a LoRA adapter; None lets the engine choose.
-        prompts: One for a chat, as many as the batch holds for completions and embeddings.
-        stream: Whether the client wants server-sent events.
-        max_tokens: The client's bound on generated tokens.
-        choices: How many answers are generated for each prompt (``n``).
-        cache_salt: Keeps cached blocks of different tenants apart.
-        lora_name: Only where ``/route`` names it; otherwise the caller finds out what *model* is.
-        session: What the client says its conversation is, for session policies.
-        body_bytes: Size of the body, a measure of the work that the prompts are.
-        reads_cache: False where the logprobs of the prompt itself are asked for: the engine
-            computes all of it, whatever it has cached.
-        has_engine_arguments: The body has ``vllm_xargs``, which ``strip_report_mode`` looks into.
-    """
+    """All that routing needs of a request."""
 
     endpoint: Endpoint
+    """The form of the body; for `/route` the form that it stands for."""
     model: str | None
+    """As the client named it: a base model or a LoRA adapter; None lets the engine choose."""
     prompts: tuple[Prompt, ...] = field(repr=False)
+    """One for a chat, as many as the batch holds for completions and embeddings."""
     stream: bool = False
+    """Whether the client wants server-sent events."""
     max_tokens: int | None = None
+    """The client's bound on generated tokens."""
     choices: int = 1
+    """How many answers are generated for each prompt (`n`)."""
     cache_salt: str | None = field(default=None, repr=False)
+    """Keeps cached blocks of different tenants apart."""
     lora_name: str | None = None
+    """Only where `/route` names it; otherwise the caller finds out what *model* is."""
     session: str | None = field(default=None, repr=False)
+    """What the client says its conversation is, for session policies."""
     body_bytes: int = 0
+    """Size of the body, a measure of the work that the prompts are."""
     reads_cache: bool = True
+    """False where the logprobs of the prompt itself are asked for: the engine computes all of it,
+    whatever it has cached."""
     has_engine_arguments: bool = False
+    """The body has `vllm_xargs`, which `strip_report_mode` looks into."""
 
 
 class Coverage(str, Enum):
@@ -155,23 +130,20 @@ class Coverage(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Token ids of one prompt and all else that its block keys depend on.
-
-    Attributes:
-        token_ids: The ids that are certain; empty where nothing is.
-        coverage: What the ids cover.
-        reason: Why the coverage is not ``WHOLE``; None where it is. One of a small fixed set.
-        lora_name: Adapter the prompt runs with.
-        cache_salt: Salt of the first block.
-        extra_keys: Multimodal keys by block; None as long as ids end before the first medium.
-    """
+    """Token ids of one prompt and all else that its block keys depend on."""
 
     token_ids: TokenIds = field(repr=False)
+    """The ids that are certain; empty where nothing is."""
     coverage: Coverage = Coverage.WHOLE
+    """What the ids cover."""
     reason: str | None = None
+    """Why the coverage is not `WHOLE`; None where it is. One of a small fixed set."""
     lora_name: str | None = None
+    """Adapter the prompt runs with."""
     cache_salt: str | None = field(default=None, repr=False)
+    """Salt of the first block."""
     extra_keys: tuple[Any, ...] | None = field(default=None, repr=False)
+    """Multimodal keys by block; None as long as ids end before the first medium."""
 
     @property
     def exact(self) -> bool:

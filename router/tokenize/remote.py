@@ -1,4 +1,4 @@
-"""Tokenisation at a replica: ``POST /tokenize``, as vLLM offers it, through a function that the
+"""Tokenisation at a replica: `POST /tokenize`, as vLLM offers it, through a function that the
 caller gives.
 
 Exact by definition where it answers, at the price of a round trip; used for models whose files the
@@ -21,8 +21,6 @@ from router.tokenize.limits import PromptLimits
 from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics
 from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate
-
-__all__ = ["Fetch", "RemoteStatistics", "RemoteTokenizer"]
 
 # (path, body) -> (status, body). Raises OSError or TimeoutError where no replica answers; bounds
 # time and size.
@@ -47,17 +45,14 @@ _ANSWER_DECODER = msgspec.json.Decoder(_Answer)
 
 @dataclass(frozen=True)
 class RemoteStatistics:
-    """Counts since the start.
-
-    Attributes:
-        asked: Requests sent to replicas.
-        failed: Of these, how many brought no ids.
-        cache: Whole prompts kept; a hit saved a request.
-    """
+    """Counts since the start."""
 
     asked: int
+    """Requests sent to replicas."""
     failed: int
+    """Of these, how many brought no ids."""
     cache: SegmentCacheStatistics
+    """Whole prompts kept; a hit saved a request."""
 
 
 class RemoteTokenizer:
@@ -86,7 +81,7 @@ class RemoteTokenizer:
             model: As the client named it: an adapter may bring tokens of its own.
             cache_salt: Keeps answers of different tenants apart.
         Raises:
-            UntokenizableError: ``/tokenize`` cannot tell this prompt's ids.
+            UntokenizableError: `/tokenize` cannot tell this prompt's ids.
             ReplicaAnswerError: The replica refused, or its answer makes no sense.
             OSError: No replica answered; TimeoutError alike.
         """

@@ -33,8 +33,6 @@ from router.tokenize.prompts import (
 from router.tokenize.remote import RemoteStatistics, RemoteTokenizer
 from router.tokenize.truncation import truncate
 
-__all__ = ["PromptTokenizer", "Tokenization", "TokenizationStatistics"]
-
 _Result = TypeVar("_Result")
 _Attempt: TypeAlias = PreparedPrompt | UntokenizableError
 _Outcome: TypeAlias = tuple[TokenIds, Coverage] | UntokenizableError
@@ -59,23 +57,20 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenizationStatistics:
-    """Counts since the start.
-
-    Attributes:
-        prompts: Prompts by coverage.
-        unknown: Prompts without full coverage by reason.
-        seconds: Time from asking to the ids, summed over requests.
-        waiting: Requests now in a thread or waiting for one.
-        local: None without a local tokenizer.
-        remote: None without a remote one.
-    """
+    """Counts since the start."""
 
     prompts: Mapping[Coverage, int]
+    """Prompts by coverage."""
     unknown: Mapping[str, int]
+    """Prompts without full coverage by reason."""
     seconds: float
+    """Time from asking to the ids, summed over requests."""
     waiting: int
+    """Requests now in a thread or waiting for one."""
     local: LocalStatistics | None
+    """None without a local tokenizer."""
     remote: RemoteStatistics | None
+    """None without a remote one."""
 
 
 class Tokenization:
@@ -96,7 +91,7 @@ class Tokenization:
         Args:
             max_threads: Tokenizers that run at once beside the event loop.
             max_waiting: Requests that may be in a thread or wait for one; more are answered
-                ``UNKNOWN``.
+                `UNKNOWN`.
             inline_chars: Characters to tokenise in the event loop, some 0.5 ms; above that a thread
                 does it.
             inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
@@ -121,7 +116,7 @@ class Tokenization:
         """Return one result for each prompt of *spec*, in order. Raises nothing but cancellation.
 
         Args:
-            lora_name: The adapter that ``spec.model`` turned out to be.
+            lora_name: The adapter that `spec.model` turned out to be.
         """
         start = time.perf_counter()
         local = await self._tokenize_locally(spec)
@@ -136,7 +131,7 @@ class Tokenization:
 
     def close(self) -> None:
         """Let the threads go once they have done what waits; new work for them is answered
-        ``UNKNOWN``."""
+        `UNKNOWN`."""
         self._threads.close()
 
     def statistics(self) -> TokenizationStatistics:

@@ -1,12 +1,10 @@
-"""``truncate_prompt_tokens``: which ids of a prompt the engine keeps."""
+"""`truncate_prompt_tokens`: which ids of a prompt the engine keeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from router.tokenize.prompts import TokenIds, Truncation
-
-__all__ = ["Ends", "truncate"]
 
 
 @dataclass(frozen=True)

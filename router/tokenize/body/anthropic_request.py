@@ -1,4 +1,4 @@
-"""Body of ``/v1/messages`` -> ``ChatPrompt``: blocks become OpenAI messages, as vLLM's server
+"""Body of `/v1/messages` -> `ChatPrompt`: blocks become OpenAI messages, as vLLM's server
 converts them."""
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from router.tokenize.body.tools import anthropic_tools
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Truncation
-
-__all__ = ["BILLING_HEADER", "parse_messages"]
 
 # Claude Code puts a line with a per-request hash before its system prompt. The engine drops it; a
 # prompt that kept it would never share a prefix with another one.

@@ -1,4 +1,4 @@
-"""Body of a chat completion -> ``ChatPrompt``."""
+"""Body of a chat completion -> `ChatPrompt`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from router.tokenize.body.tools import chat_tools
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Truncation
-
-__all__ = ["check_messages", "parse_chat", "template_arguments"]
 
 # vLLM takes these values in template arguments as "not given".
 _UNSET = (None, "auto")
@@ -52,7 +50,7 @@ def parse_chat(
 
 
 def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
-    """Check the shape of ``messages`` as far as anything here relies on it."""
+    """Check the shape of `messages` as far as anything here relies on it."""
     messages = object_list(fields.get("messages"), "$.messages", limits)
     if not messages:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
@@ -109,7 +107,7 @@ def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
 def template_arguments(
     fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object
 ) -> dict[str, Any]:
-    """Return ``chat_template_kwargs`` with what the engine adds to them for *reasoning_effort*."""
+    """Return `chat_template_kwargs` with what the engine adds to them for *reasoning_effort*."""
     given = optional_object(fields, "chat_template_kwargs", "$") or {}
     check_shape(given, "$.chat_template_kwargs", limits)
     arguments = dict(given)

@@ -9,17 +9,6 @@ from typing import Any
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 
-__all__ = [
-    "as_count",
-    "check_shape",
-    "describe",
-    "is_true",
-    "object_list",
-    "optional_object",
-    "optional_text",
-    "required",
-]
-
 
 def describe(value: object) -> str:
     """Say the type and size of *value* without saying what it is."""
@@ -112,7 +101,7 @@ def check_shape(value: object, place: str, limits: PromptLimits) -> None:
 
 
 def is_true(value: object) -> bool:
-    """Read a flag the lenient way an engine does: ``true``, 1 and ``"true"`` alike."""
+    """Read a flag the lenient way an engine does: `true`, 1 and `"true"` alike."""
     return (
         value is True
         or value == 1

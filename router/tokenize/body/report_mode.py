@@ -1,6 +1,6 @@
-"""Taking ``kv_cache_report_mode`` out of a body before it is sent on.
+"""Taking `kv_cache_report_mode` out of a body before it is sent on.
 
-Any client can send ``vllm_xargs: {"kv_cache_report_mode": "full"}``. The engine then announces
+Any client can send `vllm_xargs: {"kv_cache_report_mode": "full"}`. The engine then announces
 every block of a hit again, also blocks that do not exist, and the counts of the index are spoiled
 for everybody.
 """
@@ -15,8 +15,6 @@ import msgspec
 
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.prompts import PromptSpec
-
-__all__ = ["ARGUMENTS_FIELD", "strip_report_mode"]
 
 ARGUMENTS_FIELD = "vllm_xargs"
 _REPORT_MODE = "kv_cache_report_mode"
@@ -42,7 +40,7 @@ def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
 
     Args:
         body: The JSON body that *spec* was parsed from.
-        spec: What ``parse_request`` made of it.
+        spec: What `parse_request` made of it.
     """
     if not spec.has_engine_arguments or not _SUSPICIOUS.search(body):
         return body

@@ -1,4 +1,4 @@
-"""Request body -> ``PromptSpec``: pure parsing, no tokenizer needed.
+"""Request body -> `PromptSpec`: pure parsing, no tokenizer needed.
 
 Only what shapes the prompt is checked; everything else is the engine's to judge, and unknown fields
 are none of our business: the proxy forwards the body as it came.
@@ -30,8 +30,6 @@ from router.tokenize.prompts import (
     Truncation,
 )
 
-__all__ = ["parse_request"]
-
 _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -55,7 +53,7 @@ def parse_request(
     Args:
         endpoint: Where the body was sent.
         body: The bytes as they came; the caller has bounded their number.
-        encoding: ``msgpack`` only where the caller offers it (``/route``).
+        encoding: `msgpack` only where the caller offers it (`/route`).
         limits: Bounds on the prompt; the defaults where None.
     Raises:
         RequestBodyError: The body is malformed, or its prompt breaks a rule.
@@ -113,7 +111,7 @@ def _decode(body: bytes, encoding: str) -> dict[str, Any]:
 
 
 def _route_form(fields: Mapping[str, Any]) -> Endpoint:
-    """Tell which form a ``/route`` body has: it may name it, else its fields do."""
+    """Tell which form a `/route` body has: it may name it, else its fields do."""
     named = fields.get("endpoint")
     if named is not None:
         known = [form.value for form in Endpoint]
@@ -135,7 +133,7 @@ def _route_form(fields: Mapping[str, Any]) -> Endpoint:
 
 
 def _truncation(fields: Mapping[str, Any], form: Endpoint) -> Truncation | None:
-    """Read ``truncate_prompt_tokens``; -1 means the model's own length, which a prompt that is
+    """Read `truncate_prompt_tokens`; -1 means the model's own length, which a prompt that is
     served never passes."""
     count = as_count(fields.get("truncate_prompt_tokens"))
     if count is None:

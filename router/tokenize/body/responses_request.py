@@ -1,4 +1,4 @@
-"""Body of ``/v1/responses`` -> ``ChatPrompt``: instructions and items become messages, as vLLM's
+"""Body of `/v1/responses` -> `ChatPrompt`: instructions and items become messages, as vLLM's
 server makes them.
 
 An assistant turn may span several items (reasoning, text, calls); they are gathered into one
@@ -17,8 +17,6 @@ from router.tokenize.body.tools import responses_tools
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import ChatPrompt, OpaquePrompt, Truncation
-
-__all__ = ["parse_responses"]
 
 _UNFINISHED = ("in_progress", "incomplete")
 

@@ -1,8 +1,8 @@
 """Tool definitions -> the form in which chat templates get them.
 
 vLLM parses tools into models of its own and hands templates a dump of those: the order of the keys
-is the models', ``description`` and ``parameters`` are there even where they are null, ``strict``
-and ``defer_loading`` only where they are set, and fields it does not know are gone. Templates write
+is the models', `description` and `parameters` are there even where they are null, `strict`
+and `defer_loading` only where they are set, and fields it does not know are gone. Templates write
 tools as JSON at the very start of a prompt, so a different key order would be a different prefix.
 """
 
@@ -15,11 +15,9 @@ from router.tokenize.body.json_fields import describe, object_list, optional_obj
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 
-__all__ = ["anthropic_tools", "chat_tools", "responses_tools"]
-
 
 def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read ``tools`` of a chat completion."""
+    """Read `tools` of a chat completion."""
     tools = _tool_list(fields, limits)
     return (
         None
@@ -29,7 +27,7 @@ def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
 
 
 def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read ``tools`` of the responses API, where a function's fields lie beside its type.
+    """Read `tools` of the responses API, where a function's fields lie beside its type.
 
     Tools that are no functions (web search, MCP) are the server's business and reach no template.
     """
@@ -44,7 +42,7 @@ def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
 
 
 def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read ``tools`` of the messages API: ``input_schema`` becomes ``parameters`` and gets a
+    """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a
     type."""
     tools = _tool_list(fields, limits)
     if tools is None:

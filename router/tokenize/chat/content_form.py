@@ -2,9 +2,9 @@
 
 vLLM's server decides it by looking at the template's syntax tree, and so do we: the answer changes
 the text. The question is whether there is a loop over the content of a message, where a *message*
-is what a loop over ``messages`` (or over a variable set from it) runs through, and *content* is its
+is what a loop over `messages` (or over a variable set from it) runs through, and *content* is its
 field of that name, the argument of a macro that is called with it, or, outside of macros, a
-variable called ``content``.
+variable called `content`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from jinja2 import nodes
 
 from router.tokenize.chat.conversation import ContentForm
-
-__all__ = ["content_form"]
 
 
 def content_form(tree: nodes.Template) -> ContentForm:

@@ -1,8 +1,8 @@
 """Messages of a request -> messages as a chat template gets them, normalised the way vLLM's server
 does it.
 
-A template either loops over the parts of a message's content (the ``openai`` form) or writes the
-content as it is (the ``string`` form); every message is brought into the form that the template
+A template either loops over the parts of a message's content (the `openai` form) or writes the
+content as it is (the `string` form); every message is brought into the form that the template
 expects.
 """
 
@@ -13,14 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from router.tokenize.body.anthropic_request import BILLING_HEADER
-
-__all__ = [
-    "ContentForm",
-    "has_media",
-    "merge_system_messages",
-    "normalise",
-    "without_developer_role",
-]
 
 ContentForm: TypeAlias = Literal["string", "openai"]
 _Message: TypeAlias = dict[str, Any]
@@ -78,8 +70,8 @@ def normalise(
         messages: Checked messages of a chat request.
         form: What the template expects.
         media_mark: Text to write for images, audio and video. None gives a template of the
-            ``openai`` form the part that it gets in the engine, and writes nothing into one of the
-            ``string`` form.
+            `openai` form the part that it gets in the engine, and writes nothing into one of the
+            `string` form.
     """
     return [_normalise(message, form, media_mark) for message in messages]
 
@@ -140,7 +132,7 @@ def _as_parts(parts: Sequence[_Part], media_mark: str | None) -> list[_Message]:
 
 
 def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
-    """Return a part in the ``openai`` form; None for one that holds nothing."""
+    """Return a part in the `openai` form; None for one that holds nothing."""
     if _is_medium(part):
         assert not isinstance(part, str)
         return (

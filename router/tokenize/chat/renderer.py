@@ -1,4 +1,4 @@
-"""``ChatPrompt`` -> text of the prompt, with the templates of one model."""
+"""`ChatPrompt` -> text of the prompt, with the templates of one model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from router.tokenize.errors import UntokenizableError
 from router.tokenize.model_files import ModelFiles
 from router.tokenize.prompts import ChatPrompt
 
-__all__ = ["ChatRenderer", "ChatSettings", "RenderedChat"]
-
 # vLLM writes the chats of these models with code of its own; their templates, where there are any,
 # are not used.
 _RENDERED_BY_CODE = frozenset(
     ("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3")
 )
-# This one too, and there even the engine's ``/tokenize`` goes by the template and answers other ids
+# This one too, and there even the engine's `/tokenize` goes by the template and answers other ids
 # than chats have.
 _HARMONY = "gpt_oss"
 
@@ -43,30 +41,24 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How the engine's server was told to render; the defaults are its defaults.
-
-    Attributes:
-        chat_template: Text of a template that replaces the model's (``--chat-template``).
-        content_form: ``--chat-template-content-format``; None detects it.
-        default_arguments: ``--default-chat-template-kwargs``.
-    """
+    """How the engine's server was told to render; the defaults are its defaults."""
 
     chat_template: str | None = None
+    """Text of a template that replaces the model's (`--chat-template`)."""
     content_form: ContentForm | None = None
+    """`--chat-template-content-format`; None detects it."""
     default_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """`--default-chat-template-kwargs`."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """Text of a prompt.
-
-    Attributes:
-        text: All of it, or what is certain to stand before the first medium.
-        is_prefix: The latter.
-    """
+    """Text of a prompt."""
 
     text: str = field(repr=False)
+    """All of it, or what is certain to stand before the first medium."""
     is_prefix: bool = False
+    """The latter."""
 
 
 class ChatRenderer:

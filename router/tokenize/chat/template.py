@@ -1,8 +1,8 @@
 """A model's chat template: text of a prompt out of a conversation, rendered in a sandbox.
 
 The settings are those of transformers, which engines render with: trimmed blocks, loop controls,
-``raise_exception``, ``strftime_now``, ``tojson`` that keeps characters outside ASCII, and a
-``generation`` block that only groups.
+`raise_exception`, `strftime_now`, `tojson` that keeps characters outside ASCII, and a
+`generation` block that only groups.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from router.tokenize.chat.content_form import content_form
 from router.tokenize.chat.conversation import ContentForm
 from router.tokenize.errors import ModelFilesError, UntokenizableError
 
-__all__ = ["ChatTemplate"]
-
 # What foreign template code may raise over the data of a client. All of it means the same: this
 # conversation cannot be rendered. The messages of these errors quote the conversation, so they go
 # no further.
@@ -42,7 +40,7 @@ _CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _GroupingExtension(Extension):
-    """``{% generation %}`` marks the assistant's words for training; for a prompt it is a scope and
+    """`{% generation %}` marks the assistant's words for training; for a prompt it is a scope and
     no more."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -54,7 +52,7 @@ class _GroupingExtension(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with bounds on the operators that make much out of little; ``range`` is bounded
+    """The sandbox with bounds on the operators that make much out of little; `range` is bounded
     by jinja itself."""
 
     intercepted_binops = frozenset(("*", "**"))
@@ -76,7 +74,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _repeats(sequence: object, times: object) -> int:
-    """Return the length of ``sequence * times``; 0 where that is no repetition."""
+    """Return the length of `sequence * times`; 0 where that is no repetition."""
     if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
         return len(sequence) * max(times, 0)
     return 0
@@ -100,13 +98,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class ChatTemplate:
-    """A compiled template.
-
-    Attributes:
-        form: The form of content that it expects.
-        knows_developer_role: Whether it can be given developer messages.
-        takes_inline_system: Whether it can be given system messages after the first message.
-    """
+    """A compiled template."""
 
     def __init__(
         self,
@@ -121,9 +113,9 @@ class ChatTemplate:
 
         Args:
             place: Where the text came from, for the error.
-            form: Overrides what is detected (``--chat-template-content-format`` of the engine).
-            max_chars: Longest text that ``render`` returns.
-            now: Clock of ``strftime_now``; the engine's local time is what it should show.
+            form: Overrides what is detected (`--chat-template-content-format` of the engine).
+            max_chars: Longest text that `render` returns.
+            now: Clock of `strftime_now`; the engine's local time is what it should show.
         Raises:
             ModelFilesError: The template is no valid jinja.
         """
@@ -144,7 +136,7 @@ class ChatTemplate:
         """Return the prompt's text.
 
         Args:
-            context: Variables of the template; ``messages`` among them, normalised.
+            context: Variables of the template; `messages` among them, normalised.
             continue_final_message: Leave the last message open.
         Raises:
             UntokenizableError: The template refused the conversation, or the text grew too long.

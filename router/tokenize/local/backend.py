@@ -1,8 +1,8 @@
-"""``ModelFiles`` -> a ready ``tokenizers.Tokenizer``, set up as transformers sets it up for the
+"""`ModelFiles` -> a ready `tokenizers.Tokenizer`, set up as transformers sets it up for the
 engine.
 
-``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` are left alone on purpose:
-transformers 5 ignores them where there is a ``tokenizer.json``, and goes by the post-processor in
+`add_bos_token` and `add_eos_token` of `tokenizer_config.json` are left alone on purpose:
+transformers 5 ignores them where there is a `tokenizer.json`, and goes by the post-processor in
 it.
 """
 
@@ -17,14 +17,12 @@ from router.tokenize.errors import ModelFilesError, UntokenizableError
 from router.tokenize.model_files import ModelFiles
 from router.tokenize.prompts import TokenIds
 
-__all__ = ["build_backend", "encode", "encode_all"]
-
 
 def build_backend(files: ModelFiles) -> Tokenizer:
     """Load the tokenizer and add what the other files ask for.
 
     Raises:
-        ModelFilesError: The tokenizers library cannot read ``tokenizer.json``.
+        ModelFilesError: The tokenizers library cannot read `tokenizer.json`.
     """
     try:
         backend = Tokenizer.from_buffer(files.tokenizer_json)
@@ -66,7 +64,7 @@ def encode_all(
 ) -> list[TokenIds]:
     """Tokenise texts, each on its own.
 
-    Always the batch call: ``Tokenizer.encode`` holds the interpreter lock for as long as it runs,
+    Always the batch call: `Tokenizer.encode` holds the interpreter lock for as long as it runs,
     and the fast form leaves out the offsets that nobody needs here, a third of the time.
 
     Raises:

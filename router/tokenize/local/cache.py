@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from router.tokenize.prompts import TokenIds
 
-__all__ = ["SegmentCache", "SegmentCacheStatistics", "SegmentKey"]
-
 # Salt and text. The salt keeps tenants apart: how fast an answer comes must not tell one of them
 # what another sent.
 SegmentKey = tuple[str | None, str]

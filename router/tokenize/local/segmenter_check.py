@@ -12,8 +12,6 @@ from router.tokenize.errors import UntokenizableError
 from router.tokenize.local.backend import encode, encode_all
 from router.tokenize.local.segments import Segmenter, TokenizerRules, segmenter_for
 
-__all__ = ["choose_segmenter", "survives_self_test"]
-
 # To stand between added tokens: blanks and newlines at either end, words, digits, accents that
 # normalizers compose, characters of several bytes, and text that looks like the beginning of an
 # added token.

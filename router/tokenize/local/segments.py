@@ -1,36 +1,36 @@
 """Where a text may be cut so that its pieces, tokenised one by one, give the ids of the whole.
 
-The tokenizers library works in this order: (1) find the added tokens that are not ``normalized`` in
+The tokenizers library works in this order: (1) find the added tokens that are not `normalized` in
 the raw text, leftmost-longest; (2) normalise every piece between them on its own and find the
-``normalized`` added tokens in it; (3) pre-tokenise every piece on its own; (4) run the model on
+`normalized` added tokens in it; (3) pre-tokenise every piece on its own; (4) run the model on
 every word. After step 1 nothing looks across an added token, with the few exceptions below, so a
 text can be cut in front of one. A segment is an added token and the text up to the next one; only
 the first segment may start with text.
 
 Rules, each with its reason. A token is an *anchor*, that is, a place to cut in front of, if it
 
-- is ``special``: chat markers are, and cutting at every ``<td>`` that a vocabulary holds would only
+- is `special`: chat markers are, and cutting at every `<td>` that a vocabulary holds would only
   cost time;
-- is not ``normalized``: the others are found in step 2, inside a piece, after the text has changed;
-- is not ``lstrip``: it takes the blanks before it, which belong to the segment before;
-- is not ``single_word``: whether it counts depends on the character before it;
-- begins with ASCII punctuation other than ``_``: a ``single_word`` token at the end of the segment
-  before asks whether a word goes on, an ``rstrip`` token there takes all blanks that follow; at
+- is not `normalized`: the others are found in step 2, inside a piece, after the text has changed;
+- is not `lstrip`: it takes the blanks before it, which belong to the segment before;
+- is not `single_word`: whether it counts depends on the character before it;
+- begins with ASCII punctuation other than `_`: a `single_word` token at the end of the segment
+  before asks whether a word goes on, an `rstrip` token there takes all blanks that follow; at
   such a character both stop as they do at the end of a text.
 
-``rstrip`` anchors are fine: what they take lies in their own segment. Overlapping added tokens are
+`rstrip` anchors are fine: what they take lies in their own segment. Overlapping added tokens are
 fine: the anchors are found among all tokens that could overlap one, with the library's own rule.
-``Metaspace`` with ``prepend_scheme: first`` writes its blank only at offset 0 of the whole text; in
+`Metaspace` with `prepend_scheme: first` writes its blank only at offset 0 of the whole text; in
 a segment that begins with its anchor the text has an offset above 0 as it has in the whole, and the
-first segment begins at 0 in both. A ``Prepend`` normalizer and ``ByteLevel`` with
-``add_prefix_space`` act on every piece alike.
+first segment begins at 0 in both. A `Prepend` normalizer and `ByteLevel` with
+`add_prefix_space` act on every piece alike.
 
 The whole text is tokenised at once (no cutting) where
 
 - there is no anchor;
-- special tokens are split as plain text (``split_special_tokens``): then they are no borders;
+- special tokens are split as plain text (`split_special_tokens`): then they are no borders;
 - a normalizer, pre-tokenizer or model is of a kind not known here: it might look at its neighbours;
-- the model draws at random (BPE ``dropout``, Unigram ``alpha``): no two runs agree, the ids are not
+- the model draws at random (BPE `dropout`, Unigram `alpha`): no two runs agree, the ids are not
   certain at all;
 - the self-test at load finds a text whose pieces give other ids than the whole.
 """
@@ -47,8 +47,6 @@ import msgspec
 from tokenizers import AddedToken
 
 from router.tokenize.local.token_regex import compile_matcher
-
-__all__ = ["Segmenter", "TokenizerRules", "read_rules", "segmenter_for"]
 
 _ANCHOR_STARTS = frozenset(string.punctuation) - {"_"}
 
@@ -87,7 +85,7 @@ _KNOWN_MODELS = frozenset(("BPE", "Unigram", "WordPiece", "WordLevel", ""))
 
 
 class _Model(msgspec.Struct):
-    """The part of ``model`` that matters; vocabulary and merges are skipped unread."""
+    """The part of `model` that matters; vocabulary and merges are skipped unread."""
 
     type: str = ""
     dropout: float | None = None
@@ -103,19 +101,16 @@ class _TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TokenizerRules:
-    """What ``tokenizer.json`` says about cutting.
-
-    Attributes:
-        is_random: Two runs over the same text may give different ids.
-        obstacle: Why no text may be cut; None where nothing is in the way.
-    """
+    """What `tokenizer.json` says about cutting."""
 
     is_random: bool
+    """Two runs over the same text may give different ids."""
     obstacle: str | None
+    """Why no text may be cut; None where nothing is in the way."""
 
 
 def read_rules(tokenizer_json: bytes) -> TokenizerRules:
-    """Judge the components of a tokenizer; its added tokens are judged by ``segmenter_for``.
+    """Judge the components of a tokenizer; its added tokens are judged by `segmenter_for`.
 
     Raises:
         msgspec.MsgspecError: The file is not of the form of a tokenizer.

@@ -13,8 +13,6 @@ from router.tokenize.errors import UntokenizableError
 from router.tokenize.local.backend import encode_all
 from router.tokenize.truncation import Ends
 
-__all__ = ["find_ends"]
-
 _SAMPLES = ("a", "", "The quick brown fox", "a b", "1 2 3 \n\n x")
 
 

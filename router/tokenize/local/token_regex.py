@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["compile_matcher"]
-
 _END = ""
 _Trie = dict[str, "_Trie"]
 

@@ -1,8 +1,8 @@
 """Tokenisation in the router: the tokenizers library, a cache by segment, and the model's chat
 template.
 
-Nothing here waits for anything: ``prepare`` and ``finish`` are functions of the prompt and the
-cache, safe to call from any thread. ``finish`` is where the tokenizer runs, and it runs without the
+Nothing here waits for anything: `prepare` and `finish` are functions of the prompt and the
+cache, safe to call from any thread. `finish` is where the tokenizer runs, and it runs without the
 interpreter lock.
 """
 
@@ -30,55 +30,47 @@ from router.tokenize.model_files import ModelFiles
 from router.tokenize.prompts import ChatPrompt, Coverage, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate
 
-__all__ = ["LocalStatistics", "LocalTokenizer", "PreparedPrompt"]
-
 _DEFAULT_CACHE_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class LocalStatistics:
-    """Counts since the start.
-
-    Attributes:
-        prompts: Prompts tokenised.
-        tokens: Token ids returned for them.
-        whole_prompts: Prompts tokenised at once because the tokenizer's rules forbid cutting.
-        obstacle: Why they do; None where texts are cut.
-        refused: Prompts whose text or ids cannot be known here, by reason.
-        prepare_s: Seconds in chat templates, in cutting and in looking up.
-        encode_s: Seconds in the tokenizer, summed over threads.
-        encoded_chars: Characters that the tokenizer ran over; the others came from the cache.
-        cache: The segment cache.
-    """
+    """Counts since the start."""
 
     prompts: int
+    """Prompts tokenised."""
     tokens: int
+    """Token ids returned for them."""
     whole_prompts: int
+    """Prompts tokenised at once because the tokenizer's rules forbid cutting."""
     obstacle: str | None
+    """Why they do; None where texts are cut."""
     refused: Mapping[str, int]
+    """Prompts whose text or ids cannot be known here, by reason."""
     prepare_s: float
+    """Seconds in chat templates, in cutting and in looking up."""
     encode_s: float
+    """Seconds in the tokenizer, summed over threads."""
     encoded_chars: int
+    """Characters that the tokenizer ran over; the others came from the cache."""
     cache: SegmentCacheStatistics
+    """The segment cache."""
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt as text, cut and looked up.
-
-    Attributes:
-        prompt: Where it came from.
-        keys: Salt and text of every segment.
-        found: Their ids; None where the tokenizer has to run.
-        missing_chars: Characters of those segments.
-        coverage: What the ids of all segments cover.
-    """
+    """A prompt as text, cut and looked up."""
 
     prompt: TextPrompt | ChatPrompt
+    """Where it came from."""
     keys: list[SegmentKey] = field(repr=False)
+    """Salt and text of every segment."""
     found: list[TokenIds | None] = field(repr=False)
+    """Their ids; None where the tokenizer has to run."""
     missing_chars: int
+    """Characters of those segments."""
     coverage: Coverage
+    """What the ids of all segments cover."""
 
 
 class LocalTokenizer:

@@ -61,7 +61,7 @@ def _spec(endpoint: Endpoint, body: Any) -> PromptSpec:
 
 
 class _Replica:
-    """A server with ``/tokenize`` as vLLM has it, on the same tokenizer; what it got is kept."""
+    """A server with `/tokenize` as vLLM has it, on the same tokenizer; what it got is kept."""
 
     def __init__(self, local: LocalTokenizer, answer: Response | None = None) -> None:
         self.local = local
@@ -137,7 +137,7 @@ async def test_a_batch_comes_out_in_order(
 
 
 async def test_token_ids_need_no_tokenizer_at_all() -> None:
-    """``/route`` with ids works for models that the router knows nothing about."""
+    """`/route` with ids works for models that the router knows nothing about."""
     body = {"model": "m", "token_ids": [1, 2, 3], "lora_name": "adapter"}
     (result,) = await Tokenization().tokenize(_spec(Endpoint.ROUTE, body))
     assert (result.token_ids.tolist(), result.exact, result.lora_name) == (
@@ -218,7 +218,7 @@ async def test_a_replica_is_asked_where_the_router_has_no_template(
 
 
 async def test_a_replica_gets_all_that_shapes_the_prompt(replica: _Replica) -> None:
-    """``/tokenize`` has other fields than a chat; what it lacks goes among the template's
+    """`/tokenize` has other fields than a chat; what it lacks goes among the template's
     arguments."""
     body = {
         **_CHAT,

@@ -1,4 +1,4 @@
-"""``kv_cache_report_mode`` does not get through, however it is spelled, and nothing else
+"""`kv_cache_report_mode` does not get through, however it is spelled, and nothing else
 changes."""
 
 from __future__ import annotations

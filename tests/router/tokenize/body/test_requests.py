@@ -363,7 +363,7 @@ def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
 def test_random_msgpack_is_parsed_or_refused(body: bytes) -> None:
-    """``/route`` takes msgpack, which can carry what JSON cannot."""
+    """`/route` takes msgpack, which can carry what JSON cannot."""
     with suppress(RequestBodyError):
         assert parse_request(Endpoint.ROUTE, body, encoding="msgpack").prompts
 

@@ -165,7 +165,7 @@ def test_the_rules_hold_for_any_added_tokens(
 
 
 def test_overlaps_reach_anchors_over_several_tokens() -> None:
-    """``b A`` shares nothing with the anchor ``|``, but takes the A that ``A|A`` needs to take the
+    """`b A` shares nothing with the anchor `|`, but takes the A that `A|A` needs to take the
     anchor."""
     tokenizer = _char_model("never")
     tokenizer.add_tokens([AddedToken("|", special=True, normalized=False)])
@@ -198,7 +198,7 @@ def test_tokens_that_look_at_their_neighbours_are_no_anchors(
 
 
 def test_a_token_that_begins_with_a_letter_is_no_anchor() -> None:
-    """A ``single_word`` token before it asks whether a word goes on; cut off from it, the answer
+    """A `single_word` token before it asks whether a word goes on; cut off from it, the answer
     would change."""
     tokenizer = _byte_model(False)
     tokenizer.add_tokens([AddedToken("solo", special=True, normalized=False, single_word=True)])
@@ -212,7 +212,7 @@ def test_a_token_that_begins_with_a_letter_is_no_anchor() -> None:
 def test_a_segment_without_its_anchor_would_get_a_blank_in_front(
     build_tokenizer: Callable[[str], Tokenizer],
 ) -> None:
-    """With ``prepend_scheme: first`` text after a token gets no blank; the anchor in front of it is
+    """With `prepend_scheme: first` text after a token gets no blank; the anchor in front of it is
     what tells."""
     tokenizer = build_tokenizer("mistral")
     alone = ["<s>", "Hello"]
@@ -250,7 +250,7 @@ def test_what_is_random_or_unknown_is_not_cut(change: dict[str, object], obstacl
 def test_special_tokens_that_are_split_as_text_forbid_cutting(
     build_tokenizer: Callable[[str], Tokenizer], local_of: Callable[..., LocalTokenizer]
 ) -> None:
-    """With ``split_special_tokens`` a marker in the text is no border at all."""
+    """With `split_special_tokens` a marker in the text is no border at all."""
     local = local_of(build_tokenizer("qwen"), splits_special_tokens=True)
     assert local.statistics().obstacle == "splits_special_tokens"
 

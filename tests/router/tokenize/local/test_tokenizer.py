@@ -200,7 +200,7 @@ def test_a_model_that_draws_at_random_is_refused(
 
 
 def test_a_crash_in_the_library_is_an_error_of_ours(capfd: pytest.CaptureFixture[str]) -> None:
-    """A panic in Rust is no ``Exception``: it would go through every handler of a server."""
+    """A panic in Rust is no `Exception`: it would go through every handler of a server."""
     tokenizer = Tokenizer(
         models.BPE(
             vocab={char: index for index, char in enumerate("ab \n?")}, merges=[], unk_token="?"
