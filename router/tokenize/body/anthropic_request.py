@@ -23,7 +23,15 @@ BILLING_HEADER = "x-anthropic-billing-header"
 def parse_messages(
     fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
 ) -> ChatPrompt | OpaquePrompt:
-    """Read system prompt, messages, tools and thinking options."""
+    """Read system prompt, messages, tools and thinking options.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on messages, tools and nesting.
+        truncation: What the request says of `truncate_prompt_tokens`.
+    Raises:
+        RequestBodyError: A field that shapes the prompt breaks a rule.
+    """
     given = object_list(fields.get("messages"), "$.messages", limits)
     if not given:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")

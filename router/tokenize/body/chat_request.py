@@ -50,7 +50,14 @@ def parse_chat(
 
 
 def check_messages(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]]:
-    """Check the shape of `messages` as far as anything here relies on it."""
+    """Check the shape of `messages` as far as anything here relies on it.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
+    """
     messages = object_list(fields.get("messages"), "$.messages", limits)
     if not messages:
         raise RequestBodyError("$.messages", "an empty list", "must hold at least one message")
@@ -107,7 +114,16 @@ def _documents(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
 def template_arguments(
     fields: Mapping[str, Any], limits: PromptLimits, reasoning_effort: object
 ) -> dict[str, Any]:
-    """Return `chat_template_kwargs` with what the engine adds to them for *reasoning_effort*."""
+    """Return the variables that a request adds to its chat template.
+
+    Args:
+        fields: The decoded body; its `chat_template_kwargs` come first.
+        limits: Bounds on their nesting.
+        reasoning_effort: What the request says of it, from which the engine derives
+            `enable_thinking`.
+    Raises:
+        RequestBodyError: `chat_template_kwargs` is not an object, or is too large.
+    """
     given = optional_object(fields, "chat_template_kwargs", "$") or {}
     check_shape(given, "$.chat_template_kwargs", limits)
     arguments = dict(given)

@@ -28,7 +28,16 @@ def describe(value: object) -> str:
 
 
 def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any:
-    """Return the field, which must be there and not null."""
+    """Return a field that must be present and not null.
+
+    Args:
+        fields: The object that holds it.
+        name: The field.
+        place: JSON path of the object, for the error.
+        rule: What the field must be, for the error.
+    Raises:
+        RequestBodyError: It is missing or null.
+    """
     value = fields.get(name)
     if value is None:
         found = "null" if name in fields else "missing"
@@ -39,7 +48,16 @@ def required(fields: Mapping[str, Any], name: str, place: str, rule: str) -> Any
 def optional_text(
     fields: Mapping[str, Any], name: str, place: str, max_chars: int | None = None
 ) -> str | None:
-    """Return a string field, None where it is absent or null."""
+    """Return a string field; None if it is absent or null.
+
+    Args:
+        fields: The object that holds it.
+        name: The field.
+        place: JSON path of the object, for the error.
+        max_chars: Longest string allowed; None sets no bound.
+    Raises:
+        RequestBodyError: It is not a string, or is too long.
+    """
     value = fields.get(name)
     if value is None:
         return None
@@ -53,7 +71,15 @@ def optional_text(
 
 
 def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[str, Any] | None:
-    """Return an object field, None where it is absent or null."""
+    """Return an object field; None if it is absent or null.
+
+    Args:
+        fields: The object that holds it.
+        name: The field.
+        place: JSON path of the outer object, for the error.
+    Raises:
+        RequestBodyError: It is not an object.
+    """
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
         raise RequestBodyError(f"{place}.{name}", describe(value), "must be an object")
@@ -61,7 +87,15 @@ def optional_object(fields: Mapping[str, Any], name: str, place: str) -> dict[st
 
 
 def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[str, Any]]:
-    """Check that *value* is a list of objects within the bounds, and return it."""
+    """Check that a value is a list of objects within the bounds, and return it.
+
+    Args:
+        value: What the body holds there.
+        place: Its JSON path, for the error.
+        limits: Bounds on items, nesting and values.
+    Raises:
+        RequestBodyError: It is not such a list.
+    """
     if not isinstance(value, list):
         raise RequestBodyError(place, describe(value), "must be a list of objects")
     if len(value) > limits.max_messages:
@@ -76,10 +110,17 @@ def object_list(value: object, place: str, limits: PromptLimits) -> list[dict[st
 
 
 def check_shape(value: object, place: str, limits: PromptLimits) -> None:
-    """Refuse what is nested too deep or holds too many values.
+    """Refuse a value that is nested too deep or holds too many values.
 
     Templates and JSON encoders recurse over what a client sends, and every value costs a look or
     two in the event loop; both must be known before they start.
+
+    Args:
+        value: What the body holds there.
+        place: Its JSON path, for the error.
+        limits: `max_nesting` and `max_values` count.
+    Raises:
+        RequestBodyError: A bound is exceeded.
     """
     level, left = [value], limits.max_values
     for _ in range(limits.max_nesting + 2):
@@ -110,8 +151,10 @@ def is_true(value: object) -> bool:
 
 
 def as_count(value: object) -> int | None:
-    """Read a count that only informs the router; what is no whole number >= 0 is left to the engine
-    to refuse."""
+    """Read a count that only informs the router; None unless it is a whole number >= 0.
+
+    The engine refuses what is wrong with it.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value) if 0 <= value < 2**53 and float(value).is_integer() else None

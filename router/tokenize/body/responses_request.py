@@ -28,7 +28,15 @@ class _UnknownItemError(Exception):
 def parse_responses(
     fields: Mapping[str, Any], limits: PromptLimits, truncation: Truncation | None
 ) -> ChatPrompt | OpaquePrompt:
-    """Read instructions, input, tools and reasoning effort of a responses request."""
+    """Read instructions, input, tools and reasoning effort of a responses request.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on messages, tools and nesting.
+        truncation: What the request says of `truncate_prompt_tokens`.
+    Raises:
+        RequestBodyError: A field that shapes the prompt breaks a rule.
+    """
     if fields.get("previous_response_id") is not None:
         return OpaquePrompt("stored_conversation")
     if any(tool.get("type") in ("namespace", "custom") for tool in _objects(fields.get("tools"))):
@@ -108,8 +116,7 @@ def _add_call(turns: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _add_to_assistant(turns: list[dict[str, Any]], name: str, text: str) -> None:
-    """Give *text* to the assistant message before, where that has no such field yet; else start a
-    new one."""
+    """Add *text* to the preceding assistant message, or start a new one if that field is taken."""
     if turns and turns[-1]["role"] == "assistant" and turns[-1].get(name) is None:
         turns[-1][name] = text
     else:

@@ -17,7 +17,14 @@ from router.tokenize.limits import PromptLimits
 
 
 def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read `tools` of a chat completion."""
+    """Read `tools` of a chat completion; None without the field.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
+    """
     tools = _tool_list(fields, limits)
     return (
         None
@@ -29,7 +36,13 @@ def chat_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str
 def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
     """Read `tools` of the responses API, where a function's fields lie beside its type.
 
-    Tools that are no functions (web search, MCP) are the server's business and reach no template.
+    Other kinds of tools (web search, MCP) stay at the server and reach no template.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
     """
     tools = _tool_list(fields, limits)
     if not tools:
@@ -42,8 +55,14 @@ def responses_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dic
 
 
 def anthropic_tools(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[str, Any]] | None:
-    """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a
-    type."""
+    """Read `tools` of the messages API: `input_schema` becomes `parameters` and gets a type.
+
+    Args:
+        fields: The decoded body.
+        limits: Bounds on the list and its nesting.
+    Raises:
+        RequestBodyError: The list or an entry breaks a rule.
+    """
     tools = _tool_list(fields, limits)
     if tools is None:
         return None

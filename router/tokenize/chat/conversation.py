@@ -57,7 +57,7 @@ _KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
 
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any part of any message is no text."""
+    """Whether any part of any message is an image, audio or video."""
     return any(_is_medium(part) for message in messages for part in _parts(message.get("content")))
 
 
@@ -112,7 +112,7 @@ def _is_medium(part: _Part) -> bool:
 
 
 def _text(part: _Part) -> str | None:
-    """Return the text of a part that is no medium; None where it holds none."""
+    """Return the text of a text part; None if it holds none."""
     if isinstance(part, str):
         return part
     text = part.get(_TEXT_FIELDS[_kind(part)])
@@ -132,7 +132,7 @@ def _as_parts(parts: Sequence[_Part], media_mark: str | None) -> list[_Message]:
 
 
 def _wrap(part: _Part, media_mark: str | None) -> _Message | None:
-    """Return a part in the `openai` form; None for one that holds nothing."""
+    """Return a part in the `openai` form; None for an empty one."""
     if _is_medium(part):
         assert not isinstance(part, str)
         return (
@@ -192,8 +192,7 @@ def _call(call: Mapping[str, Any]) -> _Message:
 
 
 def _arguments(arguments: object) -> dict[str, Any]:
-    """Return the arguments of a call as templates want them: an object, empty where they are
-    none."""
+    """Return the arguments of a call as templates want them: an object, empty if none are given."""
     if isinstance(arguments, str) and arguments:
         try:
             arguments = json.loads(arguments)
@@ -227,7 +226,12 @@ def without_developer_role(messages: Sequence[_Message]) -> list[_Message]:
 
 
 def merge_system_messages(messages: Sequence[_Message], separator: str) -> list[_Message]:
-    """Join all system messages into one at the front."""
+    """Join all system messages into one at the front.
+
+    Args:
+        messages: Normalised messages; they stay as they are.
+        separator: Between two joined texts.
+    """
     system = [
         _plain_text(message.get("content")) for message in messages if message["role"] == "system"
     ]

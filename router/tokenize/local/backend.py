@@ -55,7 +55,15 @@ def _add_missing_tokens(backend: Tokenizer, files: ModelFiles) -> None:
 
 
 def encode(backend: Tokenizer, text: str, *, add_special_tokens: bool) -> TokenIds:
-    """Tokenise one text; the interpreter lock is free meanwhile."""
+    """Tokenise one text; the interpreter lock is free meanwhile.
+
+    Args:
+        backend: From `build_backend`.
+        text: Any text.
+        add_special_tokens: Let the post-processor add BOS, EOS and the like.
+    Raises:
+        UntokenizableError: See `encode_all`.
+    """
     return encode_all(backend, [text], add_special_tokens=add_special_tokens)[0]
 
 
@@ -64,12 +72,16 @@ def encode_all(
 ) -> list[TokenIds]:
     """Tokenise texts, each on its own.
 
-    Always the batch call: `Tokenizer.encode` holds the interpreter lock for as long as it runs,
-    and the fast form leaves out the offsets that nobody needs here, a third of the time.
+    Always the batch call: `Tokenizer.encode` holds the interpreter lock while it runs. The fast
+    form skips the offsets, which take a third of the time and are not needed here.
 
+    Args:
+        backend: From `build_backend`.
+        texts: Any texts.
+        add_special_tokens: Let the post-processor add BOS, EOS and the like to each.
     Raises:
-        UntokenizableError: A text is no Unicode, or the library crashed, as it does over some sets
-            of added tokens that strip blanks.
+        UntokenizableError: A text is not valid Unicode, or the library crashed, as it does with
+            some sets of added tokens that strip blanks.
     """
     try:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
@@ -78,7 +90,7 @@ def encode_all(
         # spell one.
         raise UntokenizableError("not_unicode") from None
     except BaseException as error:
-        # A panic in the library's Rust code is no Exception and has no importable name.
+        # A panic in the library's Rust code derives from BaseException and cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise UntokenizableError("tokenizer_crashed") from None

@@ -1,5 +1,4 @@
-"""Token ids of text segments, kept for the next turn of the conversation: least recently used go
-first."""
+"""Token ids of text segments, kept for the next turn of the conversation; LRU eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 from router.tokenize.prompts import TokenIds
 
-# Salt and text. The salt keeps tenants apart: how fast an answer comes must not tell one of them
+# Salt and text. The salt keeps tenants apart: the time a response takes must not tell one of them
 # what another sent.
 SegmentKey = tuple[str | None, str]
 
@@ -64,7 +63,12 @@ class SegmentCache:
             return {key: self._entries[key] for key in keys if key in self._entries}
 
     def put(self, key: SegmentKey, ids: TokenIds) -> None:
-        """Keep *ids*, unless they alone would throw out half of everything else."""
+        """Keep ids, unless they would evict half of everything else by themselves.
+
+        Args:
+            key: Salt and text.
+            ids: Their token ids, shared from now on: do not change them.
+        """
         size = _entry_bytes(key, ids)
         if size > self._max_bytes // 2:
             return

@@ -25,7 +25,12 @@ _MAX_TOKENS_TRIED = 24
 def choose_segmenter(
     backend: Tokenizer, rules: TokenizerRules
 ) -> tuple[Segmenter | None, str | None]:
-    """Return what cuts texts, or None and the reason why they must be tokenised whole."""
+    """Return a segmenter, or None and the reason why texts must be tokenised whole.
+
+    Args:
+        backend: From `build_backend`.
+        rules: What `tokenizer.json` says about cutting.
+    """
     if rules.obstacle is not None:
         return None, rules.obstacle
     if backend.encode_special_tokens:
@@ -45,7 +50,13 @@ def choose_segmenter(
 def survives_self_test(
     backend: Tokenizer, segmenter: Segmenter, added_tokens: Sequence[str]
 ) -> bool:
-    """Whether the pieces of a few dozen hard texts have the ids of the whole."""
+    """Whether the pieces of a few dozen hard texts have the ids of the whole.
+
+    Args:
+        backend: From `build_backend`.
+        segmenter: Cuts the texts.
+        added_tokens: Texts of the tokenizer's added tokens, to mix in.
+    """
     try:
         return all(
             _ids_of_pieces(backend, segmenter.split(text))

@@ -108,6 +108,9 @@ class LocalTokenizer:
     def prepare(self, prompt: TextPrompt | ChatPrompt, cache_salt: str | None) -> PreparedPrompt:
         """Render, cut and look up.
 
+        Args:
+            prompt: Text or a chat; a chat is rendered by the model's template.
+            cache_salt: Only equal salts share cached segments.
         Raises:
             UntokenizableError: The text cannot be known here, or is too long.
         """
