@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from router.tokenize.errors import ModelFilesError, UntokenizableError
 from router.tokenize.model_files import ModelFiles
 from router.tokenize.prompts import TokenIds
+from router.tokenize.truncation import Ends
 
 
 def build_backend(files: ModelFiles) -> Tokenizer:
@@ -95,3 +96,27 @@ def encode_all(
             raise
         raise UntokenizableError("tokenizer_crashed") from None
     return [array("I", encoding.ids) for encoding in encodings]
+
+
+# --- the special tokens around a prompt ---------------------------------------------------------
+
+# Post-processors are many (templates, BERT, RoBERTa, sequences of them). For one text each of them
+# puts fixed ids before it and fixed ids after it; the few that do not are left to the library.
+_SAMPLES = ("a", "", "The quick brown fox", "a b", "1 2 3 \n\n x")
+
+
+def find_ends(backend: Tokenizer) -> Ends | None:
+    """Compare samples with and without special tokens; None where fixed ends do not explain the
+    difference."""
+    try:
+        bare_samples = encode_all(backend, _SAMPLES, add_special_tokens=False)
+        whole_samples = encode_all(backend, _SAMPLES, add_special_tokens=True)
+    except UntokenizableError:
+        return None
+    pairs = list(zip(bare_samples, whole_samples, strict=True))
+    bare, whole = pairs[0]
+    for before in range(len(whole) - len(bare) + 1):
+        ends = Ends(whole[:before], whole[before + len(bare) :])
+        if all(ends.around(ids) == expected for ids, expected in pairs):
+            return ends
+    return None

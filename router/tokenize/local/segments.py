@@ -46,7 +46,8 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken
 
-from router.tokenize.local.token_regex import compile_matcher
+_END = ""
+_Trie = dict[str, "_Trie"]
 
 _ANCHOR_STARTS = frozenset(string.punctuation) - {"_"}
 
@@ -205,3 +206,50 @@ def _overlapping(anchors: Sequence[str], tokens: Sequence[str]) -> list[str]:
         rest = [token for token in rest if chars.isdisjoint(token)]
         chars.update(*sharing)
     return kept
+
+
+# --- leftmost-longest search ----------------------------------------------------------------------
+
+
+def compile_matcher(words: Iterable[str]) -> re.Pattern[str]:
+    """Compile non-empty words into one expression that finds the leftmost, then longest of them.
+
+    That is how the tokenizers library finds added tokens. The expression is a trie: the cost per
+    character is the depth of the branch that matches, however many words there are.
+
+    Raises:
+        RecursionError: Hundreds of words are each a prefix of the next.
+    """
+    return re.compile(_branches(_build(words)))
+
+
+def _build(words: Iterable[str]) -> _Trie:
+    root: _Trie = {}
+    for word in words:
+        node = root
+        for char in word:
+            node = node.setdefault(char, {})
+        node[_END] = {}
+    return root
+
+
+def _expression(node: _Trie) -> str:
+    """Match what may follow; a word that ends here is taken only where no longer one goes on."""
+    if _END not in node:
+        return _branches(node)
+    return f"(?:{_branches(node)})?" if len(node) > 1 else ""
+
+
+def _branches(node: _Trie) -> str:
+    branches = [_branch(char, child) for char, child in node.items() if char != _END]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+def _branch(char: str, node: _Trie) -> str:
+    """Spell a run without forks in one go, so that the depth of the expression is that of the
+    forks."""
+    run = [char]
+    while len(node) == 1 and _END not in node:
+        ((char, node),) = node.items()
+        run.append(char)
+    return re.escape("".join(run)) + _expression(node)

@@ -9,8 +9,7 @@ import pytest
 from jinja2 import Environment
 
 from router.tokenize import ModelFilesError, UntokenizableError
-from router.tokenize.chat.content_form import content_form
-from router.tokenize.chat.template import ChatTemplate
+from router.tokenize.chat.template import ChatTemplate, content_form
 
 _USER = {"role": "user", "content": "hi <&>"}
 
