@@ -1,13 +1,11 @@
-"""Request body -> token ids (with LoRA name, salt and multimodal keys), exact to the token or
-marked as not.
+"""Request body -> token ids, with LoRA name, salt and multimodal keys; exact, or marked as not.
 
-    spec = parse_request(Endpoint.CHAT, body)              # pure; RequestBodyError is the client's 400
-    body = strip_report_mode(body, spec)                   # what may be sent on to an engine
-    local = LocalTokenizer(read_model_files(directory))    # ModelFilesError is the operator's
-    remote = RemoteTokenizer(fetch)                        # POST /tokenize at a replica
+    spec = parse_request(Endpoint.CHAT, body)            # pure; RequestBodyError is the client's
+    body = strip_report_mode(body, spec)                 # what may be sent on to an engine
+    local = LocalTokenizer(read_model_files(directory))  # ModelFilesError is the operator's
+    remote = RemoteTokenizer(fetch)                      # POST /tokenize at a replica
     tokenization = Tokenization(local=local, remote=remote)
-    prompts = await tokenization.tokenize(spec, lora_name=None)   # one TokenizedPrompt each, raises nothing
-    tokenization.statistics()
+    prompts = await tokenization.tokenize(spec)          # one TokenizedPrompt each
 
 `TokenizedPrompt.coverage` says what the ids are: the engine's whole prompt, a certain prefix of
 it (a chat with images: up to before the message that holds the first one), or nothing (embeddings,
@@ -57,7 +55,7 @@ from router.tokenize.prompts import (
     Truncation,
 )
 from router.tokenize.remote import Fetch, RemoteStatistics, RemoteTokenizer
-from router.tokenize.tokenization import PromptTokenizer, Tokenization, TokenizationStatistics
+from router.tokenize.tokenization import Tokenization, TokenizationStatistics
 
 __all__ = [
     "ChatPrompt",
@@ -73,7 +71,6 @@ __all__ = [
     "OpaquePrompt",
     "PromptLimits",
     "PromptSpec",
-    "PromptTokenizer",
     "RemoteStatistics",
     "RemoteTokenizer",
     "ReplicaAnswerError",

@@ -3,10 +3,10 @@
     TokenizeError
     |-- RequestBodyError      the client's body: a place, what is there, the rule it breaks
     |-- ModelFilesError       the operator's model directory cannot be used
-    |-- UntokenizableError    the prompt is sound, but its token ids cannot be known here
-    `-- ReplicaAnswerError    a replica's `/tokenize` refused or made no sense
+    |-- UntokenizableError    the prompt is valid, but its token ids cannot be known here
+    `-- ReplicaAnswerError    a replica's `/tokenize` refused, or its response is malformed
 
-No message ever holds a piece of a prompt, a token or a key: values are described by type and size.
+Messages never quote a prompt, a token or a key: they describe values by type and size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelFilesError(TokenizeError):
 
 
 class UntokenizableError(TokenizeError):
-    """The token ids of a prompt cannot be told by this tokenizer; another one may know.
+    """This tokenizer cannot produce the ids of a prompt; another one may.
 
     Args:
         reason: Short and from a fixed set, so that it can label a metric.
@@ -55,7 +55,7 @@ class UntokenizableError(TokenizeError):
 
 
 class ReplicaAnswerError(TokenizeError):
-    """A replica answered `/tokenize` with an error or with something that is no token list."""
+    """A replica responded to `/tokenize` with an error or without a valid token list."""
 
     def __init__(self, place: str, found: str, rule: str) -> None:
         super().__init__(f"{place}: {found}; {rule}")

@@ -3,7 +3,7 @@
 Read are `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
 `chat_template.jinja`, `additional_chat_templates/*.jinja`, `chat_template.json` and the
 `model_type` in `config.json`, with the same precedence that transformers gives them. Only
-`tokenizer.json` must be there.
+`tokenizer.json` is required.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from router.tokenize.body.json_fields import describe
 from router.tokenize.errors import ModelFilesError
 
-# Files of a model are trusted not to be hostile, but a wrong path must not fill the memory.
+# Model files are trusted, but a wrong path must not fill the memory.
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 
 _TOKEN_NAMES = (
@@ -56,14 +56,14 @@ class ModelFiles:
     model_type: str | None = None
     """From `config.json`; None without one."""
     has_mistral_tokenizer: bool = False
-    """Mistral's own tokenizer lies beside this one, and engines prefer it."""
+    """Mistral's own tokenizer is in the directory too, and engines prefer it."""
 
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Read a model directory.
 
     Raises:
-        ModelFilesError: `tokenizer.json` is missing, or a file is no valid JSON object.
+        ModelFilesError: `tokenizer.json` is missing, or a file is not a valid JSON object.
     """
     tokenizer_json = _read(directory / "tokenizer.json")
     if tokenizer_json is None:
@@ -99,7 +99,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one where there is no file."""
+    """Return the object in a JSON file, an empty one if the file is missing."""
     data = _read(path)
     if data is None:
         return {}

@@ -1,4 +1,4 @@
-"""What a request asks to be computed, and the token ids that stand for it: plain values."""
+"""What a request asks to be computed, and its token ids: plain values."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ class PromptSpec:
 
 
 class Coverage(str, Enum):
-    """How much of the engine's prompt the token ids stand for."""
+    """How much of the engine's prompt the token ids cover."""
 
     WHOLE = "whole"  # exactly the engine's ids
     PREFIX = "prefix"  # exactly the engine's first ids; more follow (images, audio)
-    UNKNOWN = "unknown"  # nothing is known; the ids are empty
+    UNKNOWN = "unknown"  # not known; there are no ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Tokenisation at a replica: `POST /tokenize`, as vLLM offers it, through a function that the
 caller gives.
 
-Exact by definition where it answers, at the price of a round trip; used for models whose files the
-router does not have, and for chats that only the engine knows how to write.
+Exact by definition, at the price of a round trip. Used for models whose files the router does not
+have, and for chats that only the engine can render.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics
 from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate
 
-# (path, body) -> (status, body). Raises OSError or TimeoutError where no replica answers; bounds
-# time and size.
+# (path, body) -> (status, body). Raises OSError or TimeoutError if no replica responds; bounds time
+# and size.
 Fetch = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 
 _PATH = "/tokenize"
@@ -35,12 +35,12 @@ _MAX_OTHER_BYTES = 65_536
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
-class _Answer(msgspec.Struct):
+class _TokenizeResponse(msgspec.Struct):
     tokens: list[_TokenId]
     count: int | None = None
 
 
-_ANSWER_DECODER = msgspec.json.Decoder(_Answer)
+_ANSWER_DECODER = msgspec.json.Decoder(_TokenizeResponse)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RemoteStatistics:
 
 
 class RemoteTokenizer:
-    """Asks a replica for token ids, and remembers the answers."""
+    """Asks a replica for token ids and caches them."""
 
     def __init__(
         self,
@@ -65,7 +65,13 @@ class RemoteTokenizer:
         limits: PromptLimits | None = None,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
     ) -> None:
-        """Use *fetch* to reach a replica; nothing is sent yet."""
+        """Nothing is sent yet.
+
+        Args:
+            fetch: Sends a body to a replica.
+            limits: Bounds on the ids.
+            cache_bytes: Room for whole prompts; 0 caches nothing.
+        """
         self._fetch = fetch
         self._limits = limits or PromptLimits()
         self._cache = SegmentCache(cache_bytes)
@@ -81,9 +87,9 @@ class RemoteTokenizer:
             model: As the client named it: an adapter may bring tokens of its own.
             cache_salt: Keeps answers of different tenants apart.
         Raises:
-            UntokenizableError: `/tokenize` cannot tell this prompt's ids.
-            ReplicaAnswerError: The replica refused, or its answer makes no sense.
-            OSError: No replica answered; TimeoutError alike.
+            UntokenizableError: `/tokenize` cannot produce this prompt's ids.
+            ReplicaAnswerError: The replica refused, or its response is malformed.
+            OSError: No replica responded; TimeoutError likewise.
         """
         body = _request_body(prompt, model)
         ids = await self._ask(body, cache_salt)
@@ -109,13 +115,13 @@ class RemoteTokenizer:
         try:
             ids = self._read(*await self._fetch(_PATH, body))
         finally:
-            # Counted also where the caller gave up waiting.
+            # Also counted if the caller gave up waiting.
             self._failed += ids is None
         self._cache.put(key, ids)
         return ids
 
     def _read(self, status: int, answer: bytes) -> TokenIds:
-        """Check an answer; its text is not quoted, it may hold the prompt."""
+        """Check a response; its text may hold the prompt and is never quoted."""
         if status != 200:
             raise ReplicaAnswerError(_PATH, f"status {status}", "must answer 200")
         if len(answer) > self._limits.max_prompt_tokens * _MAX_BYTES_PER_TOKEN + _MAX_OTHER_BYTES:

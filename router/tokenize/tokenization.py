@@ -1,8 +1,8 @@
-"""The tokenisation of one model, for an event loop: in the router where it can be, else at a
-replica, else not at all.
+"""The tokenisation of one model, for an event loop: in the router if possible, else at a replica,
+else not at all.
 
-A prompt whose ids cannot be known is no error: it is routed by load, and the engine gives the
-client its answer.
+A prompt whose ids cannot be known is routed by load, without an error; the engine responds to the
+client as usual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
 from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
@@ -37,22 +37,13 @@ _Result = TypeVar("_Result")
 _Attempt: TypeAlias = PreparedPrompt | UntokenizableError
 _Outcome: TypeAlias = tuple[TokenIds, Coverage] | UntokenizableError
 
-# Where the router cannot tell, a replica may, except for these: it would answer no better, or at
-# too high a price.
+# A replica may know ids that the router cannot, except for these reasons: it would not know either,
+# or would cost too much.
 _FINAL_REASONS = frozenset(("random_model", "media", "prompt_too_long", "harmony", "busy"))
 
 # Messages and prompts to prepare in the event loop: a template takes some 7 us a message, however
 # short.
 _INLINE_ITEMS = 256
-
-
-class PromptTokenizer(Protocol):
-    """What the rest of the router asks for token ids."""
-
-    async def tokenize(
-        self, spec: PromptSpec, *, lora_name: str | None = None
-    ) -> list[TokenizedPrompt]:
-        """Return one result for each prompt of *spec*, in order."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +77,14 @@ class Tokenization:
         inline_chars: int = 2048,
         inline_body_bytes: int = 262_144,
     ) -> None:
-        """Use *local* first and *remote* where it cannot tell.
+        """Use *local* first, and *remote* for prompts that it cannot tokenise.
 
         Args:
+            local: The router's own tokenizer.
+            remote: Tokenises at a replica.
             max_threads: Tokenizers that run at once beside the event loop.
-            max_waiting: Requests that may be in a thread or wait for one; more are answered
-                `UNKNOWN`.
+            max_waiting: Requests that may be in a thread or wait for one; beyond
+                that, ids stay unknown.
             inline_chars: Characters to tokenise in the event loop, some 0.5 ms; above that a thread
                 does it.
             inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
@@ -113,9 +106,10 @@ class Tokenization:
     async def tokenize(
         self, spec: PromptSpec, *, lora_name: str | None = None
     ) -> list[TokenizedPrompt]:
-        """Return one result for each prompt of *spec*, in order. Raises nothing but cancellation.
+        """Return one result for each prompt, in order. Raises only on cancellation.
 
         Args:
+            spec: The parsed request.
             lora_name: The adapter that `spec.model` turned out to be.
         """
         start = time.perf_counter()
@@ -130,8 +124,7 @@ class Tokenization:
         return results
 
     def close(self) -> None:
-        """Let the threads go once they have done what waits; new work for them is answered
-        `UNKNOWN`."""
+        """Let the threads end after the queued work; ids of new prompts stay unknown."""
         self._threads.close()
 
     def statistics(self) -> TokenizationStatistics:
@@ -202,7 +195,7 @@ class Tokenization:
             return error
 
     async def _settle(self, spec: PromptSpec, prompt: Prompt, outcome: _Outcome) -> _Outcome:
-        """Ask a replica where the router could not tell and a replica might."""
+        """Ask a replica for ids that the router could not produce."""
         if not isinstance(outcome, UntokenizableError) or self._remote is None:
             return outcome
         if not isinstance(prompt, (TextPrompt, ChatPrompt)) or outcome.reason in _FINAL_REASONS:

@@ -9,7 +9,7 @@ from router.tokenize.prompts import TokenIds, Truncation
 
 @dataclass(frozen=True)
 class Ends:
-    """Ids before and after every prompt that gets special tokens."""
+    """Ids placed before and after every prompt that gets special tokens."""
 
     before: TokenIds
     after: TokenIds
@@ -25,7 +25,7 @@ def truncate(ids: TokenIds, truncation: Truncation | None, ends: Ends | None) ->
     Args:
         ids: Finished ids, special tokens included.
         truncation: What the request asks for.
-        ends: The special tokens around *ids*; None where there are none.
+        ends: The special tokens around *ids*; None if they are not known.
     """
     if truncation is None or len(ids) <= truncation.max_tokens:
         return ids

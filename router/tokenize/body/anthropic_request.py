@@ -79,7 +79,7 @@ def _blocks(content: object, place: str) -> list[dict[str, Any]]:
 
 
 def _system_message(content: object, place: str) -> list[dict[str, Any]]:
-    """Return the system prompt as a message, none where nothing is left of it."""
+    """Return the system prompt as a list of one message, empty if nothing is left of it."""
     if not content:
         return []
     texts = [
@@ -138,7 +138,7 @@ class _Turn:
             )
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the OpenAI messages; a user turn of nothing but tool results has none of its
+        """Return the OpenAI messages; a user turn that holds only tool results has none of its
         own."""
         message: dict[str, Any] = {"role": self.role}
         if self.reasoning:

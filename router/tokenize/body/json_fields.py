@@ -11,7 +11,7 @@ from router.tokenize.limits import PromptLimits
 
 
 def describe(value: object) -> str:
-    """Say the type and size of *value* without saying what it is."""
+    """Describe a value by type and size, without quoting it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

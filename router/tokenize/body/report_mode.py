@@ -1,8 +1,8 @@
 """Taking `kv_cache_report_mode` out of a body before it is sent on.
 
 Any client can send `vllm_xargs: {"kv_cache_report_mode": "full"}`. The engine then announces
-every block of a hit again, also blocks that do not exist, and the counts of the index are spoiled
-for everybody.
+every block of a hit again, even blocks that do not exist, which corrupts the index's counts for
+all clients.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Pairs(list[tuple[str, Any]]):
 
 
 def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
-    """Return *body* without the report mode; the very same object where there is none.
+    """Return the body without the report mode; the same object if it has none.
 
-    Where there is one, all other fields keep their bytes, except that repeated names collapse to
-    their last value, the one that counts in the engine's own parser.
+    Otherwise all other fields keep their bytes, except that repeated names collapse to their last
+    value, the one that the engine's own parser uses.
 
     Args:
         body: The JSON body that *spec* was parsed from.
@@ -50,7 +50,7 @@ def strip_report_mode(body: bytes, spec: PromptSpec) -> bytes:
 
 
 def _occurrences(body: bytes) -> list[Any]:
-    """Every value that the body gives the field, the overridden ones too."""
+    """Every value of the field in the body, including those that a later one overrides."""
     try:
         pairs = json.loads(body, object_pairs_hook=_Pairs)
     except RecursionError:

@@ -1,7 +1,7 @@
 """Request body -> `PromptSpec`: pure parsing, no tokenizer needed.
 
-Only what shapes the prompt is checked; everything else is the engine's to judge, and unknown fields
-are none of our business: the proxy forwards the body as it came.
+Only fields that shape the prompt are checked; the engine judges everything else. Unknown fields are
+ignored: the proxy forwards the body unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_request(
 
     Args:
         endpoint: Where the body was sent.
-        body: The bytes as they came; the caller has bounded their number.
+        body: The bytes as received; the caller has bounded their number.
         encoding: `msgpack` only where the caller offers it (`/route`).
         limits: Bounds on the prompt; the defaults where None.
     Raises:
@@ -95,14 +95,13 @@ def _decode(body: bytes, encoding: str) -> dict[str, Any]:
             and isinstance(fields, dict)
             and not _TEXT_FIELDS.isdisjoint(fields)
         ):
-            # Templates and replicas know JSON only: keys that are no strings, bytes and dates are
-            # turned into it.
+            # Templates and replicas know JSON only: other keys, bytes and dates are converted.
             fields = msgspec.json.decode(msgspec.json.encode(fields))
     except RecursionError:
         raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        # ValueError: text that is not UTF-8. TypeError: msgpack types that JSON has none for. The
-        # messages hold offsets and type names, no content.
+        # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
+        # The messages hold offsets and type names, but no content.
         found = "not UTF-8" if isinstance(error, UnicodeError) else str(error)
         raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
     if not isinstance(fields, dict):

@@ -24,8 +24,8 @@ from router.tokenize.prompts import ChatPrompt
 _RENDERED_BY_CODE = frozenset(
     ("deepseek_v32", "deepseek_v4", "deepseek_v41", "inkling", "kimi_audio", "kimi_k3")
 )
-# This one too, and there even the engine's `/tokenize` goes by the template and answers other ids
-# than chats have.
+# This one too; here even the engine's `/tokenize` follows the template and returns other ids than
+# chats have.
 _HARMONY = "gpt_oss"
 
 # Private characters that stand where a medium was, so that two renderings part just there.
@@ -41,7 +41,7 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How the engine's server was told to render; the defaults are its defaults."""
+    """The rendering options of the engine's server, with its defaults."""
 
     chat_template: str | None = None
     """Text of a template that replaces the model's (`--chat-template`)."""
@@ -75,7 +75,7 @@ class ChatRenderer:
         """Compile the templates of *files*.
 
         Raises:
-            ModelFilesError: A template is no valid jinja.
+            ModelFilesError: A template is not valid Jinja.
         """
         settings = settings or ChatSettings()
         sources = (

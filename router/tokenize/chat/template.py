@@ -1,4 +1,4 @@
-"""A model's chat template: text of a prompt out of a conversation, rendered in a sandbox.
+"""A model's chat template: a conversation rendered to the text of a prompt, in a sandbox.
 
 The settings are those of transformers, which engines render with: trimmed blocks, loop controls,
 `raise_exception`, `strftime_now`, `tojson` that keeps characters outside ASCII, and a
@@ -22,9 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from router.tokenize.chat.conversation import ContentForm
 from router.tokenize.errors import ModelFilesError, UntokenizableError
 
-# What foreign template code may raise over the data of a client. All of it means the same: this
-# conversation cannot be rendered. The messages of these errors quote the conversation, so they go
-# no further.
+# What template code may raise on a client's data. All of it means that this conversation cannot be
+# rendered. The messages quote the conversation, so they are dropped.
 _TEMPLATE_FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -39,8 +38,8 @@ _CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _GroupingExtension(Extension):
-    """`{% generation %}` marks the assistant's words for training; for a prompt it is a scope and
-    no more."""
+    """`{% generation %}` marks the assistant's words for training; in a prompt it only opens
+    a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -51,8 +50,8 @@ class _GroupingExtension(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox with bounds on the operators that make much out of little; `range` is bounded
-    by jinja itself."""
+    """The sandbox, with bounds on operators that make large values; Jinja bounds `range`
+    itself."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -73,7 +72,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _repeats(sequence: object, times: object) -> int:
-    """Return the length of `sequence * times`; 0 where that is no repetition."""
+    """Return the length of `sequence * times`; 0 unless it repeats a sequence."""
     if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
         return len(sequence) * max(times, 0)
     return 0
@@ -115,9 +114,9 @@ class ChatTemplate:
             place: Where the text came from, for the error.
             form: Overrides what is detected (`--chat-template-content-format` of the engine).
             max_chars: Longest text that `render` returns.
-            now: Clock of `strftime_now`; the engine's local time is what it should show.
+            now: Clock of `strftime_now`; it should show the engine's local time.
         Raises:
-            ModelFilesError: The template is no valid jinja.
+            ModelFilesError: The template is not valid Jinja.
         """
         environment = _Sandbox(max_chars)
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)

@@ -1,9 +1,8 @@
 """`ModelFiles` -> a ready `tokenizers.Tokenizer`, set up as transformers sets it up for the
 engine.
 
-`add_bos_token` and `add_eos_token` of `tokenizer_config.json` are left alone on purpose:
-transformers 5 ignores them where there is a `tokenizer.json`, and goes by the post-processor in
-it.
+`add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored on purpose:
+transformers 5 ignores them if there is a `tokenizer.json`, and uses the post-processor in it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def build_backend(files: ModelFiles) -> Tokenizer:
     except ValueError as error:
         rule = "must be a tokenizer that the installed tokenizers library reads"
         raise ModelFilesError(f"{files.path}/tokenizer.json", str(error), rule) from error
-    # Truncation and padding stored in the file are defaults of the training run, the engine sets
+    # Truncation and padding stored in the file are defaults of the training run; the engine sets
     # its own.
     backend.no_truncation()
     backend.no_padding()

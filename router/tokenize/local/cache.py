@@ -14,8 +14,7 @@ from router.tokenize.prompts import TokenIds
 # what another sent.
 SegmentKey = tuple[str | None, str]
 
-# What the dictionary, the key's tuple and the array's header take beside text and ids, measured on
-# 64-bit CPython.
+# The dictionary's, the key tuple's and the array header's share, measured on 64-bit CPython.
 _ENTRY_OVERHEAD_BYTES = 320
 
 
@@ -45,7 +44,7 @@ class SegmentCache:
         self._lock = threading.Lock()
 
     def get_all(self, keys: list[SegmentKey]) -> list[TokenIds | None]:
-        """Look up *keys*; None stands for a miss. The arrays are shared: read them only."""
+        """Look up keys; a miss is None. The arrays are shared: read them only."""
         entries = self._entries
         with self._lock:
             found = [entries.get(key) for key in keys]
@@ -58,7 +57,7 @@ class SegmentCache:
         return found
 
     def peek_all(self, keys: Iterable[SegmentKey]) -> dict[SegmentKey, TokenIds]:
-        """Return what is there of *keys*, without counting and without renewing."""
+        """Return the cached ones of *keys*, without counting or renewing them."""
         with self._lock:
             return {key: self._entries[key] for key in keys if key in self._entries}
 

@@ -16,7 +16,7 @@ Rules, each with its reason. A token is an *anchor*, that is, a place to cut in 
 - is not `single_word`: whether it counts depends on the character before it;
 - begins with ASCII punctuation other than `_`: a `single_word` token at the end of the segment
   before asks whether a word goes on, an `rstrip` token there takes all blanks that follow; at
-  such a character both stop as they do at the end of a text.
+  such a character both stop, as at the end of a text.
 
 `rstrip` anchors are fine: what they take lies in their own segment. Overlapping added tokens are
 fine: the anchors are found among all tokens that could overlap one, with the library's own rule.
@@ -25,13 +25,12 @@ a segment that begins with its anchor the text has an offset above 0 as it has i
 first segment begins at 0 in both. A `Prepend` normalizer and `ByteLevel` with
 `add_prefix_space` act on every piece alike.
 
-The whole text is tokenised at once (no cutting) where
+The whole text is tokenised at once, uncut, if
 
-- there is no anchor;
-- special tokens are split as plain text (`split_special_tokens`): then they are no borders;
-- a normalizer, pre-tokenizer or model is of a kind not known here: it might look at its neighbours;
-- the model draws at random (BPE `dropout`, Unigram `alpha`): no two runs agree, the ids are not
-  certain at all;
+- no token is an anchor;
+- special tokens are split as plain text (`split_special_tokens`) and so are not boundaries;
+- a normalizer, pre-tokenizer or model is of an unknown kind, which might look at its neighbours;
+- the model draws at random (BPE `dropout`, Unigram `alpha`): no two runs agree;
 - the self-test at load finds a text whose pieces give other ids than the whole.
 """
 
@@ -157,7 +156,7 @@ class Segmenter:
         self._matcher: re.Pattern[str] = compile_matcher(matched)
 
     def split(self, text: str) -> list[str]:
-        """Cut *text* into its segments, none for an empty one."""
+        """Cut a text into its segments; an empty text has none."""
         starts = [
             match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
         ]
@@ -168,7 +167,7 @@ class Segmenter:
 
 
 def segmenter_for(added_tokens: Sequence[AddedToken]) -> Segmenter | None:
-    """Find the anchors among the added tokens; None where there is none.
+    """Find the anchors among the added tokens; None if there are none.
 
     Raises:
         RecursionError: The tokens are nested too deep to be compiled.

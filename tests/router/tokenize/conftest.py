@@ -23,13 +23,18 @@ from tokenizers import (
 from router.tokenize import LocalTokenizer, ModelFiles, read_model_files
 
 _CORPUS = [
-    "The quick brown fox jumps over the lazy dog. Don't panic, it's only a test; we'll see what they've done!",
+    "The quick brown fox jumps over the lazy dog. Don't panic, it's only a test; we'll see what "
+    "they've done!",
     "def main(argument: int) -> None:\n    print(f'hello {argument}')\n\n\n    return None\n",
     "Numbers like 1, 22, 333 and 4444 come with dates: 2024-01-31 and times 12:59.",
-    "Zażółć gęślą jaźń. Съешь же ещё этих мягких французских булок. 日本語の文章です。 ¿Dónde está el niño? naïve café",
+    "Zażółć gęślą jaźń. Съешь же ещё этих мягких французских булок. 日本語の文章です。 "
+    "¿Dónde está el niño? naïve café",
     "user assistant system tool\n\n  indented   text\twith\ttabs \n and trailing blanks   ",
 ]
-_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _special(*contents: str, **options: bool) -> list[AddedToken]:

@@ -44,7 +44,8 @@ from tests.router.tokenize.bodies import bodies
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor "
+    "%}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _USER = {"role": "user", "content": "the quick brown fox"}
@@ -117,7 +118,10 @@ async def test_a_chat_is_tokenised_with_adapter_and_salt(
     (result,) = await tokenization.tokenize(
         _spec(Endpoint.CHAT, {**_CHAT, "cache_salt": "s"}), lora_name="adapter"
     )
-    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe quick brown fox<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+        "the quick brown fox<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert result.token_ids.tolist() == build_tokenizer("qwen").encode(text).ids
     assert (result.coverage, result.exact, result.reason) == (Coverage.WHOLE, True, None)
     assert (result.lora_name, result.cache_salt, result.extra_keys) == ("adapter", "s", None)

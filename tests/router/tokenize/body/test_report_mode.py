@@ -74,7 +74,8 @@ def test_other_fields_keep_their_bytes() -> None:
     """A number like 1.50 or an escaped character reaches the engine as the client wrote it."""
     body = (
         b'{"temperature": 1.50, "prompt": "\\u00e9\\ud83d\\ude00 \\/",'
-        b' "seed": 123456789012345678901234567890, "vllm_xargs": {"a": 1e2, "kv_cache_report_mode": "full", "b": [1.0]}, "n":1}'
+        b' "seed": 123456789012345678901234567890, "vllm_xargs": {"a": 1e2, '
+        b'"kv_cache_report_mode": "full", "b": [1.0]}, "n":1}'
     )
     stripped = _strip(body)
     for kept in (

@@ -22,10 +22,14 @@ from router.tokenize.chat.conversation import has_media, normalise
 from router.tokenize.chat.renderer import ChatRenderer
 
 _CHATML = """
-{%- for tool in tools or [] %}{{- '<|im_start|>tools\\n' + (tool | tojson) + '<|im_end|>\\n' }}{%- endfor %}
+{%- for tool in tools or [] %}
+    {{- '<|im_start|>tools\\n' + (tool | tojson) + '<|im_end|>\\n' }}
+{%- endfor %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}
+    {%- if message.reasoning_content %}
+        {{- '<think>' + message.reasoning_content + '</think>' }}
+    {%- endif %}
     {{- message.content }}
     {%- for call in message.tool_calls or [] %}
         {{- call.function.name + '(' + (call.function.arguments | tojson) + ')' }}
@@ -83,8 +87,8 @@ def test_a_conversation_is_written_by_the_template() -> None:
     """The plain case."""
     text = _render(_CHATML, {"messages": [{"role": "system", "content": "s"}, _USER]})
     assert (
-        text
-        == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
 
 
@@ -134,7 +138,8 @@ def test_tool_calls_and_tools_are_written_as_objects() -> None:
     )
     assert 'f({"b": "é", "a": 1})' in text
     assert text.startswith(
-        '<|im_start|>tools\n{"type": "function", "function": {"name": "f", "description": null, "parameters": null}}'
+        '<|im_start|>tools\n{"type": "function", "function": {"name": "f", "description": null, '
+        '"parameters": null}}'
     )
 
 
@@ -372,7 +377,10 @@ def test_a_turn_of_tool_results_alone_is_no_user_message() -> None:
 def test_inline_system_messages_move_to_the_front_only_where_they_must() -> None:
     """Templates that take a system message nowhere else refuse the conversation otherwise."""
     body = {"system": "top.", "messages": [_USER, {"role": "system", "content": "mid."}, _USER]}
-    strict = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}{% endif %}{% endfor %}"
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ "
+        "raise_exception('x') }}{% endif %}{% endfor %}"
+    )
     merged = _render(strict + _CHATML, body, Endpoint.MESSAGES)
     assert merged.count("system") == 1
     assert "<|im_start|>system\ntop.mid.<|im_end|>" in merged

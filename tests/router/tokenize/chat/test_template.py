@@ -32,7 +32,8 @@ def _render(source: str, max_chars: int = 10_000, **context: Any) -> str:
         ("{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "012"),
         ("a{% generation %}b{% set x = 1 %}{% endgeneration %}{{ x }}c", "abc"),
         (
-            "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}",
+            "{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i %}{% "
+            "endfor %}{{ ns.n }}",
             "3",
         ),
         ("{{ messages[0].content }}", "hi <&>"),
