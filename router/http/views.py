@@ -31,7 +31,8 @@ def route_answer(decision: Decision) -> dict[str, Any]:
         "prompts": [_prompt(prompt) for prompt in decision.tokenized],
         "ranking": ranking,
         "excluded": [
-            {"replica": found.candidate.replica_id, "reason": found.reason} for found in excluded
+            {"replica": candidate.replica_id, "reason": candidate.obstacle}
+            for candidate in excluded
         ],
         "routing_seconds": round(decision.routing_s, 6),
     }

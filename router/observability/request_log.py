@@ -50,8 +50,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     cached_tokens: int = 0
     """Predicted to be cached there in any tier."""
     suspect: bool = False
-    why: str | Callable[[], str] = ""
-    """The reason, or what makes it: most are never read."""
+    why: object = ""
+    """The reason, as `Ranked.why` has it."""
     attempts: int = 0
     last_failure: str | None = None
     """How the last failed attempt failed; another attempt may have followed."""
@@ -77,7 +77,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     @property
     def reason(self) -> str:
         """Why it went there, as a sentence."""
-        return (self.why if isinstance(self.why, str) else self.why())[:MAX_REASON_CHARS]
+        return str(self.why)[:MAX_REASON_CHARS]
 
     @property
     def verdict(self) -> Literal["exact", "over", "under"] | None:

@@ -1,4 +1,4 @@
-"""One replica: what is configured, what it said, and how it does."""
+"""One replica: what is configured, what it reports, and how it is doing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import ReplicaLoad
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
-from router.scoring import Candidate
+from router.scoring import Candidate, CandidateLoad
 from router.upstream import Header
 
 
 class Replica:
-    """The state of one replica. The registry and its watcher write it; everybody else reads."""
+    """The state of one replica. The registry and its watcher write it; everything else reads it.
+
+    Args:
+        config: How it was added.
+        record: Its health, still unknown.
+        now: On the registry's clock.
+    """
 
     def __init__(self, config: ReplicaConfig, record: HealthRecord, now: float) -> None:
         self.config = config
@@ -25,28 +31,34 @@ class Replica:
         self.removed = False
         self.served = ServedModels(config.models or ())
         self.configured_sources = _configured_sources(config)
+        """Its event sources, if they are configured."""
         self.sources: tuple[EventSource, ...] = ()
         """Those that were announced; none before its models are known."""
         self.notes: tuple[str, ...] = ()
+        """What went wrong in the last discovery, and what was assumed."""
         self.engine_load: EngineLoad | None = None
         self.engine_load_at = now
         self.foreign_requests = 0
         """Requests there that were not this router's when its load was scraped."""
         self.health_since = now
+        """When it last became healthy or unhealthy."""
         self.checked_at: float | None = None
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
+        self._speed = config.speed
+        self._max_requests = config.max_concurrent_requests
 
     @property
     def state(self) -> ReplicaState:
-        """Health and the operator's will in one word."""
+        """Health, and whether it is draining, in one word."""
         return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
 
     @property
     def is_healthy(self) -> bool:
+        """Whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY
 
     def serves(self, model: str) -> bool:
-        """Whether it answers requests for this model or adapter."""
+        """Whether it takes requests for this model or adapter."""
         return model in self.served.models or any(
             model == adapter for adapter, _ in self.served.adapters
         )
@@ -74,35 +86,55 @@ class Replica:
         suspect: bool = False,
         dp_rank: int | None = None,
     ) -> Candidate:
-        """This replica as scoring sees it, for one prompt. An old engine load is left out rather than
-        believed."""
-        fresh = (
-            self.engine_load is not None and now - self.engine_load_at <= engine_load_stale_after_s
-        )
-        limit = self.config.max_concurrent_requests
+        """This replica as scoring sees it, for one prompt.
+
+        Args:
+            load: What this router has in flight there.
+            now: On the registry's clock.
+            engine_load_stale_after_s: The engine's own load is left out when it is older.
+            gpu_cached_tokens: Prompt tokens predicted to be cached on the GPU.
+            cached_tokens: Those and what lower tiers hold.
+            recent_tokens: Prompt tokens that were sent there just now.
+            suspect: Whether the prediction is doubtful, since events were lost.
+            dp_rank: The rank that holds the prefix, where there is a choice.
+        """
+        fresh = now - self.engine_load_at <= engine_load_stale_after_s
+        engine_load = self.engine_load if fresh else None
         return Candidate(
             replica_id=self.id,
             gpu_cached_tokens=gpu_cached_tokens,
             cached_tokens=max(gpu_cached_tokens, cached_tokens),
             recent_tokens=recent_tokens,
             suspect=suspect,
-            queued_prefill_tokens=load.prefill_tokens,
-            prefilling_requests=load.prefilling_requests,
-            decoding_requests=load.decoding_requests,
-            decode_context_tokens=load.context_tokens,
-            foreign_requests=self.foreign_requests if fresh else 0,
-            waiting_requests=self.engine_load.waiting
-            if fresh and self.engine_load is not None
-            else 0,
-            speed=self.config.speed,
-            healthy=self.is_healthy,
-            draining=self.draining,
-            at_capacity=limit is not None and load.requests >= limit,
+            load=CandidateLoad(
+                queued_prefill_tokens=load.prefill_tokens,
+                prefilling_requests=load.prefilling_requests,
+                decoding_requests=load.decoding_requests,
+                decode_context_tokens=load.context_tokens,
+                foreign_requests=0 if engine_load is None else self.foreign_requests,
+                waiting_requests=0 if engine_load is None else engine_load.waiting,
+            ),
+            speed=self._speed,
+            obstacle=self._obstacle(load),
             dp_rank=dp_rank,
         )
 
+    def _obstacle(self, load: ReplicaLoad) -> str | None:
+        """Why it cannot take a request; None if it can."""
+        if not self.is_healthy:
+            return "not healthy"
+        if self.draining:
+            return "draining"
+        full = self._max_requests is not None and load.requests >= self._max_requests
+        return "at its limit of requests" if full else None
+
     def view(self, load: ReplicaLoad, now: float) -> ReplicaView:
-        """Everything about it, as of *now*."""
+        """Everything about it.
+
+        Args:
+            load: What this router has in flight there.
+            now: On the registry's clock.
+        """
         record = self.record
         return ReplicaView(
             id=self.id,

@@ -1,8 +1,6 @@
-"""Hits and load in, a ranked list with reasons out. Pure: no I/O, no clock, and the only chance is
-the `Random` passed in.
+"""Hits and load in, a ranked list with reasons out. The router calls `rank`.
 
-`types` holds what goes in and out, `cost` the estimated wait; `prefix`, `simple` and `session` are
-the policies, `policies` finds them by name, and `ranking.rank` is what the router calls.
+Pure: no I/O, no clock, and all randomness comes from the `Random` passed in.
 
 The files; each imports only what is listed above it:
 
@@ -12,18 +10,18 @@ The files; each imports only what is listed above it:
     simple.py     round robin, random, least loaded
     session.py    consistent hashing of sessions
     policies.py   policies by name, plug-ins
-    ranking.py    leaves out who cannot; holds a policy to its rules
+    ranking.py    leaves out those that cannot serve; holds a policy to its rules
 """
 
 from router.scoring.cost import Estimate, estimate
 from router.scoring.policies import PolicySettings, make_policy, policy_names
-from router.scoring.ranking import Excluded, Ranking, rank
-from router.scoring.types import Candidate, Policy, Ranked, RouteRequest, Weights
+from router.scoring.ranking import Ranking, rank
+from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 
 __all__ = [
     "Candidate",
+    "CandidateLoad",
     "Estimate",
-    "Excluded",
     "Policy",
     "PolicySettings",
     "Ranked",

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from router.scoring.types import Candidate, Weights
+from router.scoring.types import Candidate, CandidateLoad, Weights
 
 
 class Estimate(NamedTuple):
-    """What makes up the wait of one request at one replica.
-
-    *gpu_tokens* and *lower_tokens* are the hit after discounts; *cost* is the sum of the parts
-    divided by the speed.
-    """
+    """What makes up the wait of one request at one replica; its `str()` says so in a sentence."""
 
     candidate: Candidate
     prompt_tokens: int
     gpu_tokens: float
+    """Of the hit, on the GPU, after discounts."""
     lower_tokens: float
+    """Of the hit, in lower tiers, after discounts."""
     uncached_tokens: float
     busy: float
+    """See `busyness`."""
     cost: float
+    """The sum of the parts, divided by the speed."""
 
-    def reason(self) -> str:
-        """All of it as one sentence."""
+    def __str__(self) -> str:
         parts = [*self._hit(), *self._load()]
         return f"{'; '.join(parts)}: an estimated wait of {self.cost:,.0f} prefill tokens"
 
@@ -43,34 +42,45 @@ class Estimate(NamedTuple):
         return [*parts, f"{self.uncached_tokens:,.0f} to compute"]
 
     def _load(self) -> list[str]:
-        candidate = self.candidate
+        load = self.candidate.load
         counts = (
-            (candidate.queued_prefill_tokens, "tokens of other prompts ahead"),
-            (candidate.decoding_requests, "in decode"),
-            (candidate.foreign_requests, "from elsewhere"),
-            (candidate.waiting_requests, "waiting in the engine"),
+            (load.queued_prefill_tokens, "tokens of other prompts ahead"),
+            (load.decoding_requests, "in decode"),
+            (load.foreign_requests, "from elsewhere"),
+            (load.waiting_requests, "waiting in the engine"),
         )
         return [f"{count:,} {what}" for count, what in counts if count] or ["nothing ahead"]
 
 
 def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Estimate:
-    """The wait of a prompt of *prompt_tokens* at *candidate*."""
+    """The wait of a prompt at a candidate.
+
+    Args:
+        prompt_tokens: Length of the prompt; hits beyond it do not count.
+        candidate: Where it would wait.
+        weights: What each part costs.
+    """
     trust = weights.suspect_trust if candidate.suspect else 1.0
     gpu = max(candidate.gpu_cached_tokens * trust, candidate.recent_tokens * weights.recent_trust)
     gpu = min(gpu, prompt_tokens)
     lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
     uncached = prompt_tokens - gpu - lower
-    busy = busyness(candidate, weights)
+    busy = busyness(candidate.load, weights)
     cost = (uncached + lower * weights.lower_tier_token + busy) / candidate.speed
     return Estimate(candidate, prompt_tokens, gpu, lower, uncached, busy, cost)
 
 
-def busyness(candidate: Candidate, weights: Weights) -> float:
-    """What stands before any new request there, in prefill tokens at speed 1."""
+def busyness(load: CandidateLoad, weights: Weights) -> float:
+    """The work ahead of any new request at a replica, in prefill tokens at speed 1.
+
+    Args:
+        load: What is there.
+        weights: What each part costs.
+    """
     return (
-        candidate.queued_prefill_tokens * weights.queued_prefill_token
-        + candidate.decoding_requests * weights.decode_request
-        + candidate.decode_context_tokens * weights.decode_context_token
-        + candidate.foreign_requests * weights.foreign_request
-        + candidate.waiting_requests * weights.waiting_request
+        load.queued_prefill_tokens * weights.queued_prefill_token
+        + load.decoding_requests * weights.decode_request
+        + load.decode_context_tokens * weights.decode_context_token
+        + load.foreign_requests * weights.foreign_request
+        + load.waiting_requests * weights.waiting_request
     )

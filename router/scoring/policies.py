@@ -25,17 +25,14 @@ GROUP = "kvroute.policies"
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What a policy is made from.
-
-    Attributes:
-        weights: Costs, for policies that estimate.
-        options: `policy.options` of the configuration, for plug-ins; the plug-in checks it.
-        random: The source of every random choice, so that tests can repeat one.
-    """
+    """What a policy is made from."""
 
     weights: Weights = field(default_factory=Weights)
+    """Costs, for policies that estimate."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """`policy.options` of the configuration, for plug-ins; the plug-in checks it."""
     random: Random = field(default_factory=Random)
+    """The source of every random choice, so that tests can repeat one."""
 
 
 BUILT_IN: dict[str, Callable[[PolicySettings], Policy]] = {

@@ -1,5 +1,4 @@
-"""The default policy: the replica where this request waits least, given what is cached and what is
-going on there.
+"""The default policy: the replica where this request waits least, given its cache and its load.
 
 One hot prefix stays on the replica that has it as long as waiting there is cheaper than computing
 it again elsewhere, and then spills over by itself: no threshold, only costs.
@@ -25,9 +24,14 @@ class PrefixPolicy:
         self._random = random.random
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Implements `Policy`."""
+        """Order by estimated wait.
+
+        Args:
+            request: Only the prompt's length matters.
+            candidates: With their hits and loads.
+        """
         draw, tokens, weights = self._random, request.prompt_tokens, self._weights
         estimates = [estimate(tokens, candidate, weights) for candidate in candidates]
-        order = [(found.cost, found.candidate.requests, draw(), found) for found in estimates]
+        order = [(found.cost, found.candidate.load.requests, draw(), found) for found in estimates]
         order.sort(key=_BEFORE_THE_ESTIMATE)
-        return [Ranked(found.candidate, cost, found.reason) for cost, _, _, found in order]
+        return [Ranked(found.candidate, cost, found) for cost, _, _, found in order]

@@ -11,23 +11,17 @@ from router.errors import PolicyError
 from router.scoring.types import Candidate, Policy, Ranked, RouteRequest
 
 
-class Excluded(NamedTuple):
-    """A candidate that cannot take the request now."""
-
-    candidate: Candidate
-    reason: str
-
-
 class Ranking(NamedTuple):
     """Who could serve a request, best first, and who cannot."""
 
     ranked: tuple[Ranked, ...]
-    excluded: tuple[Excluded, ...]
+    excluded: tuple[Candidate, ...]
+    """Each with its `obstacle`."""
 
     @property
     def empty_reason(self) -> str:
         """Why the ranking is empty: how many are excluded for which reason."""
-        counts = Counter(excluded.reason for excluded in self.excluded)
+        counts = Counter(candidate.obstacle for candidate in self.excluded)
         return (
             ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
             or "no replica serves it"
@@ -35,31 +29,23 @@ class Ranking(NamedTuple):
 
 
 def rank(policy: Policy, request: RouteRequest, candidates: Iterable[Candidate]) -> Ranking:
-    """Leave out who cannot take the request, and let *policy* order the rest.
+    """Leave out those that cannot take the request, and let the policy order the rest.
 
+    Args:
+        policy: Built-in or a plug-in.
+        request: What the policy may know of it.
+        candidates: All replicas that serve the model, whatever their state.
     Raises:
-        PolicyError: The policy lost, repeated or invented a candidate, or its costs are no
-            ascending numbers.
+        PolicyError: The policy lost, repeated or invented a candidate, or its costs are not finite
+            and ascending.
     """
     able: list[Candidate] = []
-    excluded: list[Excluded] = []
+    excluded: list[Candidate] = []
     for candidate in candidates:
-        reason = _obstacle(candidate)
-        if reason is None:
-            able.append(candidate)
-        else:
-            excluded.append(Excluded(candidate, reason))
+        (able if candidate.obstacle is None else excluded).append(candidate)
     ranked = policy.rank(request, able)
     _check(policy, able, ranked)
     return Ranking(tuple(ranked), tuple(excluded))
-
-
-def _obstacle(candidate: Candidate) -> str | None:
-    if not candidate.healthy:
-        return "not healthy"
-    if candidate.draining:
-        return "draining"
-    return "at its limit of requests" if candidate.at_capacity else None
 
 
 def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:

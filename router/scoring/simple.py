@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from random import Random
+from typing import NamedTuple
 
 from router.scoring.cost import busyness
 from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
@@ -13,8 +13,8 @@ from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
 class RoundRobinPolicy:
     """Each replica in its turn, per model.
 
-    One turn for all models would go wrong where their requests alternate: each model would always
-    meet the same replica.
+    With one turn for all models, two whose requests alternate would each always meet the same
+    replica.
     """
 
     MAX_MODELS = 1024
@@ -23,15 +23,19 @@ class RoundRobinPolicy:
         self._turns: dict[str, int] = {}
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Implements `Policy`."""
+        """Begin with the candidate whose turn it is, by id.
+
+        Args:
+            request: Only its model matters.
+            candidates: In any order.
+        """
         if not candidates:
             return []
         ordered = sorted(candidates, key=_by_id)
         start = self._next_turn(request.model) % len(ordered)
         turn = ordered[start:] + ordered[:start]
         return [
-            Ranked(candidate, index, partial(_turn_reason, index))
-            for index, candidate in enumerate(turn)
+            Ranked(candidate, index, _turn_reason(index)) for index, candidate in enumerate(turn)
         ]
 
     def _next_turn(self, model: str) -> int:
@@ -49,7 +53,12 @@ class RandomPolicy:
         self._random = random
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        """Implements `Policy`."""
+        """Shuffle.
+
+        Args:
+            request: Not looked at.
+            candidates: In any order.
+        """
         ordered = list(candidates)
         self._random.shuffle(ordered)
         return [
@@ -65,16 +74,31 @@ class LeastLoadedPolicy:
         self._random = random
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        """Implements `Policy`."""
+        """Order by load.
+
+        Args:
+            request: Not looked at.
+            candidates: With their loads.
+        """
         loads = [
-            (busyness(candidate, self._weights) / candidate.speed, candidate)
+            (busyness(candidate.load, self._weights) / candidate.speed, candidate)
             for candidate in candidates
         ]
-        loads.sort(key=lambda load: (load[0], load[1].requests, self._random.random()))
+        loads.sort(key=lambda found: (found[0], found[1].load.requests, self._random.random()))
         return [
-            Ranked(candidate, cost, partial(_load_reason, candidate, cost))
+            Ranked(candidate, cost, _Wait(candidate.load.requests, cost))
             for cost, candidate in loads
         ]
+
+
+class _Wait(NamedTuple):
+    """Why a replica is the least loaded, written out only when it is read."""
+
+    requests: int
+    cost: float
+
+    def __str__(self) -> str:
+        return f"{self.requests:,} requests there, a wait of {self.cost:,.0f} prefill tokens"
 
 
 def _by_id(candidate: Candidate) -> str:
@@ -83,7 +107,3 @@ def _by_id(candidate: Candidate) -> str:
 
 def _turn_reason(index: int) -> str:
     return "its turn" if index == 0 else f"{index} after the one whose turn it is"
-
-
-def _load_reason(candidate: Candidate, cost: float) -> str:
-    return f"{candidate.requests:,} requests there, a wait of {cost:,.0f} prefill tokens"

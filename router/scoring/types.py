@@ -1,8 +1,8 @@
-"""What a policy is asked, and what it answers. Plain values; no I/O, no clock."""
+"""What goes into a policy and what comes out. Plain values; no I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
@@ -25,8 +25,8 @@ class Weights:
 
     The defaults are rules of thumb, computed for an 8B model on one data-centre GPU: 20,000 prefill
     tokens/s (50 µs a token), 128 KiB of KV cache a token, 3 TB/s of memory and 25 GB/s of PCIe.
-    They need to be right within a factor of a few, not more: a wrong weight moves the point at
-    which a hot prefix spills over, and nothing else.
+    They need to be right within a factor of a few: a wrong weight moves the point at which a hot
+    prefix spills over, and nothing else.
     """
 
     lower_tier_token: Cost = 0.1
@@ -34,14 +34,14 @@ class Weights:
     lower tier is worth nothing."""
 
     queued_prefill_token: Cost = 0.5
-    """One prompt token sent there whose first answer token is not back. Such a prompt is counted
-    whole until its end, so on average half of it is done when somebody looks. Below 1 it also keeps
-    a burst of equal prompts together: to wait for a prefix that is being computed must be cheaper
-    than to compute it a second time, since that work delays others too."""
+    """One prompt token sent there whose first response token is not back. Such a prompt is counted
+    whole until its end, so on average half of it is done at any moment. Below 1 it also keeps a
+    burst of equal prompts together: waiting for a prefix that is being computed must be cheaper
+    than computing it a second time, since that work delays others too."""
 
     decode_request: Cost = 16.0
-    """One request in decode: it takes a place and a token in each of the few steps that this
-    prompt's prefill lasts, and its sampling and scheduling on top."""
+    """One request in decode: it takes a slot and a token in each of the few steps that this
+    prompt's prefill lasts, plus its sampling and scheduling."""
 
     decode_context_token: Cost = 0.01
     """One token of context of a request in decode: every step reads its 128 KiB again, 0.04 µs or a
@@ -54,77 +54,47 @@ class Weights:
 
     foreign_request: Cost = 64.0
     """One request that runs or waits there but was not sent by this router (another router, a
-    direct client). Nothing is known of it but its number: a decode with some 4,000 tokens of
+    direct client). Only their number is known: each counts as a decode with some 4,000 tokens of
     context, by the two weights above."""
 
     suspect_trust: Share = 0.5
     """Share of a hit that counts while events of that replica were lost and not yet recovered."""
 
     recent_trust: Share = 0.9
-    """Share that counts of a prefix which was just sent there and has not shown up in events yet.
-    It is nearly certain to appear; less than 1 so that a replica that really holds the prefix
-    wins."""
+    """Share that counts of a prefix that was just sent there and has not shown up in events yet.
+    It is nearly certain to appear; less than 1 so that a replica that really holds it wins."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know of a request.
-
-    Attributes:
-        model: The model's name as replicas serve it; known to exist.
-        prompt_tokens: Length of the prompt; 0 if it could not be tokenised.
-        session: What the client says its conversation is; None if it says nothing.
-    """
+    """What a policy may know of a request."""
 
     model: str
+    """The model's name as replicas serve it; known to exist."""
     prompt_tokens: int
+    """Length of the prompt; 0 if it could not be tokenised."""
     session: str | None = None
+    """What the client says its conversation is; None if it says nothing."""
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.
         return f"RouteRequest(model={self.model!r}, prompt_tokens={self.prompt_tokens})"
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica, as far as choosing among replicas is concerned.
+class CandidateLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new request would find at a replica."""
 
-    Attributes:
-        replica_id: Unique among the candidates.
-        gpu_cached_tokens: Prompt tokens cached on the GPU.
-        cached_tokens: Those and what lower tiers would bring back; at least *gpu_cached_tokens*.
-        recent_tokens: Leading prompt tokens that were sent there so recently that events may not
-            show them yet.
-        suspect: Events of it were lost, so its hits are doubtful.
-        queued_prefill_tokens: Uncached prompt tokens this router sent there whose answers have not
-            begun.
-        prefilling_requests: The requests those tokens belong to.
-        decoding_requests: Requests of this router whose answers are under way.
-        decode_context_tokens: The context of these, in tokens.
-        foreign_requests: Requests there that are not this router's, by the engine's gauges.
-        waiting_requests: Requests in the engine's own queue, by its gauges.
-        speed: Relative to the other replicas: 2 is twice as fast.
-        healthy: Passes its health checks.
-        draining: Is being emptied.
-        at_capacity: Has as many requests of this router as it may.
-        dp_rank: Data-parallel rank to ask the engine for; None lets it choose. Policies carry it
-            along.
-    """
-
-    replica_id: str
-    gpu_cached_tokens: int = 0
-    cached_tokens: int = 0
-    recent_tokens: int = 0
-    suspect: bool = False
     queued_prefill_tokens: int = 0
+    """Uncached prompt tokens this router sent there whose responses have not begun."""
     prefilling_requests: int = 0
+    """The requests those tokens belong to."""
     decoding_requests: int = 0
+    """Requests of this router whose responses are under way."""
     decode_context_tokens: int = 0
+    """The context of these, in tokens."""
     foreign_requests: int = 0
+    """Requests there that are not this router's, by the engine's own count."""
     waiting_requests: int = 0
-    speed: float = 1.0
-    healthy: bool = True
-    draining: bool = False
-    at_capacity: bool = False
-    dp_rank: int | None = None
+    """Requests in the engine's own queue, by its own count."""
 
     @property
     def requests(self) -> int:
@@ -132,22 +102,42 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefilling_requests + self.decoding_requests + self.foreign_requests
 
 
-class Ranked(NamedTuple):
-    """A candidate's place in a ranking.
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica, as far as choosing among replicas is concerned."""
 
-    *cost* never falls along a ranking. For `prefix` and `least_loaded` it is in prefill tokens;
-    elsewhere it only orders.
-    """
+    replica_id: str
+    """Unique among the candidates."""
+    gpu_cached_tokens: int = 0
+    """Prompt tokens cached on the GPU."""
+    cached_tokens: int = 0
+    """Those and what lower tiers would bring back; at least `gpu_cached_tokens`."""
+    recent_tokens: int = 0
+    """Leading prompt tokens that were sent there so recently that events may not show them yet."""
+    suspect: bool = False
+    """Events of it were lost, so its hits are doubtful."""
+    load: CandidateLoad = CandidateLoad()
+    speed: float = 1.0
+    """Relative to the other replicas: 2 is twice as fast."""
+    obstacle: str | None = None
+    """Why it cannot take the request now; None if it can. Policies see only those that can."""
+    dp_rank: int | None = None
+    """Data-parallel rank to ask the engine for; None lets it choose. Policies carry it along."""
+
+
+class Ranked(NamedTuple):
+    """A candidate's place in a ranking."""
 
     candidate: Candidate
     cost: float
-    why: str | Callable[[], str]
-    """The reason, or what makes it: most reasons are never read."""
+    """Never falls along a ranking. In prefill tokens for `prefix` and `least_loaded`; elsewhere it
+    only orders."""
+    why: object
+    """The reason: a string, or an object whose `str()` is the reason, since most are never read."""
 
     @property
     def reason(self) -> str:
-        """Why it stands there, as a sentence for people."""
-        return self.why if isinstance(self.why, str) else self.why()
+        """Why it is in this place, as a sentence for people."""
+        return str(self.why)
 
 
 class Policy(Protocol):
@@ -155,8 +145,13 @@ class Policy(Protocol):
     `kvroute.policies`."""
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Order *candidates*, all of which could take the request, best first.
+        """Order *candidates*, best first.
 
-        Every candidate is in the answer exactly once: the rest is what a failed request is retried
-        on. Runs on the event loop for every request, so it must be quick and must not wait.
+        Runs on the event loop for every request, so it must be quick and must not wait.
+
+        Args:
+            request: What is known of it.
+            candidates: Those that can take the request now; may be empty. Not to be changed.
+        Returns:
+            Every candidate exactly once: a failed request is retried on the rest.
         """

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from router.scoring import (
     Candidate,
+    CandidateLoad,
     Policy,
     PolicySettings,
     Ranked,
@@ -45,18 +46,22 @@ every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.k
 
 tokens = st.integers(0, 2_000_000)
 counts = st.integers(0, 100_000)
+candidate_loads = st.builds(
+    CandidateLoad,
+    queued_prefill_tokens=tokens,
+    prefilling_requests=counts,
+    decoding_requests=counts,
+    decode_context_tokens=tokens,
+    foreign_requests=counts,
+    waiting_requests=counts,
+)
 candidate_states = st.fixed_dictionaries(
     {
         "gpu_cached_tokens": tokens,
         "cached_tokens": tokens,
         "recent_tokens": tokens,
         "suspect": st.booleans(),
-        "queued_prefill_tokens": tokens,
-        "prefilling_requests": counts,
-        "decoding_requests": counts,
-        "decode_context_tokens": tokens,
-        "foreign_requests": counts,
-        "waiting_requests": counts,
+        "load": candidate_loads,
         "speed": st.floats(0.001, 1000),
     }
 )
@@ -87,8 +92,8 @@ def request(session: str | None = None, prompt_tokens: int = 1000) -> RouteReque
 def test_every_candidate_is_ranked_exactly_once(
     make: Make, asked: RouteRequest, candidates: list[Candidate]
 ) -> None:
-    """The rest of a ranking is what a failed request is retried on, so nobody may be missing or
-    tried twice."""
+    """The rest of a ranking is what a failed request is retried on, so no candidate may be missing or
+    repeated."""
     ranked = make(1).rank(asked, candidates)
     assert sorted(entry.candidate.replica_id for entry in ranked) == sorted(
         candidate.replica_id for candidate in candidates
@@ -134,8 +139,8 @@ def test_the_callers_list_is_left_as_it_is(make: Make) -> None:
 
 
 @every_policy
-def test_nobody_to_choose_from_is_an_empty_ranking(make: Make) -> None:
-    """All replicas of a model may be gone at once; that is an answer with 503, not a crash."""
+def test_without_candidates_the_ranking_is_empty(make: Make) -> None:
+    """All replicas of a model may be gone at once; that is a response with 503, not a crash."""
     assert make(1).rank(request(), []) == []
     assert rank(make(1), request(), []).ranked == ()
 
@@ -167,37 +172,29 @@ def test_equal_and_idle_replicas_share_the_requests(make: Make) -> None:
 
 
 @every_policy
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        ({"healthy": False}, "not healthy"),
-        ({"draining": True}, "draining"),
-        ({"at_capacity": True}, "at its limit of requests"),
-    ],
-    ids=["unhealthy", "draining", "full"],
-)
-def test_a_replica_that_cannot_serve_is_never_ranked(
-    make: Make, state: dict[str, bool], reason: str
-) -> None:
+@pytest.mark.parametrize("obstacle", ["not healthy", "draining", "at its limit of requests"])
+def test_a_replica_that_cannot_serve_is_never_ranked(make: Make, obstacle: str) -> None:
     """However good its cache is: a request sent there would fail."""
     good = Candidate(replica_id="good")
-    unable = Candidate(replica_id="unable", gpu_cached_tokens=900, cached_tokens=900, **state)
+    unable = Candidate(
+        replica_id="unable", gpu_cached_tokens=900, cached_tokens=900, obstacle=obstacle
+    )
     policy = make(1)
     for turn in range(20):
         ranking = rank(policy, request(session=str(turn)), [unable, good])
         assert [entry.candidate for entry in ranking.ranked] == [good]
-        assert [(excluded.candidate, excluded.reason) for excluded in ranking.excluded] == [
-            (unable, reason)
+        assert [(excluded, excluded.obstacle) for excluded in ranking.excluded] == [
+            (unable, obstacle)
         ]
 
 
 @every_policy
-def test_when_nobody_can_serve_the_ranking_says_why(make: Make) -> None:
-    """The sentence goes into the 503, and is all that an operator has at first."""
+def test_when_no_replica_can_serve_the_ranking_says_why(make: Make) -> None:
+    """The sentence goes into the 503, and is the first thing an operator sees."""
     candidates = [
-        Candidate(replica_id="a", healthy=False),
-        Candidate(replica_id="b", healthy=False),
-        Candidate(replica_id="c", draining=True),
+        Candidate(replica_id="a", obstacle="not healthy"),
+        Candidate(replica_id="b", obstacle="not healthy"),
+        Candidate(replica_id="c", obstacle="draining"),
     ]
     ranking = rank(make(1), request(), candidates)
     assert ranking.ranked == ()

@@ -104,8 +104,14 @@ def test_an_answer_is_bounded() -> None:
 def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
     """Nobody reads most of them, and a plug-in may write a novel."""
     made = []
-    lazy = request(why=lambda: made.append(1) or "x" * 10_000)
-    RequestLog().add(lazy)
+
+    class Lazy:
+        def __str__(self) -> str:
+            made.append(1)
+            return "x" * 10_000
+
+    lazy = request(why=Lazy())
+    RequestLog().opened(lazy)
     assert not made
     assert lazy.reason == "x" * MAX_REASON_CHARS
 

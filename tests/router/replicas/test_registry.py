@@ -665,9 +665,10 @@ async def test_draining_overrules_health_and_ends_when_the_operator_says() -> No
         here.registry.drain("r")
         here.registry.drain("r")
         assert replica.state is ReplicaState.DRAINING
-        assert replica.candidate(here.load.load_of("r"), 0, 5).draining
+        assert replica.candidate(here.load.load_of("r"), 0, 5).obstacle == "draining"
         await engine.stop()
         await until(lambda: not replica.is_healthy)
+        assert replica.candidate(here.load.load_of("r"), 0, 5).obstacle == "not healthy"
         assert replica.state is ReplicaState.DRAINING
         here.registry.undrain("r")
         assert replica.state is ReplicaState.UNHEALTHY
@@ -783,17 +784,20 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
         candidate = replica.candidate(
             here.load.load_of("r"), now + 5, 5, gpu_cached_tokens=64, recent_tokens=32, dp_rank=1
         )
-        assert (candidate.foreign_requests, candidate.waiting_requests) == (4, 2)
-        assert (candidate.queued_prefill_tokens, candidate.prefilling_requests) == (300, 3)
+        assert (candidate.load.foreign_requests, candidate.load.waiting_requests) == (4, 2)
+        assert (candidate.load.queued_prefill_tokens, candidate.load.prefilling_requests) == (
+            300,
+            3,
+        )
         assert (candidate.gpu_cached_tokens, candidate.cached_tokens, candidate.recent_tokens) == (
             64,
             64,
             32,
         )
-        assert (candidate.speed, candidate.dp_rank, candidate.healthy) == (2.0, 1, True)
-        assert candidate.at_capacity, "three of three"
+        assert (candidate.speed, candidate.dp_rank) == (2.0, 1)
+        assert candidate.obstacle == "at its limit of requests", "healthy, but three of three"
         ours.pop().ended()
-        assert not replica.candidate(here.load.load_of("r"), now, 5).at_capacity
+        assert replica.candidate(here.load.load_of("r"), now, 5).obstacle is None
         for flight in ours:
             flight.ended()
 
@@ -807,7 +811,7 @@ async def test_an_old_engine_load_is_not_believed() -> None:
         stale = replica.candidate(
             here.load.load_of("r"), replica.engine_load_at + 5.1, engine_load_stale_after_s=5
         )
-        assert (stale.foreign_requests, stale.waiting_requests) == (0, 0)
+        assert (stale.load.foreign_requests, stale.load.waiting_requests) == (0, 0)
         engine.answer("/metrics", b"", status=404)
         await until(lambda: replica.failed_scrapes)
         assert replica.state is ReplicaState.HEALTHY, "metrics are no matter of health"

@@ -15,6 +15,7 @@ from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
     Candidate,
+    CandidateLoad,
     PolicySettings,
     Ranked,
     RouteRequest,
@@ -39,10 +40,24 @@ def order(
     return [entry.candidate.replica_id for entry in rank(policy, asked, candidates).ranked]
 
 
-def cached(replica_id: str, gpu: int, **more: object) -> Candidate:
+def cached(
+    replica_id: str,
+    gpu: int,
+    total: int | None = None,
+    recent_tokens: int = 0,
+    suspect: bool = False,
+    speed: float = 1.0,
+    **load: int,
+) -> Candidate:
     return Candidate(
-        replica_id=replica_id, gpu_cached_tokens=gpu, cached_tokens=more.pop("total", gpu), **more
-    )  # type: ignore[arg-type]
+        replica_id=replica_id,
+        gpu_cached_tokens=gpu,
+        cached_tokens=gpu if total is None else total,
+        recent_tokens=recent_tokens,
+        suspect=suspect,
+        load=CandidateLoad(**load),
+        speed=speed,
+    )
 
 
 # --- the default policy's costs -------------------------------------------------------------------
@@ -88,7 +103,7 @@ def test_a_prefix_that_was_just_sent_counts_a_little_less_than_one_that_is_there
 
 
 def test_requests_from_elsewhere_and_queues_of_the_engine_count() -> None:
-    """A second router's load shows only in the engine's gauges."""
+    """A second router's load shows only in the engine's own count."""
     candidates = [
         cached("queueing", 0, foreign_requests=8, waiting_requests=4),
         cached("used", 0, foreign_requests=8),
@@ -109,8 +124,8 @@ def test_a_replica_twice_as_fast_takes_twice_the_queue() -> None:
 def test_equal_costs_go_to_the_replica_with_fewer_requests() -> None:
     """Requests whose prompts are fully cached cost nothing in tokens, but still take a place."""
     candidates = [
-        Candidate(replica_id="two", prefilling_requests=2),
-        Candidate(replica_id="one", prefilling_requests=1),
+        cached("two", 0, prefilling_requests=2),
+        cached("one", 0, prefilling_requests=1),
     ]
     assert order("prefix", request(), candidates) == ["one", "two"]
 
@@ -123,7 +138,7 @@ def test_what_is_equal_in_every_way_is_drawn_at_random() -> None:
     assert firsts == {"a", "b"}
 
 
-def test_a_hit_beyond_the_prompt_is_no_gain_and_no_negative_cost() -> None:
+def test_a_hit_beyond_the_prompt_gains_nothing_and_never_makes_a_cost_negative() -> None:
     """Speculation and tiers may claim the whole prompt, and a shorter prompt must not come out
     below zero."""
     found = estimate(100, cached("a", 5000, total=9000, recent_tokens=7000), Weights())
@@ -131,7 +146,7 @@ def test_a_hit_beyond_the_prompt_is_no_gain_and_no_negative_cost() -> None:
 
 
 def test_a_prompt_of_unknown_length_goes_by_load() -> None:
-    """Images and foreign tokenizers leave nothing to match, and the request must still go somewhere
+    """Images and unknown tokenizers leave nothing to match, and the request must still go somewhere
     sensible."""
     candidates = [cached("busy", 0, queued_prefill_tokens=500), cached("idle", 0)]
     assert order("prefix", request(prompt_tokens=0), candidates) == ["idle", "busy"]
@@ -151,8 +166,9 @@ def test_the_reason_names_hit_discount_load_and_wait() -> None:
     policy = make_policy("prefix")
     [entry] = policy.rank(request(2000), [busy])
     assert entry.reason == (
-        "512 of 2,000 tokens cached and 128 offloaded; discounted, since events were lost; 1,680 to compute; "
-        "2,048 tokens of other prompts ahead; 3 in decode; 1 waiting in the engine: an estimated wait of 3,014 prefill tokens"
+        "512 of 2,000 tokens cached and 128 offloaded; discounted, since events were lost; "
+        "1,680 to compute; 2,048 tokens of other prompts ahead; 3 in decode; "
+        "1 waiting in the engine: an estimated wait of 3,014 prefill tokens"
     )
 
 
@@ -172,7 +188,7 @@ class Cluster:
         self.step = 64
 
     def send(self, prompt_tokens: int) -> str:
-        """Route one prompt that begins with the prefix; it stays in flight, its answer begun."""
+        """Route one prompt that begins with the prefix; it stays in flight, its response begun."""
         asked = request(prompt_tokens)
         recent = self.recent.match(self.keys, self.step, now=0)
         best = (
@@ -186,7 +202,7 @@ class Cluster:
         return best.replica_id
 
     def answer(self) -> None:
-        """The last prompt's answer begins, and its events arrive."""
+        """The last prompt's response begins, and its events arrive."""
         self.flight.first_token()
         self.cached[self.flight.replica_id] = len(self.keys) * self.step
 
@@ -197,10 +213,12 @@ class Cluster:
             gpu_cached_tokens=self.cached[name],
             cached_tokens=self.cached[name],
             recent_tokens=recent.get(name, 0),
-            queued_prefill_tokens=load.prefill_tokens,
-            prefilling_requests=load.prefilling_requests,
-            decoding_requests=load.decoding_requests,
-            decode_context_tokens=load.context_tokens,
+            load=CandidateLoad(
+                queued_prefill_tokens=load.prefill_tokens,
+                prefilling_requests=load.prefilling_requests,
+                decoding_requests=load.decoding_requests,
+                decode_context_tokens=load.context_tokens,
+            ),
         )
 
 
@@ -208,8 +226,8 @@ HOT_PREFIX = list(range(1, 129))  # 8,192 tokens at a step of 64
 
 
 def test_one_hot_prefix_spills_over_once_its_replica_is_saturated() -> None:
-    """A system prompt that everybody uses must not pin the whole traffic to one replica, and a
-    little must stay together."""
+    """A system prompt that every client uses must not pin all traffic to one replica, and a little
+    must stay together."""
     cluster = Cluster(3, HOT_PREFIX)
     chosen = []
     for _ in range(300):
@@ -219,7 +237,7 @@ def test_one_hot_prefix_spills_over_once_its_replica_is_saturated() -> None:
     assert 30 < spilled < 150, "it spills over neither at once nor never"
     counts = Counter(chosen)
     assert set(counts) == {"r0", "r1", "r2"}
-    # Once everybody has the prefix, load alone decides.
+    # Once every replica has the prefix, only load decides.
     assert max(counts.values()) - min(counts.values()) <= 2
     assert len(set(chosen[-3:])) == 3
 
@@ -232,7 +250,7 @@ def test_a_burst_of_equal_prompts_stays_together_before_the_first_event() -> Non
 
 
 def test_without_the_memory_of_recent_prompts_the_burst_would_scatter() -> None:
-    """Guards the test above: the staying together must be due to the speculative entries."""
+    """Guards the test above: what keeps them together must be the memory of recent prompts."""
     cluster = Cluster(4, [])
     assert len({cluster.send(prompt_tokens=8192) for _ in range(50)}) == 4
 
@@ -261,7 +279,7 @@ def test_round_robin_keeps_turns_per_model() -> None:
 
 
 def test_round_robin_holds_no_more_models_than_its_bound() -> None:
-    """Model names come from requests in the end; memory must not follow them."""
+    """Model names come from requests; memory must not grow with them."""
     policy = make_policy("round_robin")
     for number in range(5000):
         policy.rank(request(model=f"m{number}"), [Candidate(replica_id="a")])
@@ -314,7 +332,10 @@ def test_an_unavailable_replicas_sessions_go_to_the_next_in_their_order() -> Non
     """All requests of a session must meet again on the same substitute."""
     all_of_them = [Candidate(replica_id=name) for name in "abcd"]
     first, second, *_ = order("session", request(session="s"), all_of_them)
-    without = [Candidate(replica_id=name, healthy=name != first) for name in "abcd"]
+    without = [
+        Candidate(replica_id=name, obstacle="not healthy" if name == first else None)
+        for name in "abcd"
+    ]
     assert order("session", request(session="s"), without)[0] == second
 
 
@@ -325,7 +346,7 @@ def test_a_faster_replica_holds_more_sessions() -> None:
 
 
 def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
-    """Not everybody sends the header, and those who do not must not all share one replica."""
+    """Not every client sends the header, and those that do not must not all share one replica."""
     candidates = [cached("busy", 0, decoding_requests=5), cached("idle", 0)]
     assert order("session", request(session=None), candidates)[0] == "idle"
     assert order("session", request(session=""), candidates)[0] == "idle"
@@ -340,7 +361,10 @@ class Reversed:
 
     def rank(self, request, candidates):
         from router.scoring import Ranked
-        return [Ranked(candidate, index, "reversed") for index, candidate in enumerate(reversed(candidates))]
+        return [
+            Ranked(candidate, index, "reversed")
+            for index, candidate in enumerate(reversed(candidates))
+        ]
 
 def nothing(settings):
     return None
@@ -403,7 +427,7 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: str) -> No
 def test_a_plug_in_that_cannot_be_used_says_what_is_wrong(
     installed: str, name: str, message: str
 ) -> None:
-    """It is met at start-up, by somebody who did not write it."""
+    """It shows at start-up, to an operator who did not write it."""
     with pytest.raises(PolicyError, match=message):
         make_policy(name)
 
