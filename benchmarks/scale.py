@@ -78,7 +78,7 @@ class Busy:
 
     def step(self) -> None:
         """One step, with a request or two always waiting."""
-        while self.engine.statistics().num_waiting < 2:
+        while self.engine.scheduler.statistics().num_waiting < 2:
             self._serial += 1
             base = self._random.randrange(64)
             tokens = [(base * 7919 + place * 31) % 256 for place in range(_PROMPT_TOKENS - 64)]

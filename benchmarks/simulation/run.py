@@ -64,7 +64,8 @@ class Simulation:
             records=self._records,
             busy_s={name: replica.busy_s for name, replica in self.replicas.items()},
             preemptions=sum(
-                replica.engine.scheduler.preemptions for replica in self.replicas.values()
+                replica.engine.scheduler.statistics().preemptions
+                for replica in self.replicas.values()
             ),
             arrivals_end_s=max(arrival.at_s for arrival in arrivals),
         )
@@ -125,7 +126,7 @@ class Simulation:
 
     def _scrape(self) -> None:
         for name, replica in self.replicas.items():
-            scheduler = replica.engine.scheduler
+            scheduler = replica.engine.scheduler.statistics()
             self.router.take_engine_load(name, scheduler.num_running, scheduler.num_waiting)
         if self._to_come:
             self.timeline.at(self.timeline.now_s + self._scrape_interval_s, self._scrape)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kvevents.errors import KVEventsError
 from kvevents.publisher import ZmqEventPublisher
@@ -31,20 +31,13 @@ _TIMES = TimeModel()
 _SERVER = EngineServerConfig()
 
 
-@runtime_checkable
-class _LeavesOut(Protocol):
-    """A publisher that can be told to lose batches."""
-
-    def leave_out(self, batches: int) -> None:
-        """Give so many batches a number and do not send them."""
-
-
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's others."""
+    """Add the command to the subparsers of `kvroute`."""
     parser = commands.add_parser(
         "engine",
         help="one replica of a small engine: a real KV cache, random weights or none",
-        description="Serves vLLM's HTTP API and KV events until SIGTERM; then finishes what is under way.",
+        description="Serves vLLM's HTTP API and KV events until SIGTERM, then finishes what it has "
+        "begun.",
     )
     _add_model(parser.add_argument_group("model"))
     _add_cache(parser.add_argument_group("cache"))
@@ -55,7 +48,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the engine and serve it; the exit code says how it went."""
+    """Build the engine and serve it; returns the exit code."""
     try:
         tokenizer: Tokenizer = (
             FileTokenizer.load(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
@@ -71,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _whole(low: int, high: int = 2**40) -> Callable[[str], int]:
-    """An option's type: a whole number within bounds."""
+    """Make the type of an option that takes a whole number from *low* to *high*."""
 
     def parse(text: str) -> int:
         if not (text.isdecimal() and low <= int(text) <= high):
@@ -84,7 +77,7 @@ def _whole(low: int, high: int = 2**40) -> Callable[[str], int]:
 
 
 def _number(low: float, high: float = 1e18) -> Callable[[str], float]:
-    """An option's type: a number within bounds."""
+    """Make the type of an option that takes a number from *low* to *high*."""
 
     def parse(text: str) -> float:
         try:
@@ -113,14 +106,14 @@ def _add_model(group: Any) -> None:
     group.add_argument(
         "--simulate",
         action="store_true",
-        help="no tensors: the time a model would take, and its cache",
+        help="no tensors: a real cache, and the time a model would take",
     )
-    group.add_argument("--device", help="cpu, cuda, ...; a GPU where there is one if left out")
-    group.add_argument("--seed", type=_whole(0), default=_DEFAULTS.seed, help="of the weights")
+    group.add_argument("--device", help="cpu, cuda, ...; by default a GPU if there is one")
+    group.add_argument("--seed", type=_whole(0), default=_DEFAULTS.seed, help="seeds the weights")
     group.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="what clients call it; the preset's name if left out",
+        help="what clients call the model; default: the preset's name",
     )
     group.add_argument(
         "--lora",
@@ -133,10 +126,10 @@ def _add_model(group: Any) -> None:
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="a tokenizer.json or its directory; else bytes are tokens",
+        help="a tokenizer.json or its directory; by default bytes are tokens",
     )
     group.add_argument(
-        "--max-model-len", type=_whole(1), metavar="TOKENS", help="prompt and answer together"
+        "--max-model-len", type=_whole(1), metavar="TOKENS", help="prompt and output together"
     )
     group.add_argument(
         "--max-num-seqs",
@@ -160,12 +153,14 @@ def _add_cache(group: Any) -> None:
         type=_whole(2),
         default=_DEFAULTS.num_blocks,
         metavar="N",
-        help="for all groups together",
+        help="blocks of the cache, shared by all groups",
     )
     group.add_argument(
-        "--block-size", type=_whole(1), metavar="TOKENS", help="the preset's if left out"
+        "--block-size", type=_whole(1), metavar="TOKENS", help="default: the preset's"
     )
-    group.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt anew")
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="compute every prompt from scratch"
+    )
     group.add_argument(
         "--retention-interval",
         type=_whole(0),
@@ -177,21 +172,23 @@ def _add_cache(group: Any) -> None:
         type=_whole(0),
         default=_DEFAULTS.cpu_blocks,
         metavar="N",
-        help="a tier in memory",
+        help="blocks of a tier in memory",
     )
     group.add_argument(
         "--cpu-cache-policy",
         default=_DEFAULTS.cpu_cache_policy,
         metavar="NAME",
-        help="of that tier",
+        help="eviction policy of the tier in memory",
     )
-    group.add_argument("--disk-directory", type=Path, metavar="PATH", help="a tier on disk")
+    group.add_argument(
+        "--disk-directory", type=Path, metavar="PATH", help="where a tier on disk keeps its blocks"
+    )
     group.add_argument(
         "--disk-bytes",
         type=_whole(1),
         default=_DEFAULTS.disk_bytes,
         metavar="N",
-        help="of that tier",
+        help="size of the tier on disk",
     )
 
 
@@ -199,10 +196,12 @@ def _add_events(group: Any) -> None:
     group.add_argument(
         "--kv-events-endpoint",
         metavar="ADDRESS",
-        help="such as tcp://127.0.0.1:5557; none if left out",
+        help="such as tcp://127.0.0.1:5557; no events if left out",
     )
     group.add_argument(
-        "--kv-events-replay-endpoint", metavar="ADDRESS", help="for those who lost some"
+        "--kv-events-replay-endpoint",
+        metavar="ADDRESS",
+        help="where subscribers ask for batches they lost",
     )
     group.add_argument("--kv-events-topic", default=_DEFAULTS.kv_events_topic, metavar="TOPIC")
     group.add_argument(
@@ -210,7 +209,7 @@ def _add_events(group: Any) -> None:
         type=_whole(0, 65_535),
         default=0,
         metavar="RANK",
-        help="moves both ports along",
+        help="added to both ports",
     )
 
 
@@ -224,7 +223,7 @@ def _add_server(group: Any) -> None:
         type=_number(0, 86_400),
         default=_SERVER.grace_s,
         metavar="S",
-        help="for what runs at SIGTERM",
+        help="how long requests in flight may run after SIGTERM",
     )
     group.add_argument(
         "--log-level", default=_SERVER.log_level, choices=("debug", "info", "warning", "error")
@@ -252,7 +251,7 @@ def _add_simulation(group: Any) -> None:
         )
 
 
-# --- what they come to ----------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------
 
 
 def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> EngineConfig:
@@ -265,7 +264,7 @@ def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engin
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
-        vocab_size=tokenizer.vocab_size,  # whatever the model says then has a text
+        vocab_size=tokenizer.vocab_size,  # so every token the model chooses has a text
         eos_token_id=-1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         seed=arguments.seed,
         enable_caching=not arguments.no_prefix_caching,
@@ -298,9 +297,9 @@ def _api_config(arguments: argparse.Namespace, config: EngineConfig, engine: Eng
     return ApiConfig(
         model=_served_model(arguments, config, engine),
         version=version("kvroute"),
-        event_sources=_event_sources(config, engine),
+        event_endpoints=_event_endpoints(config, engine),
         enable_faults=arguments.enable_faults,
-        drop_events=publisher.leave_out if isinstance(publisher, _LeavesOut) else None,
+        drop_events=publisher.leave_out if isinstance(publisher, ZmqEventPublisher) else None,
     )
 
 
@@ -316,10 +315,11 @@ def _served_model(
         enable_prefix_caching=config.enable_caching,
         created=int(time.time()),
         adapters=tuple(arguments.lora),
+        group_kinds=tuple(group.kind.value for group in engine.cache.config.layout.groups),
     )
 
 
-def _event_sources(config: EngineConfig, engine: Engine) -> tuple[KVEventEndpoint, ...]:
+def _event_endpoints(config: EngineConfig, engine: Engine) -> tuple[KVEventEndpoint, ...]:
     publisher = engine.publisher
     if not isinstance(publisher, ZmqEventPublisher):
         return ()

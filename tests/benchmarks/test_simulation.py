@@ -107,14 +107,14 @@ def test_engines_and_the_router_count_the_same_work(policy: str) -> None:
     run = simulate(policy)
     engines = [replica.engine.statistics() for replica in run.simulation.replicas.values()]
     records = run.outcome.records
-    assert sum(engine.prompt_tokens for engine in engines) == sum(
+    assert sum(engine.scheduler.prompt_tokens for engine in engines) == sum(
         record.prompt_tokens for record in records
     )
-    assert sum(engine.generation_tokens for engine in engines) == sum(
+    assert sum(engine.scheduler.generation_tokens for engine in engines) == sum(
         len(record.answer) for record in records
     )
     if not run.outcome.preemptions:
-        assert sum(engine.prefix_cache_hits for engine in engines) == sum(
+        assert sum(engine.cache.counts.hit_tokens for engine in engines) == sum(
             record.cached_tokens for record in records
         )
     statistics = run.simulation.router.load.statistics()

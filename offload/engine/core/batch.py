@@ -16,17 +16,17 @@ class SequenceChunk:
 
     request_id: str
     token_ids: Sequence[int]
-    """These tokens; those before are in the cache."""
+    """The tokens to compute; those before `start` are in the cache."""
     start: int
-    """Position of the first."""
+    """Position of the first token."""
     block_tables: Sequence[Sequence[Block]]
-    """Per group the sequence's blocks, the null block where none is needed; the cache's own, right
-    until the step ends."""
+    """The sequence's blocks per group, the null block where none is needed. The cache's own lists,
+    valid until the step ends."""
     is_last: bool
-    """Whether the sequence's tokens end here, so that the next one is to be chosen."""
+    """Whether the sequence ends with this chunk, so that its next token is to be chosen."""
     sampling: SamplingParams
     num_output_tokens: int
-    """How many it has said already."""
+    """Tokens generated before this step."""
 
     @property
     def stop(self) -> int:
@@ -35,9 +35,12 @@ class SequenceChunk:
 
 
 class ModelRunner(Protocol):
-    """Computes batches: with a model, or as long as one would take."""
+    """Computes batches: with a model, or by taking as long as one would."""
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[int | None]:
-        """Write the chunks' keys and values; per chunk the next token, None where it is not the
-        sequence's last."""
+        """Write the chunks' keys and values and choose the next tokens.
+
+        Returns:
+            One entry per chunk: the next token, None where the chunk is not its sequence's last.
+        """
         ...

@@ -23,34 +23,29 @@ from offload.engine.core.batch import ModelRunner
 from offload.engine.core.engine import Engine
 from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.presets import preset
-from offload.engine.core.scheduler import Scheduler, SchedulerConfig
-from offload.engine.core.simulated import (
-    SimulatedBlockFiles,
-    SimulatedRunner,
-    SimulatedTransferWorker,
-)
+from offload.engine.core.scheduler import Scheduler, SchedulerConfig, most_blocks_held
+from offload.engine.core.simulated import SimulatedBackend
 from offload.engine.core.time_model import Clock, RealClock, TimeModel
 from offload.errors import CacheConfigError
 from offload.fs.manager import FileOffloadingManager
 from offload.fs.store import BlockFiles
-from offload.groups.base import blocks_for
 from offload.request import RequestHasher
 
 EOS_TOKEN_ID = 257
-"""Of the engine's own byte tokenizer."""
+"""End of sequence of the engine's own byte tokenizer."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One replica of the small engine. Sizes that are left out are the preset's, or follow from
-    it."""
+    """One replica of the small engine; sizes that are None are the preset's."""
 
     preset: str = "gemma"
     simulate: bool = False
-    """Without tensors: the same scheduler and cache, and time in place of a model."""
+    """Without tensors: the same scheduler and cache, and a time model instead of a model."""
     model_name: str | None = None
+    """What clients call the model; the preset's name if None."""
     num_blocks: int = 512
-    """Of the cache, for all groups together."""
+    """Blocks of the GPU's cache, shared by all groups."""
     block_size: int | None = None
     """In tokens."""
     max_num_batched_tokens: int = 512
@@ -59,11 +54,11 @@ class EngineConfig:
     vocab_size: int | None = None
     eos_token_id: int = EOS_TOKEN_ID
     seed: int = 0
-    """Of the weights."""
+    """Seeds the weights."""
     enable_caching: bool = True
     retention_interval: int | None = None
     cpu_blocks: int = 0
-    """Blocks of the tier in memory; 0: none."""
+    """Blocks of the tier in memory; 0 for no such tier."""
     cpu_cache_policy: str = "lru"
     disk_directory: Path | None = None
     disk_bytes: int = 1 << 30
@@ -72,14 +67,14 @@ class EngineConfig:
     kv_events_topic: str = "kv-events"
     data_parallel_rank: int = 0
     device: str | None = None
-    """Of the model; left out: a GPU where there is one."""
+    """Where the model runs; None means a GPU if there is one."""
     cpu_threads: int = 1
-    """Of the model on a CPU."""
+    """Threads that compute the model on a CPU."""
     time_model: TimeModel = field(default_factory=TimeModel)
-    """With `simulate`."""
+    """Used with `simulate`."""
 
     def model(self) -> TransformerConfig:
-        """The preset with what this configuration changes of it."""
+        """The preset with this configuration's changes."""
         changes = {
             "block_size": self.block_size,
             "max_model_len": self.max_model_len,
@@ -90,26 +85,39 @@ class EngineConfig:
 
 
 class Backend(Protocol):
-    """What computes and copies."""
+    """What computes and copies: a model and its pages, or the time they would take."""
 
     runner: ModelRunner
 
-    def cpu_worker(self, num_blocks: int) -> OffloadingWorker: ...
+    def cpu_worker(self, num_blocks: int) -> OffloadingWorker:
+        """What copies to and from a tier of *num_blocks* in memory."""
+        ...
 
     def disk(
         self, directory: Path, payload_bytes: Sequence[int], identity: str
-    ) -> tuple[BlockFiles, OffloadingWorker]: ...
+    ) -> tuple[BlockFiles, OffloadingWorker]:
+        """Open a disk tier.
+
+        Args:
+            directory: Where the files are.
+            payload_bytes: Bytes of a block in a file, per group.
+            identity: Of the weights; files of other weights are refused.
+
+        Returns:
+            The files, and what copies to and from them.
+        """
+        ...
 
 
 def build_engine(
     config: EngineConfig, clock: Clock | None = None, publisher: EventPublisher | None = None
 ) -> Engine:
-    """An engine, its publisher bound and its pages allocated.
+    """Build an engine with its publisher bound and its pages allocated.
 
     Args:
         config: The replica.
         clock: Where a simulated engine's time comes from; the machine's own if left out.
-        publisher: Where its events go; if left out, what the configuration says.
+        publisher: Where events go; if left out, the one that *config* describes.
 
     Raises:
         CacheConfigError: Sizes contradict each other, or torch is missing where it is needed.
@@ -117,9 +125,7 @@ def build_engine(
     model = _fitting(config.model(), config)
     cache = CacheManager(_cache_config(config, model), model.block_size)
     clock = clock or RealClock()
-    backend = (
-        SimulatedBackend(config, model, clock) if config.simulate else _torch_backend(config, model)
-    )
+    backend = _backend(config, model, clock)
     tiers, workers, stores = _tiers(config, model, cache.config.layout, backend)
     connector = OffloadingConnector(cache, tiers) if tiers else None
     chain = HashChain.from_seed()
@@ -142,8 +148,10 @@ def build_engine(
 
 
 def _fitting(model: TransformerConfig, config: EngineConfig) -> TransformerConfig:
-    """The model with no longer sequences than the cache has blocks for, so that none is admitted
-    that never fits."""
+    """The model with `max_model_len` cut to what the cache can hold.
+
+    Otherwise a sequence could be admitted that never fits.
+    """
     size = model.block_size
     lengths = range(size, model.max_model_len + size, size)
     fitting = bisect_right(
@@ -151,22 +159,16 @@ def _fitting(model: TransformerConfig, config: EngineConfig) -> TransformerConfi
     )
     if not fitting:
         raise CacheConfigError(
-            f"num_blocks {config.num_blocks} must hold a sequence of one block in each of {len(model.layer_groups())} groups"
+            f"num_blocks {config.num_blocks} must hold a sequence of one block in each of "
+            f"{len(model.layer_groups())} groups"
         )
     return replace(model, max_model_len=min(fitting * size, model.max_model_len))
 
 
 def _blocks_at_once(model: TransformerConfig, config: EngineConfig, length: int) -> int:
-    """Most blocks that a sequence of *length* tokens holds at a time."""
-    cache = CacheManager(
-        _cache_config(replace(config, num_blocks=2), replace(model, max_model_len=length)),
-        model.block_size,
-    )
-    managers = cache.coordinator.managers
-    return sum(
-        min(blocks_for(length, manager.block_size), manager.max_held_blocks())
-        for manager in managers
-    )
+    """Most blocks that a sequence of *length* tokens holds at one time."""
+    trial = _cache_config(replace(config, num_blocks=2), replace(model, max_model_len=length))
+    return most_blocks_held(CacheManager(trial, model.block_size), length)
 
 
 def _cache_config(config: EngineConfig, model: TransformerConfig) -> CacheConfig:
@@ -213,10 +215,12 @@ def _tiers(
 
 
 def _identity(model: TransformerConfig) -> str:
-    """Of the weights, and with them of every block: all that the model is made of but the length of
-    what it is asked."""
-    made_of = repr(replace(model, max_model_len=0))
-    return f"{model.name} {sha256(made_of.encode()).hexdigest()}"
+    """Identify the weights, and so the contents of blocks.
+
+    Everything in the configuration takes part except `max_model_len`, which changes neither.
+    """
+    fields = repr(replace(model, max_model_len=0))
+    return f"{model.name} {sha256(fields.encode()).hexdigest()}"
 
 
 def _payload_bytes(model: TransformerConfig) -> list[int]:
@@ -224,37 +228,16 @@ def _payload_bytes(model: TransformerConfig) -> list[int]:
     return [model.group_page_bytes(kind) * model.layers_per_group for kind in kinds]
 
 
-class SimulatedBackend:
-    def __init__(self, config: EngineConfig, model: TransformerConfig, clock: Clock) -> None:
-        self.runner: ModelRunner = SimulatedRunner(
-            config.time_model, clock, min(256, model.vocab_size)
-        )
-        self._config = config
-        self._model = model
-        self._clock = clock
-
-    def cpu_worker(self, num_blocks: int) -> OffloadingWorker:
-        del num_blocks
-        return SimulatedTransferWorker(
-            self._config.time_model, self._clock, self._model.block_bytes
-        )
-
-    def disk(
-        self, directory: Path, payload_bytes: Sequence[int], identity: str
-    ) -> tuple[BlockFiles, OffloadingWorker]:
-        del directory, identity
-        worker = SimulatedTransferWorker(
-            self._config.time_model, self._clock, self._model.block_bytes
-        )
-        return SimulatedBlockFiles(payload_bytes), worker
-
-
-def _torch_backend(config: EngineConfig, model: TransformerConfig) -> Backend:
+def _backend(config: EngineConfig, model: TransformerConfig, clock: Clock) -> Backend:
+    if config.simulate:
+        return SimulatedBackend(config.time_model, clock, model.vocab_size, model.block_bytes)
     try:
+        # Loaded by name, since torch is optional and takes seconds to import.
         module = importlib.import_module("offload.engine.model.torch_backend")
     except ImportError as error:
         raise CacheConfigError(
-            f"the engine's model needs torch: pip install '.[offload]', or use --simulate ({error.name})"
+            "the engine's model needs torch: pip install '.[offload]', "
+            f"or use --simulate ({error.name})"
         ) from None
     return cast(
         Backend, module.TorchBackend(model, config.num_blocks, config.device, config.cpu_threads)

@@ -1,32 +1,40 @@
-"""The engine: a scheduler, a model or the time it would take, tiers, and a publisher, put together
-in steps."""
+"""The engine: scheduler, model runner, lower tiers and publisher, put together in steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvevents.publisher import EventPublisher
 from offload.base import OffloadingWorker
-from offload.cache_manager import CacheManager
+from offload.cache_manager import CacheManager, CacheStatistics
 from offload.connector import OffloadingConnector
 from offload.engine.core.batch import ModelRunner
 from offload.engine.core.model_config import TransformerConfig
-from offload.engine.core.requests import (
-    EngineRequest,
-    EngineStatistics,
-    GroupStatistics,
-    StepOutput,
-)
-from offload.engine.core.scheduler import Scheduler
+from offload.engine.core.requests import EngineRequest, StepOutput
+from offload.engine.core.scheduler import Scheduler, SchedulerStatistics
 from offload.engine.core.time_model import Clock, RealClock
 from offload.fs.store import BlockFiles
 
 _IDLE_S = 0.001
-"""How long a step waits that has nothing to compute and copies on their way."""
+"""How long a step waits that has nothing to compute while copies are in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """An engine now, and counts since its start."""
+
+    steps: int
+    scheduler: SchedulerStatistics
+    cache: CacheStatistics
+    kv_cache_usage: float
+    """Share of the blocks that requests hold, from 0 to 1."""
+    copies_in_flight: int = 0
+    """Jobs between the GPU and lower tiers."""
 
 
 class Engine:
-    """Serves requests a step at a time. Not thread-safe: one thread calls it."""
+    """Serves requests a step at a time; not thread-safe."""
 
     def __init__(
         self,
@@ -40,8 +48,19 @@ class Engine:
         clock: Clock | None = None,
         stores: Sequence[BlockFiles] = (),
     ) -> None:
-        """Put together by `offload.engine.core.build`; *workers* are the connector's tiers', in their
-        order, *stores* the disk's."""
+        """Take the parts that `offload.engine.core.build` made.
+
+        Args:
+            model: What the runner computes.
+            cache: The blocks on the GPU.
+            scheduler: Shares *cache* and *connector*.
+            runner: Computes or simulates batches.
+            publisher: Gets the events of every step.
+            connector: To lower tiers, if there are any.
+            workers: One per tier of *connector*, in its order.
+            clock: What an idle step sleeps on; the machine's own if left out.
+            stores: Files of disk tiers, closed with the engine.
+        """
         self.model = model
         self.cache = cache
         self.scheduler = scheduler
@@ -52,19 +71,19 @@ class Engine:
         self._stores = stores
         self._clock = clock or RealClock()
         self._steps = 0
-        self._publish()  # what an earlier process left in a tier
+        self._publish()  # blocks that an earlier process left in a tier
 
     @property
     def has_work(self) -> bool:
-        """Is there something to compute, or a copy on its way?"""
-        return bool(
-            self.scheduler.num_running
-            or self.scheduler.num_waiting
-            or (self.connector and not self.connector.is_idle)
-        )
+        """Whether there is something to compute, or a copy in flight."""
+        return not self.scheduler.is_idle or bool(self.connector and not self.connector.is_idle)
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queue a request; raises `EngineRequestError` if it can never be served."""
+        """Queue a request.
+
+        Raises:
+            EngineRequestError: It can never be served, or its id is in use.
+        """
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -84,8 +103,11 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block, in all tiers; False, and nothing changed, while requests or
-        copies hold some."""
+        """Forget every cached block, in all tiers.
+
+        Returns:
+            False if requests or copies hold blocks; then nothing changed.
+        """
         if self.connector and not self.connector.is_idle:
             return False
         is_reset = self.cache.reset()
@@ -96,36 +118,12 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """The engine now, and counts since its start."""
-        counts = self.cache.statistics().counts
         return EngineStatistics(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            kv_cache_usage=self.cache.usage,
-            prefix_cache_queries=counts.queried_tokens,
-            prefix_cache_hits=counts.hit_tokens,
-            external_prefix_cache_hits=counts.external_tokens,
-            preemptions=self.scheduler.preemptions,
-            prompt_tokens=self.scheduler.prompt_tokens,
-            generation_tokens=self.scheduler.generation_tokens,
             steps=self._steps,
+            scheduler=self.scheduler.statistics(),
+            cache=self.cache.statistics(),
+            kv_cache_usage=self.cache.usage,
             copies_in_flight=self.connector.statistics().jobs_in_flight if self.connector else 0,
-            groups=self._group_statistics(),
-        )
-
-    def _group_statistics(self) -> tuple[GroupStatistics, ...]:
-        kinds = [group.kind.value for group in self.cache.config.layout.groups]
-        found = zip(
-            kinds, self.cache.pool.statistics().groups, self.scheduler.group_hit_tokens, strict=True
-        )
-        return tuple(
-            GroupStatistics(
-                kind,
-                group.cached,
-                group.evicted_after_sliding,
-                group.evicted - group.evicted_after_sliding,
-                hits,
-            )
-            for kind, group, hits in found
         )
 
     def close(self) -> None:

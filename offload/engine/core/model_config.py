@@ -1,5 +1,4 @@
-"""What a model is made of, and how its layers share the KV cache in groups. All sizes that count
-tokens say so."""
+"""What a model is made of, and how its layers share the KV cache in groups."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ FLOAT_BYTES = 4
 
 
 class LayerKind(Enum):
-    """How a layer looks at the past."""
+    """What a layer sees of the tokens before it."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_LOCAL = "chunked_local"
     STATE = "state"
-    """A recurrent state in place of keys and values: linear attention with a decay."""
+    """A recurrent state instead of keys and values: linear attention with a decay."""
 
 
 _GROUP_KINDS = {
@@ -33,7 +32,7 @@ _GROUP_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind that share block tables; one page holds a block of all of them."""
+    """Layers of one kind that share block tables; one block holds a page of each of them."""
 
     kind: LayerKind
     layers: tuple[int, ...]
@@ -52,34 +51,34 @@ class TransformerConfig:
     head_dim: int
     vocab_size: int = 512
     max_model_len: int = 4096
-    """Longest sequence in tokens, prompt and output."""
+    """Longest sequence in tokens, prompt and output together."""
     sliding_window: int = 128
     """In tokens."""
     attention_chunk_size: int = 256
     """In tokens."""
     block_size: int = 16
-    """In tokens, of every group."""
+    """Block size of every group, in tokens."""
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-6
     seed: int = 0
 
     @property
     def layers_per_group(self) -> int:
-        """As many as the rarest kind has: so the pages of all groups have one size."""
+        """As many as the rarest kind has, so that the blocks of all groups have one size."""
         return min(Counter(self.layers).values())
 
     @property
     def attention_page_bytes(self) -> int:
-        """Keys and values of one block in one layer."""
+        """Bytes of the keys and values of one block in one layer."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * FLOAT_BYTES
 
     @property
     def state_page_bytes(self) -> int:
-        """One state of one layer."""
+        """Bytes of the state of one layer."""
         return self.num_kv_heads * self.head_dim * self.head_dim * FLOAT_BYTES
 
     def group_page_bytes(self, kind: LayerKind) -> int:
-        """What a group of that kind uses of a page in one layer."""
+        """Bytes that a group of *kind* uses of a page in one layer."""
         return self.state_page_bytes if kind is LayerKind.STATE else self.attention_page_bytes
 
     @property
@@ -93,8 +92,11 @@ class TransformerConfig:
         return self.page_bytes * self.layers_per_group
 
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers in groups of `layers_per_group`, kinds in the order in which they first
-        appear, full attention first.
+        """The layers in groups of `layers_per_group`, one kind each.
+
+        Full attention comes first, then the other kinds in the order of their first layers. With
+        `layers` W W W W W F (five sliding windows, one full) there is one F per group, so the
+        groups are (F,) (W,) (W,) (W,) (W,) (W,).
 
         Raises:
             CacheConfigError: A kind's layers do not fill whole groups.
@@ -105,7 +107,8 @@ class TransformerConfig:
             layers = [index for index, of_kind in enumerate(self.layers) if of_kind is kind]
             if len(layers) % size:
                 raise CacheConfigError(
-                    f"model {self.name}: {len(layers)} {kind.value} layers must be a multiple of {size}, the rarest kind's"
+                    f"model {self.name}: {len(layers)} {kind.value} layers must be a multiple of "
+                    f"{size}, the rarest kind's"
                 )
             groups += [
                 LayerGroup(kind, tuple(layers[at : at + size]))
@@ -114,17 +117,17 @@ class TransformerConfig:
         return tuple(groups)
 
     def cache_groups(self) -> list[KVCacheGroup]:
-        """The same as the cache and the router see them."""
+        """The same groups as the cache and the router see them."""
         return [
             KVCacheGroup(
                 _GROUP_KINDS[group.kind],
                 self.block_size,
-                sliding_window=self.sliding_window
-                if group.kind is LayerKind.SLIDING_WINDOW
-                else None,
-                attention_chunk_size=self.attention_chunk_size
-                if group.kind is LayerKind.CHUNKED_LOCAL
-                else None,
+                sliding_window=(
+                    self.sliding_window if group.kind is LayerKind.SLIDING_WINDOW else None
+                ),
+                attention_chunk_size=(
+                    self.attention_chunk_size if group.kind is LayerKind.CHUNKED_LOCAL else None
+                ),
             )
             for group in self.layer_groups()
         ]

@@ -1,5 +1,4 @@
-"""Models by name: the layer patterns of models people serve, in sizes from one that a laptop runs
-up."""
+"""Models by name: the layer patterns of models that people serve, in three sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _PATTERNS: dict[str, tuple[LayerKind, ...]] = {
 @dataclass(frozen=True, slots=True)
 class _Size:
     repeats: int
-    """Of the pattern."""
+    """How often the pattern occurs."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -45,22 +44,27 @@ _SIZES = {
 
 
 def preset_names() -> list[str]:
-    """Every name that `preset` knows; without a size it is tiny."""
+    """Every name that `preset` knows; a name without a size means tiny."""
     return [*_PATTERNS, *(f"{pattern}-{size}" for pattern in _PATTERNS for size in _SIZES)]
 
 
 def preset(name: str, **changes: object) -> TransformerConfig:
-    """A model by its name, such as `gemma` or `gptoss-small`; *changes* replace fields of it.
+    """Look up a model.
+
+    Args:
+        name: A pattern, with or without a size, such as `gemma` or `gptoss-small`.
+        **changes: Fields of the configuration to replace.
 
     Raises:
-        CacheConfigError: There is no such model.
+        CacheConfigError: *name* is unknown.
     """
     pattern, _, size_name = name.rpartition("-")
     if name in _PATTERNS:
         pattern, size_name = name, "tiny"
     if pattern not in _PATTERNS or size_name not in _SIZES:
         raise CacheConfigError(
-            f"preset {name[:40]!r} is none of {', '.join(_PATTERNS)}, alone or with -{', -'.join(_SIZES)}"
+            f"preset {name[:40]!r} must be one of {', '.join(_PATTERNS)}, "
+            f"optionally followed by -{' or -'.join(_SIZES)}"
         )
     size = _SIZES[size_name]
     config = TransformerConfig(

@@ -1,10 +1,10 @@
-"""Which tokens of which sequences a step computes: continuous batching, chunked prefill, preemption
-by recomputation.
+"""Which tokens of which sequences a step computes.
 
-Running sequences come first, in the order of their admission, each with as much of its prompt as
-the step's token budget leaves; then waiting ones are admitted. When blocks run out the sequence
-that was admitted last gives up its blocks and starts again. A sequence whose prefix lies in a lower
-tier waits for it beside the others.
+Continuous batching with chunked prefill and preemption by recomputation. Running sequences are
+served first, in the order of their admission, each with as much of its prompt as the step's token
+budget leaves; then waiting ones are admitted. When blocks run out, the sequence that was admitted
+last gives up its blocks and starts again. A sequence whose prefix is in a lower tier is loaded
+while the others run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Sequence:
-    """One request on its way."""
+    """One request from arrival to its end."""
 
     request: EngineRequest
     cache: CacheRequest
     max_tokens: int
-    """Prompt and output."""
+    """Length at which it ends, prompt and output."""
     state: _State = _State.WAITING
     num_cached_tokens: int | None = None
-    """As of the first admission."""
-    looked_up: tuple[int, tuple[int, ...]] = (-1, ())
-    """Its hit when each group's own was looked up last, and those."""
+    """Set at the first admission."""
+    group_hits: tuple[int, ...] = ()
+    """Longest prefix that each group alone could serve, in tokens; waiting for admission."""
+    group_hits_at: int = -1
+    """The hit of all groups together when `group_hits` was looked up; -1 before that."""
     loaded_tokens: int = 0
-    """Where it goes on once its load is over."""
+    """Position at which it continues once its load has finished."""
     output: list[int] = field(default_factory=list)
 
 
@@ -54,13 +56,46 @@ class SchedulerConfig:
     """Bounds of a step and of what is admitted."""
 
     max_num_batched_tokens: int = 512
+    """Tokens computed in one step."""
     max_num_seqs: int = 64
+    """Sequences that run or load at once."""
     max_model_len: int = 4096
+    """Longest sequence in tokens, prompt and output together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Sequences now, and counts since the start."""
+
+    num_running: int
+    num_waiting: int
+    """Includes those that wait for a load."""
+    preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    group_hit_tokens: tuple[int, ...]
+    """Per group, prompt tokens that the group alone could have served, over all admitted requests.
+    The hit is what all groups can serve together."""
+
+
+def most_blocks_held(cache: CacheManager, num_tokens: int) -> int:
+    """Count the blocks that a sequence holds at most at one time, over all groups.
+
+    Args:
+        cache: The cache with its groups; a sliding window holds no more than its window needs.
+        num_tokens: Length of the sequence.
+    """
+    return sum(
+        min(blocks_for(num_tokens, manager.block_size), manager.max_held_blocks())
+        for manager in cache.coordinator.managers
+    )
 
 
 class Scheduler:
-    """Sequences of one engine. Without I/O: `schedule` says what to compute, `update` takes what
-    came of it."""
+    """The sequences of one engine, without I/O.
+
+    `schedule` returns what to compute, `update` takes the tokens that came of it.
+    """
 
     def __init__(
         self,
@@ -70,6 +105,14 @@ class Scheduler:
         eos_token_id: int,
         connector: OffloadingConnector | None = None,
     ) -> None:
+        """
+        Args:
+            config: The bounds.
+            cache: Where blocks come from.
+            hasher: Hashes the blocks of prompts.
+            eos_token_id: Ends a sequence; -1 if the model has none.
+            connector: To lower tiers, if there are any.
+        """
         self._config = config
         self._cache = cache
         self._connector = connector
@@ -78,32 +121,38 @@ class Scheduler:
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        # A state must end with a block to be worth keeping, so chunks end there.
+        # A recurrent state can be reused only at the end of a block, so chunks end there.
         self._has_states = any(
             group.kind is GroupKind.MAMBA for group in cache.config.layout.groups
         )
-        self.preemptions = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.group_hit_tokens = [0] * len(cache.config.layout.groups)
-        """Prompt tokens that each group alone could have served, over all that were admitted."""
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._group_hit_tokens = [0] * len(cache.config.layout.groups)
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def is_idle(self) -> bool:
+        """Whether every request has ended."""
+        return not self._sequences
 
-    @property
-    def num_waiting(self) -> int:
-        """Also those that wait for a load."""
-        return len(self._sequences) - len(self._running)
+    def statistics(self) -> SchedulerStatistics:
+        """Sequences now, and counts since the start."""
+        return SchedulerStatistics(
+            num_running=len(self._running),
+            num_waiting=len(self._sequences) - len(self._running),
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            group_hit_tokens=tuple(self._group_hit_tokens),
+        )
 
-    # --- requests come and go ---------------------------------------------------------------------
+    # --- arrival and departure --------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            EngineRequestError: It can never be served; the message says why.
+            EngineRequestError: It can never be served, or its id is in use.
         """
         prompt = len(request.prompt_token_ids)
         if request.request_id in self._sequences:
@@ -113,10 +162,10 @@ class Scheduler:
                 f"prompt: {prompt} tokens must be 1 to {self._config.max_model_len - 1}"
             )
         longest = min(prompt + request.sampling.max_tokens, self._config.max_model_len)
-        blocks = self._most_blocks(longest)
-        if blocks > self._cache.config.num_blocks - 1:
+        blocks, usable = most_blocks_held(self._cache, longest), self._cache.config.num_blocks - 1
+        if blocks > usable:
             raise EngineRequestError(
-                f"prompt and max_tokens: {longest} tokens need {blocks} cache blocks of {self._cache.config.num_blocks - 1}"
+                f"prompt and max_tokens: {longest} tokens need {blocks} cache blocks of {usable}"
             )
         cached = CacheRequest(
             request.request_id,
@@ -128,20 +177,13 @@ class Scheduler:
         sequence = _Sequence(request, cached, longest)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
-        self.prompt_tokens += prompt
+        self._prompt_tokens += prompt
 
     def abort(self, request_id: str) -> None:
         """Drop a request; no error if it is unknown."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._remove(sequence)
-
-    def _most_blocks(self, num_tokens: int) -> int:
-        managers = self._cache.coordinator.managers
-        return sum(
-            min(blocks_for(num_tokens, manager.block_size), manager.max_held_blocks())
-            for manager in managers
-        )
 
     def _remove(self, sequence: _Sequence) -> None:
         self._give_up_blocks(sequence)
@@ -163,9 +205,20 @@ class Scheduler:
     def schedule(self) -> list[SequenceChunk]:
         """What the next step computes; empty if nothing fits or there is nothing to do."""
         self._cache.start_step()
-        budget = self._config.max_num_batched_tokens
+        preemptions = self._preemptions
         counts: dict[str, int] = {}
-        preempted = False
+        budget = self._extend_running(counts, self._config.max_num_batched_tokens)
+        # Whoever was just preempted is first in the queue, and would be preempted again.
+        if self._preemptions == preemptions:
+            self._admit_waiting(counts, budget)
+        return [
+            self._chunk(sequence, counts[id_])
+            for sequence in self._running
+            if (id_ := sequence.request.request_id) in counts
+        ]
+
+    def _extend_running(self, counts: dict[str, int], budget: int) -> int:
+        """Note in *counts*, by request id, what running sequences compute; the budget left."""
         for sequence in list(self._running):
             if sequence.state is _State.RUNNING and budget > 0:
                 count = self._next_count(sequence, sequence.cache.num_computed_tokens, budget)
@@ -173,34 +226,34 @@ class Scheduler:
                     sequence.state is _State.RUNNING
                     and self._cache.allocate_slots(sequence.cache, count) is None
                 ):
-                    preempted = True
                     self._preempt(self._running[-1], counts)
                 if sequence.state is _State.RUNNING:
                     counts[sequence.request.request_id] = count
                     budget -= count
-        while (
-            not preempted
-            and budget > 0
-            and self._waiting
-            and self._num_held < self._config.max_num_seqs
-        ):
+        return budget
+
+    def _admit_waiting(self, counts: dict[str, int], budget: int) -> None:
+        while budget > 0 and self._waiting and self._num_held < self._config.max_num_seqs:
             admitted = self._admit(self._waiting[0], budget)
             if admitted is None:
-                break
+                return
             sequence = self._waiting.popleft()
             if admitted:
                 counts[sequence.request.request_id] = admitted
                 budget -= admitted
-        return [
-            self._chunk(sequence, counts[id_])
-            for sequence in self._running
-            if (id_ := sequence.request.request_id) in counts
-        ]
 
     def update(
         self, chunks: Sequence[SequenceChunk], tokens: Sequence[int | None]
     ) -> list[StepOutput]:
-        """Take a step's tokens; says what it brought each request that said something."""
+        """Take the tokens of a step.
+
+        Args:
+            chunks: What `schedule` returned.
+            tokens: What the runner returned for them, one entry per chunk.
+
+        Returns:
+            An output for each request that got a token.
+        """
         outputs: list[StepOutput] = []
         for chunk, token in zip(chunks, tokens, strict=True):
             sequence = self._sequences[chunk.request_id]
@@ -208,11 +261,16 @@ class Scheduler:
             if self._connector:
                 self._connector.store(sequence.cache)
             if token is not None:
-                outputs.append(self._append_token(sequence, token))
+                outputs.append(self._append(sequence, token))
         return outputs
 
     def loads_ended(self, loaded: Sequence[str], failed: Sequence[str]) -> None:
-        """Requests whose prefix has come, and those for which it could not."""
+        """Take the end of loads: a loaded request runs on, a failed one starts again.
+
+        Args:
+            loaded: Ids of requests whose prefix is on the GPU now.
+            failed: Ids of requests whose prefix could not be loaded.
+        """
         for request_id in loaded:
             sequence = self._sequences[request_id]
             sequence.cache.num_computed_tokens = sequence.loaded_tokens
@@ -233,19 +291,19 @@ class Scheduler:
         self._give_up_blocks(victim)
         counts.pop(victim.request.request_id, None)
         self._waiting.appendleft(victim)
-        self.preemptions += 1
+        self._preemptions += 1
 
     def _admit(self, sequence: _Sequence, budget: int) -> int | None:
-        """Tokens a waiting sequence computes now, 0 if it loads first; None if it cannot come
-        in."""
+        """Give a waiting sequence blocks if they fit.
+
+        Returns:
+            Tokens it computes in this step, 0 if it loads first; None if it has to wait.
+        """
         cached = sequence.cache
-        is_first = sequence.num_cached_tokens is None
         computed = self._cache.get_computed_blocks(cached)
-        if is_first and computed.num_tokens != sequence.looked_up[0]:
-            # Before it has blocks of its own, which would count as found; and not in every step
-            # that it waits.
-            by_group = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1)
-            sequence.looked_up = (computed.num_tokens, by_group)
+        is_first = sequence.num_cached_tokens is None
+        if is_first:
+            self._look_up_groups(sequence, computed)
         hit = (
             self._connector.find_external_hit(cached, computed)
             if self._connector
@@ -253,34 +311,45 @@ class Scheduler:
         )
         if hit is None:
             return None
+        must_load = hit.num_external_tokens > 0
         count = (
-            0
-            if hit.num_external_tokens
-            else self._next_count(sequence, computed.num_tokens, budget, computed)
+            0 if must_load else self._next_count(sequence, computed.num_tokens, budget, computed)
         )
         blocks = self._cache.allocate_slots(
             cached,
             count,
             computed,
             num_external_tokens=hit.num_external_tokens,
-            delay_caching=hit.num_external_tokens > 0,
+            delay_caching=must_load,
             full_sequence_must_fit=True,
         )
         if blocks is None:
             return None
         if is_first:
-            sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
-            _, by_group = sequence.looked_up
-            self.group_hit_tokens = [
-                sum(both) for both in zip(self.group_hit_tokens, by_group, strict=True)
-            ]
-        if hit.num_external_tokens:
+            self._count_hits(sequence, hit)
+        if must_load:
             self._start_load(sequence, hit)
         else:
             cached.num_computed_tokens = computed.num_tokens
             sequence.state = _State.RUNNING
             self._running.append(sequence)
         return count
+
+    def _look_up_groups(self, sequence: _Sequence, computed: ComputedBlocks) -> None:
+        """Note what each group alone could serve.
+
+        This happens before the sequence has blocks of its own, which would count as found, and
+        again only when its hit changes, since it may wait for many steps.
+        """
+        if computed.num_tokens != sequence.group_hits_at:
+            cached = sequence.cache
+            sequence.group_hits_at = computed.num_tokens
+            sequence.group_hits = self._cache.coordinator.group_hits(cached, cached.num_tokens - 1)
+
+    def _count_hits(self, sequence: _Sequence, hit: ExternalHit) -> None:
+        sequence.num_cached_tokens = min(hit.num_tokens, len(sequence.request.prompt_token_ids))
+        for index, tokens in enumerate(sequence.group_hits):
+            self._group_hit_tokens[index] += tokens
 
     def _start_load(self, sequence: _Sequence, hit: ExternalHit) -> None:
         assert self._connector is not None
@@ -293,19 +362,29 @@ class Scheduler:
     def _next_count(
         self, sequence: _Sequence, start: int, budget: int, computed: ComputedBlocks | None = None
     ) -> int:
-        """How many tokens behind *start* the step computes: at most *budget*, with states to where
-        one is worth keeping."""
+        """How many tokens from *start* on the step computes, at most *budget*.
+
+        Where layers have states, chunks end where a state is worth keeping. With blocks of 16, a
+        prompt of 100 tokens of which an earlier one had the first 70 is computed in three steps:
+
+            0                              64             96  100
+            |------------------------------|--------------|---|
+                                           |              last whole block before the last token
+                                           last whole block of the shared prefix
+        """
         total = sequence.cache.num_tokens
         end = min(total, start + budget)
         if not self._has_states or end - start == 1:
             return end - start
         size = self._cache.config.scheduler_block_size
-        junction = (
-            computed.shared_prefix_boundary if computed else sequence.cache.shared_prefix_boundary
-        )
-        # The same prompt again resumes at the last block before its last token; one that parts from
-        # it, at the junction.
-        stops = [(total - 1) // size * size, junction, end if end == total else end // size * size]
+        shared = computed or sequence.cache
+        # The same prompt again resumes at the last block before its last token; a prompt that
+        # diverges from it, at the end of what they share.
+        stops = [
+            (total - 1) // size * size,
+            shared.shared_prefix_boundary,
+            end if end == total else end // size * size,
+        ]
         return min((stop for stop in stops if start < stop <= end), default=end) - start
 
     def _chunk(self, sequence: _Sequence, count: int) -> SequenceChunk:
@@ -321,10 +400,10 @@ class Scheduler:
             num_output_tokens=len(sequence.output),
         )
 
-    def _append_token(self, sequence: _Sequence, token: int) -> StepOutput:
+    def _append(self, sequence: _Sequence, token: int) -> StepOutput:
         sequence.cache.append([token])
         sequence.output.append(token)
-        self.generation_tokens += 1
+        self._generation_tokens += 1
         reason = self._finish_reason(sequence, token)
         if reason:
             self._remove(sequence)

@@ -1,58 +1,70 @@
-"""The engine's hands without tensors: a runner and transfer workers that take the time and touch no
-bytes.
+"""The engine's backend without tensors: it takes the time that computing and copying would take.
 
-Scheduler, cache, tiers and events are the real ones, so what such an engine says of its cache is
-what a real one would say.
+Scheduler, cache, tiers and events are the real ones, so what such an engine reports about its cache
+is what an engine with a model would report.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from offload.base import OffloadKey, TransferJob, TransferResult
-from offload.engine.core.batch import SequenceChunk
+from offload.base import OffloadingWorker, OffloadKey, TransferJob, TransferResult
+from offload.engine.core.batch import ModelRunner, SequenceChunk
 from offload.engine.core.time_model import Clock, TimeModel
 from offload.errors import TransferError
-from offload.fs.store import StoredFile, file_bytes
+from offload.fs.store import BlockFiles, StoredFile, file_bytes
 
 _FIRST_PRINTABLE, _PRINTABLE = 32, 95
+_BYTE_TOKENS = 256
 
 
 class SimulatedRunner:
-    """Says tokens that follow from the request alone, after as long as a model would take."""
+    """Chooses tokens that depend on the request only, after as long as a model would take."""
 
     def __init__(self, time_model: TimeModel, clock: Clock, vocab_size: int) -> None:
+        """
+        Args:
+            time_model: How long a step takes.
+            clock: Sleeps for that time.
+            vocab_size: Bound on the tokens that are chosen.
+        """
         self.time_model = time_model
         self._clock = clock
         self._vocab_size = vocab_size
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[int | None]:
-        """See `ModelRunner`."""
+        """See `ModelRunner.run`."""
         self._clock.sleep(self.time_model.step_s(chunks))
         return [self._token(chunk) if chunk.is_last else None for chunk in chunks]
 
     def _token(self, chunk: SequenceChunk) -> int:
-        """Of the last token and its position: the same however the sequence was cut, cached or
-        preempted.
+        """Derive a token from the chunk's last token and its position.
 
-        Printable bytes where the vocabulary has them, so that an answer sent back is the same
-        tokens again.
+        It is the same however the sequence was cut, cached or preempted. Where the vocabulary has
+        bytes it is a printable one, so that the text of a response, sent back in a later prompt,
+        becomes the same tokens again.
         """
         seed = chunk.sampling.seed or 0
         drawn = (chunk.token_ids[-1] * 2_654_435_761 + chunk.stop * 40_503 + seed * 97) % 2**32
         return (
             _FIRST_PRINTABLE + drawn % _PRINTABLE
-            if self._vocab_size >= 256
+            if self._vocab_size >= _BYTE_TOKENS
             else drawn % self._vocab_size
         )
 
 
 class SimulatedTransferWorker:
-    """Ends jobs in their order, each after as long as its bytes would take; see
-    `OffloadingWorker`."""
+    """Finishes jobs in order, each after as long as copying its bytes would take."""
 
     def __init__(self, time_model: TimeModel, clock: Clock, block_bytes: int) -> None:
+        """
+        Args:
+            time_model: How long a copy takes.
+            clock: Says when a job is finished.
+            block_bytes: Bytes of a GPU block.
+        """
         self._time_model = time_model
         self._clock = clock
         self._block_bytes = block_bytes
@@ -89,15 +101,15 @@ class SimulatedTransferWorker:
 
 
 class SimulatedBlockFiles:
-    """A directory by the names of its files alone: nothing is written, and a new process finds
-    nothing. See `BlockFiles`."""
+    """A disk tier's files in name only: nothing is written, so a new process finds nothing."""
 
     def __init__(self, payload_bytes: Sequence[int]) -> None:
+        """Take the bytes of a block per group."""
         self._payload_bytes = tuple(payload_bytes)
 
     @property
     def payload_bytes(self) -> Sequence[int]:
-        """See `BlockFiles`."""
+        """See `BlockFiles.payload_bytes`."""
         return self._payload_bytes
 
     def file_bytes(self, key: OffloadKey) -> int:
@@ -105,11 +117,51 @@ class SimulatedBlockFiles:
         return file_bytes(key, self._payload_bytes)
 
     def scan(self) -> list[StoredFile]:
-        """There is nothing."""
+        """Find nothing."""
         return []
 
     def remove(self, key: OffloadKey) -> None:
-        """There was nothing."""
+        """Do nothing, since there is no file."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
+
+
+class SimulatedBackend:
+    """A runner and transfer workers that share one time model and clock; see `Backend`."""
+
+    def __init__(
+        self, time_model: TimeModel, clock: Clock, vocab_size: int, block_bytes: int
+    ) -> None:
+        """
+        Args:
+            time_model: How long steps and copies take.
+            clock: The engine's clock.
+            vocab_size: Of the model that is simulated.
+            block_bytes: Bytes of a GPU block of that model.
+        """
+        # Bytes only: a special token would end a response or have no text.
+        self.runner: ModelRunner = SimulatedRunner(time_model, clock, min(_BYTE_TOKENS, vocab_size))
+        self._time_model = time_model
+        self._clock = clock
+        self._block_bytes = block_bytes
+
+    def cpu_worker(self, num_blocks: int) -> OffloadingWorker:  # noqa: ARG002 (the protocol's)
+        """See `Backend.cpu_worker`."""
+        return SimulatedTransferWorker(self._time_model, self._clock, self._block_bytes)
+
+    def disk(
+        self,
+        directory: Path,  # noqa: ARG002 (the protocol's)
+        payload_bytes: Sequence[int],
+        identity: str,  # noqa: ARG002 (the protocol's)
+    ) -> tuple[BlockFiles, OffloadingWorker]:
+        """Return a disk tier's files and worker; nothing is written.
+
+        Args:
+            directory: Not used.
+            payload_bytes: Bytes of a block in a file, per group.
+            identity: Not used.
+        """
+        worker = SimulatedTransferWorker(self._time_model, self._clock, self._block_bytes)
+        return SimulatedBlockFiles(payload_bytes), worker

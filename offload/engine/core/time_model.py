@@ -1,4 +1,4 @@
-"""How long a step would take on a machine that this is not: for engines without tensors."""
+"""How long a step would take on real hardware, for engines without tensors; clocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock(Protocol):
     """Where an engine's time comes from."""
 
     def now_s(self) -> float:
-        """Seconds since some moment."""
+        """A monotonic clock, in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 class RealClock:
-    """The machine's own."""
+    """The machine's own clock."""
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -34,7 +34,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time that passes when somebody sleeps, and at once."""
+    """A clock that only `sleep` moves, without waiting."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -48,17 +48,17 @@ class VirtualClock:
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """Rates of a machine. The defaults are of the order of a 8B model on one accelerator."""
+    """Rates of a machine; the defaults are about those of an 8B model on one accelerator."""
 
     prefill_tokens_per_s: float = 20_000.0
     decode_tokens_per_s: float = 2_500.0
-    """Of all sequences together."""
+    """Over all sequences together."""
     step_overhead_s: float = 0.005
-    """Of a step, whatever is in it: also the memory traffic of the weights."""
+    """Fixed cost of a step, such as reading the weights from memory."""
     transfer_bytes_per_s: float = 20e9
-    """Between the GPU and lower tiers, each way."""
+    """Between the GPU and lower tiers, in each direction."""
     slowdown: float = 1.0
-    """Everything takes this times as long."""
+    """Factor on every duration."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -75,7 +75,7 @@ class TimeModel:
             )
 
     def step_s(self, chunks: Sequence[SequenceChunk]) -> float:
-        """How long a step takes."""
+        """Duration of a step that computes *chunks*, in seconds."""
         decoded = sum(
             1 for chunk in chunks if len(chunk.token_ids) == 1 and chunk.num_output_tokens
         )
@@ -84,5 +84,5 @@ class TimeModel:
         return (self.step_overhead_s + work_s) * self.slowdown
 
     def transfer_s(self, transferred_bytes: int) -> float:
-        """How long a copy takes."""
+        """Duration of a copy between tiers, in seconds."""
         return transferred_bytes / self.transfer_bytes_per_s * self.slowdown

@@ -10,7 +10,8 @@ The files; each imports only what is listed above it:
     text_stream.py      the text of a response while it grows; stop strings
     faults.py           hang, slow, crash and restart on demand
     schemas.py          request bodies, checked
-    service.py          the engine on its own thread, for an event loop
+    engine_thread.py    the engine on its own thread
+    service.py          requests to it, for an event loop
     responses.py        OpenAI's response shapes, as plain data
     completion.py       one response while it grows
     clients.py          a client's body, and whether the client is still there

@@ -1,4 +1,4 @@
-"""The engine over HTTP, as vLLM speaks it: completions, chats, and what a router asks."""
+"""The endpoints, as vLLM has them: completions, chats, and what routers and operators ask for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -41,7 +42,6 @@ from offload.engine.http.schemas import (
     RestartFault,
     SlowFault,
     TokenizeChatBody,
-    as_mapping,
     check_token_ids,
     conversation,
     decode,
@@ -57,30 +57,37 @@ from offload.engine.http.tokenizer import Tokenizer
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_REQUEST_ID_CHARS = 128
 _INLINE_CHARS = 16_384
-"""Text that is tokenised in the event loop, some milliseconds at most; longer ones in a thread."""
+"""Longest text tokenised on the event loop, which takes milliseconds; longer ones use a thread."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class ApiConfig:
-    """What the HTTP side of one engine is told."""
+    """Configuration of one engine's HTTP side."""
 
     model: ServedModel
     version: str
-    event_sources: tuple[KVEventEndpoint, ...] = ()
+    event_endpoints: tuple[KVEventEndpoint, ...] = ()
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
     enable_faults: bool = False
     drop_events: Callable[[int], None] | None = None
-    """Makes the publisher leave out so many batches; called on the engine's thread. None: it
-    cannot."""
+    """Makes the publisher lose the given number of batches; called on the engine's thread. None if
+    the publisher cannot."""
 
 
 def create_app(
     service: EngineService, tokenizer: Tokenizer, config: ApiConfig, registry: CollectorRegistry
 ) -> FastAPI:
-    """The application of one engine, whose life is the caller's to manage."""
+    """Build the application of one engine.
+
+    Args:
+        service: The engine; the caller closes it.
+        tokenizer: Text <-> token ids.
+        config: What clients see, and limits.
+        registry: What `/metrics` shows.
+    """
     app = FastAPI(
         title="kvroute engine",
         version=config.version,
@@ -136,45 +143,44 @@ class _Api:
         body = await self._body(request, CompletionBody)
         self._check(body)
         asked = body.prompts()
-        places = (
+        params = (
             ["prompt"] if len(asked) == 1 else [f"prompt[{index}]" for index in range(len(asked))]
         )
         prompts = [
-            await self._prompt_ids(prompt, body, place)
-            for prompt, place in zip(asked, places, strict=True)
+            await self._prompt_ids(prompt, body, param)
+            for prompt, param in zip(asked, params, strict=True)
         ]
-        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        form = CompletionFormat(_response_id("cmpl", request), self._name(body), int(time.time()))
         engine_requests = [
             self._engine_request(
-                ids, body, self._bounded(max_tokens, ids, is_wish=body.max_tokens is not None)
+                ids, body, self._max_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, ids)
             )
             for ids in prompts
         ]
-        return await self._answer(request, body, form, engine_requests)
+        response = CompletionFormat(
+            _response_id("cmpl", request), self._name(body), int(time.time())
+        )
+        return await self._generate(request, body, response, engine_requests)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         self._check(body)
         ids = await self._chat_ids(conversation(body))
-        wish = (
+        requested = (
             body.max_completion_tokens
             if body.max_completion_tokens is not None
             else body.max_tokens
         )
-        max_tokens = self._bounded(
-            self._model.max_model_len if wish is None else wish, ids, is_wish=wish is not None
-        )
-        form = ChatFormat(_response_id("chatcmpl", request), self._name(body), int(time.time()))
-        return await self._answer(
-            request, body, form, [self._engine_request(ids, body, max_tokens)]
+        max_tokens = self._max_tokens(requested, self._model.max_model_len, ids)
+        response = ChatFormat(_response_id("chatcmpl", request), self._name(body), int(time.time()))
+        return await self._generate(
+            request, body, response, [self._engine_request(ids, body, max_tokens)]
         )
 
-    async def _answer(
+    async def _generate(
         self,
         request: Request,
         body: GenerateBody,
-        form: ResponseFormat,
+        response: ResponseFormat,
         engine_requests: Sequence[EngineRequest],
     ) -> Response:
         completion = CompletionBuilder(
@@ -182,10 +188,10 @@ class _Api:
         )
         generation = await unless_disconnected(completion.start(self._service), request.receive)
         if body.stream:
-            return EventStream(events(completion, generation, form, body), generation)
+            return EventStream(events(completion, generation, response, body), generation)
         async with generation:
-            choices = await unless_disconnected(completion.whole(generation), request.receive)
-        return json_response(form.whole(choices, completion.usage))
+            choices = await unless_disconnected(completion.full(generation), request.receive)
+        return json_response(response.full(choices, completion.usage))
 
     def _text_stream(self, body: GenerateBody) -> TextStream:
         return TextStream(self._tokenizer.detokenizer(body.skip_special_tokens), body.stops)
@@ -215,22 +221,24 @@ class _Api:
                 "belongs to a stream: set stream to true, or leave it out",
             )
 
-    def _bounded(self, max_tokens: int, ids: Sequence[int], is_wish: bool) -> int:
-        """Tokens that still fit behind the prompt; what a client asked for must."""
+    def _max_tokens(self, requested: int | None, default: int, ids: Sequence[int]) -> int:
+        """Tokens to generate: *default* is cut to what fits, what the client requested must fit."""
         room = self._model.max_model_len - len(ids)
-        rule = f"prompt and answer must have at most {self._model.max_model_len} tokens together"
+        rule = f"prompt and output must have at most {self._model.max_model_len} tokens together"
         if room < 1:
             raise InvalidRequest("prompt", f"{len(ids)} tokens", rule)
-        if is_wish and max_tokens > room:
+        if requested is None:
+            return min(default, room)
+        if requested > room:
             raise InvalidRequest(
-                "max_tokens", f"{max_tokens} behind a prompt of {len(ids)} tokens", rule
+                "max_tokens", f"{requested} after a prompt of {len(ids)} tokens", rule
             )
-        return min(max_tokens, room)
+        return requested
 
     # --- prompts ----------------------------------------------------------------------------------
 
     async def _prompt_ids(
-        self, prompt: str | list[int], body: CompletionBody, place: str
+        self, prompt: str | list[int], body: CompletionBody, param: str
     ) -> list[int]:
         if isinstance(prompt, str):
             ids = await _maybe_in_thread(
@@ -238,9 +246,9 @@ class _Api:
             )
         else:
             ids = prompt
-            check_token_ids(ids, self._model.vocab_size, place)
+            check_token_ids(ids, self._model.vocab_size, param)
         if not ids:
-            raise InvalidRequest(place, "no tokens", "must have at least one")
+            raise InvalidRequest(param, "no tokens", "must have at least one")
         return ids
 
     async def _chat_ids(self, chat: Chat) -> list[int]:
@@ -266,13 +274,13 @@ class _Api:
             {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
         )
 
-    # --- what routers and operators ask -----------------------------------------------------------
+    # --- for routers and operators ----------------------------------------------------------------
 
     async def models(self, _request: Request) -> Response:
         return json_response(models_response(self._model))
 
     async def event_sources(self, _request: Request) -> Response:
-        return json_response(event_sources_response(self._config.event_sources))
+        return json_response(event_sources_response(self._config.event_endpoints))
 
     async def health(self, _request: Request) -> Response:
         return Response(status_code=503 if self._service.is_dead else 200)
@@ -298,13 +306,13 @@ class _Api:
             self._service.faults.slow(fault.factor)
         else:
             await self._drop_events(fault.batches)
-        return json_response(as_mapping(fault))
+        return json_response(msgspec.to_builtins(fault))
 
     async def _drop_events(self, batches: int) -> None:
         drop = self._config.drop_events
         if drop is None:
             raise ApiError(
-                "kind: drop_events; this engine's publisher cannot leave batches out",
+                "kind: drop_events; this engine's publisher cannot lose batches on demand",
                 501,
                 "NotImplementedError",
             )
@@ -326,13 +334,11 @@ class _Api:
         return body.model or self._model.name
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 def _response_id(prefix: str, request: Request) -> str:
-    """After the client's own id for the request, if it has one that can be repeated."""
+    """An id that ends with the client's own id for the request, if that is short and printable."""
     own = request.headers.get("x-request-id", "")
-    return f"{prefix}-{own if 0 < len(own) <= _MAX_REQUEST_ID_CHARS and own.isprintable() else uuid.uuid4().hex}"
+    is_usable = 0 < len(own) <= _MAX_REQUEST_ID_CHARS and own.isprintable()
+    return f"{prefix}-{own if is_usable else uuid.uuid4().hex}"
 
 
 async def _maybe_in_thread(chars: int, encode: Callable[[], list[int]]) -> list[int]:

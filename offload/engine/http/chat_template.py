@@ -1,5 +1,9 @@
-"""A model's chat template, rendered in a sandbox as transformers renders it: trimmed blocks, loop
-controls, its helpers."""
+"""A model's chat template, rendered in a sandbox with the options and helpers of transformers.
+
+The router renders templates too, in `router/tokenize/chat`, and shares no code with this on
+purpose: the end-to-end tests compare the router's token ids with the engine's, and only an
+independent implementation makes that a test.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ from offload.engine.http.errors import ConversationError, TokenizerError
 
 MAX_PROMPT_CHARS = 16_777_216
 
-# What a template may raise over a client's data. The messages quote the conversation, so they go no
-# further.
+# What a template may raise over a client's data. The messages quote the conversation, so they are
+# dropped.
 _TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -31,11 +35,11 @@ _TEMPLATE_ERRORS = (
     ValueError,
 )
 _RESERVED = frozenset(("messages", "add_generation_prompt", "tools"))
-_MARK = "b7c1-open-end"
+_SENTINEL = "b7c1-open-end"
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; in a prompt it is a scope."""
+    """`{% generation %}` marks the assistant's words for training; in a prompt it is a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -47,17 +51,17 @@ class _GenerationBlock(Extension):
 
 
 class EngineChatTemplate:
-    """A compiled template; chats in, text out."""
+    """A compiled template: chats in, text out."""
 
-    def __init__(self, source: str, place: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, text: str, file: str, special_tokens: Mapping[str, str]) -> None:
         """
         Args:
-            source: The template.
-            place: Where it came from, for the error.
-            special_tokens: Variables of the template, such as `bos_token`.
+            text: The template.
+            file: The file it was read from, for the error.
+            special_tokens: Variables for the template, such as `bos_token`.
 
         Raises:
-            TokenizerError: It is no valid template.
+            TokenizerError: The template is invalid.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
@@ -67,17 +71,17 @@ class EngineChatTemplate:
             raise_exception=_refuse, strftime_now=lambda pattern: datetime.now().strftime(pattern)
         )
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(text)
         except (TemplateSyntaxError, RecursionError) as error:
-            raise TokenizerError(f"{place}: no valid chat template: {error}") from error
+            raise TokenizerError(f"{file}: invalid chat template: {error}") from error
         self._special_tokens = dict(special_tokens)
         self._takes_parts = self._knows_parts()
 
     def render(self, chat: Chat) -> str:
-        """The prompt's text.
+        """Write a chat as the text of a prompt.
 
         Raises:
-            ConversationError: The template refuses the conversation, or the text grows too long.
+            ConversationError: The template refuses the conversation, or the text gets too long.
         """
         messages = [self._normalised(message, index) for index, message in enumerate(chat.messages)]
         context = {
@@ -112,14 +116,14 @@ class EngineChatTemplate:
         return "".join(pieces)
 
     def _render_open(self, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
-        """Up to the end of the last message's text, found by a mark behind it."""
+        """Render up to the end of the last message's text, which a sentinel behind it shows."""
         last = messages[-1]
         content = last["content"]
-        marked: object = content + _MARK
+        extended: object = content + _SENTINEL
         if isinstance(content, list):
-            marked = [*content, {"type": "text", "text": _MARK}]
-        text = self._render([*messages[:-1], {**last, "content": marked}], context)
-        end = text.rfind(_MARK)
+            extended = [*content, {"type": "text", "text": _SENTINEL}]
+        text = self._render([*messages[:-1], {**last, "content": extended}], context)
+        end = text.rfind(_SENTINEL)
         if end < 0:
             raise ConversationError(
                 "messages: the model's chat template cannot leave the last message open"
@@ -127,26 +131,30 @@ class EngineChatTemplate:
         return text[:end]
 
     def _normalised(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """The message with its content in the form that the template expects, and calls with their
-        arguments as objects."""
-        place = f"messages[{index}]"
-        text: str | list[dict[str, str]] = message_text(message, place)
+        """The message as the template expects it.
+
+        Its content is one text or a list of parts; the arguments of tool calls are objects.
+        """
+        path = f"messages[{index}]"
+        text: str | list[dict[str, str]] = message_text(message, path)
         if self._takes_parts:
-            text = [{"type": "text", "text": part} for part in message_parts(message, place)]
+            text = [{"type": "text", "text": part} for part in message_parts(message, path)]
         normalised = {**message, "content": text}
         if calls := message.get("tool_calls"):
             normalised["tool_calls"] = [_with_arguments(call) for call in calls]
         return normalised
 
     def _knows_parts(self) -> bool:
-        """Does it write the parts of a content, rather than the content as it is? It is asked to
-        write some."""
-        parts = [{"role": "user", "content": [{"type": "text", "text": _MARK}]}]
+        """Whether the template writes the parts of a content, found by rendering one.
+
+        A template that expects text writes the list itself: `[{'type': 'text', ...}]`.
+        """
+        parts = [{"role": "user", "content": [{"type": "text", "text": _SENTINEL}]}]
         try:
             text = self._render(parts, {**self._special_tokens, "add_generation_prompt": False})
         except ConversationError:
             return False
-        return _MARK in text and "'text'" not in text and '"text"' not in text
+        return _SENTINEL in text and "'text'" not in text and '"text"' not in text
 
 
 def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

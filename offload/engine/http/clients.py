@@ -1,5 +1,4 @@
-"""A client's side of a request: its body, bounded in size and time, and whether it is still
-there."""
+"""A client's body, bounded in size and time, and whether the client is still connected."""
 
 from __future__ import annotations
 
@@ -17,16 +16,21 @@ Result = TypeVar("Result")
 
 
 class ClientDisconnected(Exception):
-    """Nobody is there to be answered."""
+    """The client has left, so there is nobody to respond to."""
 
 
 async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
-    """The whole body.
+    """Read the whole body.
+
+    Args:
+        request: The request.
+        limit_bytes: Longest body that is read.
+        timeout_s: How long the client may take to send it, in seconds.
 
     Raises:
-        RequestTooLarge: It is longer than *limit_bytes*.
-        ApiError: It is not there within *timeout_s*.
-        ClientDisconnected: The client left in the middle of it.
+        RequestTooLarge: The body is longer.
+        ApiError: 408, it took longer.
+        ClientDisconnected: The client left before the end of the body.
     """
     try:
         async with timeout(timeout_s):
@@ -40,7 +44,11 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
 
 
 async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
-    """What *work* brings; it is cancelled if the client leaves. To be used once the body was read.
+    """Return the result of *work*, which is cancelled if the client leaves.
+
+    Args:
+        work: What the client waits for.
+        receive: The ASGI channel of its request, from which the body has been read.
 
     Raises:
         ClientDisconnected: The client left first.

@@ -1,5 +1,4 @@
-"""One request's answer while it grows: steps of the engine become text, choice by choice, until
-each has ended."""
+"""One client request's response while it grows: the engine's outputs become pieces of text."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from offload.engine.http.text_stream import TextStream
 
 @dataclass(slots=True)
 class _ChoiceInProgress:
-    """One choice under way."""
+    """One choice until its end."""
 
     index: int
     request: EngineRequest
@@ -23,11 +22,11 @@ class _ChoiceInProgress:
     usage: TokenUsage = field(default_factory=TokenUsage)
 
     def take(self, output: StepOutput) -> Choice:
-        """The next piece; the last one has a finish reason."""
+        """Return the next piece; the last one has a finish reason."""
         count = self.usage.completion_tokens + len(output.new_token_ids)
         self.usage = TokenUsage(output.num_prompt_tokens, count, output.num_cached_tokens)
         ids, reason = output.new_token_ids, output.finish_reason
-        # The token that ended it is counted and not written, as a stop string is.
+        # The token that ended it is counted but has no text, like a stop string.
         text = self.text.feed(ids[:-1] if reason is FinishReason.STOP else ids)
         if reason is not None:
             text += self.text.finish()
@@ -43,51 +42,65 @@ class _ChoiceInProgress:
 
 
 class CompletionBuilder:
-    """The answer to one request of a client: a choice for each of its prompts."""
+    """Builds the response to one request of a client, with one choice per prompt."""
 
-    def __init__(self, choices: Sequence[tuple[EngineRequest, TextStream]]) -> None:
-        self._growing = {
+    def __init__(self, prompts: Sequence[tuple[EngineRequest, TextStream]]) -> None:
+        """Take each prompt with what turns its output into text."""
+        self._choices = {
             request.request_id: _ChoiceInProgress(index, request, text)
-            for index, (request, text) in enumerate(choices)
+            for index, (request, text) in enumerate(prompts)
         }
 
     @property
     def usage(self) -> TokenUsage:
         """Tokens so far, over all choices."""
-        return sum((growing.usage for growing in self._growing.values()), TokenUsage())
+        return sum((choice.usage for choice in self._choices.values()), TokenUsage())
 
     @property
     def num_choices(self) -> int:
-        """As many as prompts."""
-        return len(self._growing)
+        """The number of prompts."""
+        return len(self._choices)
 
     async def start(self, service: EngineService) -> Generation:
-        """Hand the prompts to the engine; raises what `EngineService.generate` raises."""
-        return await service.generate(*(growing.request for growing in self._growing.values()))
+        """Hand the prompts to the engine.
+
+        Raises:
+            EngineRequestError: The engine refuses one of them.
+            EngineBusyError: No new requests are taken.
+            EngineDeadError: The engine failed.
+        """
+        return await service.generate(*(choice.request for choice in self._choices.values()))
 
     async def pieces(self, generation: Generation) -> AsyncGenerator[Choice, None]:
-        """Every choice's pieces as they come; raises `EngineDeadError`. Whoever stops in between
-        aborts what is left."""
+        """Yield pieces of all choices as they come; closing the generator aborts the rest.
+
+        Raises:
+            EngineDeadError: The engine failed.
+        """
         async with generation:
             async for output in generation:
-                growing = self._growing[output.request_id]
-                piece = growing.take(output)
-                if growing.text.stopped_by is not None:
+                choice = self._choices[output.request_id]
+                piece = choice.take(output)
+                if choice.text.stopped_by is not None:
                     generation.end(output.request_id, FinishReason.STOP)
                 yield piece
 
-    async def whole(self, generation: Generation) -> list[Choice]:
-        """Every choice at its end, in the order of the prompts; raises `EngineDeadError`."""
-        pieces: list[list[Choice]] = [[] for _ in self._growing]
+    async def full(self, generation: Generation) -> list[Choice]:
+        """Wait for the end of every choice; they are in the order of the prompts.
+
+        Raises:
+            EngineDeadError: The engine failed.
+        """
+        pieces: list[list[Choice]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self.pieces(generation)) as all_pieces:
             async for piece in all_pieces:
                 pieces[piece.index].append(piece)
         return [
             Choice(
                 index,
-                "".join(piece.text for piece in of_one),
-                of_one[-1].finish_reason,
-                of_one[-1].stop_reason,
+                "".join(piece.text for piece in own),
+                own[-1].finish_reason,
+                own[-1].stop_reason,
             )
-            for index, of_one in enumerate(pieces)
+            for index, own in enumerate(pieces)
         ]

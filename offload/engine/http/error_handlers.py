@@ -1,4 +1,4 @@
-"""Every error as clients are told it: OpenAI's shape, vLLM's types and status codes."""
+"""Errors as HTTP responses in OpenAI's shape, with vLLM's types and status codes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Build a JSON response.
+
+    Args:
+        value: Anything that msgspec can encode.
+        status: HTTP status.
+    """
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer each kind of error in its way."""
+    """Give each kind of error its response."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(EngineRequestError, _on_refused)
     app.add_exception_handler(ConversationError, _on_refused)
@@ -43,7 +48,7 @@ def add_error_handlers(app: FastAPI) -> None:
 async def _on_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return json_response(
-        error_body(str(error), error.kind, error.status, error.place), error.status
+        error_body(str(error), error.kind, error.status, error.param), error.status
     )
 
 
@@ -52,9 +57,9 @@ async def _on_refused(_request: Request, error: Exception) -> Response:
 
 
 async def _on_busy(_request: Request, error: Exception) -> Response:
-    answer = json_response(error_body(str(error), "ServiceUnavailableError", 503), 503)
-    answer.headers["retry-after"] = "1"
-    return answer
+    response = json_response(error_body(str(error), "ServiceUnavailableError", 503), 503)
+    response.headers["retry-after"] = "1"
+    return response
 
 
 async def _on_dead(_request: Request, error: Exception) -> Response:
@@ -73,7 +78,7 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 
 
 async def _on_unexpected_error(_request: Request, _error: Exception) -> Response:
-    """A mistake of this server's own, which is logged by uvicorn and not told."""
+    """A bug of this server; uvicorn logs it, and the client gets no details."""
     return json_response(
         error_body("the server has made a mistake", "InternalServerError", 500), 500
     )

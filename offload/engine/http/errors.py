@@ -1,20 +1,21 @@
-"""What can go wrong around an engine, on its way to a client.
+"""What can go wrong between an engine and its clients.
 
     OffloadError
-    ├── EngineRequestError    (offload/errors.py) the engine refuses a request; its message is for the client
-    ├── TokenizerError        a tokenizer or a chat template that cannot be used
-    ├── ConversationError     a chat that cannot be written as a prompt; its message is for the client
-    ├── EngineServerError     an address that cannot be served on
-    ├── EngineDeadError       the engine raised: nothing is served any more
-    ├── EngineBusyError       nothing new is taken: too much is under way, or the engine is going down
-    └── ApiError              a request is answered with an error: status, place, rule
-        ├── InvalidRequest        400
-        ├── ModelNotFound      404
-        ├── EndpointNotFound       404
-        ├── WrongMethod  405
+    ├── EngineRequestError       (offload/errors.py) the engine refuses a request
+    ├── TokenizerError           a tokenizer or a chat template that cannot be used
+    ├── ConversationError        a chat that cannot be written as a prompt
+    ├── EngineServerError        an address that cannot be listened on
+    ├── EngineDeadError          the engine raised; nothing is served any more
+    ├── EngineBusyError          no new requests: too many in flight, or shutting down
+    └── ApiError                 an HTTP error response
+        ├── InvalidRequest       400
+        ├── ModelNotFound        404
+        ├── EndpointNotFound     404
+        ├── WrongMethod          405
         └── RequestTooLarge      413
 
-Messages name place, value and rule; no prompt is ever in one.
+Messages of `EngineRequestError`, `ConversationError`, `EngineBusyError`, `EngineDeadError` and
+`ApiError` go to clients. They name the field, the value and the rule, and never quote a prompt.
 """
 
 from __future__ import annotations
@@ -37,48 +38,48 @@ class EngineServerError(OffloadError):
 
 
 class EngineDeadError(OffloadError):
-    """The engine raised in a step, and serves nothing any more."""
+    """The engine raised in a step and serves nothing any more."""
 
     def __init__(self) -> None:
         super().__init__("the engine has failed and serves nothing any more; restart it")
 
 
 class EngineBusyError(OffloadError):
-    """Nothing new is taken."""
+    """No new requests are taken."""
 
 
 class ApiError(OffloadError):
-    """A request is answered with an error, in OpenAI's shape with vLLM's types and status codes.
+    """An error response in OpenAI's shape, with vLLM's types and status codes."""
 
-    Args:
-        message: Place, value and rule, without content.
-        status: Of the answer.
-        kind: What vLLM calls such an error.
-        place: The field at fault.
-    """
-
-    def __init__(self, message: str, status: int, kind: str, place: str | None = None) -> None:
+    def __init__(self, message: str, status: int, kind: str, param: str | None = None) -> None:
+        """
+        Args:
+            message: Field, value and rule, without a client's content.
+            status: HTTP status.
+            kind: The error's type, as vLLM names it.
+            param: Path of the field at fault, such as `messages[0].role`.
+        """
         super().__init__(message)
         self.status = status
         self.kind = kind
-        self.place = place
+        self.param = param
 
 
 class InvalidRequest(ApiError):
-    """The input breaks a rule.
+    """A field of the body breaks a rule."""
 
-    Args:
-        place: Path of the value in the body.
-        found: What is there: the value itself where it is no prompt, else its type or size.
-        rule: What would have been right.
-    """
-
-    def __init__(self, place: str, found: str, rule: str) -> None:
-        super().__init__(f"{place}: {found}; {rule}", 400, "BadRequestError", place)
+    def __init__(self, param: str, found: str, rule: str) -> None:
+        """
+        Args:
+            param: Path of the field.
+            found: Its value, or for prompts its type or size.
+            rule: What would be valid.
+        """
+        super().__init__(f"{param}: {found}; {rule}", 400, "BadRequestError", param)
 
 
 class ModelNotFound(ApiError):
-    """This server has no model of that name."""
+    """The server has no model of that name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -90,7 +91,7 @@ class ModelNotFound(ApiError):
 
 
 class EndpointNotFound(ApiError):
-    """No endpoint of that path; it is not repeated, since nobody knows what a client puts there."""
+    """The server has no such endpoint; the path is not repeated, since it may hold anything."""
 
     def __init__(self) -> None:
         super().__init__("path: there is no such endpoint", 404, "NotFoundError")
@@ -100,11 +101,11 @@ class WrongMethod(ApiError):
     """The endpoint exists, for other methods."""
 
     def __init__(self) -> None:
-        super().__init__("method: this endpoint takes another one", 405, "MethodNotAllowedError")
+        super().__init__("method: this endpoint takes another method", 405, "MethodNotAllowedError")
 
 
 class RequestTooLarge(ApiError):
-    """A body over the bound."""
+    """A body over the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
@@ -112,6 +113,13 @@ class RequestTooLarge(ApiError):
         )
 
 
-def error_body(message: str, kind: str, status: int, place: str | None = None) -> dict[str, Any]:
-    """An error as clients are told it."""
-    return {"error": {"message": message, "type": kind, "param": place, "code": status}}
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """Build the body of an error response.
+
+    Args:
+        message: Field, value and rule.
+        kind: The error's type, as vLLM names it.
+        status: HTTP status, repeated in the body as `code`.
+        param: Path of the field at fault.
+    """
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

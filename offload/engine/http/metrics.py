@@ -1,5 +1,4 @@
-"""The engine's metrics under vLLM's names, so that dashboards and routers made for vLLM read
-them."""
+"""The engine's metrics under vLLM's names, for dashboards and routers made for vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from offload.engine.core.requests import EngineStatistics, FinishReason
+from offload.cache_manager import CacheCounts
+from offload.engine.core.engine import EngineStatistics
+from offload.engine.core.requests import FinishReason
 from offload.engine.http.responses import ServedModel
 
 LABELS = ("model_name", "engine")
@@ -23,54 +24,44 @@ _NEXT_TOKEN_BUCKETS = (
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _REQUEST_BUCKETS = (
-    *(
-        0.05,
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-        0.8,
-        1.0,
-        1.5,
-        2.0,
-        2.5,
-        5.0,
-        10.0,
-        15.0,
-        20.0,
-        30.0,
-        40.0,
-        50.0,
-        60.0,
-    ),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+    *(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
 
 class RequestMetrics:
-    """How long requests took; an `offload.engine.http.service.LatencyObserver`."""
+    """Latencies of requests; a `LatencyObserver`."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
         """Register the metrics.
 
         Args:
-            registry: Where to.
-            model_name: For the label.
-            engine: The data-parallel rank, for the label.
+            registry: Where to register them.
+            model_name: Value of the label of that name.
+            engine: The data-parallel rank, value of the label of that name.
         """
         self._labels = (model_name, engine)
         first = Histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", LABELS, registry=registry,
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token.",
+            LABELS,
+            registry=registry,
             buckets=_FIRST_TOKEN_BUCKETS,
-        )  # fmt: skip
+        )
         following = Histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a request.", LABELS, registry=registry,
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            LABELS,
+            registry=registry,
             buckets=_NEXT_TOKEN_BUCKETS,
-        )  # fmt: skip
+        )
         whole = Histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the end.", LABELS, registry=registry,
+            "vllm:e2e_request_latency_seconds",
+            "From arrival to the end.",
+            LABELS,
+            registry=registry,
             buckets=_REQUEST_BUCKETS,
-        )  # fmt: skip
+        )
         self._ended = Counter(
             "vllm:request_success",
             "Requests that ended, by reason.",
@@ -84,16 +75,26 @@ class RequestMetrics:
             self._ended.labels(*self._labels, reason.value)
 
     def on_first_token(self, since_arrival_s: float) -> None:
-        """See `LatencyObserver`."""
+        """See `LatencyObserver.on_first_token`."""
         self._first.observe(since_arrival_s)
 
     def on_next_tokens(self, gap_s: float, count: int) -> None:
-        """See `LatencyObserver`. Tokens that came together share the time."""
+        """Observe tokens that came together; each gets an equal share of the gap.
+
+        Args:
+            gap_s: Seconds since the request's tokens before these.
+            count: How many came at once.
+        """
         for _ in range(count):
             self._following.observe(gap_s / count)
 
     def on_end(self, since_arrival_s: float, reason: FinishReason) -> None:
-        """See `LatencyObserver`."""
+        """Observe the end of a request.
+
+        Args:
+            since_arrival_s: Seconds since its arrival.
+            reason: Why it ended.
+        """
         self._whole.observe(since_arrival_s)
         self._ended.labels(*self._labels, reason.value).inc()
 
@@ -108,41 +109,46 @@ class EngineCollector(Collector):
         Args:
             model: For labels and sizes.
             engine: The data-parallel rank, for the label.
-            read: The counts; called on the thread that scrapes.
+            read: Returns the counts; called on the thread that scrapes.
         """
         self._model = model
         self._labels = (model.name, engine)
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """See `prometheus_client`."""
+        """Yield the metrics, as `prometheus_client` asks for them."""
         now = self._read()
+        requests = now.scheduler
         yield self._gauge(
-            "num_requests_running", "Requests that are being computed.", now.num_running
+            "num_requests_running", "Requests that are being computed.", requests.num_running
         )
         yield self._gauge(
-            "num_requests_waiting", "Requests that wait for room or for a load.", now.num_waiting
+            "num_requests_waiting",
+            "Requests that wait for blocks or for a load.",
+            requests.num_waiting,
         )
         yield self._gauge(
             "kv_cache_usage_perc",
             "Share of the blocks that requests hold, 1 is all.",
             now.kv_cache_usage,
         )
-        yield from self._cache_counters(now)
+        yield from self._cache_counters(now.cache.counts)
         yield self._counter(
             "num_preemptions",
             "Requests that lost their blocks and were computed again.",
-            now.preemptions,
+            requests.preemptions,
         )
         yield self._counter(
-            "prompt_tokens", "Prompt tokens of requests, cached ones included.", now.prompt_tokens
+            "prompt_tokens",
+            "Prompt tokens of requests, cached ones included.",
+            requests.prompt_tokens,
         )
-        yield self._counter("generation_tokens", "Tokens said.", now.generation_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", requests.generation_tokens)
         yield self._cache_config()
         yield from self._groups(now)
 
     def _groups(self, now: EngineStatistics) -> Iterator[Metric]:
-        """What vLLM does not tell: the cache by KV cache group, and why blocks went."""
+        """What vLLM does not report: the cache by KV cache group, and why blocks were evicted."""
         labels = (*LABELS, "group", "kind")
         cached = GaugeMetricFamily(
             "kvroute_engine_cached_blocks", "Blocks that can be found, on the GPU.", labels=labels
@@ -157,20 +163,27 @@ class EngineCollector(Collector):
             "Prompt tokens that the group alone could have served.",
             labels=labels,
         )
-        for index, group in enumerate(now.groups):
-            values = (*self._labels, str(index), group.kind)
-            cached.add_metric(values, group.cached_blocks)
-            evicted.add_metric((*values, "window"), group.evicted_by_window)
-            evicted.add_metric((*values, "pressure"), group.evicted_by_pressure)
-            hits.add_metric(values, group.hit_tokens)
+        rows = zip(
+            self._model.group_kinds,
+            now.cache.pool.groups,
+            now.scheduler.group_hit_tokens,
+            strict=True,
+        )
+        for index, (kind, blocks, hit_tokens) in enumerate(rows):
+            values = (*self._labels, str(index), kind)
+            slid = blocks.evicted_after_sliding
+            cached.add_metric(values, blocks.cached)
+            evicted.add_metric((*values, "window"), slid)
+            evicted.add_metric((*values, "pressure"), blocks.evicted - slid)
+            hits.add_metric(values, hit_tokens)
         copies = GaugeMetricFamily(
             "kvroute_engine_copies_in_flight", "Jobs between GPU and lower tiers.", labels=LABELS
         )
         copies.add_metric(self._labels, now.copies_in_flight)
         yield from (cached, evicted, hits, copies)
 
-    def _cache_counters(self, now: EngineStatistics) -> Iterator[Metric]:
-        queries, hits = now.prefix_cache_queries, now.prefix_cache_hits
+    def _cache_counters(self, counts: CacheCounts) -> Iterator[Metric]:
+        queries, hits = counts.queried_tokens, counts.hit_tokens
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the cache.", queries
         )
@@ -182,7 +195,7 @@ class EngineCollector(Collector):
             queries - hits,
         )
         yield self._counter(
-            "external_prefix_cache_hits", "Of these, tokens found.", now.external_prefix_cache_hits
+            "external_prefix_cache_hits", "Of these, tokens found.", counts.external_tokens
         )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

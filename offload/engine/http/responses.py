@@ -1,4 +1,4 @@
-"""What clients are answered: OpenAI's shapes, with what vLLM adds to them. Plain data, no I/O."""
+"""Response bodies in OpenAI's shapes, with vLLM's additions, as plain data."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-OWNER = "kvroute"
+_OWNER = "kvroute"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What clients may know of the engine."""
+    """What clients may know about the engine."""
 
     name: str
     vocab_size: int
     max_model_len: int
-    """Longest sequence in tokens, prompt and output."""
+    """Longest sequence in tokens, prompt and output together."""
     block_size: int
-    """Of the KV cache, in tokens."""
+    """Block size of the KV cache, in tokens."""
     num_blocks: int
-    """Of the KV cache."""
+    """Blocks of the KV cache on the GPU."""
     enable_prefix_caching: bool
     created: int
     """When it was started, in seconds since 1970."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters, as names that part caches."""
+    """LoRA adapters: names with caches of their own, for the same weights."""
+    group_kinds: tuple[str, ...] = ()
+    """Kind of each KV cache group as on the wire: `full_attention`, `sliding_window` ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVEventEndpoint:
-    """Where the engine publishes what its cache holds."""
+    """Where the engine publishes its KV cache events."""
 
     data_parallel_rank: int
     endpoint: str
@@ -40,7 +42,7 @@ class KVEventEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of one answer, over all its prompts."""
+    """Tokens of one response, over all its prompts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -54,8 +56,11 @@ class TokenUsage:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Cached tokens are told also where there are none, so that whoever predicts them can
-        compare."""
+        """Return OpenAI's `usage`.
+
+        Cached tokens are reported even if there are 0, so that a router can compare them with its
+        prediction.
+        """
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -66,7 +71,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer, or the next piece of one."""
+    """One response to one prompt, or the next piece of it."""
 
     index: int
     text: str
@@ -76,46 +81,65 @@ class Choice:
 
 
 class ResponseFormat(Protocol):
-    """One endpoint's shapes, for one answer."""
+    """Builds the bodies of one response of one endpoint."""
 
-    def whole(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
-        """Everything at once."""
+    def full(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+        """Build a response that is not streamed.
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The first event of a choice, if it has one of its own."""
+        Args:
+            choices: One per prompt, each complete.
+            usage: Tokens of all of them.
+        """
 
-    def piece(self, choice: Choice) -> dict[str, Any]:
-        """One event of a stream."""
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """Build the event that opens choice *index* of a stream; None if there is no such event."""
 
-    def closing(self, usage: TokenUsage) -> dict[str, Any]:
-        """The event that tells the usage."""
+    def chunk(self, choice: Choice) -> dict[str, Any]:
+        """Build an event with the next piece of a choice."""
+
+    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+        """Build the event that ends a stream with its usage."""
 
 
 class CompletionFormat:
-    """Of /v1/completions."""
+    """Bodies of /v1/completions; see `ResponseFormat`."""
 
-    def __init__(self, answer_id: str, model: str, created: int) -> None:
+    def __init__(self, response_id: str, model: str, created: int) -> None:
+        """
+        Args:
+            response_id: Repeated in every event of a stream.
+            model: Name that the client used.
+            created: When, in seconds since 1970.
+        """
         self._head = {
-            "id": answer_id,
+            "id": response_id,
             "object": "text_completion",
             "created": created,
             "model": model,
         }
 
-    def whole(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+    def full(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+        """Build a response that is not streamed.
+
+        Args:
+            choices: One per prompt, each complete.
+            usage: Tokens of all of them.
+        """
         return {
             **self._head,
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage.to_dict(),
         }
 
-    def opening(self, index: int) -> None:  # noqa: ARG002 (the interface's)
-        return None
+    def first_chunk(self, index: int) -> None:
+        """See `ResponseFormat.first_chunk`: text completions have no such event."""
 
-    def piece(self, choice: Choice) -> dict[str, Any]:
+    def chunk(self, choice: Choice) -> dict[str, Any]:
+        """See `ResponseFormat.chunk`."""
         return {**self._head, "choices": [self._choice(choice)]}
 
-    def closing(self, usage: TokenUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+        """See `ResponseFormat.usage_chunk`."""
         return {**self._head, "choices": [], "usage": usage.to_dict()}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -129,39 +153,54 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """Of /v1/chat/completions."""
+    """Bodies of /v1/chat/completions; see `ResponseFormat`."""
 
-    def __init__(self, answer_id: str, model: str, created: int) -> None:
+    def __init__(self, response_id: str, model: str, created: int) -> None:
+        """
+        Args:
+            response_id: Repeated in every event of a stream.
+            model: Name that the client used.
+            created: When, in seconds since 1970.
+        """
         self._head = {
-            "id": answer_id,
+            "id": response_id,
             "object": "chat.completion",
             "created": created,
             "model": model,
         }
-        self._stream_head = {**self._head, "object": "chat.completion.chunk"}
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
 
-    def whole(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+    def full(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+        """Build a response that is not streamed.
+
+        Args:
+            choices: One per prompt, each complete.
+            usage: Tokens of all of them.
+        """
         entries = [
             self._entry(choice, "message", {"role": "assistant", "content": choice.text})
             for choice in choices
         ]
         return {**self._head, "choices": entries, "usage": usage.to_dict()}
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def first_chunk(self, index: int) -> dict[str, Any]:
+        """See `ResponseFormat.first_chunk`: the role, with an empty content."""
         choice = Choice(index, "")
         return {
-            **self._stream_head,
+            **self._chunk_head,
             "choices": [self._entry(choice, "delta", {"role": "assistant", "content": ""})],
         }
 
-    def piece(self, choice: Choice) -> dict[str, Any]:
+    def chunk(self, choice: Choice) -> dict[str, Any]:
+        """See `ResponseFormat.chunk`."""
         return {
-            **self._stream_head,
+            **self._chunk_head,
             "choices": [self._entry(choice, "delta", {"content": choice.text})],
         }
 
-    def closing(self, usage: TokenUsage) -> dict[str, Any]:
-        return {**self._stream_head, "choices": [], "usage": usage.to_dict()}
+    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+        """See `ResponseFormat.usage_chunk`."""
+        return {**self._chunk_head, "choices": [], "usage": usage.to_dict()}
 
     def _entry(self, choice: Choice, name: str, content: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -174,7 +213,7 @@ class ChatFormat:
 
 
 def models_response(model: ServedModel) -> dict[str, Any]:
-    """The model, and its adapters as entries with a parent."""
+    """Build the response of /v1/models: the model, and its adapters with it as their parent."""
     entries = [_model_entry(model, model.name, None)]
     entries += [_model_entry(model, adapter, model.name) for adapter in model.adapters]
     return {"object": "list", "data": entries}
@@ -185,7 +224,7 @@ def _model_entry(model: ServedModel, name: str, parent: str | None) -> dict[str,
         "id": name,
         "object": "model",
         "created": model.created,
-        "owned_by": OWNER,
+        "owned_by": _OWNER,
         "root": name,
         "parent": parent,
         "max_model_len": model.max_model_len if parent is None else None,
@@ -193,24 +232,30 @@ def _model_entry(model: ServedModel, name: str, parent: str | None) -> dict[str,
     }
 
 
-def event_sources_response(sources: Sequence[KVEventEndpoint]) -> dict[str, Any]:
-    """Rank -> publisher, as vLLM 0.32 tells it."""
+def event_sources_response(endpoints: Sequence[KVEventEndpoint]) -> dict[str, Any]:
+    """Build the response of /kv_event_sources: rank -> publisher, as vLLM 0.32 reports it."""
     return {
-        str(source.data_parallel_rank): {
+        str(endpoint.data_parallel_rank): {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": source.endpoint,
-            "replay_endpoint": source.replay_endpoint,
-            "topic": source.topic,
+            "endpoint": endpoint.endpoint,
+            "replay_endpoint": endpoint.replay_endpoint,
+            "topic": endpoint.topic,
         }
-        for source in sources
+        for endpoint in endpoints
     }
 
 
 def tokenize_response(
     token_ids: Sequence[int], texts: Sequence[str] | None, max_model_len: int
 ) -> dict[str, Any]:
-    """Of /tokenize."""
+    """Build the response of /tokenize.
+
+    Args:
+        token_ids: The ids.
+        texts: Text of each id, if the client asked for it.
+        max_model_len: Longest sequence of the model in tokens.
+    """
     return {
         "count": len(token_ids),
         "max_model_len": max_model_len,

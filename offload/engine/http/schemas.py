@@ -1,9 +1,12 @@
-"""Bodies of requests: JSON in, checked values out. What this engine cannot do is refused, what it
-need not know is ignored."""
+"""Request bodies: JSON in, checked values out.
+
+Fields that would change the response in a way the engine cannot follow are refused; unknown fields
+are ignored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -21,7 +24,7 @@ MAX_SALT_CHARS = 4096
 MAX_MESSAGES = 16_384
 _MAX_SHOWN_CHARS = 200
 DEFAULT_MAX_TOKENS = 16
-"""Of /v1/completions, as OpenAI has it."""
+"""OpenAI's default for /v1/completions."""
 
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
@@ -34,14 +37,16 @@ _Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells beside its tokens."""
+    """What a stream reports besides its tokens."""
 
     include_usage: bool = False
+    """A last event with the usage."""
     continuous_usage_stats: bool = False
+    """The usage so far in every event."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of completions share."""
+    """Fields of both kinds of completions."""
 
     model: _Name | None = None
     stream: bool = False
@@ -57,7 +62,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
-    # Taken only as if they were not there.
+    # Refused unless they have their neutral value; see `refuse_unsupported`.
     n: int | None = None
     best_of: int | None = None
     top_p: float | None = None
@@ -80,12 +85,12 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Does its stream end with the usage?"""
+        """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def wants_running_usage(self) -> bool:
-        """Does every event of its stream have the usage so far?"""
+        """Whether every event of the stream has the usage so far."""
         return (
             self.wants_usage
             and self.stream_options is not None
@@ -94,7 +99,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(GenerateBody, frozen=True, kw_only=True):
-    """Of /v1/completions."""
+    """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[_TokenId]]
     add_special_tokens: bool = True
@@ -104,10 +109,13 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     prompt_embeds: Any = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One or many, each a text or token ids.
+        """The prompts, each a text or token ids.
+
+        `prompt` has four forms: "text", ["text", ...], [1, 2, ...] (one prompt) and
+        [[1, 2, ...], ...].
 
         Raises:
-            InvalidRequest: It is none of the four forms.
+            InvalidRequest: It has another form.
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -125,7 +133,7 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
 
 
 class ChatBody(GenerateBody, frozen=True, kw_only=True):
-    """Of /v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: _Messages
     tools: list[dict[str, Any]] | None = None
@@ -142,7 +150,7 @@ class ChatBody(GenerateBody, frozen=True, kw_only=True):
 
 
 class TokenizeTextBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /tokenize, for a text."""
+    """Body of /tokenize with a text."""
 
     prompt: str
     model: _Name | None = None
@@ -151,7 +159,7 @@ class TokenizeTextBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeChatBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /tokenize, for a conversation."""
+    """Body of /tokenize with a conversation."""
 
     messages: _Messages
     tools: list[dict[str, Any]] | None = None
@@ -165,7 +173,7 @@ class TokenizeChatBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /detokenize."""
+    """Body of /detokenize."""
 
     tokens: list[_TokenId]
     model: _Name | None = None
@@ -174,7 +182,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class HangFault(
     msgspec.Struct, frozen=True, tag_field="kind", tag="hang", forbid_unknown_fields=True
 ):
-    """No step begins for so long."""
+    """No step begins for `seconds`."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
@@ -182,7 +190,7 @@ class HangFault(
 class SlowFault(
     msgspec.Struct, frozen=True, tag_field="kind", tag="slow", forbid_unknown_fields=True
 ):
-    """Each step takes so many times as long; 1 ends it."""
+    """Each step takes `factor` times as long; 1 ends it."""
 
     factor: Annotated[float, msgspec.Meta(ge=1, le=MAX_FACTOR)]
 
@@ -196,20 +204,20 @@ class CrashFault(
 class RestartFault(
     msgspec.Struct, frozen=True, tag_field="kind", tag="restart", forbid_unknown_fields=True
 ):
-    """The process ends at once and begins again, with an empty cache."""
+    """The process ends at once and starts again with an empty cache."""
 
 
 class DropEventsFault(
     msgspec.Struct, frozen=True, tag_field="kind", tag="drop_events", forbid_unknown_fields=True
 ):
-    """So many batches of events get a number and are not sent."""
+    """The next `batches` of events are numbered and not sent."""
 
     batches: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
 Fault = HangFault | SlowFault | CrashFault | RestartFault | DropEventsFault
 
-# Fields that shape the answer, with the only value that this engine has an answer for.
+# Fields that shape the response, with the only value that the engine supports.
 _ONLY_VALUES: dict[str, object] = {
     "n": 1,
     "best_of": 1,
@@ -235,9 +243,13 @@ _NEUTRAL_TOP_K = (None, 0, -1)
 def decode(body: bytes, kind: type[Body]) -> Body:
     """Read a body.
 
+    Args:
+        body: What the client sent.
+        kind: What it must be.
+
     Raises:
-        InvalidRequest: It is not JSON, or breaks a rule of *kind*. The error names types and places,
-            never content.
+        InvalidRequest: It is not JSON, or breaks a rule of *kind*. The error names types and
+            fields, and quotes nothing.
     """
     result: Body = _decode(body, kind)
     return result
@@ -248,9 +260,9 @@ def _decode(body: bytes, kind: Any) -> Any:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         found, _, path = str(error).partition(" - at ")
-        place = path.strip("`").removeprefix("$").removeprefix(".") or "body"
+        param = path.strip("`").removeprefix("$").removeprefix(".") or "body"
         raise InvalidRequest(
-            place[:_MAX_SHOWN_CHARS], found[:_MAX_SHOWN_CHARS], "see the OpenAI API"
+            param[:_MAX_SHOWN_CHARS], found[:_MAX_SHOWN_CHARS], "see the OpenAI API"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidRequest(
@@ -259,10 +271,10 @@ def _decode(body: bytes, kind: Any) -> Any:
 
 
 def decode_tokenize(body: bytes) -> TokenizeTextBody | TokenizeChatBody:
-    """Read a body of /tokenize: a conversation if it has messages.
+    """Read a body of /tokenize; it is a conversation if it has `messages`.
 
     Raises:
-        InvalidRequest: It is neither form.
+        InvalidRequest: It has neither form.
     """
     fields = decode(body, dict[str, msgspec.Raw])
     return (
@@ -274,14 +286,14 @@ def decode_fault(body: bytes) -> Fault:
     """Read a body of /faults.
 
     Raises:
-        InvalidRequest: It is no fault that there is.
+        InvalidRequest: Unknown fault name, or values out of range.
     """
     fault: Fault = _decode(body, Fault)
     return fault
 
 
 def conversation(body: ChatBody | TokenizeChatBody) -> Chat:
-    """The chat in a body.
+    """Return the chat in a body.
 
     Raises:
         InvalidRequest: A message has no role, or fields contradict each other.
@@ -308,10 +320,10 @@ def conversation(body: ChatBody | TokenizeChatBody) -> Chat:
 
 
 def refuse_unsupported(body: GenerateBody) -> None:
-    """Say no to what would change the answer and cannot be done, rather than answer something else.
+    """Refuse fields that would change the response and are not supported.
 
     Raises:
-        InvalidRequest: Such a field has a value of its own.
+        InvalidRequest: Such a field is given and does not have its neutral value.
     """
     for name, only in _ONLY_VALUES.items():
         value = getattr(body, name, None)
@@ -319,21 +331,21 @@ def refuse_unsupported(body: GenerateBody) -> None:
             raise InvalidRequest(
                 name,
                 _shown(value),
-                f"this engine does not support it; leave it out, or {_shown(only)}",
+                f"not supported by this engine; must be left out or {_shown(only)}",
             )
     for name in _NEVER:
         if getattr(body, name, None) is not None:
-            raise InvalidRequest(name, "given", "this engine does not support it; leave it out")
+            raise InvalidRequest(name, "given", "not supported by this engine; must be left out")
     if body.top_k not in _NEUTRAL_TOP_K:
         raise InvalidRequest(
-            "top_k", str(body.top_k), "this engine samples from all tokens; leave it out"
+            "top_k", str(body.top_k), "this engine samples from all tokens; must be left out"
         )
     _refuse_log_probabilities(body)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest(
             "tool_choice",
             "a tool to be called",
-            "this engine calls none; must be auto, none or left out",
+            "this engine calls no tools; must be auto, none or left out",
         )
 
 
@@ -341,7 +353,7 @@ def _refuse_log_probabilities(body: GenerateBody) -> None:
     wanted = getattr(body, "logprobs", None)
     if wanted is not None and wanted is not False:
         raise InvalidRequest(
-            "logprobs", "given", "this engine does not tell probabilities; leave it out"
+            "logprobs", "given", "this engine does not report probabilities; must be left out"
         )
 
 
@@ -364,23 +376,23 @@ def _ids(values: Sequence[object]) -> list[int]:
     return ids
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, place: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse ids that the model does not have.
 
+    Args:
+        token_ids: Ids as the client sent them.
+        vocab_size: One more than the model's largest id.
+        param: Their field in the body, for the error.
+
     Raises:
-        InvalidRequest: There is one.
+        InvalidRequest: An id is out of range.
     """
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         index = next(
             index for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size
         )
         raise InvalidRequest(
-            f"{place}[{index}]",
+            f"{param}[{index}]",
             "a token id out of range",
             f"must be at least 0 and below {vocab_size}",
         )
-
-
-def as_mapping(fault: Fault) -> Mapping[str, Any]:
-    """A fault as it was asked for."""
-    return dict(msgspec.to_builtins(fault))

@@ -1,5 +1,4 @@
-"""Runs one engine under uvicorn until a signal: refuses what is new, finishes what runs, and ends
-with 0."""
+"""Serves one engine with uvicorn until a signal, then finishes the requests in flight."""
 
 from __future__ import annotations
 
@@ -20,10 +19,11 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from offload.engine.core.engine import Engine
 from offload.engine.http.api import ApiConfig, create_app
 from offload.engine.http.errors import EngineServerError
 from offload.engine.http.metrics import EngineCollector, RequestMetrics
-from offload.engine.http.service import EngineService, ServedEngine
+from offload.engine.http.service import EngineService
 from offload.engine.http.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -32,29 +32,35 @@ MAX_HEAD_BYTES = 64 * 1024
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
 _SWITCH_INTERVAL_S = 0.0005
-"""The event loop and the engine's thread share Python's global lock; with 5 ms, its default, every
-token waits longer."""
+"""How often the engine's thread hands Python's global lock to the event loop.
+
+With the default of 5 ms every token reaches its client later.
+"""
 _CUT_S = 5
-"""What requests that were cut may take to end."""
+"""How long requests may take to end after their connections were cut."""
 _EXIT_FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)
 class EngineServerConfig:
-    """Where one engine is served, and how it ends."""
+    """Where one engine listens, and how it ends."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: the system chooses."""
+    """0 lets the system choose."""
     grace_s: float = 30.0
-    """For requests that run when it is told to end."""
+    """How long requests in flight may run on after the first signal, in seconds."""
     log_level: str = "warning"
 
 
-def run(
-    engine: ServedEngine, tokenizer: Tokenizer, api: ApiConfig, config: EngineServerConfig
-) -> int:
-    """Serve until SIGTERM or SIGINT; a second one cuts what still runs.
+def run(engine: Engine, tokenizer: Tokenizer, api: ApiConfig, config: EngineServerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; a second signal cuts the requests that still run.
+
+    Args:
+        engine: What to serve; closed at the end.
+        tokenizer: Text <-> token ids.
+        api: What clients see.
+        config: Where to listen.
 
     Returns:
         The exit code of the process.
@@ -80,7 +86,7 @@ def run(
 
 
 def _on_uvloop(
-    engine: ServedEngine,
+    engine: Engine,
     tokenizer: Tokenizer,
     api: ApiConfig,
     config: EngineServerConfig,
@@ -95,27 +101,27 @@ def _on_uvloop(
 
 
 async def _serve(
-    engine: ServedEngine,
+    engine: Engine,
     tokenizer: Tokenizer,
     api: ApiConfig,
     config: EngineServerConfig,
     listener: socket.socket,
 ) -> bool:
     registry = CollectorRegistry()
-    label = str(api.event_sources[0].data_parallel_rank if api.event_sources else 0)
+    label = str(api.event_endpoints[0].data_parallel_rank if api.event_endpoints else 0)
     service = EngineService(engine, RequestMetrics(registry, api.model.name, label))
     registry.register(EngineCollector(api.model, label, service.engine_statistics))
     try:
         server = _EngineServer(
             _uvicorn_config(create_app(service, tokenizer, api, registry), config)
         )
-        await _until_told(server, service, api, config, listener)
+        await _until_signal(server, service, api, config, listener)
     finally:
-        has_ended = await service.close()  # whatever happened: its thread would keep the process
+        has_ended = await service.close()  # in any case: its thread would keep the process
     return has_ended
 
 
-async def _until_told(
+async def _until_signal(
     server: _EngineServer,
     service: EngineService,
     api: ApiConfig,
@@ -135,21 +141,20 @@ async def _until_told(
 
 
 class _EngineServer(uvicorn.Server):
-    """uvicorn without its way with signals: it would raise them again when it is done."""
+    """uvicorn without its signal handling, which raises the signals again at the end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def cut_connections(self) -> None:
-        """End every request at once; uvicorn's own way is to cancel them, and to log each as an
-        error."""
+        """Abort every connection; uvicorn would cancel the requests and log each as an error."""
         for connection in cast(set[HttpToolsProtocol], self.server_state.connections):
             connection.transport.abort()
 
 
 def _stop(server: _EngineServer, service: EngineService, grace_s: float) -> None:
-    """The first signal gives requests their grace, the second one none."""
+    """Handle a signal: the first one gives requests their grace, the second cuts them."""
     if server.should_exit:
         server.cut_connections()
     server.should_exit = True
@@ -158,7 +163,7 @@ def _stop(server: _EngineServer, service: EngineService, grace_s: float) -> None
 
 
 class _BoundedHeadProtocol(HttpToolsProtocol):
-    """uvicorn's own would take a head without an end; here all that is no body is bounded."""
+    """Bounds a request's head, chunk sizes and trailers, which uvicorn reads without a limit."""
 
     unframed_bytes = 0
 

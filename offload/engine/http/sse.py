@@ -1,4 +1,4 @@
-"""An answer as server-sent events, while it grows."""
+"""A response as server-sent events, while it grows."""
 
 from __future__ import annotations
 
@@ -21,25 +21,36 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def events(
-    completion: CompletionBuilder, generation: Generation, form: ResponseFormat, body: GenerateBody
+    completion: CompletionBuilder,
+    generation: Generation,
+    response: ResponseFormat,
+    body: GenerateBody,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An engine that dies in between is told as an event, since the status
-    is gone already."""
-    # They come with the first token, as vLLM's do: who measures the time to it looks at the first
-    # event.
+    """Yield the events of a stream.
+
+    An engine that dies meanwhile is reported as an event, since the status has been sent.
+
+    Args:
+        completion: What grows.
+        generation: The engine's outputs for it.
+        response: The endpoint's shapes.
+        body: The client's options for the stream.
+    """
+    # They are sent with the first token, as by vLLM: the first event is what clients measure the
+    # time to the first token by.
     openings = [
         opening
         for index in range(completion.num_choices)
-        if (opening := form.opening(index)) is not None
+        if (opening := response.first_chunk(index)) is not None
     ]
     try:
         async with contextlib.aclosing(completion.pieces(generation)) as pieces:
             async for piece in pieces:
-                for event in (*openings, form.piece(piece)):
+                for event in (*openings, response.chunk(piece)):
                     yield _event(_with_usage(event, completion, body))
                 openings = []
         if body.wants_usage:
-            yield _event(form.closing(completion.usage))
+            yield _event(response.usage_chunk(completion.usage))
     except EngineDeadError as error:
         yield _event(error_body(str(error), "InternalServerError", 500))
     yield DONE
@@ -48,7 +59,7 @@ async def events(
 def _with_usage(
     event: dict[str, Any], completion: CompletionBuilder, body: GenerateBody
 ) -> dict[str, Any]:
-    """Where a client wants the usage, every event has the field, and most of them nothing in it."""
+    """Add `usage` if the client asked for it; null unless it asked for it in every event."""
     if not body.wants_usage:
         return event
     return {**event, "usage": completion.usage.to_dict() if body.wants_running_usage else None}
@@ -59,17 +70,22 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events until they end or the client leaves, which ends the generation."""
+    """Sends events until they end or the client leaves; either ends the generation."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], generation: Generation) -> None:
+        """
+        Args:
+            events: What `events` returned.
+            generation: What it reads.
+        """
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
         self._generation = generation
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (the interface's)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (the protocol's)
         try:
             with contextlib.suppress(ClientDisconnected):
                 await unless_disconnected(self._send(send), receive)

@@ -1,4 +1,4 @@
-"""The text of one answer while it grows, ended by the client's stop strings."""
+"""The text of one response while it grows, ended by the client's stop strings."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from offload.engine.http.tokenizer import Detokenizer
 
 
 class TextStream:
-    """Token ids in, text out. A text that may turn out to be a stop string's beginning is held
-    back."""
+    """Token ids in, text out; text that may be the start of a stop string is held back.
+
+    Example, with the stop string "END": after "one E" it has returned "one " and holds "E". After
+    "one EN" it holds "EN"; "one ENd" returns "ENd"; "one END" ends the response at "one ".
+    """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
         """
         Args:
-            detokenizer: Of this answer alone.
-            stop: Strings that end the answer, none of them empty; they are no part of it.
+            detokenizer: Belongs to this response.
+            stop: Strings that end the response and are not part of it; not empty.
         """
         self.stopped_by: str | None = None
-        """The stop string that was met; nothing is written any more."""
+        """The stop string that ended the response; there is no more text after it."""
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._held = ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take ids; the text that is certain by now."""
+        """Take ids; return the text that is certain now."""
         if self.stopped_by is not None:
             return ""
         return self._take(self._detokenizer.feed(token_ids), is_last=False)
 
     def finish(self) -> str:
-        """No more ids will come: what was held back."""
+        """Return what was held back, since no more ids will come."""
         if self.stopped_by is not None:
             return ""
         return self._take(self._detokenizer.finish(), is_last=True)
@@ -47,7 +50,7 @@ class TextStream:
         return text[: len(text) - kept]
 
     def _open_chars(self, text: str) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Length of the longest end of *text* that a stop string starts with."""
         longest = max(map(len, self._stop), default=1) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next(

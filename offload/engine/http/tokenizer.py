@@ -1,5 +1,4 @@
-"""Text <-> token ids: what a tokenizer must do, and one of this package's own whose tokens are
-bytes."""
+"""Text <-> token ids: what a tokenizer does, and the engine's own, whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -36,13 +35,16 @@ _SPECIAL_TEXTS = {
 
 
 class Detokenizer(Protocol):
-    """Writes one answer while it grows. All it returns, joined, is the text of all ids."""
+    """Turns the ids of one response into text as they come.
+
+    The texts it returns, joined, are the text of all ids.
+    """
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take ids; the text that they make certain. Half a character waits for its other half."""
+        """Take ids; return the text that is certain now. Half a character is held back."""
 
     def finish(self) -> str:
-        """No more will come: what still waited."""
+        """Return what was held back, since no more ids will come."""
 
 
 class Tokenizer(Protocol):
@@ -54,42 +56,61 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends an answer."""
+        """The id that ends a response."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text."""
+        """Tokenise a text.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Whether to add the special tokens that the model expects around it.
+        """
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """The ids of a conversation.
+        """Tokenise a conversation.
 
         Raises:
-            ConversationError: It cannot be written.
+            ConversationError: It cannot be written as a prompt.
         """
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ids; such as the tokenizer does not know have none."""
+        """Return the text of ids.
+
+        Args:
+            token_ids: Any ids; unknown ones have no text.
+            skip_special_tokens: Whether special tokens are left out.
+        """
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Each id by itself, for people."""
+        """Return the text of each id by itself, for people."""
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """For one answer."""
+        """Return a detokenizer for one response."""
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; behind them stand a few special tokens, which no text
-    can forge."""
+    """Ids 0 to 255 are UTF-8 bytes; the few above are special tokens, which text cannot forge."""
 
     vocab_size = _END_OF_TURN + 1
     eos_token_id = EOS_TOKEN_ID
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The bytes, behind a beginning-of-sequence token if wanted."""
+        """Return the text's bytes.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Whether a beginning-of-sequence token precedes them.
+        """
         return [*([BOS_TOKEN_ID] if add_special_tokens else []), *text.encode()]
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """Each message as its role, its text and an end of turn. Tools stand in front, as a system
-        message in JSON."""
+        """Write each message as its role, its text and an end of turn.
+
+        Tools come first, as a system message in JSON.
+
+        Raises:
+            ConversationError: A role is unknown, or a content is not text.
+        """
         ids = [BOS_TOKEN_ID] * (1 + chat.add_special_tokens)
         if chat.tools:
             ids += [_ROLES["system"], *_json_bytes(chat.tools), _END_OF_TURN]
@@ -104,7 +125,12 @@ class ByteTokenizer:
         return [*ids, _ROLES["assistant"]] if chat.add_generation_prompt else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            token_ids: Any ids; unknown ones have no text.
+            skip_special_tokens: Whether special tokens are left out.
+        """
         return _bytes_of(token_ids, skip_special_tokens).decode("utf-8", "replace")
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -149,9 +175,9 @@ def _role_token(message: Mapping[str, Any], index: int) -> int:
     return token_id
 
 
-def _message_bytes(message: Mapping[str, Any], place: str) -> bytes:
+def _message_bytes(message: Mapping[str, Any], path: str) -> bytes:
     calls = message.get("tool_calls")
-    return message_text(message, place).encode() + (_json_bytes(calls) if calls else b"")
+    return message_text(message, path).encode() + (_json_bytes(calls) if calls else b"")
 
 
 def _json_bytes(value: object) -> bytes:

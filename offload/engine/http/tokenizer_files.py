@@ -1,4 +1,4 @@
-"""Any model's `tokenizer.json`, with the chat template that lies beside it."""
+"""Any model's `tokenizer.json`, with the chat template in the same directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from offload.engine.http.chat import Chat
 from offload.engine.http.chat_template import EngineChatTemplate
@@ -17,31 +17,41 @@ from offload.engine.http.tokenizer import Detokenizer
 _MAX_FILE_BYTES = 256 * 1024 * 1024
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_IDS = 256
-"""Ids that may wait for the rest of a character: no character has so many, but nonsense may look as
-if."""
+"""Ids that may be held back for the rest of a character.
+
+Every character has fewer, but random ids can look like the start of one for ever.
+"""
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library; the text of a chat comes from the model's own
-    template."""
+    """A tokenizer of the `tokenizers` library; chats are written by the model's own template."""
 
     def __init__(
-        self, backend: Backend, eos_token_id: int | None, template: EngineChatTemplate | None
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        eos_token_id: int | None,
+        template: EngineChatTemplate | None,
     ) -> None:
-        self._backend = backend
+        """
+        Args:
+            tokenizer: The library's tokenizer.
+            eos_token_id: The id that ends a response, if there is one.
+            template: Writes chats; without one they are refused.
+        """
+        self._tokenizer = tokenizer
         self._template = template
         self.eos_token_id = eos_token_id
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def load(cls, path: Path) -> FileTokenizer:
-        """Read a `tokenizer.json`, or the directory that holds one, and what lies beside it.
+        """Read a `tokenizer.json`, or the directory with one, and the files next to it.
 
         Raises:
             TokenizerError: A file is missing or cannot be used.
         """
         file = path / "tokenizer.json" if path.is_dir() else path
-        backend = _backend(file)
+        tokenizer = _tokenizer(file)
         config = _config(file.parent / "tokenizer_config.json")
         special = {
             name: text
@@ -50,16 +60,27 @@ class FileTokenizer:
         }
         eos = special.get("eos_token")
         return cls(
-            backend,
-            None if eos is None else backend.token_to_id(eos),
+            tokenizer,
+            None if eos is None else tokenizer.token_to_id(eos),
             _template(file.parent, config, special),
         )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Tokenise a text.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Whether the tokenizer's post-processor adds its special tokens.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_chat(self, chat: Chat) -> list[int]:
+        """Tokenise what the template writes for a conversation.
+
+        Raises:
+            ConversationError: There is no template, or it refuses the conversation.
+        """
         if self._template is None:
             raise ConversationError(
                 "messages: this model has no chat template; use /v1/completions"
@@ -67,22 +88,28 @@ class FileTokenizer:
         return self.encode(self._template.render(chat), chat.add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of ids.
+
+        Args:
+            token_ids: Any ids; unknown ones have no text.
+            skip_special_tokens: Whether special tokens are left out.
+        """
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        return _Window(self, skip_special_tokens)
+        return _WindowDetokenizer(self, skip_special_tokens)
 
 
-class _Window:
-    """Decodes a few ids behind those that are written already, since many decoders look at what
-    stands before.
+class _WindowDetokenizer:
+    """Decodes new ids together with the few before them, on which their text may depend.
 
-    What is written is what the window says beyond its known part, once it does not end within a
-    character.
+    Many decoders drop a space at the start of what they decode, so ids cannot be decoded one by
+    one. `_known` are ids whose text was returned, `_new` those after them. What is returned is the
+    text of both without the text of `_known`, as soon as it does not end inside a character.
     """
 
     def __init__(self, tokenizer: FileTokenizer, skip_special_tokens: bool) -> None:
@@ -106,7 +133,7 @@ class _Window:
     def _write(self) -> str:
         both = self._known + self._new
         text = self._decode(both)[len(self._decode(self._known)) :]
-        # Ids without a text say nothing of what stands before the next one.
+        # Ids without text (special tokens) give the next id no context, so older ones stay too.
         self._known, self._new = (self._new if text else both[-_MAX_HELD_IDS:]), []
         return text
 
@@ -114,28 +141,26 @@ class _Window:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
 
 
-def _backend(file: Path) -> Backend:
+def _tokenizer(file: Path) -> HuggingFaceTokenizer:
     text = _read(file)
     if text is None:
         raise TokenizerError(f"{file}: missing; there must be a tokenizer.json")
     try:
-        backend = Backend.from_str(text)
+        tokenizer = HuggingFaceTokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(
-            f"{file}: no tokenizer that can be used: {str(error)[:300]}"
-        ) from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        raise TokenizerError(f"{file}: no usable tokenizer: {str(error)[:300]}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _template(
     directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> EngineChatTemplate | None:
     file = directory / "chat_template.jinja"
-    source = _read(file)
-    if source is not None:
-        return EngineChatTemplate(source, str(file), special_tokens)
+    text = _read(file)
+    if text is not None:
+        return EngineChatTemplate(text, str(file), special_tokens)
     configured = config.get("chat_template")
     if not isinstance(configured, str):
         return None
@@ -151,7 +176,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """A token is written as a string, or as an object with its options."""
+    """The text of a token, which the file gives as a string or as an object with options."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

@@ -1,8 +1,11 @@
 """The model: a decoder-only transformer that reads and writes paged keys, values and states.
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama; layers of other kinds
-differ in what they look at. A state layer is linear attention with a fixed decay per head
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as in Llama; the kinds of attention
+differ in their masks only. A state layer is linear attention with a fixed decay per head
 (retention: Sun et al., 2023): its past is one matrix per head.
+
+A step's tokens are concatenated: `(tokens, ...)` below means all tokens of all chunks, chunk after
+chunk.
 """
 
 from __future__ import annotations
@@ -19,19 +22,26 @@ from offload.engine.model.kv_pages import KVPages
 
 
 class Transformer(nn.Module):
-    """The whole model. All of a step's tokens go through it together, attention aside."""
+    """The whole model. All tokens of a step are computed together, except in attention."""
 
     def __init__(self, config: TransformerConfig, pages: KVPages) -> None:
+        """Draw the weights from the configuration's seed.
+
+        Args:
+            config: The model.
+            pages: Where its layers read and write the cache.
+        """
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        places = {
-            layer: (index, place)
-            for index, group in enumerate(config.layer_groups())
-            for place, layer in enumerate(group.layers)
+        group_and_index = {
+            layer: (group_idx, layer_in_group)
+            for group_idx, group in enumerate(config.layer_groups())
+            for layer_in_group, layer in enumerate(group.layers)
         }
         self.layers = nn.ModuleList(
-            Layer(config, kind, pages, *places[index]) for index, kind in enumerate(config.layers)
+            Layer(config, kind, pages, *group_and_index[layer])
+            for layer, kind in enumerate(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -46,7 +56,11 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
-        """Logits behind the last token of each chunk, `(chunks, vocab)` float32."""
+        """Compute a step.
+
+        Returns:
+            The logits of the token after each chunk, `(chunks, vocab_size)` float32.
+        """
         device = self.embedding.weight.device
         tokens = torch.tensor(
             [token for chunk in chunks for token in chunk.token_ids], device=device
@@ -65,17 +79,30 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention or a state, then SwiGLU, each behind a norm and around a residual."""
+    """Attention or a state, then SwiGLU, each with a norm in front and a residual around it."""
 
     def __init__(
-        self, config: TransformerConfig, kind: LayerKind, pages: KVPages, group_idx: int, place: int
+        self,
+        config: TransformerConfig,
+        kind: LayerKind,
+        pages: KVPages,
+        group_idx: int,
+        layer_in_group: int,
     ) -> None:
+        """
+        Args:
+            config: The model.
+            kind: What the layer sees of the past.
+            pages: The cache.
+            group_idx: KV cache group whose block tables it uses.
+            layer_in_group: Its index there, and so the tensor of *pages* that it uses.
+        """
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         if kind is LayerKind.STATE:
-            self.mixer: nn.Module = StateMixer(config, pages.states(place), group_idx)
+            self.mixer: nn.Module = StateMixer(config, pages.states(layer_in_group), group_idx)
         else:
-            self.mixer = Attention(config, kind, pages.keys_and_values(place), group_idx)
+            self.mixer = Attention(config, kind, pages.keys_and_values(layer_in_group), group_idx)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -84,7 +111,16 @@ class Layer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]
     ) -> Tensor:
-        """`(tokens, hidden)` to the same."""
+        """Compute the layer for a step.
+
+        Args:
+            hidden: `(tokens, hidden_size)`.
+            rotation: What `rotary` returned for the tokens' positions.
+            chunks: Which sequence each run of tokens belongs to.
+
+        Returns:
+            `(tokens, hidden_size)`.
+        """
         hidden = hidden + self.mixer(self.mixer_norm(hidden), rotation, chunks)
         inner = self.mlp_norm(hidden)
         down: Tensor = self.down(functional.silu(self.gate(inner)) * self.up(inner))
@@ -97,6 +133,13 @@ class Attention(nn.Module):
     def __init__(
         self, config: TransformerConfig, kind: LayerKind, pages: Tensor, group_idx: int
     ) -> None:
+        """
+        Args:
+            config: The model.
+            kind: Full, sliding window or chunked local.
+            pages: `(num_blocks, 2, block_size, num_kv_heads, head_dim)` float32.
+            group_idx: KV cache group whose block tables it uses.
+        """
         super().__init__()
         self._config = config
         self._kind = kind
@@ -112,7 +155,16 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]
     ) -> Tensor:
-        """`(tokens, hidden)` to the same; writes the tokens' keys and values first."""
+        """Write the tokens' keys and values, then attend to them and to those in the pages.
+
+        Args:
+            hidden: `(tokens, hidden_size)`.
+            rotation: What `rotary` returned for the tokens' positions.
+            chunks: Which sequence each run of tokens belongs to.
+
+        Returns:
+            `(tokens, hidden_size)`.
+        """
         head_dim = self._config.head_dim
         queries = rotate(self.query(hidden).unflatten(-1, (-1, head_dim)), rotation)
         keys = rotate(self.key(hidden).unflatten(-1, (-1, head_dim)), rotation)
@@ -127,6 +179,7 @@ class Attention(nn.Module):
         return out
 
     def _write(self, chunk: SequenceChunk, keys: Tensor, values: Tensor) -> None:
+        """Both are `(chunk's tokens, num_kv_heads, head_dim)`."""
         size = self._config.block_size
         positions = torch.arange(chunk.start, chunk.stop, device=keys.device)
         first_block = chunk.start // size
@@ -136,28 +189,31 @@ class Attention(nn.Module):
         self._pages[blocks, 1, slots] = values
 
     def _attend(self, chunk: SequenceChunk, queries: Tensor) -> Tensor:
+        """*queries* and the result are `(chunk's tokens, num_heads, head_dim)`."""
         size = self._config.block_size
-        first_block = self._first_seen(chunk.start) // size
-        seen = self._pages[self._block_ids(chunk, first_block, queries.device)]
-        past = seen.transpose(0, 1).flatten(1, 2)[:, : chunk.stop - first_block * size]
+        first_block = self._first_visible(chunk.start) // size
+        visible = self._pages[self._block_ids(chunk, first_block, queries.device)]
+        # (2, visible tokens, num_kv_heads, head_dim), the chunk's own tokens included
+        keys_and_values = visible.transpose(0, 1).flatten(1, 2)
+        keys, values = keys_and_values[:, : chunk.stop - first_block * size]
         mask = self._mask(chunk, first_block * size, queries.device)
         attended = functional.scaled_dot_product_attention(
             queries.transpose(0, 1),
-            past[0].transpose(0, 1),
-            past[1].transpose(0, 1),
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
             attn_mask=mask,
             enable_gqa=True,
         )
         return attended.transpose(0, 1)
 
     def _block_ids(self, chunk: SequenceChunk, first: int, device: torch.device) -> Tensor:
-        """Of the blocks from *first* to the chunk's last."""
+        """Ids of the blocks from index *first* to the chunk's last."""
         stop = -(-chunk.stop // self._config.block_size)
         table = chunk.block_tables[self._group_idx]
         return torch.tensor([block.block_id for block in table[first:stop]], device=device)
 
-    def _first_seen(self, position: int) -> int:
-        """The first token that the one at *position* looks at."""
+    def _first_visible(self, position: int) -> int:
+        """Position of the first token that the one at *position* attends to."""
         if self._kind is LayerKind.SLIDING_WINDOW:
             return max(0, position - self._config.sliding_window + 1)
         if self._kind is LayerKind.CHUNKED_LOCAL:
@@ -165,16 +221,20 @@ class Attention(nn.Module):
         return 0
 
     def _mask(self, chunk: SequenceChunk, first: int, device: torch.device) -> Tensor:
-        """Which of the tokens from *first* on each new token looks at, `(new, seen)` bool."""
-        asking = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
-        asked = torch.arange(first, chunk.stop, device=device)[None, :]
-        mask = asked <= asking
+        """Which tokens each token of the chunk attends to.
+
+        Returns:
+            `(chunk's tokens, tokens from position first on)` bool.
+        """
+        query = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
+        key = torch.arange(first, chunk.stop, device=device)[None, :]
+        mask = key <= query
         if self._kind is LayerKind.SLIDING_WINDOW:
-            mask &= asking - asked < self._config.sliding_window
+            mask &= query - key < self._config.sliding_window
         elif self._kind is LayerKind.CHUNKED_LOCAL:
             size = self._config.attention_chunk_size
-            mask &= torch.div(asking, size, rounding_mode="floor") == torch.div(
-                asked, size, rounding_mode="floor"
+            mask &= torch.div(query, size, rounding_mode="floor") == torch.div(
+                key, size, rounding_mode="floor"
             )
         return mask
 
@@ -183,6 +243,12 @@ class StateMixer(nn.Module):
     """Linear attention: `S_t = decay * S_(t-1) + k_t v_t^T`, `o_t = q_t S_t`, a chunk at a time."""
 
     def __init__(self, config: TransformerConfig, pages: Tensor, group_idx: int) -> None:
+        """
+        Args:
+            config: The model.
+            pages: `(num_blocks, num_kv_heads, head_dim, head_dim)` float32.
+            group_idx: KV cache group whose block tables it uses.
+        """
         super().__init__()
         self._config = config
         self._pages = pages
@@ -200,8 +266,16 @@ class StateMixer(nn.Module):
     def forward(
         self, hidden: Tensor, _rotation: tuple[Tensor, Tensor], chunks: Sequence[SequenceChunk]
     ) -> Tensor:
-        """`(tokens, hidden)` to the same; reads the state before each chunk and writes the one
-        behind it."""
+        """Read the state before each chunk and write the one after it.
+
+        Args:
+            hidden: `(tokens, hidden_size)`.
+            _rotation: Not used: a state knows distances by their decay.
+            chunks: Which sequence each run of tokens belongs to.
+
+        Returns:
+            `(tokens, hidden_size)`.
+        """
         parts = [
             layer(hidden).unflatten(-1, (-1, self._config.head_dim))
             for layer in (self.query, self.key, self.value)
@@ -218,7 +292,22 @@ class StateMixer(nn.Module):
         return out
 
     def _mix(self, chunk: SequenceChunk, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """All three `(heads, tokens, head_dim)`."""
+        """Compute one chunk at once instead of token by token.
+
+        With `S` the state before the chunk, `d` the decay and `t`, `u` counted within the chunk:
+
+            o_t = d^(t+1) q_t S + sum over u <= t of d^(t-u) (q_t k_u) v_u
+            S'  = d^n S + sum over u of d^(n-1-u) k_u^T v_u
+
+        Args:
+            chunk: Its *n* tokens and where its states are.
+            queries: `(num_kv_heads, n, head_dim)`.
+            keys: The same shape, scaled.
+            values: The same shape.
+
+        Returns:
+            `(num_kv_heads, n, head_dim)`.
+        """
         table, size = chunk.block_tables[self._group_idx], self._config.block_size
         count = len(chunk.token_ids)
         steps = torch.arange(count, device=queries.device)
@@ -235,17 +324,25 @@ class StateMixer(nn.Module):
             if chunk.start
             else torch.zeros_like(self._pages[0])
         )
-        before = torch.exp(log_decay * (steps + 1)[None, :, None])
-        mixed: Tensor = within + before * (queries @ state)
-        behind = torch.exp(log_decay * (count - 1 - steps)[None, :, None])
+        from_state = torch.exp(log_decay * (steps + 1)[None, :, None])
+        mixed: Tensor = within + from_state * (queries @ state)
+        to_end = torch.exp(log_decay * (count - 1 - steps)[None, :, None])
         self._pages[table[(chunk.stop - 1) // size].block_id] = (
-            torch.exp(log_decay * count) * state + (behind * keys).transpose(1, 2) @ values
+            torch.exp(log_decay * count) * state + (to_end * keys).transpose(1, 2) @ values
         )
         return mixed
 
 
 def rotary(positions: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (Su et al., 2021), each `(tokens, 1, head_dim / 2)`."""
+    """Compute the angles of rotary positions (Su et al., 2021).
+
+    Args:
+        positions: `(tokens,)` int64.
+        config: Base of the frequencies and size of a head.
+
+    Returns:
+        Cosines and sines, each `(tokens, 1, head_dim / 2)` float32.
+    """
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (
         -torch.arange(half, device=positions.device, dtype=torch.float32) / half
@@ -255,7 +352,15 @@ def rotary(positions: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor
 
 
 def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each head's halves, `(tokens, heads, head_dim)`, by its position's angles."""
+    """Turn the two halves of each head against each other.
+
+    Args:
+        heads: `(tokens, heads, head_dim)`.
+        rotation: What `rotary` returned for the tokens' positions.
+
+    Returns:
+        `(tokens, heads, head_dim)`.
+    """
     cosine, sine = rotation
     first, second = heads.chunk(2, -1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)

@@ -1,5 +1,8 @@
-"""What computes and copies with tensors; the only way from the engine to torch, and taken only
-where a model is wanted."""
+"""The backend with tensors: a model, its pages, and the workers that copy them.
+
+`offload.engine.core.build` loads this module by name, and only where a model is wanted; nothing
+else in the engine leads to torch.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,40 @@ from offload.fs.worker import FileTransferWorker
 
 
 class TorchBackend:
-    """A model, its pages, and the workers that copy them."""
+    """A model, its pages, and the workers that copy them; see `Backend`."""
 
     def __init__(
         self, model: TransformerConfig, num_blocks: int, device: str | None, cpu_threads: int
     ) -> None:
+        """
+        Args:
+            model: What to compute.
+            num_blocks: Blocks of the cache, with the null block.
+            device: See `TorchRunner`.
+            cpu_threads: See `TorchRunner`.
+        """
         self.runner = TorchRunner(model, num_blocks, device, cpu_threads)
         self._pages = self.runner.pages.canonical()
 
     def cpu_worker(self, num_blocks: int) -> OffloadingWorker:
-        """Copies to and from a tier of *num_blocks* in memory."""
+        """See `Backend.cpu_worker`."""
         return CPUTransferWorker(self._pages, num_blocks)
 
     def disk(
         self, directory: Path, payload_bytes: Sequence[int], identity: str
     ) -> tuple[BlockStore, OffloadingWorker]:
-        """A directory, and copies to and from it."""
+        """Open a directory for blocks, or create it.
+
+        Args:
+            directory: Where the files are.
+            payload_bytes: Bytes of a block in a file, per group.
+            identity: Of the weights.
+
+        Returns:
+            The files, and what copies to and from them.
+
+        Raises:
+            CacheConfigError: The directory holds blocks of another model.
+        """
         store = BlockStore(directory, payload_bytes, identity)
         return store, FileTransferWorker(self._pages, store)

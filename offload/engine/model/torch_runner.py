@@ -1,4 +1,4 @@
-"""Computes batches with the model: on a GPU where there is one, else on the CPU."""
+"""Computes batches with the model, on a GPU if there is one, else on the CPU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ class TorchRunner:
         """
         Args:
             config: The model.
-            num_blocks: Pages of the cache.
-            device: Where it runs; a GPU where there is one if left out.
-            cpu_threads: Of this process's torch, where it runs on the CPU. Threads that wait for
-                each other's cores are slower than one, and replicas share a machine.
+            num_blocks: Blocks of the cache, with the null block.
+            device: Where it runs, as torch names it; None means a GPU if there is one.
+            cpu_threads: Threads of this process's torch on a CPU. Several replicas usually share
+                the machine, and then more threads than cores are slower than one each.
+
+        Raises:
+            CacheConfigError: *cpu_threads* is below 1.
         """
         if cpu_threads < 1:
             raise CacheConfigError(f"cpu_threads {cpu_threads} must be at least 1")
@@ -39,10 +42,10 @@ class TorchRunner:
         self.pages = KVPages(config, num_blocks, self.device)
         self.model = Transformer(config, self.pages).to(self.device)
         self.last_logits: Tensor | None = None
-        """Of the last step, `(chunks, vocab)`: what tests compare."""
+        """Logits of the last step, `(chunks, vocab_size)` float32, for tests to compare."""
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[int | None]:
-        """See `ModelRunner`."""
+        """See `ModelRunner.run`."""
         self.last_logits = self.model(chunks)
         return [
             choose(logits, chunk) if chunk.is_last else None
@@ -51,12 +54,17 @@ class TorchRunner:
 
 
 def choose(logits: Tensor, chunk: SequenceChunk) -> int:
-    """The next token: the most likely one, or one drawn with the request's own random numbers."""
+    """Choose the next token of a chunk: the most likely one, or a random one above temperature 0.
+
+    Args:
+        logits: `(vocab_size,)` float32.
+        chunk: Its sampling parameters, seed and position.
+    """
     if chunk.sampling.temperature <= 0:
         return int(logits.argmax())
-    # One number per position, whatever else runs: an answer does not depend on its neighbours.
+    # Seeded per position, so that a response does not depend on what else is in the batch.
     generator = torch.Generator(logits.device).manual_seed(
         hash((chunk.sampling.seed or 0, chunk.stop)) % 2**63
     )
-    shares = torch.softmax(logits / chunk.sampling.temperature, -1)
-    return int(torch.multinomial(shares, 1, generator=generator))
+    probabilities = torch.softmax(logits / chunk.sampling.temperature, -1)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

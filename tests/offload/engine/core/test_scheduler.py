@@ -105,13 +105,10 @@ def test_whatever_runs_beside_it_every_request_gets_its_own_answer(preset: str, 
     assert all(steps[-1].finish_reason is FinishReason.LENGTH for steps in outputs.values())
     assert engine.cache.pool.num_free_blocks == engine.cache.config.num_blocks - 1
     statistics = engine.statistics()
-    assert (statistics.num_running, statistics.num_waiting, statistics.kv_cache_usage) == (
-        0,
-        0,
-        0.0,
-    )
-    assert statistics.preemptions > 0 or preset == "mamba-hybrid"
-    assert bool(statistics.external_prefix_cache_hits) is bool(tiers)
+    assert (statistics.scheduler.num_running, statistics.scheduler.num_waiting) == (0, 0)
+    assert statistics.kv_cache_usage == 0.0
+    assert statistics.scheduler.preemptions > 0 or preset == "mamba-hybrid"
+    assert bool(statistics.cache.counts.external_tokens) is bool(tiers)
 
 
 def test_a_step_keeps_to_its_budget_and_running_requests_come_first() -> None:
@@ -139,7 +136,8 @@ def test_no_more_requests_run_than_are_allowed() -> None:
         engine.add_request(request(name, [ord(name)] * 20, 3))
     engine.step()
     assert [chunk.request_id for chunk in watch.chunks] == ["a", "b"]
-    assert (engine.statistics().num_running, engine.statistics().num_waiting) == (2, 1)
+    now = engine.statistics().scheduler
+    assert (now.num_running, now.num_waiting) == (2, 1)
     assert len(finish(engine)) == 3
 
 
@@ -149,7 +147,7 @@ def test_who_came_last_gives_way_and_says_nothing_twice() -> None:
     for name, first in (("a", 0), ("b", 1000)):
         engine.add_request(request(name, [first + index for index in range(60)], 60))
     outputs = finish(engine)
-    assert engine.statistics().preemptions > 0
+    assert engine.statistics().scheduler.preemptions > 0
     assert {name: len(tokens) for name, tokens in said(outputs).items()} == {"a": 60, "b": 60}
     assert [steps[-1].finish_reason for steps in outputs.values()] == [FinishReason.LENGTH] * 2
 
@@ -161,7 +159,7 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
     for name, first in (("a", 0), ("b", 1000)):
         engine.add_request(request(name, [first + index for index in range(60)], 60))
     outputs = finish(engine)
-    assert engine.statistics().preemptions > 0
+    assert engine.statistics().scheduler.preemptions > 0
     assert {step.num_cached_tokens for steps in outputs.values() for step in steps} == {0}
 
 
@@ -203,11 +201,12 @@ def test_a_request_waits_for_its_load_and_others_go_on() -> None:
     engine.add_request(request("other", list(range(300, 330)), 4))
     engine.step()
     assert [chunk.request_id for chunk in watch.chunks] == ["other"]
-    assert (engine.statistics().num_running, engine.statistics().num_waiting) == (1, 1)
+    now = engine.statistics().scheduler
+    assert (now.num_running, now.num_waiting) == (1, 1)
     outputs = finish(engine)
     assert list(outputs) == ["other", "again"]
     assert outputs["again"][0].num_cached_tokens == 96
-    assert engine.statistics().external_prefix_cache_hits == 96
+    assert engine.statistics().cache.counts.external_tokens == 96
 
 
 def test_an_aborted_request_leaves_nothing() -> None:
@@ -302,11 +301,11 @@ def test_each_groups_own_hits_are_counted_once_a_request() -> None:
         engine.add_request(sent)
         finish(engine)
     now = engine.statistics()
-    full, window = now.groups
-    assert now.prefix_cache_hits == min(full.hit_tokens, window.hit_tokens)
-    assert full.hit_tokens > window.hit_tokens
+    full, window = now.scheduler.group_hit_tokens
+    assert now.cache.counts.hit_tokens == min(full, window)
+    assert full > window
     engine, _, _ = engine_of("full")
     for name in ("first", "again"):
         engine.add_request(request(name, 100))
         finish(engine)
-    assert [group.hit_tokens for group in engine.statistics().groups] == [96]
+    assert engine.statistics().scheduler.group_hit_tokens == (96,)

@@ -82,7 +82,7 @@ class Served:
 
     async def until_idle(self) -> None:
         """No request is left, in the service, the scheduler or the cache."""
-        await eventually(lambda: not self.service.statistics().under_way, "no request is under way")
+        await eventually(lambda: not self.service.statistics().in_flight, "no request is under way")
         await eventually(lambda: not self.engine.has_work, "the engine has nothing to do")
         await eventually(lambda: self.engine.cache.usage == 0, "all blocks are free")
 
@@ -120,6 +120,7 @@ def served_model(engine: Engine) -> ServedModel:
         enable_prefix_caching=True,
         created=1_700_000_000,
         adapters=(ADAPTER,),
+        group_kinds=tuple(group.kind.value for group in engine.cache.config.layout.groups),
     )
 
 

@@ -299,11 +299,11 @@ async def test_a_client_that_leaves_frees_its_blocks(stream: bool, reset: bool) 
             await eventually(lambda: served.runner.steps, "the request runs")
             client.leave(reset)
         await eventually(
-            lambda: not served.service.statistics().under_way, "the request is given up"
+            lambda: not served.service.statistics().in_flight, "the request is given up"
         )
         served.runner.may_go.set()
         await served.until_idle()
-        assert served.engine.statistics().generation_tokens == 1
+        assert served.engine.statistics().scheduler.generation_tokens == 1
         assert (await served.metrics()).sum(
             "vllm:request_success_total", finished_reason="abort"
         ) == 1
@@ -320,11 +320,11 @@ async def test_a_client_that_leaves_in_the_middle_of_its_stream_frees_its_blocks
             await client.read_head()
             await client.read_piece()
         await eventually(
-            lambda: not served.service.statistics().under_way, "the request is given up"
+            lambda: not served.service.statistics().in_flight, "the request is given up"
         )
         served.service.faults.slow(1)
         await served.until_idle()
-        assert served.engine.statistics().generation_tokens < 3000
+        assert served.engine.statistics().scheduler.generation_tokens < 3000
 
 
 async def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing(engine: Served) -> None:
@@ -334,10 +334,10 @@ async def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing(engine:
     await eventually(lambda: engine.runner.steps, "the engine is in its step")
     async with connect(engine.port) as client:
         await client.send("POST", COMPLETIONS, body_for(COMPLETIONS))
-        await eventually(lambda: engine.service.statistics().under_way == 2, "the second one waits")
+        await eventually(lambda: engine.service.statistics().in_flight == 2, "the second one waits")
         client.leave()
     await eventually(
-        lambda: engine.service.statistics().under_way == 1, "the second one is forgotten"
+        lambda: engine.service.statistics().in_flight == 1, "the second one is forgotten"
     )
     engine.runner.may_go.set()
     assert (await first).status == 200
@@ -369,7 +369,7 @@ async def test_models_and_event_sources_are_told_as_vllm_tells_them(engine: Serv
 
 async def test_an_engine_without_events_has_no_sources() -> None:
     """An empty object, not an error."""
-    async with serving(event_sources=()) as served:
+    async with serving(event_endpoints=()) as served:
         assert (await served.get("/kv_event_sources")).json == {}
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload.engine.core.requests import EngineStatistics, FinishReason, GroupStatistics
+from offload.block_pool import GroupPoolStatistics, PoolStatistics
+from offload.cache_manager import CacheCounts, CacheStatistics
+from offload.engine.core.engine import EngineStatistics
+from offload.engine.core.requests import FinishReason
+from offload.engine.core.scheduler import SchedulerStatistics
 from offload.engine.http.metrics import EngineCollector, RequestMetrics
 from offload.engine.http.responses import ServedModel
 from router.replicas.engine_load import EngineLoad, parse_engine_load
@@ -15,6 +20,8 @@ from tests.offload.engine.http.served import MODEL, serving
 from tests.support.http_client import eventually
 
 SERVED = ServedModel("m", 512, 4096, 16, 500, True, 0)
+NOTHING = CacheStatistics(PoolStatistics(500, 500, ()), (), CacheCounts())
+IDLE = EngineStatistics(0, SchedulerStatistics(0, 0, 0, 0, 0, ()), NOTHING, 0.0)
 NAMES = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -50,9 +57,7 @@ def test_every_name_is_there_from_the_start_with_model_and_engine() -> None:
     """A dashboard must show 0, not nothing."""
     registry = CollectorRegistry()
     RequestMetrics(registry, "m", "3")
-    registry.register(
-        EngineCollector(SERVED, "3", lambda: EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))
-    )
+    registry.register(EngineCollector(SERVED, "3", lambda: IDLE))
     found = [
         sample
         for family in text_string_to_metric_families(generate_latest(registry).decode())
@@ -64,17 +69,33 @@ def test_every_name_is_there_from_the_start_with_model_and_engine() -> None:
     }
     (info,) = [sample for sample in found if sample.name == "vllm:cache_config_info"]
     assert info.labels == {
-        "model_name": "m", "engine": "3", "block_size": "16", "num_gpu_blocks": "500", "enable_prefix_caching": "True",
-    }  # fmt: skip
+        "model_name": "m",
+        "engine": "3",
+        "block_size": "16",
+        "num_gpu_blocks": "500",
+        "enable_prefix_caching": "True",
+    }
 
 
 def test_every_count_stands_under_its_name() -> None:
     """Two of them swapped would go unnoticed for long."""
     registry = CollectorRegistry()
     statistics = EngineStatistics(
-        num_running=1, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=60,
-        external_prefix_cache_hits=30, preemptions=5, prompt_tokens=6, generation_tokens=7, steps=8, copies_in_flight=9,
-    )  # fmt: skip
+        steps=8,
+        scheduler=SchedulerStatistics(
+            num_running=1,
+            num_waiting=2,
+            preemptions=5,
+            prompt_tokens=6,
+            generation_tokens=7,
+            group_hit_tokens=(),
+        ),
+        cache=replace(
+            NOTHING, counts=CacheCounts(queried_tokens=100, hit_tokens=60, external_tokens=30)
+        ),
+        kv_cache_usage=0.25,
+        copies_in_flight=9,
+    )
     registry.register(EngineCollector(SERVED, "0", lambda: statistics))
     found = {name.removeprefix("vllm:"): value for (name, _), value in samples(registry).items()}
     assert found == {
@@ -96,12 +117,17 @@ def test_every_count_stands_under_its_name() -> None:
 def test_each_group_is_told_with_what_it_lost_and_why() -> None:
     """What vLLM does not tell, and a sliding window is watched by."""
     registry = CollectorRegistry()
+    model = replace(SERVED, group_kinds=("full_attention", "sliding_window"))
     groups = (
-        GroupStatistics("full_attention", 10, 0, 2, 96),
-        GroupStatistics("sliding_window", 4, 7, 1, 32),
+        GroupPoolStatistics(cached=10, evicted=2, evicted_after_sliding=0),
+        GroupPoolStatistics(cached=4, evicted=8, evicted_after_sliding=7),
     )
-    statistics = EngineStatistics(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, groups=groups)
-    registry.register(EngineCollector(SERVED, "0", lambda: statistics))
+    statistics = replace(
+        IDLE,
+        scheduler=replace(IDLE.scheduler, group_hit_tokens=(96, 32)),
+        cache=replace(NOTHING, pool=PoolStatistics(500, 500, groups)),
+    )
+    registry.register(EngineCollector(model, "0", lambda: statistics))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     found = {
         (

@@ -90,7 +90,7 @@ async def test_a_request_s_tokens_come_in_order_and_end() -> None:
         assert all(gap >= 0 for gap in now.times.first + now.times.gaps)
         await now.until_free()
         assert now.service.statistics().admitted == 1
-        assert now.service.engine_statistics().generation_tokens == 6
+        assert now.service.engine_statistics().scheduler.generation_tokens == 6
 
 
 async def test_many_requests_at_once_get_their_own_tokens() -> None:
@@ -113,11 +113,11 @@ async def test_a_client_that_leaves_frees_its_blocks() -> None:
         now.runner.may_go.clear()
         async with await now.service.generate(request("a", max_tokens=3000)):
             await eventually(lambda: now.runner.steps, "it is being computed")
-            assert now.service.statistics().under_way == 1
+            assert now.service.statistics().in_flight == 1
         now.runner.may_go.set()
         await now.until_free()
-        assert now.engine.statistics().generation_tokens == 1
-        assert (now.service.statistics().left, now.times.ends) == (1, [FinishReason.ABORT])
+        assert now.engine.statistics().scheduler.generation_tokens == 1
+        assert (now.service.statistics().aborted, now.times.ends) == (1, [FinishReason.ABORT])
 
 
 async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing() -> None:
@@ -134,7 +134,7 @@ async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing() -> Non
         now.runner.may_go.set()
         assert len(await collect(other)) == 6
         await now.until_free()
-        assert now.service.statistics().under_way == 0
+        assert now.service.statistics().in_flight == 0
 
 
 async def test_requests_are_admitted_all_or_none() -> None:
@@ -145,7 +145,7 @@ async def test_requests_are_admitted_all_or_none() -> None:
         with pytest.raises(EngineRequestError, match="prompt"):
             await now.service.generate(good, bad)
         await now.until_free()
-        assert now.service.statistics().under_way == 0
+        assert now.service.statistics().in_flight == 0
         assert len(await collect(await now.service.generate(good))) == 6
 
 
@@ -163,7 +163,7 @@ async def test_an_id_in_use_is_refused(names: tuple[str, ...]) -> None:
 
 async def test_no_more_is_taken_than_the_bound() -> None:
     """A queue without an end is memory without an end."""
-    async with running(max_under_way=2) as now:
+    async with running(max_in_flight=2) as now:
         now.runner.may_go.clear()
         two = await now.service.generate(request("a"), request("b"))
         with pytest.raises(EngineBusyError, match="limit of 2"):
@@ -220,7 +220,7 @@ async def test_closing_ends_what_is_under_way() -> None:
         assert await closing
         with pytest.raises(EngineDeadError):
             await collect(generation)
-        assert now.engine.statistics().generation_tokens == 1
+        assert now.engine.statistics().scheduler.generation_tokens == 1
         assert await now.service.close()
 
 

@@ -82,8 +82,8 @@ def answers_of(config: EngineConfig, at_once: bool = True) -> Answers:
     run(engine, answers)
     statistics = engine.statistics()
     answers.preemptions, answers.external_hits = (
-        statistics.preemptions,
-        statistics.external_prefix_cache_hits,
+        statistics.scheduler.preemptions,
+        statistics.cache.counts.external_tokens,
     )
     engine.close()
     return answers
