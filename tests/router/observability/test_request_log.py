@@ -111,7 +111,7 @@ def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
             return "x" * 10_000
 
     lazy = request(why=Lazy())
-    RequestLog().opened(lazy)
+    RequestLog().add(lazy)
     assert not made
     assert lazy.reason == "x" * MAX_REASON_CHARS
 
