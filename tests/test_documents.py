@@ -1,5 +1,5 @@
-"""What README, ARCHITECTURE.md and docs/ say is so: commands, options, metrics, files and examples,
-held against the code."""
+"""The documents are true: commands, options, metrics, files, links and examples, compared with the
+code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_origin
@@ -30,6 +31,7 @@ from router.index import Hit, SourceId
 from router.index.reference.index import ReferenceIndex
 from router.service import RouterService
 from tests.support.following import QUICK, until
+from tests.support.vllm_publisher import free_port
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
@@ -37,6 +39,9 @@ DOCUMENTS = (
     "README.md",
     "ARCHITECTURE.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/benchmarks.md",
     "docs/configuration.md",
     "docs/deployment.md",
     "docs/engine.md",
@@ -47,6 +52,7 @@ DOCUMENTS = (
 )
 WITH_COMMANDS = (
     "README.md",
+    "CONTRIBUTING.md",
     "docs/deployment.md",
     "docs/engine.md",
     "docs/engines.md",
@@ -96,12 +102,14 @@ def complete_lines(block: str) -> Iterator[str]:
 
 
 def shell_words(line: str) -> list[str]:
-    return shlex.split(line, comments=True)
+    """The words of a command, without the `&` that sends it to the background."""
+    words = shlex.split(line, comments=True)
+    return words[:-1] if words[-1:] == ["&"] else words
 
 
 def test_a_command_over_several_lines_is_read_as_one() -> None:
     """The other tests here see only what this finds."""
-    block = "a --x \\\n  '{\"k\":\n 1}' # why\nb\n"
+    block = "a --x \\\n  '{\"k\":\n 1}' # why\nb &\n"
     assert [shell_words(line) for line in complete_lines(block)] == [
         ["a", "--x", '{"k":\n 1}'],
         ["b"],
@@ -151,6 +159,44 @@ def test_the_imports_of_the_readme_work() -> None:
     assert len(blocks) == 2
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
+
+
+async def test_the_readme_leads_to_a_first_response_without_a_gpu() -> None:
+    """It is the first thing a reader without an engine tries."""
+    block = next(text for text in fences("README.md", "sh") if "--simulate" in text)
+    port = str(free_port())  # in place of the router's default
+    for number, other in (("8001", free_port()), ("5557", free_port()), ("8000", port)):
+        block = block.replace(number, str(other))
+    engine, router, (_, *arguments) = map(shell_words, complete_lines(block))
+    assert (engine[:2], router[:2]) == (["kvroute", "engine"], ["kvroute", "serve"])
+    url = next(word for word in arguments if word.startswith("http://"))
+    body = arguments[arguments.index("-d") + 1]
+    with background(*engine[1:]), background(*router[1:], "--port", port):
+        response = await first_response(url, body)
+    assert response.headers["x-kv-hit-tokens"] == "0"
+    assert response.json()["choices"][0]["text"]
+
+
+@contextmanager
+def background(*arguments: str) -> Iterator[None]:
+    """A `kvroute` command, ended when the block is left."""
+    command = [sys.executable, "-m", "router.cli.main", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+async def first_response(url: str, body: str) -> httpx.Response:
+    """What `curl --retry --retry-connrefused` prints in the end."""
+    async with timeout(30), httpx.AsyncClient() as client:
+        while True:
+            with suppress(httpx.ConnectError):
+                response = await client.post(url, content=body)
+                if response.is_success:
+                    return response
+            await asyncio.sleep(0.05)
 
 
 async def test_the_curl_commands_for_replicas_work() -> None:
@@ -449,15 +495,36 @@ def test_kvevents_needs_what_the_readme_says() -> None:
         assert {name.split(".")[0] for name in names} <= allowed, path.name
 
 
+PROJECT_FILES = re.compile(r"https://github\.com/kvroute/kvroute/(?:blob|tree)/main/")
+"""How an absolute link to a file of this repository begins."""
+
+
+def linked_files(name: str) -> Iterator[tuple[Path, str]]:
+    """The files of this repository that a document links to, each with an anchor or ""."""
+    for link in re.findall(r"\]\(([^)]*)\)", read(name)):
+        target, _, anchor = link.partition("#")
+        if PROJECT_FILES.match(target):
+            yield ROOT / PROJECT_FILES.sub("", target), anchor
+        elif not target.startswith(("http:", "https:")):
+            yield (ROOT / name).parent / target if target else ROOT / name, anchor
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_between_documents_lead_somewhere(name: str) -> None:
     """One document sends its reader to the next."""
-    text = read(name)
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
-        path = (ROOT / name).parent / target if target else ROOT / name
-        assert path.exists(), target
+    for path, anchor in linked_files(name):
+        assert path.exists(), path
         headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE) if anchor else []
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
+
+
+def test_links_of_the_readme_work_on_a_package_index() -> None:
+    """There it stands without the repository, so a relative link leads nowhere."""
+    links = re.findall(r"\]\(([^)]*)\)", read("README.md"))
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    homepage = re.findall(r'^Homepage = "(.*)"', read("pyproject.toml"), re.MULTILINE)
+    assert PROJECT_FILES.match(f"{homepage[0]}/blob/main/")
 
 
 # --- the example engine ---------------------------------------------------------------------------
