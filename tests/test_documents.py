@@ -483,6 +483,68 @@ def test_paths_named_in_architecture_exist() -> None:
         assert any(str(path).endswith(f"/{name}") for path in modules()), name
 
 
+def room_of(path: str) -> str:
+    """The room that a file or package belongs to, as the table in ARCHITECTURE.md names it."""
+    package, *inner = path.rstrip("/").removesuffix(".py").split("/")
+    if package == "kvevents":
+        return package
+    if package == "offload":  # its cache is flat, with one package for the kinds of groups
+        names = inner[: 2 if inner[0] == "engine" else 1]
+        is_flat = inner[0] == "groups" or not (ROOT / package / inner[0]).is_dir()
+        return package if is_flat else "/".join([package, *names])
+    return f"{package}/{inner[0]}"
+
+
+def rooms_imported() -> dict[str, set[str]]:
+    """Every room with the rooms that its files import, but for those that others of them import
+    already."""
+    direct: dict[str, set[str]] = {}
+    for path in modules():
+        name = str(path.relative_to(ROOT))
+        imported = {room_of(other) for other in imported_files(path)} - ROOMS_LEFT_OUT
+        direct.setdefault(room_of(name), set()).update(imported - {room_of(name)})
+    return {
+        room: {one for one in found if not any(one in below(other, direct) for other in found)}
+        for room, found in direct.items()
+        if room not in ROOMS_LEFT_OUT
+    }
+
+
+def below(room: str, direct: dict[str, set[str]]) -> set[str]:
+    """Every room that is imported from that one, at any distance."""
+    return direct[room].union(*(below(other, direct) for other in direct[room]))
+
+
+ROOMS_LEFT_OUT = {"router/errors", "offload/engine/command"}
+"""Single files at the bottom and at the top."""
+
+
+def table_of_rooms() -> dict[str, set[str]]:
+    """What ARCHITECTURE.md says: each room, and on which it stands. These are named as seen from
+    there, a neighbour by its last name."""
+    rows = re.findall(r"^\| `([a-z/]+)` \| .* \|(.*) \|$", read("ARCHITECTURE.md"), re.MULTILINE)
+    rooms = [room for room, _ in rows]
+    return {
+        room: {
+            next(other for other in seen_from(room, name) if other in rooms)
+            for name in re.findall(r"`(\w+)`", stands_on)
+        }
+        for room, stands_on in rows
+    }
+
+
+def seen_from(room: str, name: str) -> Iterator[str]:
+    """Where a short name may lie: beside the room, farther out, at the top."""
+    while room:
+        room = room.rpartition("/")[0]
+        yield f"{room}/{name}".lstrip("/")
+
+
+def test_the_table_of_rooms_is_true() -> None:
+    """It is what a newcomer keeps in mind, with its arrows."""
+    assert table_of_rooms() == rooms_imported()
+
+
 def test_kvevents_needs_what_the_readme_says() -> None:
     """An engine that embeds it must not meet another dependency."""
     allowed = sys.stdlib_module_names | {"kvevents", "msgspec", "zmq", "xxhash"}
