@@ -1,5 +1,7 @@
-"""What every eviction policy of the CPU tier must do, whatever it prefers: one suite for the
-built-in ones and a plug-in."""
+"""What every eviction policy of the CPU tier must do, whatever it prefers.
+
+One suite for the built-in ones and a plug-in.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,7 @@ capacities = st.integers(1, 8)
 
 
 class Driver:
-    """Calls a policy as the manager may, and knows which keys are resident and which of them are
-    held."""
+    """Calls a policy as the manager may, and knows which keys are resident and which are held."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
@@ -102,8 +103,7 @@ class Driver:
             self.resident.remove(name)
 
     def drain(self) -> set[OffloadKey]:
-        """What goes when new keys push out everything; each admission must find a victim while
-        there is an idle key."""
+        """Evict by adding new keys; each admission must find a victim while a key is idle."""
         gone: set[OffloadKey] = set()
         for number in range(1000, 1000 + self.capacity):
             self.admit(key(number))
@@ -114,22 +114,26 @@ class Driver:
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_only_resident_keys_that_are_not_held_go(
+def test_only_resident_keys_that_are_not_held_are_evicted(
     make: Make, capacity: int, script: list[tuple[str, int]]
 ) -> None:
-    """A block under copy that went would be overwritten while it is read. The driver checks every
-    choice."""
+    """A block evicted during a copy would be overwritten while it is read.
+
+    The driver checks every choice.
+    """
     Driver(make(capacity), capacity).run(script)
 
 
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_as_many_keys_can_go_as_are_not_held(
+def test_every_key_that_is_not_held_can_be_evicted(
     make: Make, capacity: int, script: list[tuple[str, int]]
 ) -> None:
-    """The manager counts and relies on it: a key that the policy lost would hold its block for
-    good."""
+    """The manager relies on its counts:
+
+    a key that the policy lost would hold its block for good.
+    """
     driver = Driver(make(capacity), capacity)
     driver.run(script)
     idle, free = len(driver.idle), capacity - len(driver.resident)
@@ -142,7 +146,7 @@ def test_as_many_keys_can_go_as_are_not_held(
 @every_policy
 @few
 @given(capacity=capacities, script=steps)
-def test_after_release_every_key_can_go(
+def test_after_release_every_key_can_be_evicted(
     make: Make, capacity: int, script: list[tuple[str, int]]
 ) -> None:
     """A hold ends with its release, whatever happened in between."""
@@ -162,8 +166,7 @@ def test_after_release_every_key_can_go(
 def test_a_cleared_policy_chooses_as_a_new_one(
     make: Make, capacity: int, before: list[tuple[str, int]], script: list[tuple[str, int]]
 ) -> None:
-    """What was learned of forgotten blocks says nothing, and a leftover would be a key without a
-    block."""
+    """Lessons from forgotten blocks are void, and a leftover would be a key without a block."""
     used = make(capacity)
     Driver(used, capacity).run(before)
     used.clear()
@@ -176,7 +179,7 @@ def test_a_cleared_policy_chooses_as_a_new_one(
 def test_the_same_calls_give_the_same_choices(
     make: Make, capacity: int, script: list[tuple[str, int]]
 ) -> None:
-    """Tensor-parallel schedulers and a replay of a report must agree."""
+    """Tensor-parallel schedulers, and a replay of a bug report, must agree."""
     assert Driver(make(capacity), capacity).run(script) == Driver(make(capacity), capacity).run(
         script
     )
@@ -184,7 +187,7 @@ def test_the_same_calls_give_the_same_choices(
 
 @every_policy
 def test_memory_is_bounded_by_the_capacity(make: Make) -> None:
-    """A tier lives for weeks and sees every prompt there is."""
+    """A tier runs for weeks and sees every prompt."""
     policy = make(10)
     driver = Driver(policy, 10)
     for number in range(2000):

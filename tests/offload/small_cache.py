@@ -1,5 +1,4 @@
-"""The parts of a small cache, put together for a test: requests, single groups, and what a block
-table shows."""
+"""Parts of a small cache for tests: requests, single groups, readable block tables."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ KEEP_ALL = Retention(None)
 def request(
     request_id: str, tokens: Iterable[int], hash_block_size: int = 4, **settings: Any
 ) -> CacheRequest:
-    """A request whose blocks are named every *hash_block_size* tokens."""
+    """A request whose blocks are hashed every *hash_block_size* tokens."""
     return CacheRequest(request_id, list(tokens), RequestHasher(CHAIN, hash_block_size), **settings)
 
 
@@ -34,7 +33,7 @@ def take_events(pool: BlockPool) -> list[Event]:
 
 
 def ids(blocks: Iterable[Block]) -> list[int]:
-    """A block table to be read by a person: block ids, 0 for the null block."""
+    """A readable block table: block ids, 0 for the null block."""
     return [block.block_id for block in blocks]
 
 
@@ -79,8 +78,7 @@ def table_after(manager: GroupManager, num_tokens: int) -> list[int]:
 
 
 def cached_and_free(manager: GroupManager, prompt: CacheRequest, num_tokens: int) -> list[Block]:
-    """Cache the first *num_tokens* of a prompt for others and give them back; returns the blocks in
-    order."""
+    """Cache a prompt's first *num_tokens*, give them back, and return the blocks in order."""
     manager.allocate_new_blocks(prompt.request_id, need(num_tokens))
     manager.cache_blocks(prompt, num_tokens, KEEP_ALL)
     blocks = list(manager.block_table(prompt.request_id))

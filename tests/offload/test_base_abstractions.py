@@ -1,4 +1,4 @@
-"""Names and places of blocks, as all tiers share them."""
+"""Keys and specs of blocks, as all tiers share them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from offload.errors import OffloadError, TransferError
 
 
 def test_a_key_is_the_hash_and_four_bytes_of_group_index_with_the_highest_first() -> None:
-    """Keys name files on a disk that another process reads: their form is a contract."""
+    """Keys are file names on a disk that another process reads: their form is a contract."""
     assert pack_offload_key(b"\xaa\xbb", GroupIdx(0x01020304)) == b"\xaa\xbb\x01\x02\x03\x04"
     assert pack_offload_key(b"", GroupIdx(7)) == b"\x00\x00\x00\x07"
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**32 - 1))
 def test_a_key_gives_back_what_it_was_made_of(block_hash: bytes, group_idx: int) -> None:
-    """Whatever hash function an engine chose, and whatever bytes its hashes end with."""
+    """It works for every hash function, and for any bytes a hash ends with."""
     assert unpack_offload_key(pack_offload_key(block_hash, GroupIdx(group_idx))) == (
         block_hash,
         group_idx,
@@ -33,10 +33,10 @@ def test_a_key_gives_back_what_it_was_made_of(block_hash: bytes, group_idx: int)
     st.tuples(st.binary(max_size=6), st.integers(0, 300)),
     st.tuples(st.binary(max_size=6), st.integers(0, 300)),
 )
-def test_two_blocks_share_a_key_only_if_they_are_one(
+def test_blocks_share_a_key_only_if_hash_and_group_are_equal(
     one: tuple[bytes, int], other: tuple[bytes, int]
 ) -> None:
-    """The same prefix has a block in every group, and a tier must not serve one for the other."""
+    """The same prefix has a block in every group, and a tier must not mix them up."""
     keys = [
         pack_offload_key(block_hash, GroupIdx(group_idx)) for block_hash, group_idx in (one, other)
     ]
@@ -44,8 +44,8 @@ def test_two_blocks_share_a_key_only_if_they_are_one(
 
 
 @pytest.mark.parametrize("group_idx", [-1, 2**32])
-def test_a_group_index_that_four_bytes_do_not_hold_makes_no_key(group_idx: int) -> None:
-    """A key with another group's index would serve another group's bytes."""
+def test_a_group_index_that_four_bytes_cannot_hold_is_an_error(group_idx: int) -> None:
+    """A truncated index would address another group's block."""
     with pytest.raises(struct.error):
         pack_offload_key(b"hash", GroupIdx(group_idx))
 
@@ -63,7 +63,7 @@ def test_a_key_from_a_view_is_bytes() -> None:
 def test_groups_without_blocks_take_no_part(
     block_ids: tuple[int, ...], group_sizes: tuple[int, ...], block_indices: tuple[int, ...]
 ) -> None:
-    """A window whose blocks all slid out stores nothing beside a group that does."""
+    """A window whose blocks all slid out stores nothing, while another group does."""
     spec = GPULoadStoreSpec(block_ids, group_sizes, block_indices)
     assert (spec.block_ids, spec.group_sizes, spec.block_indices) == (
         block_ids,
@@ -88,7 +88,7 @@ def test_a_spec_that_contradicts_itself_is_refused(
     block_indices: tuple[int, ...],
     message: str,
 ) -> None:
-    """Behind it stands a copy over raw memory."""
+    """A copy over raw memory depends on it."""
     with pytest.raises(TransferError, match=f"^{re.escape(message)}$") as caught:
         GPULoadStoreSpec(block_ids, group_sizes, block_indices)
     assert isinstance(caught.value, OffloadError)

@@ -23,7 +23,7 @@ def test_a_new_queue_gives_its_blocks_out_in_their_order() -> None:
 
 
 def test_an_empty_queue_takes_and_gives_nothing() -> None:
-    """A pool may be given out to the last block."""
+    """A pool may be given out down to the last block."""
     queue = FreeQueue([])
     assert queue.pop(0) == []
     queue.append([])
@@ -32,7 +32,7 @@ def test_an_empty_queue_takes_and_gives_nothing() -> None:
 
 
 def test_appended_blocks_go_last_and_prepended_ones_next_each_in_their_order() -> None:
-    """Cached blocks wait as long as possible, those without a hash not at all."""
+    """Cached blocks are kept as long as possible, those without a hash are reused at once."""
     everything = blocks(6)
     queue = FreeQueue(everything[:2])
     queue.append(everything[2:4])
@@ -69,14 +69,14 @@ def test_a_removal_touches_the_neighbours_and_nothing_else() -> None:
 
 
 def test_a_block_that_was_given_out_has_no_neighbours() -> None:
-    """A link left behind would tie it to blocks that are someone else's by now."""
+    """A stale link would tie it to blocks that belong to other requests by now."""
     queue = FreeQueue(blocks(3))
     assert {(block.previous_free, block.next_free) for block in queue.pop(3)} == {(None, None)}
 
 
 @given(st.data(), st.integers(0, 12))
 def test_the_queue_does_what_a_plain_list_does(data: st.DataObject, count: int) -> None:
-    """Every order of the operations, held against the form anybody understands."""
+    """Every order of operations is compared with a form that is obviously right."""
     everything = blocks(12)
     queue, expected = FreeQueue(everything[:count]), everything[:count]
     for step in data.draw(
@@ -98,7 +98,7 @@ def test_the_queue_does_what_a_plain_list_does(data: st.DataObject, count: int) 
 
 
 def test_a_block_shows_itself_without_its_hash() -> None:
-    """A representation ends in logs, and a hash names a prompt."""
+    """A representation ends up in logs, and a hash identifies a prompt."""
     block = Block(7)
     assert repr(block) == "Block(7, ref_count=0, cached=False)"
     block.block_hash, block.ref_count = b"secret", 2

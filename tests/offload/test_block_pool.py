@@ -1,4 +1,4 @@
-"""Who holds blocks, which can be found again, and which goes next."""
+"""Which blocks are held, which can be found again, and which is evicted next."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compute(pool: BlockPool, prompt: CacheRequest, group_idx: int = GROUP_0) -> 
 
 
 def give_back(pool: BlockPool, blocks: Sequence[Block]) -> None:
-    """As a finished request does: its last block first."""
+    """Free blocks as a finished request does: its last block first."""
     pool.free_blocks(reversed(blocks))
 
 
@@ -46,7 +46,7 @@ def found(pool: BlockPool, prompt: CacheRequest, group_idx: int = GROUP_0) -> li
     return [None if block is None else block.block_id for block in blocks]
 
 
-# --- the order in which blocks go -----------------------------------------------------------------
+# --- the order of eviction ---------------------------------------------------------------------
 
 
 def test_blocks_without_a_hash_go_first_and_the_latest_freed_before_the_others() -> None:
@@ -83,7 +83,7 @@ def test_cached_blocks_go_least_recently_used_first() -> None:
     assert [found(pool, prompt) for prompt in prompts] == [[1, 2], [None, None], [5, None]]
 
 
-def test_a_block_is_free_only_when_nobody_references_it() -> None:
+def test_a_block_is_free_only_when_no_request_references_it() -> None:
     """Two requests read the same prefix; the first to finish must not take it from the second."""
     pool = pool_of()
     blocks = compute(pool, request("a", range(8)))
@@ -96,7 +96,7 @@ def test_a_block_is_free_only_when_nobody_references_it() -> None:
 
 
 def test_the_null_block_is_never_given_out_counted_or_freed() -> None:
-    """It stands in every table at once: a reference to it means nothing."""
+    """It is in every table at once, so a reference to it means nothing."""
     pool = pool_of(3)
     null = pool.null_block
     assert (null.block_id, null.is_null) == (0, True)
@@ -110,7 +110,7 @@ def test_the_null_block_is_never_given_out_counted_or_freed() -> None:
 
 
 def test_usage_is_the_share_of_blocks_that_requests_hold() -> None:
-    """Cached blocks that nobody holds can be had at any time."""
+    """Cached blocks that no request holds are available at any time."""
     pool = pool_of(11)
     assert pool.usage == 0.0
     blocks = compute(pool, request("a", range(12)))
@@ -122,7 +122,7 @@ def test_usage_is_the_share_of_blocks_that_requests_hold() -> None:
 
 
 def test_a_block_given_out_again_is_new() -> None:
-    """Its old hash would serve its new holder's tokens to somebody else."""
+    """Its old hash would serve its new holder's tokens to another request."""
     pool = pool_of(3)
     prompt = request("a", range(8))
     give_back(pool, compute(pool, prompt))
@@ -137,7 +137,7 @@ def test_a_block_given_out_again_is_new() -> None:
 
 
 def test_each_group_finds_its_own_blocks() -> None:
-    """The same prefix has the same hash in every group, and other bytes."""
+    """The same prefix has the same hash in every group, but different bytes."""
     pool = pool_of()
     prompt = request("a", range(8))
     compute(pool, prompt, GROUP_0)
@@ -146,8 +146,8 @@ def test_each_group_finds_its_own_blocks() -> None:
     assert (found(pool, prompt, GROUP_0), found(pool, prompt, GROUP_1)) == ([1, 2], [3, 4])
 
 
-def test_only_the_asked_blocks_are_cached_and_those_that_are_kept() -> None:
-    """A mask has one flag per block of the asked stretch."""
+def test_only_requested_blocks_that_the_mask_keeps_are_cached() -> None:
+    """A mask has one flag per block of the requested range."""
     pool = pool_of()
     prompt = request("a", range(32))
     blocks = pool.get_new_blocks(8)
@@ -162,7 +162,7 @@ def test_only_the_asked_blocks_are_cached_and_those_that_are_kept() -> None:
 
 
 def test_a_block_that_is_cached_keeps_its_hash_and_is_not_counted_again() -> None:
-    """Whoever adopted a hit caches from its start, and must not announce it again."""
+    """A request that adopted a hit caches from its start, and must not announce the hit again."""
     pool = pool_of()
     prompt = request("a", range(16))
     blocks = compute(pool, prompt)
@@ -175,7 +175,7 @@ def test_a_block_that_is_cached_keeps_its_hash_and_is_not_counted_again() -> Non
 
 
 def test_runs_end_at_null_blocks() -> None:
-    """The blocks of a window that slid out stand as null blocks between."""
+    """Blocks of a window that slid out are null blocks in the middle of a table."""
     pool = pool_of()
     prompt = request("a", range(16))
     first, last, behind = pool.get_new_blocks(3)
@@ -187,7 +187,7 @@ def test_runs_end_at_null_blocks() -> None:
 
 
 def test_a_group_with_larger_blocks_is_cached_by_the_hash_at_their_end() -> None:
-    """A state after eight tokens has the name of the second of the hash blocks."""
+    """A state after eight tokens has the hash of the second of its two hash blocks."""
     groups = [full(4), mamba(8)]
     pool = BlockPool(10, groups, EventLog(groups))
     prompt = request("a", range(20))
@@ -222,7 +222,7 @@ def test_two_copies_are_stored_once_and_removed_with_the_last() -> None:
 
 
 def test_the_later_copy_may_go_first() -> None:
-    """Which of two equal requests ends first is anybody's guess."""
+    """Either of two equal requests may end first."""
     pool = pool_of(5)
     prompt = request("a", range(8))
     first, second = compute(pool, prompt), compute(pool, request("b", range(8)))
@@ -235,8 +235,8 @@ def test_the_later_copy_may_go_first() -> None:
     assert take_events(pool) == [BlockRemoved([*reversed(prompt.block_hashes)], GPU, 0)]
 
 
-def test_the_part_that_two_prompts_share_is_told_by_the_first() -> None:
-    """The second's event starts behind what is there, and hangs on it by its parent."""
+def test_the_part_that_two_prompts_share_is_reported_by_the_first() -> None:
+    """The second's event starts behind the shared blocks and refers to them by its parent."""
     pool = pool_of()
     one, other = request("a", range(8)), request("b", [*range(8), 50, 51, 52, 53])
     compute(pool, one)
@@ -251,7 +251,7 @@ def test_the_part_that_two_prompts_share_is_told_by_the_first() -> None:
     assert second.parent_block_hash == one.block_hashes[1]
 
 
-def test_a_block_evicted_for_its_own_content_is_no_news() -> None:
+def test_a_block_evicted_for_its_own_content_is_not_reported() -> None:
     """The last free block held the very prefix that is computed into it again."""
     pool = pool_of(3)
     give_back(pool, compute(pool, request("a", range(8))))
@@ -262,8 +262,10 @@ def test_a_block_evicted_for_its_own_content_is_no_news() -> None:
 
 
 def test_an_eviction_names_its_group_also_where_it_is_the_first() -> None:
-    """A window's eviction costs nothing where a full group's ends the prefix: group 0 is not 'no
-    group'."""
+    """A window's eviction costs nothing where a full group's ends the prefix.
+
+    Group 0 differs from no group.
+    """
     pool = pool_of(4)
     prompt = request("a", range(4))
     for group_idx in (GROUP_1, GROUP_0):
@@ -279,9 +281,8 @@ def test_an_eviction_names_its_group_also_where_it_is_the_first() -> None:
 # --- eviction by hand, and reset ------------------------------------------------------------------
 
 
-def test_a_block_evicted_by_hand_is_kept_by_its_holder_and_found_by_nobody() -> None:
-    """A load failed: who waits for the block computes it anew, and nobody else may start from
-    it."""
+def test_a_block_evicted_by_hand_is_kept_by_its_holder_and_no_longer_found() -> None:
+    """A load failed: its request computes the block again, and no other may start from it."""
     pool = pool_of()
     prompt = request("a", range(12))
     blocks = compute(pool, prompt)
@@ -297,7 +298,7 @@ def test_a_block_evicted_by_hand_is_kept_by_its_holder_and_found_by_nobody() -> 
 
 @pytest.mark.parametrize("block_id", [0, -1, 10])
 def test_an_id_outside_the_pool_evicts_nothing(block_id: int) -> None:
-    """Nothing is half done, the null block included."""
+    """Nothing is done by half; the null block cannot be evicted either."""
     pool = pool_of()
     prompt = request("a", range(8))
     compute(pool, prompt)
@@ -312,7 +313,7 @@ def test_an_id_outside_the_pool_evicts_nothing(block_id: int) -> None:
 
 @pytest.mark.parametrize("count", [-1, 8, 100])
 def test_more_blocks_than_are_free_are_refused_and_none_is_given_out(count: int) -> None:
-    """A caller that did not ask before must not find the pool half empty."""
+    """A caller that did not check first must not leave the pool half empty."""
     pool = pool_of()
     prompt = request("a", range(8))
     blocks = compute(pool, prompt)
@@ -329,7 +330,7 @@ def test_more_blocks_than_are_free_are_refused_and_none_is_given_out(count: int)
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])
 def test_a_pool_has_the_null_block_and_one_to_give(num_blocks: int) -> None:
-    """With less no request could ever run."""
+    """With fewer no request could ever run."""
     with pytest.raises(
         BlockRangeError,
         match=f"^num_blocks {num_blocks} must be at least 2: the null block and one to hold$",
@@ -351,7 +352,7 @@ def test_a_reset_is_refused_while_a_block_is_held_and_changes_nothing() -> None:
 
 
 def test_a_reset_forgets_everything_and_is_one_event() -> None:
-    """Lower tiers survive, so the GPU's blocks go with an event of their own."""
+    """Lower tiers survive, so the GPU's blocks have an event of their own."""
     pool = pool_of()
     prompt = request("a", range(8))
     for group_idx in (GROUP_0, GROUP_0, GROUP_1):
@@ -364,8 +365,8 @@ def test_a_reset_forgets_everything_and_is_one_event() -> None:
     assert take_events(pool) == []
 
 
-def test_what_is_stored_after_a_reset_in_the_same_step_is_told_behind_it() -> None:
-    """Told before it, it would be cleared at the router and stay in the engine."""
+def test_what_is_stored_after_a_reset_in_the_same_step_is_reported_behind_it() -> None:
+    """Reported before it, it would be cleared at the router and stay in the engine."""
     pool = pool_of()
     prompt = request("a", range(8))
     give_back(pool, compute(pool, prompt))
@@ -376,10 +377,10 @@ def test_what_is_stored_after_a_reset_in_the_same_step_is_told_behind_it() -> No
     assert stored([event])[0].block_hashes == prompt.block_hashes
 
 
-# --- what it tells --------------------------------------------------------------------------------
+# --- what it reports --------------------------------------------------------------------------------
 
 
-def test_without_events_nothing_is_told_and_everything_else_is_the_same() -> None:
+def test_without_an_event_log_everything_else_is_the_same() -> None:
     """An engine that publishes nothing must not pay with memory that grows."""
     pool = pool_of(3, enable_events=False)
     prompt = request("a", range(8))
@@ -394,8 +395,7 @@ def test_without_events_nothing_is_told_and_everything_else_is_the_same() -> Non
 
 
 def test_statistics_count_what_happened_in_each_group() -> None:
-    """An operator sees which group's blocks are evicted, and whether anybody would have missed
-    them."""
+    """An operator sees which group's blocks are evicted, and whether that cost hits."""
     pool = pool_of(7)
     prompt = request("a", range(8))
     full_blocks, window_blocks = compute(pool, prompt, GROUP_0), compute(pool, prompt, GROUP_1)
@@ -419,7 +419,7 @@ def test_statistics_count_what_happened_in_each_group() -> None:
 
 
 def test_a_block_used_again_after_it_slid_out_is_an_ordinary_one() -> None:
-    """Its eviction costs somebody a hit, and must not be counted as harmless."""
+    """Its eviction costs a hit, and must not be counted as harmless."""
     pool = pool_of(3)
     blocks = compute(pool, request("a", range(8)))
     pool.free_blocks(blocks, have_slid_out=True)
@@ -432,7 +432,7 @@ def test_a_block_used_again_after_it_slid_out_is_an_ordinary_one() -> None:
 
 
 def test_a_block_in_use_again_has_not_slid_out() -> None:
-    """Who reads it misses it when it is evicted under its hands."""
+    """Its reader would miss it after an eviction."""
     pool = pool_of(3)
     blocks = compute(pool, request("a", range(8)))
     pool.free_blocks(blocks, have_slid_out=True)
@@ -444,7 +444,7 @@ def test_a_block_in_use_again_has_not_slid_out() -> None:
 
 
 def test_a_block_another_request_still_holds_has_not_slid_out() -> None:
-    """The other one decides when it goes."""
+    """The other request decides when it goes."""
     pool = pool_of(2)
     blocks = compute(pool, request("a", range(4)))
     pool.touch(blocks)
@@ -455,7 +455,7 @@ def test_a_block_another_request_still_holds_has_not_slid_out() -> None:
 
 
 def test_a_block_of_one_request_given_to_another_does_not_count_as_slid() -> None:
-    """The mark belongs to the content, which is gone."""
+    """The flag belongs to the content, which is gone."""
     pool = pool_of(2)
     pool.free_blocks(compute(pool, request("a", range(4))), have_slid_out=True)
     compute(pool, request("b", range(4, 8)))

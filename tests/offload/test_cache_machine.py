@@ -1,5 +1,4 @@
-"""Model-based tests of the whole cache manager: whatever requests do, no page is read that holds
-anything else."""
+"""Model-based tests of the whole cache manager: every page that is read holds the right prefix."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ INTERVAL = st.sampled_from([None, 0, 32])
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Any order of what a scheduler may do; the driver checks content, counts, hits and events
-    after every step."""
+    """Any order of a scheduler's operations.
+
+    The driver checks content, counts, hits and events after every step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
         lora=st.sampled_from([None, None, "sql"]),
     )
     def arrive(self, data: st.DataObject, fresh: int, outputs: int, lora: str | None) -> None:
-        """A prompt that begins like one that is known."""
+        """A prompt that begins like a known one."""
         start = data.draw(st.sampled_from(self.known))
         kept = data.draw(st.integers(0, len(start)))
         prompt = [*start[:kept], *range(kept, kept + fresh)] or [1]
@@ -138,8 +139,7 @@ test_any_order_of_operations_leaves_the_cache_right = CacheMachine.TestCase
 def test_a_long_run_under_pressure_reads_only_what_is_right(
     label: str, config: CacheConfig
 ) -> None:
-    """Every layout meets evictions, preemptions and resets, and requests that find their prefix
-    again."""
+    """Every layout sees evictions, preemptions and resets, and prefixes that are found again."""
     counts: Counter[str] = Counter()
     for share in (4, 2, 1):
         driver = CacheDriver(with_blocks(config, config.num_blocks // share))

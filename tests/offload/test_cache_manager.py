@@ -1,4 +1,4 @@
-"""The engine's face of its KV cache, as a scheduler uses it."""
+"""The engine's interface to its KV cache, as a scheduler uses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache_of(*groups: KVCacheGroup, blocks: int = 20, **settings: Any) -> CacheM
 def admit(
     cache: CacheManager, prompt: CacheRequest, tokens: int, **settings: Any
 ) -> AllocatedBlocks | None:
-    """Let a new request compute *tokens* behind its hit, and note how far it is."""
+    """Let a new request compute *tokens* behind its hit, and record its progress."""
     hit = cache.get_computed_blocks(prompt)
     given = cache.allocate_slots(prompt, tokens, hit, **settings)
     if given is not None:
@@ -88,7 +88,10 @@ def state(cache: CacheManager, *request_ids: str) -> Sequence[object]:
 
 
 def test_a_prompt_is_computed_in_chunks_and_decoded() -> None:
-    """The way of every request: blocks as it needs them, each full one findable at once."""
+    """Every request goes this way:
+
+    it gets blocks as it needs them, each full one findable at once.
+    """
     cache, prompt = cache_of(), request("a", range(10))
     assert not cache.holds("a")
     given = admit(cache, prompt, 6)
@@ -121,7 +124,7 @@ def test_a_prompt_is_computed_in_chunks_and_decoded() -> None:
 
 
 def test_a_later_prompt_reuses_what_it_shares() -> None:
-    """What the whole cache is for."""
+    """This is the purpose of the whole cache."""
     cache = cache_of(full(), window(9))
     run_and_free(cache, request("old", range(20)))
     prompt = request("a", [*range(16), *range(50, 56)])
@@ -137,7 +140,7 @@ def test_a_later_prompt_reuses_what_it_shares() -> None:
 
 
 def test_asking_changes_nothing() -> None:
-    """A scheduler asks for requests that wait, at every step."""
+    """A scheduler looks waiting requests up in every step."""
     cache = cache_of(full(), window(9))
     run_and_free(cache, request("old", range(20)))
     prompt = request("a", range(20))
@@ -164,7 +167,7 @@ def test_asking_changes_nothing() -> None:
 def test_a_hit_leaves_the_last_token_and_keeps_to_its_limit(
     tokens: int, limit: int | None, hit: int
 ) -> None:
-    """Without a token to compute there is no next one."""
+    """The next token is computed from the last one."""
     cache = cache_of()
     run_and_free(cache, request("old", range(40)))
     assert cache.get_computed_blocks(request("a", range(tokens)), limit).num_tokens == hit
@@ -182,7 +185,7 @@ def test_a_preempted_request_finds_what_it_had_computed() -> None:
 
 
 def test_blocks_that_slid_out_serve_the_same_request_again() -> None:
-    """A full pool is no reason to preempt a request whose window moves on."""
+    """With a full pool, a request whose window moves on need not be preempted."""
     cache, prompt = cache_of(window(9), blocks=4, enable_caching=False), request("a", range(40))
     admit(cache, prompt, 16)
     assert cache.usage == 1.0
@@ -198,7 +201,7 @@ def test_blocks_that_slid_out_serve_the_same_request_again() -> None:
 
 
 def test_a_new_request_that_does_not_fit_leaves_no_trace() -> None:
-    """The scheduler tries again at the next step, as if it had never asked."""
+    """The scheduler tries again in the next step, as if it had never asked."""
     cache = cache_of(full(), window(9), blocks=10)
     run_and_free(cache, request("old", range(8)))
     admit(cache, request("running", range(50, 58)), 8)
@@ -216,8 +219,7 @@ def test_a_new_request_that_does_not_fit_leaves_no_trace() -> None:
 
 
 def test_a_running_request_that_does_not_fit_keeps_also_what_could_slide_out() -> None:
-    """None means preempt somebody: the one that is asked for may be asked again in the same
-    step."""
+    """None means preempt another request; then this one may be tried again in the same step."""
     cache, prompt = cache_of(window(9), blocks=5), request("a", range(40))
     admit(cache, prompt, 16)
     admit(cache, request("other", range(50, 54)), 4)
@@ -238,8 +240,10 @@ def test_a_running_request_that_does_not_fit_keeps_also_what_could_slide_out() -
 def test_a_request_fits_or_is_refused_at_every_size_of_the_pool(
     groups: list[KVCacheGroup], external: int
 ) -> None:
-    """What is counted beforehand is what is taken: one block more, and an admission breaks off half
-    way."""
+    """The blocks counted beforehand are those taken.
+
+    One more, and an admission would break off half way.
+    """
     outcomes = set()
     for blocks in range(2, 30):
         cache, prompt = cache_of(*groups, blocks=blocks), request("a", range(30))
@@ -252,8 +256,8 @@ def test_a_request_fits_or_is_refused_at_every_size_of_the_pool(
     assert False in outcomes
 
 
-def test_a_state_that_a_tier_brings_needs_its_block_beside_the_steps_own() -> None:
-    """With room for one of them the answer is None, not an error after the first was taken."""
+def test_a_state_that_a_tier_brings_needs_a_block_besides_the_steps_own() -> None:
+    """With room for one of them the result is None, not an error after the first was taken."""
     cache, prompt = cache_of(mamba(), blocks=1), request("a", range(13))
     before = state(cache, "a")
     assert cache.allocate_slots(prompt, 5, num_external_tokens=8) is None
@@ -262,7 +266,7 @@ def test_a_state_that_a_tier_brings_needs_its_block_beside_the_steps_own() -> No
 
 @pytest.mark.parametrize(("blocks", "fits"), [(9, False), (10, True)])
 def test_a_whole_prompt_must_fit_where_the_scheduler_asks_for_it(blocks: int, fits: bool) -> None:
-    """Chunk after chunk of a prompt that never fits would preempt everybody else."""
+    """Chunk after chunk of a prompt that never fits would preempt all other requests."""
     cache, prompt = cache_of(blocks=blocks), request("a", range(40))
     assert (cache.allocate_slots(prompt, 4, full_sequence_must_fit=True) is not None) is fits
     assert cache.statistics().counts.refused == (not fits)
@@ -272,7 +276,7 @@ def test_a_whole_prompt_must_fit_where_the_scheduler_asks_for_it(blocks: int, fi
 
 
 def test_a_whole_prompt_of_a_window_is_what_it_holds_at_a_time() -> None:
-    """A prompt of a million tokens fits where window and chunk do."""
+    """A prompt of a million tokens fits if its window and one step's tokens do."""
     for blocks, fits in ((6, False), (7, True)):
         cache = cache_of(window(9), blocks=blocks, max_in_flight_tokens=16)
         given = cache.allocate_slots(request("a", range(190)), 4, full_sequence_must_fit=True)
@@ -280,7 +284,7 @@ def test_a_whole_prompt_of_a_window_is_what_it_holds_at_a_time() -> None:
 
 
 def test_a_whole_sequence_is_never_less_than_the_tokens_asked_for() -> None:
-    """Drafts may reach behind the prompt."""
+    """Drafts may extend behind the prompt."""
     assert (
         cache_of(blocks=2).allocate_slots(request("a", range(4)), 12, full_sequence_must_fit=True)
         is None
@@ -293,7 +297,7 @@ def test_a_whole_sequence_is_never_less_than_the_tokens_asked_for() -> None:
 
 @pytest.mark.parametrize(("reserved", "fits"), [(0, True), (6, True), (7, False)])
 def test_reserved_blocks_are_left_to_others(reserved: int, fits: bool) -> None:
-    """A load that is on its way must find its blocks."""
+    """A load in progress must find its blocks."""
     cache = cache_of(blocks=10)
     assert (
         cache.allocate_slots(request("a", range(16)), 16, reserved_blocks=reserved) is not None
@@ -318,7 +322,7 @@ def test_a_state_written_in_this_step_makes_its_reader_wait_for_the_next() -> No
 
 
 def test_drafts_get_slots_up_to_the_longest_request() -> None:
-    """Behind it nothing will ever be written."""
+    """Nothing is ever written behind that."""
     cache, prompt = cache_of(blocks=20, max_model_len=20), request("a", range(15))
     given = admit(cache, prompt, 15, num_lookahead_tokens=3)
     assert given is not None
@@ -329,7 +333,7 @@ def test_drafts_get_slots_up_to_the_longest_request() -> None:
 
 
 def test_a_block_is_not_cached_while_drafts_fill_it() -> None:
-    """A rejected draft leaves the block with other tokens than its name says."""
+    """A rejected draft leaves the block with other tokens than its hash covers."""
     cache, prompt = cache_of(), request("a", range(6))
     admit(cache, prompt, 10)
     assert len(cache.pool.cached(cache.coordinator.managers[0].group_idx)) == 1
@@ -338,8 +342,8 @@ def test_a_block_is_not_cached_while_drafts_fill_it() -> None:
 
 
 @pytest.mark.parametrize("groups", [[full()], [full(), window(9)], [full(), mamba()]])
-def test_blocks_of_a_load_are_found_only_after_it_has_come(groups: list[KVCacheGroup]) -> None:
-    """A load may fail, and somebody else would have read what never came."""
+def test_blocks_of_a_load_are_found_only_after_it_has_completed(groups: list[KVCacheGroup]) -> None:
+    """A load may fail, and another request would have read data that never arrived."""
     cache, prompt = cache_of(*groups), request("a", range(20))
     given = cache.allocate_slots(prompt, 0, num_external_tokens=16, delay_caching=True)
     assert given is not None
@@ -373,7 +377,7 @@ def test_a_load_continues_a_hit() -> None:
 
 
 def test_an_encoders_tokens_are_given_once() -> None:
-    """The scheduler names them at the first call alone."""
+    """The scheduler passes them in the first call only."""
     cache, prompt = cache_of(full(), cross(8)), request("a", range(8))
     given = admit(cache, prompt, 4, num_encoder_tokens=10)
     assert given is not None
@@ -414,7 +418,7 @@ def hit_of(cache: CacheManager, tokens: int) -> ComputedBlocks:
 def test_a_new_requests_call_that_makes_no_sense_is_refused_before_anything_changes(
     new: int, settings: dict[str, int], message: str
 ) -> None:
-    """A scheduler's bug must show where it is made, not as a page of another request later."""
+    """A scheduler's bug must show where it is, not later as a page of another request."""
     cache, prompt = cache_of(blocks=60), request("a", range(8))
     before = (state(cache, "a"), cache.statistics())
     with pytest.raises(RequestStateError, match=f"^{re.escape(message)}$") as caught:
@@ -424,7 +428,7 @@ def test_a_new_requests_call_that_makes_no_sense_is_refused_before_anything_chan
 
 
 def test_the_longest_request_is_allowed() -> None:
-    """The rule says exceed."""
+    """The limit itself is still valid."""
     assert cache_of(blocks=60).allocate_slots(request("a", range(8)), 200) is not None
     assert (
         cache_of(blocks=60).allocate_slots(request("a", range(8)), 0, num_external_tokens=200)
@@ -433,8 +437,8 @@ def test_the_longest_request_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("how", ["another request took them", "they were evicted", "all was reset"])
-def test_a_hit_whose_blocks_went_since_is_refused(how: str) -> None:
-    """Their pages may be another request's by now, and the two would write over each other."""
+def test_a_hit_whose_blocks_were_lost_since_is_refused(how: str) -> None:
+    """Their pages may belong to another request by now; the two would overwrite each other."""
     cache = cache_of(blocks=6)
     hit = hit_of(cache, 8)
     assert hit.num_tokens == 8
@@ -451,7 +455,7 @@ def test_a_hit_whose_blocks_went_since_is_refused(how: str) -> None:
 
 
 def test_a_hit_outlives_the_eviction_of_other_blocks() -> None:
-    """Between a request's lookup and its admission others are given blocks all the time."""
+    """Between a request's lookup and its admission other requests are given blocks all the time."""
     cache = cache_of(blocks=6)
     hit = hit_of(cache, 8)
     run_and_free(cache, request("other", range(100, 104)))
@@ -489,7 +493,7 @@ def test_a_request_without_blocks_has_computed_nothing() -> None:
 
 
 def test_a_running_request_stays_within_the_longest() -> None:
-    """What it has computed counts."""
+    """Computed tokens count too."""
     cache, prompt = cache_of(max_model_len=10), request("a", range(10))
     admit(cache, prompt, 8)
     with pytest.raises(
@@ -513,7 +517,7 @@ def test_a_hit_alone_is_enough_to_be_admitted() -> None:
 
 
 def test_only_a_request_that_holds_blocks_can_cache_them() -> None:
-    """After a preemption a late load must not name blocks that are someone else's."""
+    """After a preemption a late load must not hash blocks of another request."""
     cache, prompt = cache_of(), request("a", range(8))
     with pytest.raises(
         RequestStateError,
@@ -523,7 +527,7 @@ def test_only_a_request_that_holds_blocks_can_cache_them() -> None:
 
 
 def test_the_scheduler_and_the_configuration_must_mean_the_same_block_size() -> None:
-    """Two sizes would be two opinions on where hits end."""
+    """Two sizes would disagree on where hits end."""
     with pytest.raises(
         OffloadError, match=r"^scheduler_block_size 8 must be the configuration's, 4$"
     ):
@@ -534,7 +538,7 @@ def test_the_scheduler_and_the_configuration_must_mean_the_same_block_size() -> 
 
 
 def test_a_reset_is_refused_while_a_request_runs() -> None:
-    """It would go on caching what the old weights computed."""
+    """It would go on caching results of the old weights."""
     cache, prompt = cache_of(full(), window(9)), request("a", range(12))
     run_and_free(cache, request("old", range(50, 60)))
     admit(cache, prompt, 12)
@@ -550,8 +554,8 @@ def test_a_reset_is_refused_while_a_request_runs() -> None:
     assert cache.statistics().counts.resets == 1
 
 
-def test_a_block_whose_load_failed_is_found_by_nobody() -> None:
-    """Its bytes are not what its name says."""
+def test_a_block_whose_load_failed_is_no_longer_found() -> None:
+    """Its bytes do not match its hash."""
     cache, prompt = cache_of(), request("a", range(12))
     admit(cache, prompt, 12)
     cache.take_events()
@@ -564,8 +568,8 @@ def test_a_block_whose_load_failed_is_found_by_nobody() -> None:
         cache.evict_blocks([21])
 
 
-def test_without_events_nothing_is_told() -> None:
-    """An engine that publishes nothing keeps nothing for it."""
+def test_without_events_nothing_is_reported() -> None:
+    """An engine that publishes nothing keeps no events in memory."""
     cache = cache_of(enable_events=False)
     run_and_free(cache, request("a", range(12)))
     assert cache.take_events() == []
@@ -576,8 +580,8 @@ def test_without_events_nothing_is_told() -> None:
     assert cache.take_events() == []
 
 
-def test_a_junction_is_noted_on_the_request_that_is_admitted() -> None:
-    """Caching looks there for what to keep beside the prompt's end."""
+def test_the_end_of_a_shared_prefix_is_set_on_the_request_that_is_admitted() -> None:
+    """Caching retains blocks there as well as at the prompt's end."""
     cache = cache_of(full(), window(5), retention_interval=0, blocks=60)
     run_and_free(cache, request("old", range(41)))
     fork = request("a", [*range(22), *range(900, 930)])
@@ -586,8 +590,8 @@ def test_a_junction_is_noted_on_the_request_that_is_admitted() -> None:
     assert cache.get_computed_blocks(request("b", [*range(22), *range(500, 520)])).num_tokens == 20
 
 
-def test_statistics_tell_what_happened() -> None:
-    """Every field is a metric somebody judges the cache by."""
+def test_statistics_count_what_happened() -> None:
+    """Every field is a metric by which operators judge the cache."""
     cache = cache_of(full(), window(5), blocks=14)
     first, second = request("a", range(20)), request("b", range(16))
     admit(cache, first, 20)
@@ -613,7 +617,7 @@ def test_statistics_tell_what_happened() -> None:
 
 
 def test_a_new_caches_statistics_are_all_zero() -> None:
-    """A counter that starts elsewhere shows work nobody did."""
+    """A counter that starts elsewhere reports work that was never done."""
     pool = PoolStatistics(num_blocks=20, free=20, groups=(GroupPoolStatistics(cached=0),))
     assert cache_of().statistics() == CacheStatistics(
         pool=pool,
@@ -629,9 +633,11 @@ def test_a_new_caches_statistics_are_all_zero() -> None:
     )
 
 
-def test_evictions_behind_a_window_are_told_from_those_that_cost_a_hit() -> None:
-    """A window's old blocks go for nothing; an operator who sees them evicted need not buy
-    memory."""
+def test_evictions_behind_a_window_are_counted_apart_from_those_that_cost_a_hit() -> None:
+    """Evicting a window's old blocks costs nothing:
+
+    an operator who sees it needs no more memory.
+    """
     cache, prompt = cache_of(window(5), blocks=6), request("a", range(24))
     admit(cache, prompt, 16)
     assert (

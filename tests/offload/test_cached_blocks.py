@@ -1,4 +1,4 @@
-"""Hash -> block, where several requests may have computed the same."""
+"""Hash -> block, where several requests may have computed the same prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A, B = b"a", b"b"
 
 
 def test_a_hash_is_found_while_it_has_a_copy() -> None:
-    """A hit must be there, and a miss must be one."""
+    """A hit must exist, and what is gone must be a miss."""
     cached, block = CachedBlocks(), Block(1)
     assert (A in cached, cached.get(A), len(cached)) == (False, None, 0)
     assert cached.add(A, block)
@@ -22,7 +22,7 @@ def test_a_hash_is_found_while_it_has_a_copy() -> None:
 
 
 def test_copies_of_one_hash_count_once_and_the_oldest_serves() -> None:
-    """An old copy is the one others share already, so a hit makes no second block busy."""
+    """Other requests share the old copy already, so a hit occupies no second block."""
     cached, blocks = CachedBlocks(), [Block(index) for index in range(3)]
     assert [cached.add(A, block) for block in blocks] == [True, False, False]
     assert (len(cached), cached.get(A)) == (1, blocks[0])
@@ -57,8 +57,10 @@ def test_clearing_forgets_every_copy() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([A, B]), st.integers(0, 4)), max_size=40))
 def test_any_order_of_copies_is_counted_right(toggles: list[tuple[bytes, int]]) -> None:
-    """What `add` and `discard` answer becomes events: one wrong answer and a router is wrong for
-    good."""
+    """The results of `add` and `discard` become events:
+
+    one wrong result, and a router stays wrong.
+    """
     cached, blocks = CachedBlocks(), [Block(index) for index in range(5)]
     copies: dict[bytes, list[Block]] = {A: [], B: []}
     for block_hash, index in toggles:

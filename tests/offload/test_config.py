@@ -1,4 +1,4 @@
-"""Sizes of a cache, checked at the door."""
+"""Sizes of a cache, checked when the configuration is built."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_configuration_keeps_what_it_was_given() -> None:
     assert config.retention_interval == 48
 
 
-def test_what_is_left_out_is_the_safe_choice() -> None:
-    """A prompt in one step is the most that can be in flight; a cache caches and tells."""
+def test_defaults_are_the_safe_choice() -> None:
+    """By default a whole prompt may be in flight, and the cache caches and reports."""
     config = build(full())
     assert config.max_in_flight_tokens == config.max_model_len == 100
     assert (config.enable_caching, config.enable_events, config.layout.eagle) == (True, True, False)
@@ -141,7 +141,7 @@ MULTIPLE = "scheduler_block_size {} must be a multiple of {}"
 def test_block_sizes_that_contradict_each_other_are_named_with_place_value_and_rule(
     groups: list[KVCacheGroup], sizes: dict[str, int], message: str
 ) -> None:
-    """Who wrote the configuration must find the line; an assert would vanish under `python -O`."""
+    """The user must find the line; an assert would vanish under `python -O`."""
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}"):
         build(*groups, **sizes)
 
@@ -167,13 +167,13 @@ def test_an_encoders_blocks_need_not_fit_the_schedulers() -> None:
     ],
 )
 def test_a_cache_that_could_hold_nothing_is_refused(settings: dict[str, int], message: str) -> None:
-    """It would refuse every request later, and say it does not fit now."""
+    """It would refuse every request later, as if only for lack of room."""
     with pytest.raises(CacheConfigError, match=f"^{re.escape(message)}$"):
         build(full(), **settings)
 
 
 def test_the_smallest_cache_is_allowed() -> None:
-    """The rules say at least, not more than."""
+    """The limits themselves are valid."""
     assert build(full(), num_blocks=2, max_model_len=1, max_in_flight_tokens=1).num_blocks == 2
 
 
@@ -186,7 +186,7 @@ def test_the_smallest_cache_is_allowed() -> None:
     ],
 )
 def test_an_interval_must_meet_ends_of_hits(interval: int, message: str) -> None:
-    """Between them nothing that is kept could serve."""
+    """Blocks kept at other positions could serve no hit."""
     with pytest.raises(CacheConfigError, match=f"^{message}$"):
         build(full(), window(9), scheduler=16, retention_interval=interval)
 
@@ -204,10 +204,8 @@ def test_an_interval_without_a_group_it_concerns_is_refused(groups: list[KVCache
 
 @pytest.mark.parametrize("group", [window(9), mamba()])
 @pytest.mark.parametrize("interval", [None, 0, 16, 32])
-def test_an_interval_is_none_or_nothing_or_a_multiple(
-    group: KVCacheGroup, interval: int | None
-) -> None:
-    """All three say something else about what is kept."""
+def test_an_interval_is_none_zero_or_a_multiple(group: KVCacheGroup, interval: int | None) -> None:
+    """Each of the three retains something else."""
     assert (
         build(full(), group, scheduler=16, retention_interval=interval).retention_interval
         == interval
@@ -216,7 +214,7 @@ def test_an_interval_is_none_or_nothing_or_a_multiple(
 
 @pytest.mark.parametrize(("chunk", "scheduler"), [(24, 16), (6, 4), (8, 16)])
 def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) -> None:
-    """A hit could need blocks of a chunk that nobody looked for."""
+    """A hit could need blocks of a chunk that was never checked."""
     place = "group 1 (chunked_local_attention)"
     message = (
         f"{place}: attention_chunk_size {chunk} must be a multiple of "
@@ -227,8 +225,7 @@ def test_chunks_that_end_between_hits_are_refused(chunk: int, scheduler: int) ->
 
 
 def test_eagle_with_chunks_is_refused() -> None:
-    """The block it needs beyond a hit may belong to the next chunk, which proves nothing of this
-    one."""
+    """The block it needs beyond a hit may belong to the next chunk, proving nothing of this one."""
     message = (
         "group 0 (chunked_local_attention): eagle must be off: "
         "like vLLM, this cache does not support EAGLE with chunked local attention"

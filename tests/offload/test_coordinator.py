@@ -56,7 +56,7 @@ def need_of(
 
 
 def fill(coordinator: Coordinator, prompt: CacheRequest, keep: list[set[int]]) -> None:
-    """Cache of each group the blocks of a prompt whose indices are in *keep*."""
+    """Cache the blocks of a prompt whose indices are in *keep*, group by group."""
     for manager, kept in zip(coordinator.managers, keep, strict=True):
         count = prompt.num_tokens // manager.block_size
         if manager.group.kind is not GroupKind.NOT_CACHED:
@@ -66,7 +66,7 @@ def fill(coordinator: Coordinator, prompt: CacheRequest, keep: list[set[int]]) -
 
 
 def compute(coordinator: Coordinator, prompt: CacheRequest, tokens: int) -> None:
-    """Give a request blocks for its first tokens and cache what may be."""
+    """Give a request blocks for its first tokens, and cache those that may be."""
     coordinator.adopt_computed_blocks(prompt.request_id, need_of(coordinator, tokens))
     coordinator.allocate_new_blocks(prompt.request_id, need_of(coordinator, tokens))
     coordinator.cache_blocks(prompt, tokens)
@@ -104,7 +104,7 @@ def cached_ends(coordinator: Coordinator, prompt: CacheRequest) -> list[list[int
 def test_the_form_follows_from_the_configuration(
     groups: list[KVCacheGroup], caching: bool, form: type[Coordinator]
 ) -> None:
-    """Nobody pays for agreement among groups that has one, or for hashes that nobody asks for."""
+    """A single group needs no agreement, and a cache without caching no hashes."""
     assert type(coordinator_of(config_of(groups, enable_caching=caching))) is form
 
 
@@ -125,9 +125,8 @@ def test_every_kind_of_group_has_a_manager_of_its_own() -> None:
     ]
 
 
-def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
-    """The scheduler says at which multiples hits end: whoever computes it again may come to another
-    answer."""
+def test_the_schedulers_block_size_reaches_every_group_unchanged() -> None:
+    """The scheduler defines where hits end; computing it again might give another value."""
     config = CacheConfig.build(
         [full(4), window(9, 8), mamba(16), cross(7)],
         num_blocks=20,
@@ -139,7 +138,7 @@ def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
     )
     coordinator = coordinator_of(config)
     assert coordinator.scheduler_block_size == 48
-    # An encoder's blocks take no part in hits: its group is told its own size.
+    # An encoder's blocks take no part in hits: its group gets its own size.
     assert [manager.settings.scheduler_block_size for manager in coordinator.managers] == [
         48,
         48,
@@ -154,7 +153,7 @@ def test_the_schedulers_block_size_reaches_every_group_as_it_is() -> None:
 
 
 def test_without_caching_nothing_is_found_or_cached() -> None:
-    """Blocks are given and taken all the same."""
+    """Blocks are given out and taken back all the same."""
     coordinator = coordinator_of(config_of([full(), window(9)], enable_caching=False))
     prompt = request("a", range(20))
     compute(coordinator, prompt, 20)
@@ -173,8 +172,7 @@ def test_without_caching_nothing_is_found_or_cached() -> None:
 
 @st.composite
 def caches(draw: st.DrawFn) -> tuple[CacheConfig, int, int, list[set[int]]]:
-    """A layout, a prompt's length, a limit, and per group the blocks that are there: most of them,
-    or few."""
+    """A layout, a prompt's length, a limit, and per group the blocks that exist: most, or few."""
     groups = GROUPS[draw(st.sampled_from(sorted(GROUPS)))]
     eagle = draw(st.booleans()) and allows_eagle(groups)
     tokens = draw(st.integers(1, 100))
@@ -200,7 +198,7 @@ def presence(coordinator: Coordinator, prompt: CacheRequest) -> Has:
 def test_the_hit_is_the_longest_that_every_group_accepts(
     case: tuple[CacheConfig, int, int, list[set[int]]],
 ) -> None:
-    """Whatever was evicted where: the rule of the design, over what is there."""
+    """Whatever was evicted: the rule by its definition, over the blocks that exist."""
     config, tokens, limit, keep = case
     coordinator = coordinator_of(config)
     fill(coordinator, prompt_of(config, tokens, "old"), keep)
@@ -246,7 +244,7 @@ def test_the_hit_is_the_longest_that_every_group_accepts(
 def test_a_hits_tables_have_null_blocks_where_nothing_is_needed(
     groups: list[KVCacheGroup], tables: list[list[int]]
 ) -> None:
-    """A block nobody will read must not be kept from others."""
+    """A block that is not read must not be kept from others."""
     config = config_of(groups)
     coordinator = coordinator_of(config)
     fill(coordinator, prompt_of(config, 24, "old"), [set(range(6)) for _ in groups])
@@ -254,8 +252,8 @@ def test_a_hits_tables_have_null_blocks_where_nothing_is_needed(
     assert (hit.num_tokens, [ids(table) for table in hit.blocks]) == (24, tables)
 
 
-def test_blocks_at_the_end_of_a_chunk_are_no_part_of_a_hit_that_ends_there() -> None:
-    """The next token opens a new chunk and reads nothing of the old."""
+def test_a_hit_that_ends_with_a_chunk_needs_no_blocks_of_it() -> None:
+    """The next token opens a new chunk and reads nothing of the old one."""
     config = config_of([chunked(16), full()])
     coordinator = coordinator_of(config)
     fill(coordinator, prompt_of(config, 32, "old"), [set(), set(range(8))])
@@ -284,7 +282,7 @@ def test_blocks_at_the_end_of_a_chunk_are_no_part_of_a_hit_that_ends_there() -> 
 def test_a_request_behind_a_hit_reads_these_blocks(
     group: KVCacheGroup, tokens: int, blocks: list[int]
 ) -> None:
-    """Offloading loads these and no others."""
+    """Offloading loads exactly these."""
     (manager,) = coordinator_of(config_of([group])).managers
     assert list(manager.needed_blocks(tokens)) == blocks
 
@@ -311,7 +309,7 @@ def test_a_request_behind_a_hit_reads_these_blocks(
 def test_several_groups_keep_blocks_up_to_where_a_hit_can_end(
     groups: list[KVCacheGroup], eagle: bool, tokens: int, ends: list[list[int]]
 ) -> None:
-    """A block that one group has and the others cannot join is memory for nothing."""
+    """A block of one group that no hit of all groups can reach wastes memory."""
     config = config_of(groups, eagle=eagle)
     coordinator = coordinator_of(config)
     prompt = prompt_of(config, 40)
@@ -335,8 +333,10 @@ def test_several_groups_keep_blocks_up_to_where_a_hit_can_end(
 def test_a_later_prompt_resumes_at_the_end_of_this_one(
     tokens: int, step: int, eagle: bool, positions: tuple[int, ...]
 ) -> None:
-    """The same prompt again stops before its last token, a longer one does not, and EAGLE gives a
-    block back."""
+    """The same prompt again stops before its last token, a longer one does not.
+
+    EAGLE gives a block back.
+    """
     assert resume_positions(tokens, step, eagle) == positions
 
 
@@ -346,8 +346,7 @@ def test_a_later_prompt_resumes_at_the_end_of_this_one(
 def test_sparse_retention_keeps_the_window_before_the_prompts_end(
     prompt_tokens: int, output: int, ends: list[int]
 ) -> None:
-    """There the same prompt will resume; the answer's end is nobody's prefix under an interval of
-    0."""
+    """The same prompt will resume there; with interval 0 the response's end is not retained."""
     config = config_of([full(), window(9)], retention_interval=0)
     coordinator = coordinator_of(config)
     prompt = prompt_of(config, prompt_tokens)
@@ -357,7 +356,7 @@ def test_sparse_retention_keeps_the_window_before_the_prompts_end(
 
 
 def test_an_interval_keeps_windows_along_the_way() -> None:
-    """What it costs in memory it saves in recomputation for prompts that part earlier."""
+    """The memory it costs saves recomputation for prompts that share less."""
     config = config_of([full(), window(5)], retention_interval=16)
     coordinator = coordinator_of(config)
     prompt = prompt_of(config, 41)
@@ -365,9 +364,11 @@ def test_an_interval_keeps_windows_along_the_way() -> None:
     assert cached_ends(coordinator, prompt)[1] == [16, 32, 40]
 
 
-def test_a_junction_is_found_where_sparse_retention_cut_a_hit() -> None:
-    """Full attention shows that others share this prefix: from the second request on its end is
-    worth a window."""
+def test_the_end_of_a_shared_prefix_is_found_where_sparse_retention_cut_a_hit() -> None:
+    """Full attention shows that prompts share this prefix.
+
+    From the second request on, its end is worth a window.
+    """
     config = config_of([full(), window(5)], retention_interval=0)
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(41)), 41)
@@ -381,8 +382,11 @@ def test_a_junction_is_found_where_sparse_retention_cut_a_hit() -> None:
     assert (third.num_tokens, third.shared_prefix_boundary) == (20, 0)
 
 
-def test_a_junction_under_eagle_keeps_also_the_window_one_block_before() -> None:
-    """Who parts right at the junction lacks the block behind it and resumes a block earlier."""
+def test_with_eagle_the_window_one_block_before_a_shared_prefixs_end_is_kept_too() -> None:
+    """A request that leaves the prefix right at its end lacks the block behind it.
+
+    It resumes a block earlier.
+    """
     config = config_of([full(), window(5)], retention_interval=0, eagle=True)
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(60)), 60)
@@ -398,8 +402,8 @@ def test_a_junction_under_eagle_keeps_also_the_window_one_block_before() -> None
 
 
 @pytest.mark.parametrize("interval", [None, 32])
-def test_without_a_cut_there_is_no_junction(interval: int | None) -> None:
-    """What is kept anyway needs no exception, and what nobody shares deserves none."""
+def test_without_a_cut_there_is_no_shared_prefix_boundary(interval: int | None) -> None:
+    """Blocks that are kept anyway need no exception, and unshared ones deserve none."""
     config = config_of([full(), window(9)], retention_interval=interval)
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(65)), 65)
@@ -409,9 +413,8 @@ def test_without_a_cut_there_is_no_junction(interval: int | None) -> None:
     )
 
 
-def test_an_eviction_is_no_junction_where_everything_is_kept() -> None:
-    """Without sparse retention a short hit was cut by pressure, and keeping more would add to
-    it."""
+def test_an_eviction_sets_no_shared_prefix_boundary_where_everything_is_kept() -> None:
+    """Without sparse retention a hit was cut short by pressure; keeping more would add to it."""
     config = config_of([full(), window(9)])
     coordinator = coordinator_of(config)
     compute(coordinator, request("old", range(33)), 33)
@@ -426,7 +429,7 @@ def test_an_eviction_is_no_junction_where_everything_is_kept() -> None:
 
 
 def test_groups_counts_are_added_up() -> None:
-    """One pool serves them all; the encoder's tokens are one group's alone."""
+    """One pool serves them all; the encoder's tokens concern one group only."""
     coordinator = coordinator_of(
         config_of([full(), window(9), mamba(), cross(8)], max_in_flight_tokens=16)
     )
@@ -445,7 +448,7 @@ def test_groups_counts_are_added_up() -> None:
 
 
 def test_a_skipped_block_that_another_request_reads_is_not_free() -> None:
-    """Counting on it would admit a request that does not fit."""
+    """Counting it as free would admit a request that does not fit."""
     coordinator = coordinator_of(config_of([window(9)]))
     compute(coordinator, request("a", range(20)), 20)
     coordinator.pool.touch(coordinator.managers[0].block_table("a")[:2])
@@ -454,8 +457,7 @@ def test_a_skipped_block_that_another_request_reads_is_not_free() -> None:
 
 
 def test_all_groups_hits_are_taken_before_anything_new() -> None:
-    """A new block for one group's load must not be another group's hit, which lies first in the
-    free queue."""
+    """A new block for one group's load must not be another group's hit, first in the free queue."""
     config = config_of([full(), window(9)], num_blocks=9)
     coordinator = coordinator_of(config)
     for prompt in (request("old", range(8)), request("newer", range(50, 58))):
@@ -474,7 +476,7 @@ def test_all_groups_hits_are_taken_before_anything_new() -> None:
 
 
 def test_a_step_begins_in_every_group() -> None:
-    """A state of the step before can be read from now on."""
+    """States of the step before can be read from now on."""
     coordinator = coordinator_of(config_of([full(), mamba()]))
     compute(coordinator, request("a", range(8)), 8)
     hit = coordinator.find_longest_hit(request("b", range(9)), 8)

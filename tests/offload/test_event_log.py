@@ -1,4 +1,4 @@
-"""What a step did to the cache, told presence-exactly."""
+"""What a step changed in the cache, reported presence-exactly."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HASHES = PROMPT.block_hashes
 def store(
     log: EventLog, first_block: int, appeared: Sequence[bool], group_idx: GroupIdx = GROUP_0
 ) -> None:
-    """Tell the log of a run of `PROMPT`'s blocks of four tokens; *appeared* has a flag for each."""
+    """Add a run of `PROMPT`'s blocks of four tokens to the log; *appeared* has a flag for each."""
     log.start_run(group_idx, first_block, PROMPT)
     for block_hash, has_appeared in zip(HASHES[first_block:], appeared, strict=False):
         log.add_stored(block_hash, has_appeared)
 
 
-def told(events: Sequence[Event]) -> list[tuple[object, ...]]:
-    """Events as a person reads them: what, which group, which of `PROMPT`'s blocks."""
+def reported(events: Sequence[Event]) -> list[tuple[object, ...]]:
+    """Events in a readable form: what, which group, which of `PROMPT`'s blocks."""
     return [
         ("cleared",)
         if not isinstance(event, (BlockStored, BlockRemoved))
@@ -46,12 +46,12 @@ def log() -> EventLog:
     return EventLog([full(), window(9)])
 
 
-def test_a_step_in_which_nothing_happened_tells_nothing(log: EventLog) -> None:
+def test_a_step_in_which_nothing_happened_reports_nothing(log: EventLog) -> None:
     """Heartbeats are the publisher's."""
     assert log.take() == []
 
 
-def test_a_run_is_one_event_with_all_that_names_it(log: EventLog) -> None:
+def test_a_run_is_one_event_with_all_that_identifies_it(log: EventLog) -> None:
     """A router learns hash -> prefix from tokens and parent, and needs no block size to do so."""
     store(log, 0, [True] * 3)
     assert log.take() == [
@@ -68,7 +68,7 @@ def test_a_run_is_one_event_with_all_that_names_it(log: EventLog) -> None:
 
 
 def test_a_later_run_names_the_hash_before_it(log: EventLog) -> None:
-    """Without its parent a run hangs in the air at whoever joined late."""
+    """Without its parent a late joiner could not place the run."""
     store(log, 3, [True] * 2, GROUP_1)
     assert log.take() == [
         BlockStored(
@@ -92,10 +92,10 @@ def test_a_later_run_names_the_hash_before_it(log: EventLog) -> None:
         (mamba(), "mamba", None),
     ],
 )
-def test_every_event_says_what_kind_of_group_it_is_of(
+def test_every_event_carries_the_kind_of_its_group(
     group: KVCacheGroup, kind: str, sliding_window: int | None
 ) -> None:
-    """A reader that never saw the layout judges hits by these."""
+    """A reader that never saw the layout judges hits by these fields."""
     log = EventLog([group])
     store(log, 0, [True])
     (event,) = log.take()
@@ -105,8 +105,7 @@ def test_every_event_says_what_kind_of_group_it_is_of(
 
 
 def test_a_group_with_larger_blocks_uses_every_second_hash_and_its_own_parent() -> None:
-    """Two groups have the same hash at the same boundary: the parent is the hash right before the
-    run."""
+    """Two groups have the same hash at the same boundary; the parent is the one before the run."""
     log = EventLog([full(4), mamba(8)])
     log.start_run(GROUP_1, 1, PROMPT)
     for end in (16, 24):
@@ -132,10 +131,10 @@ def test_a_group_with_larger_blocks_uses_every_second_hash_and_its_own_parent() 
 def test_a_run_is_split_where_a_block_was_there_already(
     log: EventLog, appeared: list[bool], runs: list[tuple[int, ...]]
 ) -> None:
-    """A hash between two others without its tokens would shift all tokens behind it."""
+    """A hash whose tokens are left out would shift all tokens behind it."""
     store(log, 2, appeared)
     events = log.take()
-    assert told(events) == [("stored", 0, *(block + 2 for block in run)) for run in runs]
+    assert reported(events) == [("stored", 0, *(block + 2 for block in run)) for run in runs]
     for event, run in zip(events, runs, strict=True):
         assert isinstance(event, BlockStored)
         assert event.parent_block_hash == HASHES[run[0] + 1]
@@ -143,8 +142,10 @@ def test_a_run_is_split_where_a_block_was_there_already(
 
 
 def test_removals_of_a_group_travel_together_and_name_it(log: EventLog) -> None:
-    """Group 0 is a group like any other: a removal without an index would be taken for one of every
-    group."""
+    """Group 0 is a group like any other.
+
+    A removal without an index would be taken for one of every group.
+    """
     for group_idx, block in ((GROUP_1, 4), (GROUP_0, 2), (GROUP_1, 1), (GROUP_0, 3)):
         log.add_removed(group_idx, HASHES[block])
     events = log.take()
@@ -156,19 +157,19 @@ def test_removals_of_a_group_travel_together_and_name_it(log: EventLog) -> None:
     assert events[0] != BlockRemoved([HASHES[2], HASHES[3]], GPU, None)
 
 
-def test_what_came_and_went_in_one_step_is_not_told(log: EventLog) -> None:
-    """Told in the wrong order it would leave a router with a block nobody has."""
+def test_a_block_stored_and_removed_in_one_step_is_not_reported(log: EventLog) -> None:
+    """Reported in the wrong order, it would leave a router with a block that is gone."""
     store(log, 0, [True] * 3)
     log.add_removed(GROUP_0, HASHES[1])
-    assert told(log.take()) == [("stored", 0, 0), ("stored", 0, 2)]
+    assert reported(log.take()) == [("stored", 0, 0), ("stored", 0, 2)]
     assert log.take() == []
 
 
-def test_what_went_and_came_back_in_one_step_is_not_told(log: EventLog) -> None:
-    """The router has it, and is right."""
+def test_a_block_removed_and_stored_again_in_one_step_is_not_reported(log: EventLog) -> None:
+    """The router has it already, and is right."""
     log.add_removed(GROUP_0, HASHES[1])
     store(log, 0, [True] * 3)
-    assert told(log.take()) == [("stored", 0, 0), ("stored", 0, 2)]
+    assert reported(log.take()) == [("stored", 0, 0), ("stored", 0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_what_went_and_came_back_in_one_step_is_not_told(log: EventLog) -> None:
         ("-+-+", []),
     ],
 )
-def test_only_the_difference_between_two_steps_is_told(
+def test_only_the_difference_between_two_steps_is_reported(
     log: EventLog, changes: str, events: list[tuple[object, ...]]
 ) -> None:
     """A block may change hands many times in one step."""
@@ -192,36 +193,36 @@ def test_only_the_difference_between_two_steps_is_told(
             store(log, 0, [True])
         else:
             log.add_removed(GROUP_0, HASHES[0])
-    assert told(log.take()) == events
+    assert reported(log.take()) == events
 
 
-def test_a_hash_stored_again_is_told_once_by_the_run_that_holds_it(log: EventLog) -> None:
-    """The first run's block is gone; two stores of one hash would count twice at whoever counts."""
+def test_a_hash_stored_again_is_reported_once_by_the_run_that_holds_it(log: EventLog) -> None:
+    """The first run's block is gone; two stores of one hash would be counted twice."""
     store(log, 0, [True] * 3)
     log.add_removed(GROUP_0, HASHES[1])
     store(log, 1, [True])
-    assert told(log.take()) == [("stored", 0, 0), ("stored", 0, 2), ("stored", 0, 1)]
+    assert reported(log.take()) == [("stored", 0, 0), ("stored", 0, 2), ("stored", 0, 1)]
 
 
-def test_groups_have_nothing_to_do_with_each_other(log: EventLog) -> None:
+def test_groups_are_independent_of_each_other(log: EventLog) -> None:
     """The same hash goes from the window's group while full attention keeps it."""
     store(log, 0, [True] * 2, GROUP_0)
     log.add_removed(GROUP_1, HASHES[0])
-    assert told(log.take()) == [("removed", 1, 0), ("stored", 0, 0, 1)]
+    assert reported(log.take()) == [("removed", 1, 0), ("stored", 0, 0, 1)]
 
 
 def test_a_step_does_not_undo_the_one_before(log: EventLog) -> None:
-    """What was told was told: its removal is news."""
+    """What was reported stays reported: its removal is a new event."""
     store(log, 0, [True])
     log.take()
     log.add_removed(GROUP_0, HASHES[0])
-    assert told(log.take()) == [("removed", 0, 0)]
+    assert reported(log.take()) == [("removed", 0, 0)]
     store(log, 0, [True])
-    assert told(log.take()) == [("stored", 0, 0)]
+    assert reported(log.take()) == [("stored", 0, 0)]
 
 
-def test_clearing_comes_first_and_makes_what_was_before_it_no_news(log: EventLog) -> None:
-    """A store told before it would be cleared with the rest, one after it stays."""
+def test_clearing_comes_first_and_cancels_what_was_before_it(log: EventLog) -> None:
+    """A store reported before it would be cleared with the rest; one after it stays."""
     log.add_removed(GROUP_1, HASHES[5])
     store(log, 0, [True] * 2)
     log.add_cleared()
@@ -231,11 +232,11 @@ def test_clearing_comes_first_and_makes_what_was_before_it_no_news(log: EventLog
     log.add_removed(GROUP_0, HASHES[3])
     events = log.take()
     assert events[0] == AllBlocksCleared()
-    assert told(events) == [("cleared",), ("stored", 0, 1, 2)]
+    assert reported(events) == [("cleared",), ("stored", 0, 1, 2)]
     assert log.take() == []
 
 
-def test_tokens_said_after_the_store_are_not_part_of_it(log: EventLog) -> None:
+def test_tokens_appended_after_the_store_are_not_part_of_it(log: EventLog) -> None:
     """The request runs on while its events wait for the end of the step."""
     growing = request("b", range(6))
     log.start_run(GROUP_0, 0, growing)
@@ -257,7 +258,7 @@ def stored_whole(prompt: CacheRequest, group: KVCacheGroup) -> BlockStored:
 
 
 def test_an_event_carries_what_besides_tokens_decides_each_block() -> None:
-    """A router names blocks itself: what it is not told it cannot tell apart."""
+    """A router hashes blocks itself: it cannot tell apart what is not reported."""
     keys: list[ExtraKeys] = [None, (("image", 1),)]
     event = stored_whole(
         request("b", range(12), lora_name="sql", cache_salt="pepper", extra_keys=keys), full()
@@ -266,8 +267,8 @@ def test_an_event_carries_what_besides_tokens_decides_each_block() -> None:
     assert event.extra_keys == [("sql", "pepper"), ("sql", ("image", 1)), ("sql",)]
 
 
-def test_an_event_of_larger_blocks_has_one_entry_a_block_shifted_to_its_start() -> None:
-    """As many entries as hashes, or a reader puts a picture into the wrong block."""
+def test_an_event_of_larger_blocks_has_one_entry_per_block_shifted_to_its_start() -> None:
+    """With fewer entries than hashes, a reader would put a picture into the wrong block."""
     keys: list[ExtraKeys] = [None, (("image", 1),), None, (("image", -3),)]
     event = stored_whole(request("b", range(16), extra_keys=keys), mamba(8))
     assert event.extra_keys == [(("image", 5),), (("image", 1),)]
@@ -275,13 +276,13 @@ def test_an_event_of_larger_blocks_has_one_entry_a_block_shifted_to_its_start() 
 
 @pytest.mark.parametrize("keys", [(), [None, None]])
 def test_an_event_without_extra_keys_leaves_the_list_out(keys: Sequence[ExtraKeys]) -> None:
-    """A list of nothing for every block would be most of the stream."""
+    """An empty entry for every block would be most of the stream."""
     event = stored_whole(request("b", range(12), extra_keys=keys), full())
     assert (event.extra_keys, event.lora_name) == (None, None)
 
 
 def test_a_run_of_a_salted_prompt_that_starts_later_needs_no_extra_keys() -> None:
-    """The salt is in the first block's hash, and so in all behind it."""
+    """The salt is in the first block's hash, and so in all that follow."""
     salted = request("b", range(12), cache_salt="pepper")
     log = EventLog([full()])
     log.start_run(GROUP_0, 1, salted)

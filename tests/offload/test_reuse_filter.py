@@ -27,7 +27,7 @@ def offer(tier: ReuseFilter, request_id: str, *numbers: int) -> list[OffloadKey]
 
 @pytest.mark.parametrize("min_uses", [1, 2, 3, 5])
 def test_a_block_is_taken_when_enough_requests_used_it(min_uses: int) -> None:
-    """The number says how sure of reuse one wants to be before a copy is paid for."""
+    """The number is the evidence of reuse that a copy must have."""
     tier = filtered(min_uses)
     for turn in range(min_uses - 1):
         assert offer(tier, f"r{turn}", 1) == []
@@ -35,9 +35,8 @@ def test_a_block_is_taken_when_enough_requests_used_it(min_uses: int) -> None:
     assert tier.lookup(key(1), RequestContext("x")) is LookupResult.HIT
 
 
-def test_one_request_counts_once_however_often_it_comes_back() -> None:
-    """A request offers again after a refusal, and again after a preemption; nobody else wants its
-    block for that."""
+def test_one_request_counts_once_however_often_it_returns() -> None:
+    """It offers again after a refusal or a preemption, which shows no demand from others."""
     tier = filtered()
     for _ in range(5):
         assert offer(tier, "a", 1) == []
@@ -46,16 +45,18 @@ def test_one_request_counts_once_however_often_it_comes_back() -> None:
 
 
 def test_interleaved_requests_count_once_each() -> None:
-    """Two requests that wait side by side must not prove each other's blocks by taking turns."""
+    """Two waiting requests must not prove each other's blocks by taking turns."""
     tier = filtered(min_uses=3)
     for turn in range(6):
         assert offer(tier, "ab"[turn % 2], 1) == []
     assert offer(tier, "c", 1) == keys(1)
 
 
-def test_a_touch_is_a_use_and_a_lookup_is_none() -> None:
-    """A request whose prefix lies in the GPU touches and never offers it; one that waits is looked
-    up at every step."""
+def test_a_touch_is_a_use_and_a_lookup_is_not() -> None:
+    """A request whose prefix is on the GPU touches it without an offer.
+
+    One that waits is looked up in every step.
+    """
     tier = filtered()
     tier.lookup(key(1), RequestContext("a"))
     assert offer(tier, "b", 1) == []
@@ -64,7 +65,7 @@ def test_a_touch_is_a_use_and_a_lookup_is_none() -> None:
 
 
 def test_only_the_part_that_was_seen_is_taken() -> None:
-    """A system prompt goes to the tier; the question behind it waits until it is asked again."""
+    """A system prompt goes to the tier; the question behind it waits until it is repeated."""
     tier = filtered()
     assert offer(tier, "a", 1, 2, 3) == []
     assert offer(tier, "b", 1, 2, 4, 5, 1) == keys(1, 2)
@@ -72,7 +73,7 @@ def test_only_the_part_that_was_seen_is_taken() -> None:
 
 
 def test_the_least_recently_used_block_is_forgotten() -> None:
-    """The names are bounded in memory, and the ones in use stay."""
+    """Memory is bounded, and keys in use stay."""
     tier = filtered(max_tracked=3)
     offer(tier, "a", 1)
     offer(tier, "a", 2)
@@ -85,7 +86,7 @@ def test_the_least_recently_used_block_is_forgotten() -> None:
 
 
 def test_a_prompts_tail_is_forgotten_before_its_head() -> None:
-    """A prompt longer than the memory of the filter must not push out its own head every time."""
+    """A prompt longer than the filter's memory must not displace its own head every time."""
     tier = filtered(max_tracked=3)
     assert offer(tier, "a", 1, 2, 3, 4, 5) == []
     assert offer(tier, "b", 1, 2, 3) == keys(1, 2, 3)
@@ -97,7 +98,7 @@ def test_a_prompts_tail_is_forgotten_before_its_head() -> None:
     )
 )
 def test_memory_is_bounded(calls: list[tuple[str, list[int]]]) -> None:
-    """It sees every prompt there is, most of them once."""
+    """It sees every prompt, most of them once."""
     tier = filtered(max_tracked=7)
     for turn, (action, numbers) in enumerate(calls):
         if action == "touch":
@@ -109,7 +110,7 @@ def test_memory_is_bounded(calls: list[tuple[str, list[int]]]) -> None:
 
 
 def test_a_full_tiers_refusal_is_passed_on() -> None:
-    """The caller tries again later, and the uses it proved still count."""
+    """The caller tries again later, and the uses still count."""
     tier = filtered(num_blocks=1)
     offer(tier, "a", 1, 2)
     assert tier.prepare_store(keys(1, 2), RequestContext("b")) is None
@@ -117,7 +118,7 @@ def test_a_full_tiers_refusal_is_passed_on() -> None:
 
 
 def test_everything_else_reaches_the_tier() -> None:
-    """The filter is a tier to its caller: loads, failures, events and reset are the inner one's."""
+    """To its caller the filter is a tier: loads, failures, events and reset are passed on."""
     tier = filtered(min_uses=1)
     context = RequestContext("a")
     assert tier.medium == "CPU"
@@ -147,7 +148,7 @@ def test_a_touch_reaches_the_tiers_order() -> None:
 
 
 def test_a_reset_forgets_the_uses() -> None:
-    """After it everything starts anew, like the tier."""
+    """After it everything starts again, as in the tier."""
     tier = filtered()
     offer(tier, "a", 1)
     tier.reset()
@@ -160,6 +161,6 @@ def test_a_reset_forgets_the_uses() -> None:
     [(0, 5, "min_uses 0 must be at least 1"), (2, 0, "max_tracked 0 must be at least 1")],
 )
 def test_numbers_below_one_are_refused(min_uses: int, max_tracked: int, message: str) -> None:
-    """They would let everything or nothing through without a word."""
+    """They would silently let everything or nothing through."""
     with pytest.raises(CacheConfigError, match=f"reuse filter: {message}"):
         filtered(min_uses, max_tracked)

@@ -24,7 +24,7 @@ def mamba(block_size: int = 16) -> KVCacheGroup:
 
 @dataclass
 class Prefix:
-    """One prompt, and the names an engine gives its blocks."""
+    """One prompt, and the hashes an engine gives its blocks."""
 
     tokens: list[int]
     hash_block_size: int = 16
@@ -94,7 +94,7 @@ class Prefix:
         )
 
     def offloaded(self, index: int, ends: Sequence[int], medium: str = "CPU") -> BlockStored:
-        """What an offload tier says: hashes and nothing else."""
+        """The event of an offload tier: hashes and nothing else."""
         return BlockStored(
             [self.hash_at(end) for end in ends], None, [], medium, group_idx=index, block_size=0
         )

@@ -1,9 +1,8 @@
-"""A scheduler without a model around a `CacheManager`: it writes down what every page holds and
-checks whatever is read.
+"""A scheduler without a model around a `CacheManager`.
 
-A page's content is a list with one entry per token: a number that stands for the whole prefix up to
-that token, or for a state the one prefix it was made from. Reading anything else than the request's
-own prefix is what must never happen.
+It records what every page holds and checks whatever is read. A page's content is a list with one
+entry per token: a number that identifies the whole prefix up to that token, or for a state the
+prefix it was made from. A request must never read anything but its own prefix.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CHAIN = HashChain.from_seed("sha256", "a seed")
 
 @dataclass
 class Job:
-    """One request on its way."""
+    """A request that is running or waiting."""
 
     request: CacheRequest
     target_tokens: int
@@ -40,7 +39,7 @@ class Job:
     prefixes: list[int] = field(default_factory=list)
 
     def prefix(self, position: int) -> int:
-        """What stands for the tokens up to and with *position*."""
+        """The number that identifies the tokens up to and including *position*."""
         while len(self.prefixes) <= position:
             index = len(self.prefixes)
             before = self.prefixes[-1] if self.prefixes else hash((self.request.lora_name, "root"))
@@ -65,15 +64,17 @@ class Pages:
         return self._content.get(block_id, {}).get(slot)
 
     def write(self, block_id: int, slot: int, value: int) -> None:
-        """Slots are written in order: the first makes the page a new one."""
+        """Write a slot. Slots are written in order: the first makes the page a new one."""
         if slot == 0:
             self._content[block_id] = {}
         self._content[block_id][slot] = value
 
 
 class CacheDriver:
-    """Admits, computes, preempts and finishes requests, and holds the cache to what a model would
-    need of it."""
+    """Admits, computes, preempts and finishes requests.
+
+    It checks that the cache provides what a model would need.
+    """
 
     def __init__(self, config: CacheConfig, pages: Pages | None = None) -> None:
         self.config = config
@@ -142,12 +143,12 @@ class CacheDriver:
         sequence.request.num_computed_tokens = 0
 
     def finish(self, sequence: Job) -> None:
-        """The request needs its blocks no more."""
+        """End a request and free its blocks."""
         self.cache.free(sequence.request.request_id)
         del self.running[sequence.request.request_id]
 
     def end_step(self) -> None:
-        """Take the step's events, and hold them and the pool to what they must be."""
+        """Take the step's events, and check them and the pool."""
         self.events = self.cache.take_events()
         self._replay(self.events)
         self.check_invariants()
@@ -156,8 +157,7 @@ class CacheDriver:
     # --- what a model does ------------------------------------------------------------------------
 
     def _compute(self, sequence: Job, count: int) -> None:
-        """Read what the first new token looks at, write the new tokens, and say the next one after
-        the last."""
+        """Read what the first new token looks at, write the new ones, and generate the next."""
         request = sequence.request
         start = request.num_computed_tokens
         stop = start + count
@@ -228,8 +228,7 @@ class CacheDriver:
         return defined_hit(self.config.layout, has, request.num_tokens - 1, reach)
 
     def check_invariants(self) -> None:
-        """Counts add up, no block is both free and held, and events alone rebuild what is
-        cached."""
+        """Counts add up, no block is both free and held, and events alone rebuild the cache."""
         pool = self.cache.pool
         free = free_ids(pool)
         held = Counter(
@@ -247,7 +246,7 @@ class CacheDriver:
         self.cache.check_integrity(self.held_by_copies())
 
     def held_by_copies(self) -> Counter[int]:
-        """References beside those of requests."""
+        """References besides those of requests."""
         return Counter()
 
     def _tables(self) -> Iterator[Sequence[Block]]:
@@ -285,7 +284,7 @@ class CacheDriver:
         assert len(removed) == len(set(removed)), "a group's removals travel in one event"
 
     def _check_stored(self, event: BlockStored) -> None:
-        """The event's tokens, behind its parent, are those its hashes stand for."""
+        """The event's tokens, behind its parent, are those its hashes cover."""
         assert event.group_idx is not None
         size, step = (
             self.config.layout.groups[event.group_idx].block_size,

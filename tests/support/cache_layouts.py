@@ -54,7 +54,7 @@ GROUPS: dict[str, list[KVCacheGroup]] = {
 
 
 def is_sparse(groups: Sequence[KVCacheGroup]) -> bool:
-    """Does a retention interval mean something to them?"""
+    """Whether a retention interval has an effect on them."""
     return any(group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.MAMBA) for group in groups)
 
 
@@ -81,13 +81,16 @@ def with_blocks(config: CacheConfig, num_blocks: int) -> CacheConfig:
 
 
 def variants() -> list[tuple[str, CacheConfig]]:
-    """Every layout, with and without EAGLE, with every retention that means something to it, and
-    once without caching."""
+    """Every layout, with and without EAGLE, with every retention that affects it.
+
+    And one without caching.
+    """
     found: list[tuple[str, CacheConfig]] = []
     for name, groups in GROUPS.items():
         for eagle in (False, True) if allows_eagle(groups) else (False,):
             for interval in (None, 0, 32) if is_sparse(groups) else (None,):
-                label = f"{name}{', eagle' if eagle else ''}{'' if interval is None else f', interval {interval}'}"
+                retention = "" if interval is None else f", interval {interval}"
+                label = f"{name}{', eagle' if eagle else ''}{retention}"
                 found.append(
                     (
                         label,

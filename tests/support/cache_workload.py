@@ -12,8 +12,7 @@ LONGEST = 100
 
 
 class CacheWorkload:
-    """Keeps a driver under pressure: waiting and running requests, preemptions, evictions,
-    resets."""
+    """Keeps a driver under pressure: queues, preemptions, evictions, resets."""
 
     def __init__(self, driver: CacheDriver, seed: int | str) -> None:
         self.driver = driver
@@ -23,8 +22,7 @@ class CacheWorkload:
         """Prompts and whole conversations that later prompts begin with."""
 
     def prompt(self) -> list[int]:
-        """New, or the beginning of something known with a new end; often as long as whole
-        blocks."""
+        """A new prompt, or the beginning of a known one with a new end; often of whole blocks."""
         rng = self.rng
         start = list(rng.choice(self.known)) if self.known and rng.random() < 0.8 else []
         start = start[: rng.choice([rng.randrange(LONGEST), 16 * rng.randrange(6)])]
@@ -32,8 +30,11 @@ class CacheWorkload:
         return (start + fresh or [1])[:LONGEST]
 
     def step(self) -> None:
-        """One engine step: finished requests go, running ones advance, waiting ones come in, and
-        something may go wrong."""
+        """One engine step.
+
+        Finished requests end, running ones advance, waiting ones are admitted, and something may go
+        wrong.
+        """
         driver, rng = self.driver, self.rng
         if rng.random() < 0.5:
             prompt = self.prompt()
@@ -64,7 +65,7 @@ class CacheWorkload:
             driver.cache.reset()
 
     def probes(self, count: int) -> Sequence[Job]:
-        """Prompts to ask for that nobody runs."""
+        """Prompts to look up that never run."""
         return [
             self.driver.new(self.prompt(), 1, self.rng.choice([None, "sql"])) for _ in range(count)
         ]

@@ -1,5 +1,4 @@
-"""A `CacheDriver` with lower tiers: real pages in a real tensor, real copies, and loads before a
-request goes on."""
+"""A `CacheDriver` with lower tiers: real pages in a real tensor, real copies, and loads."""
 
 from __future__ import annotations
 
@@ -26,8 +25,10 @@ SLOT_BYTES = 8
 
 
 class TensorPages(Pages):
-    """Pages in one canonical tensor `(num_blocks, page_bytes)` that all groups share; the largest
-    block fills a page."""
+    """Pages in one canonical tensor, `[num_blocks, page_bytes]` int8, that all groups share.
+
+    The largest block fills a page.
+    """
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Waiting:
 
 @dataclass
 class TierUnderTest:
-    """A tier, its worker, and what its events alone say it holds."""
+    """A tier, its worker, and what its events by themselves say it holds."""
 
     tier: Tier
     worker: OffloadingWorker
@@ -64,8 +65,7 @@ class TierUnderTest:
 
 
 class OffloadDriver(CacheDriver):
-    """Admits requests by way of the connector, stores what they compute, and checks what comes
-    back."""
+    """Admits requests through the connector, stores what they compute, checks what is loaded."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class OffloadDriver(CacheDriver):
         self.events = [*self.events, *lower]
 
     def drain(self) -> None:
-        """Until no copy is on its way."""
+        """Step until no copy is in flight."""
         patience, self.patience = self.patience, 1.0
         while not self.connector.is_idle:
             self.end_step()
@@ -173,8 +173,10 @@ class OffloadDriver(CacheDriver):
             self._read(job, group, table, job.request.num_computed_tokens)
 
     def expected_total(self, request: CacheRequest, gpu_hit: int) -> int:
-        """The hit with the tiers' blocks by the rule's definition, over what events said the tiers
-        hold."""
+        """The hit with the tiers' blocks by the rule's definition.
+
+        It is computed from what events reported of the tiers.
+        """
         layout = self.config.layout
         reach = len(request.block_hashes) * layout.hash_block_size
 
@@ -195,7 +197,7 @@ class OffloadDriver(CacheDriver):
         self.connector.check_integrity()
 
     def held_by_copies(self) -> Counter[int]:
-        flights = self.connector._flights.values()  # what a test may look at and nobody else needs
+        flights = self.connector._flights.values()  # internal, but only tests need it
         return Counter(block.block_id for flight in flights for block in flight.blocks)
 
     def _replay_lower(self, events: Sequence[Event]) -> None:

@@ -38,11 +38,10 @@ def run(
     steps: int = 100,
     until: Callable[[], object] = lambda: True,
 ) -> Counter[str]:
-    """A random workload until all copies have ended; the GPU loses all that it cached again and
-    again.
+    """A random workload until all copies have ended; the GPU loses all it cached again and again.
 
-    How much comes of so many *steps* depends on how soon copies end: it goes on *until* something
-    has happened, within limits.
+    How much happens in *steps* depends on how soon copies end: it goes on *until* the wanted has
+    happened, within limits.
     """
     workload = CacheWorkload(driver, seed)
     for step in range(20 * steps):
@@ -71,8 +70,10 @@ def shut_down(tiers: Sequence[TierUnderTest]) -> Iterator[None]:
 
 @pytest.mark.parametrize(("label", "config"), CACHING, ids=[label for label, _ in CACHING])
 def test_what_comes_back_is_what_was_computed(label: str, config: CacheConfig) -> None:
-    """Over every layout and several sizes of offloaded blocks: pages, hits and events are checked
-    at every step."""
+    """Over every layout and several sizes of offloaded blocks.
+
+    Pages, hits and events are checked in every step.
+    """
     counts: Counter[str] = Counter()
     for size, policy, scope in (
         (1, "lru", StoreScope.ALL),
@@ -97,8 +98,10 @@ def test_what_comes_back_is_what_was_computed(label: str, config: CacheConfig) -
     "name", ["full", "full and two windows", "every kind", "blocks of three sizes"]
 )
 def test_two_tiers_fill_one_prefix_together(name: str, tmp_path: Path) -> None:
-    """A prefix may lie in parts on the GPU, in memory and on disk; its copies are jobs of several
-    workers."""
+    """A prefix may lie in parts on the GPU, in memory and on disk.
+
+    Its copies are jobs of several workers.
+    """
     config = config_of(GROUPS[name], num_blocks=25 * len(GROUPS[name]), max_in_flight_tokens=32)
     pages = TensorPages(config)
     memory = cpu_tier(pages, config, 10 * len(GROUPS[name]), sizes_for(config, 2))
@@ -118,7 +121,10 @@ def test_two_tiers_fill_one_prefix_together(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_blocks_on_disk_serve_the_next_process(size: int, tmp_path: Path) -> None:
-    """A restart empties the GPU, not the disk: what it still holds is told, and can be loaded."""
+    """A restart empties the GPU, not the disk.
+
+    What the disk still holds is reported and can be loaded.
+    """
     config = config_of(GROUPS["full and a window"], num_blocks=60, max_in_flight_tokens=32)
     hits = []
     for process in range(3):
@@ -139,8 +145,7 @@ def test_blocks_on_disk_serve_the_next_process(size: int, tmp_path: Path) -> Non
 
 
 class Faults:
-    """Fails a share of all chunks in the copying thread, from the seam that a worker has for
-    pacing."""
+    """Fails a share of all chunks in the copying thread, by way of a worker's `pace`."""
 
     def __init__(self, share: float) -> None:
         self._rng = random.Random(share)
@@ -156,8 +161,10 @@ class Faults:
 )
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_failed_copies_are_never_served(name: str, share: float) -> None:
-    """A failed store leaves nothing behind; a failed load sends its request back to the start, and
-    the bad blocks are gone."""
+    """A failed store leaves nothing behind.
+
+    A failed load sends its request back to the start, and the bad blocks are gone.
+    """
     config = config_of(GROUPS[name], num_blocks=30 * len(GROUPS[name]), max_in_flight_tokens=32)
     pages = TensorPages(config)
     tier = cpu_tier(
@@ -177,8 +184,7 @@ def test_failed_copies_are_never_served(name: str, share: float) -> None:
 
 
 def test_files_that_rot_are_never_served(tmp_path: Path) -> None:
-    """Bits flip and files get cut: the checksum fails the load, and the request computes
-    instead."""
+    """Bits flip and files get cut: the checksum fails the load, and the request computes."""
     config = config_of(GROUPS["full and a window"], num_blocks=50, max_in_flight_tokens=32)
     pages = TensorPages(config)
     disk, store = disk_tier(pages, config, tmp_path, 1_000_000, sizes_for(config, 1))
@@ -250,9 +256,11 @@ def computed_and_evicted(driver: OffloadDriver, prompt: list[int]) -> object:
 # --- small facts ----------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_all_there_is_hit_to_its_end_with_full_attention_alone() -> None:
-    """Its last token is computed again over the same block; a window's last token would need what
-    lies before the window."""
+def test_a_prompt_is_hit_to_its_end_only_with_full_attention() -> None:
+    """Its last token is computed again over the same block.
+
+    A window's last token would need blocks from before the window.
+    """
     for name, expected in (("full", 40), ("full and a window", 36)):
         config = config_of(GROUPS[name], num_blocks=80)
         pages = TensorPages(config)
@@ -268,7 +276,7 @@ def test_a_prompt_that_is_all_there_is_hit_to_its_end_with_full_attention_alone(
 
 
 def test_a_window_loads_only_what_its_hit_needs() -> None:
-    """The rest would be copied for nothing, into blocks that are not there."""
+    """The rest would be copied for nothing, into blocks that do not exist."""
     config = config_of(GROUPS["full and a window"], num_blocks=80)
     pages = TensorPages(config)
     tier = cpu_tier(pages, config, 100, [1, 1])
@@ -282,8 +290,10 @@ def test_a_window_loads_only_what_its_hit_needs() -> None:
 
 
 def test_a_block_is_looked_up_once() -> None:
-    """The rule asks first, and the copies are planned of what it found: a tier's statistics must
-    not count that twice."""
+    """The rule asks first, and the copies are planned from its findings.
+
+    A tier's statistics must not count that twice.
+    """
     config = config_of(GROUPS["full"], num_blocks=80)
     pages = TensorPages(config)
     tier = cpu_tier(pages, config, 100, [1])
@@ -299,7 +309,7 @@ def test_a_block_is_looked_up_once() -> None:
 
 
 def test_only_the_prompt_is_stored_where_that_is_asked_for() -> None:
-    """Answers come back only in conversations; without those their stores are wasted."""
+    """Responses recur only in conversations; elsewhere storing them is wasted."""
     stored = {}
     for scope in StoreScope:
         config = config_of(GROUPS["full"], num_blocks=80)
@@ -325,7 +335,7 @@ def test_two_tiers_of_one_medium_are_refused() -> None:
         OffloadingConnector(CacheManager(config, 4), tiers)
 
 
-def test_a_result_of_no_job_is_refused() -> None:
+def test_a_result_of_an_unknown_job_is_refused() -> None:
     """A worker that reports twice would free blocks twice."""
     config = config_of(GROUPS["full"])
     connector = OffloadingConnector(
@@ -339,6 +349,6 @@ def test_a_result_of_no_job_is_refused() -> None:
 def test_sizes_that_do_not_fit_the_groups_are_refused(
     sizes: Sequence[int] | int, name: str
 ) -> None:
-    """Every block would be looked for in the wrong place."""
+    """Every block would be looked up under a wrong key."""
     with pytest.raises(CacheConfigError, match="blocks_per_offloaded_block"):
         Tier(CPUOffloadingManager(4), GROUPS[name], sizes)

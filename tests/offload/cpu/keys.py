@@ -1,4 +1,4 @@
-"""Keys, and a way to use a tier as a plain cache: one access at a time, copies done at once."""
+"""Keys, and a tier used as a plain cache: one access at a time, copies done at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(tier: OffloadingManager, *numbers: int) -> None:
 
 
 def access(tier: OffloadingManager, number: int) -> bool:
-    """One access of a plain cache: a hit is touched, a miss is stored. Was it a hit?"""
+    """One access of a plain cache: a hit is touched, a miss is stored. Returns whether it hit."""
     if tier.lookup(key(number), REQUEST) is LookupResult.HIT:
         tier.touch([key(number)], REQUEST)
         return True
@@ -46,8 +46,10 @@ def hits(tier: OffloadingManager, numbers: Iterable[int]) -> set[int]:
 
 
 def replayed(events: Iterable[OffloadingEvent], held: set[OffloadKey]) -> set[OffloadKey]:
-    """What a consumer holds that knew *held* before. Every event must be news: a key's events
-    alternate."""
+    """What a consumer that knew *held* holds after the events.
+
+    Every event must change something: a key's events alternate.
+    """
     present = set(held)
     for event in events:
         assert event.keys

@@ -1,4 +1,4 @@
-"""A policy from somebody else's package, installed as pip would leave it."""
+"""A policy from a third-party package, installed as pip would leave it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def install(
 
 @contextmanager
 def installed(site: Path) -> Iterator[None]:
-    """The distribution in *site*, found like any other while this lasts."""
+    """Make the distribution in *site* importable like any other while this lasts."""
     install(site)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))

@@ -1,5 +1,7 @@
-"""ARC against the paper: Megiddo & Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
-FAST 2003."""
+"""ARC compared with its paper.
+
+N. Megiddo, D. S. Modha: "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ from tests.offload.cpu.keys import REQUEST, access, hits, key, keys, store
 
 
 class PaperARC:
-    """Figure 4 of the paper, word for word; lists, least recent first, since nothing here has to be
-    fast."""
+    """Figure 4 of the paper, literally, on plain lists with the least recent key first."""
 
     def __init__(self, c: int) -> None:
         self.c = c
@@ -29,7 +30,7 @@ class PaperARC:
         self.B2: list[int] = []
 
     def request(self, x: int) -> bool:
-        """ARC(c) for the request x. Was it a hit?"""
+        """ARC(c) for the request x. Returns whether it hit."""
         if x in self.T1 or x in self.T2:
             return self._case_1(x)
         if x in self.B1:
@@ -93,7 +94,7 @@ def lists(policy: ARCPolicy) -> tuple[list[int], list[int], list[int], list[int]
 
 
 def assert_bounds(policy: ARCPolicy) -> None:
-    """Section III of the paper, and what follows from it."""
+    """Section III of the paper, and its consequences."""
     t1, t2, b1, b2 = map(
         len, (policy.recent, policy.frequent, policy.recent_ghosts, policy.frequent_ghosts)
     )
@@ -131,7 +132,7 @@ def test_one_access_at_a_time_is_the_papers_algorithm(
 
 @pytest.mark.parametrize("capacity", [1, 2, 50, 200])
 def test_a_long_mixed_trace_is_the_papers_algorithm(capacity: int) -> None:
-    """Sizes at which p takes fractions and every case occurs thousands of times."""
+    """At these sizes p takes fractions and every case occurs thousands of times."""
     draw = Random(capacity)
     tier = CPUOffloadingManager(capacity, "arc", enable_events=False)
     paper = PaperARC(capacity)
@@ -161,8 +162,10 @@ actions = st.lists(
 def test_the_bounds_hold_with_copies_in_flight(
     capacity: int, script: list[tuple[str, list[int]]]
 ) -> None:
-    """Batches, failures and resets are not in the paper; the bounds on memory and on p must survive
-    them."""
+    """The paper has no batches, failures or resets.
+
+    The bounds on memory and on p must survive them.
+    """
     tier = CPUOffloadingManager(capacity, "arc")
     storing: list[list[OffloadKey]] = []
     loading: list[list[OffloadKey]] = []
@@ -190,8 +193,7 @@ def test_the_bounds_hold_with_copies_in_flight(
 
 
 def hot_set_after_a_scan(cache_policy: str) -> set[int]:
-    """A set of 50 blocks in use by everybody, then ten times the tier's size of prompts seen
-    once."""
+    """A set of 50 blocks in constant use, then ten times the tier's size of prompts seen once."""
     tier = CPUOffloadingManager(100, cache_policy)
     for _ in range(3):
         for number in range(50):
@@ -202,20 +204,19 @@ def hot_set_after_a_scan(cache_policy: str) -> set[int]:
 
 
 def test_a_hot_set_survives_a_scan() -> None:
-    """What the policy is there for: one long batch of fresh documents must not cost everybody the
-    system prompt."""
+    """This is the policy's purpose: a batch of fresh documents must not evict the system prompt."""
     assert hot_set_after_a_scan("arc") == set(range(50))
 
 
 def test_lru_loses_the_hot_set_to_the_same_scan() -> None:
-    """Otherwise the trace would show nothing of ARC."""
+    """Otherwise the trace would prove nothing about ARC."""
     assert hot_set_after_a_scan("lru") == set()
 
 
 def test_the_target_grows_with_returns_of_recent_ghosts_and_falls_with_those_of_frequent_ones() -> (
     None
 ):
-    """The paper's learning rule, by hand: a return says which of the lists was too short."""
+    """The paper's learning rule by hand: a return shows which of the lists was too short."""
     tier = CPUOffloadingManager(2, "arc")
     policy = policy_of(tier)
     for number in (1, 1, 2, 3):
@@ -230,7 +231,7 @@ def test_the_target_grows_with_returns_of_recent_ghosts_and_falls_with_those_of_
 
 
 def test_the_target_stops_at_the_capacity() -> None:
-    """Above it the returns of frequent ghosts would first have to pay back what means nothing."""
+    """Above it, returns of frequent ghosts would first have to undo a meaningless excess."""
     tier = CPUOffloadingManager(5, "arc")
     for number in (1, 1, 2, 2, 3, 3, 4, 4, 10, 11, 12, 13, 14, 14):
         access(tier, number)
@@ -255,7 +256,7 @@ def test_a_block_in_flight_is_passed_over_and_the_other_list_gives() -> None:
 
 
 def test_recent_keys_give_below_their_target_if_all_frequent_ones_are_in_flight() -> None:
-    """The other way round: REPLACE prefers T2 here."""
+    """The reverse: REPLACE prefers T2 here."""
     tier = CPUOffloadingManager(2, "arc")
     for number in (1, 1, 2, 3, 2):
         access(tier, number)
@@ -268,7 +269,7 @@ def test_recent_keys_give_below_their_target_if_all_frequent_ones_are_in_flight(
 
 
 def test_a_reset_forgets_what_was_learned() -> None:
-    """Ghosts are names of forgotten blocks; p was learned from them."""
+    """Ghosts are keys of forgotten blocks, and p was learned from them."""
     tier = CPUOffloadingManager(2, "arc")
     for number in (1, 1, 2, 3, 2):
         access(tier, number)
@@ -278,7 +279,7 @@ def test_a_reset_forgets_what_was_learned() -> None:
 
 
 def test_the_preferred_list_gives_again_when_its_block_is_back() -> None:
-    """Being passed over once must not make a block stay for good."""
+    """Being passed over once must not keep a block for good."""
     tier = CPUOffloadingManager(2, "arc")
     for number in (1, 1, 2):
         access(tier, number)
@@ -289,7 +290,7 @@ def test_the_preferred_list_gives_again_when_its_block_is_back() -> None:
 
 
 def test_a_block_touched_while_it_is_stored_is_frequent() -> None:
-    """Somebody else wants it before it has arrived: that is a second use."""
+    """Another request wants it before it has arrived: that is a second use."""
     tier = CPUOffloadingManager(2, "arc")
     tier.prepare_store(keys(1), REQUEST)
     tier.touch(keys(1), REQUEST)
@@ -297,8 +298,8 @@ def test_a_block_touched_while_it_is_stored_is_frequent() -> None:
     assert lists(policy_of(tier)) == ([], [1], [], [])
 
 
-def test_a_load_alone_is_no_use() -> None:
-    """The touch of a request says that it uses a block; its load must not say so again."""
+def test_a_load_without_a_touch_is_not_a_use() -> None:
+    """A request's touch counts as use; its load must not count again."""
     tier = CPUOffloadingManager(2, "arc")
     store(tier, 1)
     tier.prepare_load(keys(1), REQUEST)
@@ -307,7 +308,7 @@ def test_a_load_alone_is_no_use() -> None:
 
 
 def test_a_miss_that_is_not_stored_teaches_nothing() -> None:
-    """A block that nobody stores has no place in a history of what the tier held."""
+    """A block that is never stored does not belong in a history of what the tier held."""
     tier = CPUOffloadingManager(2, "arc")
     for number in (1, 1, 2, 3):
         access(tier, number)
@@ -319,7 +320,7 @@ def test_a_miss_that_is_not_stored_teaches_nothing() -> None:
 
 
 def test_a_failed_store_leaves_no_ghost() -> None:
-    """It was never evicted, so its return says nothing about the lists' sizes."""
+    """It was never evicted, so its return shows nothing about the lists' sizes."""
     tier = CPUOffloadingManager(2, "arc")
     tier.prepare_store(keys(1, 2), REQUEST)
     tier.complete_store(keys(1), REQUEST, success=False)

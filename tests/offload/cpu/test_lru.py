@@ -13,7 +13,7 @@ from tests.offload.cpu.keys import REQUEST, access, hits, key, keys, store
 
 @given(capacity=st.integers(1, 6), trace=st.lists(st.integers(0, 9), max_size=80))
 def test_one_access_at_a_time_is_textbook_lru(capacity: int, trace: list[int]) -> None:
-    """Hits and contents after every access equal those of the ten lines everybody knows."""
+    """Hits and contents after every access equal those of the well-known ten lines."""
     tier = CPUOffloadingManager(capacity, "lru")
     cached: OrderedDict[int, None] = OrderedDict()
     for number in trace:
@@ -26,7 +26,7 @@ def test_one_access_at_a_time_is_textbook_lru(capacity: int, trace: list[int]) -
 
 
 def test_the_last_key_touched_is_the_last_to_go() -> None:
-    """The protocol says so, and the caller orders a prompt's blocks by it."""
+    """The protocol requires it, and the caller orders a prompt's blocks accordingly."""
     tier = CPUOffloadingManager(3, "lru")
     store(tier, 1, 2, 3)
     tier.touch(keys(3, 1, 2), REQUEST)
@@ -36,7 +36,7 @@ def test_the_last_key_touched_is_the_last_to_go() -> None:
 
 
 def test_a_stored_prompt_goes_from_its_tail() -> None:
-    """Without its head the rest of a prompt is of no use; the other way round it is."""
+    """The rest of a prompt is useless without its head, while the head serves without the rest."""
     tier = CPUOffloadingManager(4, "lru")
     store(tier, 1, 2, 3, 4)
     store(tier, 5, 6)
@@ -44,7 +44,7 @@ def test_a_stored_prompt_goes_from_its_tail() -> None:
 
 
 def test_a_loaded_prompt_goes_from_its_tail_and_after_what_was_idle() -> None:
-    """A block that was read until now is more recent than one that nobody wanted meanwhile."""
+    """A block that was read until now is more recent than one that was not used meanwhile."""
     tier = CPUOffloadingManager(5, "lru")
     store(tier, 1, 2, 3)
     store(tier, 8, 9)
@@ -55,8 +55,10 @@ def test_a_loaded_prompt_goes_from_its_tail_and_after_what_was_idle() -> None:
 
 
 def test_a_touch_during_a_load_changes_nothing() -> None:
-    """It stays out of the order until it is released; a second place in it would evict it under the
-    copy."""
+    """The block stays out of the order until its release.
+
+    Otherwise it could be evicted during the copy.
+    """
     tier = CPUOffloadingManager(2, "lru")
     store(tier, 1, 2)
     tier.prepare_load(keys(1), REQUEST)
@@ -68,8 +70,10 @@ def test_a_touch_during_a_load_changes_nothing() -> None:
 
 
 def test_a_prompt_offered_again_goes_from_its_tail_and_after_what_was_idle() -> None:
-    """A request with this prefix has just run; its blocks are protected during the call and are
-    recent after it."""
+    """A request with this prefix has just run.
+
+    Its blocks are protected during the call and are recent after it.
+    """
     tier = CPUOffloadingManager(5, "lru")
     store(tier, 1, 2, 3)
     store(tier, 8, 9)

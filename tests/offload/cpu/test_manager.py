@@ -42,7 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(params=["lru", "arc", plug_in.NAME])
 def tier(request: pytest.FixtureRequest) -> CPUOffloadingManager:
-    """Three blocks; what is asked of it here holds whatever the policy."""
+    """Three blocks; everything tested here holds for every policy."""
     return CPUOffloadingManager(3, request.param)
 
 
@@ -77,7 +77,7 @@ def test_a_block_is_a_hit_only_after_its_store(tier: CPUOffloadingManager) -> No
 
 
 def test_what_is_stored_or_pending_is_not_stored_again(tier: CPUOffloadingManager) -> None:
-    """Two copies of a block would cost another block its place."""
+    """A second copy of a block would take another block's room."""
     store(tier, 1)
     prepare_store(tier, 2)
     output = prepare_store(tier, 3, 2, 1)
@@ -87,7 +87,7 @@ def test_what_is_stored_or_pending_is_not_stored_again(tier: CPUOffloadingManage
 
 
 def test_a_key_named_twice_is_stored_once(tier: CPUOffloadingManager) -> None:
-    """Two requests of a batch share a prompt; nobody promises to have sorted that out."""
+    """Two requests of a batch may share a prompt, and duplicates may get this far."""
     output = prepare_store(tier, 1, 2, 1)
     assert list(output.keys_to_store) == keys(1, 2)
     tier.complete_store(keys(2, 1, 2), REQUEST)
@@ -95,8 +95,8 @@ def test_a_key_named_twice_is_stored_once(tier: CPUOffloadingManager) -> None:
     assert prepare_store(tier, 2, 1, 3, 3, 3).evicted_keys == []
 
 
-def test_nothing_new_to_store_is_an_answer_too(tier: CPUOffloadingManager) -> None:
-    """None would say that there is no room."""
+def test_nothing_new_to_store_is_not_a_refusal(tier: CPUOffloadingManager) -> None:
+    """None would mean that there is no room."""
     store(tier, 1)
     assert prepare_store(tier, 1) == PrepareStoreOutput([], CPULoadStoreSpec([]), [])
     assert prepare_store(tier) == PrepareStoreOutput([], CPULoadStoreSpec([]), [])
@@ -113,7 +113,7 @@ def test_a_failed_store_leaves_nothing_behind(tier: CPUOffloadingManager) -> Non
     assert len(prepare_store(tier, 1, 4, 5).keys_to_store) == 3
 
 
-def test_parts_of_a_store_may_end_apart(tier: CPUOffloadingManager) -> None:
+def test_parts_of_a_store_may_end_separately(tier: CPUOffloadingManager) -> None:
     """One call's blocks may travel in several jobs, one of which fails."""
     prepare_store(tier, 1, 2, 3)
     tier.complete_store(keys(2), REQUEST)
@@ -126,8 +126,7 @@ def test_parts_of_a_store_may_end_apart(tier: CPUOffloadingManager) -> None:
 
 
 def test_a_store_ends_once(tier: CPUOffloadingManager) -> None:
-    """A job reported twice must not free or announce a block that belongs to somebody else by
-    then."""
+    """A job reported twice must not free or announce a block that has another key by then."""
     prepare_store(tier, 1, 2)
     tier.complete_store(keys(1), REQUEST)
     with pytest.raises(TierStateError, match="complete_store: key 2 of 2 has no store in flight"):
@@ -141,7 +140,7 @@ def test_a_store_ends_once(tier: CPUOffloadingManager) -> None:
 
 
 def test_room_is_made_in_one_batch(tier: CPUOffloadingManager) -> None:
-    """One event a batch, before anything is stored in the place of what went."""
+    """One event per batch, before anything is stored in place of the evicted blocks."""
     store(tier, 1, 2, 3)
     tier.take_events()
     output = prepare_store(tier, 4, 5)
@@ -154,8 +153,8 @@ def test_room_is_made_in_one_batch(tier: CPUOffloadingManager) -> None:
     assert tier.statistics().counts.evicted == 2
 
 
-def test_blocks_of_the_same_call_do_not_push_each_other_out(tier: CPUOffloadingManager) -> None:
-    """The call's stored blocks are needed beside its new ones, or the prompt gets a hole."""
+def test_blocks_of_the_same_call_do_not_evict_each_other(tier: CPUOffloadingManager) -> None:
+    """The call's stored blocks are needed along with its new ones, or the prompt has a hole."""
     for number in (1, 2, 3):
         store(tier, number)
     output = prepare_store(tier, 1, 4, 2)
@@ -174,8 +173,7 @@ def test_more_keys_than_blocks_are_refused(tier: CPUOffloadingManager) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_refused_store_changes_nothing(policy: str) -> None:
-    """Not a block, not an event, not the order of eviction: a twin that was never asked goes on
-    alike."""
+    """No block, no event, not the order of eviction: a twin that was never asked behaves alike."""
     asked, twin = CPUOffloadingManager(4, policy), CPUOffloadingManager(4, policy)
     for tier in (asked, twin):
         store(tier, 1, 2, 3, 4)
@@ -221,7 +219,7 @@ def test_a_block_under_load_is_not_evicted(tier: CPUOffloadingManager) -> None:
 
 
 def test_a_load_reads_where_the_store_wrote(tier: CPUOffloadingManager) -> None:
-    """Anything else is another prompt's block."""
+    """Any other block is another prompt's."""
     written = prepare_store(tier, 1, 2, 3)
     tier.complete_store(keys(1, 2, 3), REQUEST)
     assert isinstance(written.store_spec, CPULoadStoreSpec)
@@ -232,7 +230,7 @@ def test_a_load_reads_where_the_store_wrote(tier: CPUOffloadingManager) -> None:
 
 
 def test_a_load_with_a_miss_in_it_protects_nothing(tier: CPUOffloadingManager) -> None:
-    """Nobody would ever complete it."""
+    """It would never be completed."""
     store(tier, 1, 2)
     with pytest.raises(TierStateError, match="prepare_load: key 3 of 3 is not a hit"):
         tier.prepare_load(keys(1, 2, 3), REQUEST)
@@ -240,7 +238,7 @@ def test_a_load_with_a_miss_in_it_protects_nothing(tier: CPUOffloadingManager) -
 
 
 def test_a_load_ends_once(tier: CPUOffloadingManager) -> None:
-    """One completion too many would take away another request's protection."""
+    """An extra completion would end another request's protection."""
     store(tier, 1, 2)
     tier.prepare_load(keys(1), REQUEST)
     with pytest.raises(
@@ -271,7 +269,7 @@ def test_a_block_that_could_not_be_read_is_dropped(tier: CPUOffloadingManager) -
 
 
 def test_a_bad_block_keeps_its_id_while_others_read_it(tier: CPUOffloadingManager) -> None:
-    """It is no hit at once; its memory is written again only when the last reader is done."""
+    """It ceases to be a hit at once; its memory is written again only after its last reader."""
     store(tier, 1)
     tier.take_events()
     for _ in range(3):
@@ -293,8 +291,8 @@ def test_a_bad_block_keeps_its_id_while_others_read_it(tier: CPUOffloadingManage
 # --- reset ----------------------------------------------------------------------------------------
 
 
-def test_a_reset_forgets_all_and_says_so_once(tier: CPUOffloadingManager) -> None:
-    """New weights make every block wrong; a router that is not told keeps sending prompts there."""
+def test_a_reset_forgets_all_and_reports_it_once(tier: CPUOffloadingManager) -> None:
+    """New weights make every block wrong; an uninformed router keeps sending prompts there."""
     store(tier, 1, 2)
     tier.prepare_load(keys(2), REQUEST)
     prepare_store(tier, 3)
@@ -328,7 +326,7 @@ def test_what_is_in_flight_at_a_reset_never_comes_back(tier: CPUOffloadingManage
 
 
 def test_events_switched_off_do_not_pile_up() -> None:
-    """Nobody takes them then."""
+    """Without a consumer they would never be taken."""
     tier = CPUOffloadingManager(2, enable_events=False)
     store(tier, 1, 2)
     store(tier, 3)
@@ -344,7 +342,7 @@ def test_events_are_handed_out_once(tier: CPUOffloadingManager) -> None:
 
 
 def test_blocks_of_different_groups_are_different_blocks(tier: CPUOffloadingManager) -> None:
-    """Two groups have the same hash at the same boundary, and other bytes."""
+    """Two groups have the same hash at the same boundary, but different bytes."""
     output = tier.prepare_store([key(1, group=0), key(1, group=1)], REQUEST)
     assert output is not None
     tier.complete_store([key(1, group=1)], REQUEST)
@@ -353,13 +351,13 @@ def test_blocks_of_different_groups_are_different_blocks(tier: CPUOffloadingMana
 
 
 def test_a_tier_of_no_blocks_is_refused() -> None:
-    """It would refuse every store without a word."""
+    """It would silently refuse every store."""
     with pytest.raises(CacheConfigError, match="CPU tier: num_blocks 0 must be at least 1"):
         CPUOffloadingManager(0)
 
 
-def test_lookups_are_counted_by_their_answer(tier: CPUOffloadingManager) -> None:
-    """The hit ratio is what the size of the tier is chosen by."""
+def test_lookups_are_counted_by_their_result(tier: CPUOffloadingManager) -> None:
+    """Operators choose the size of the tier by its hit ratio."""
     store(tier, 1)
     prepare_store(tier, 2)
     for number in (1, 1, 1, 2, 2, 3):
@@ -370,11 +368,11 @@ def test_lookups_are_counted_by_their_answer(tier: CPUOffloadingManager) -> None
 
 
 def test_the_tier_names_its_medium(tier: CPUOffloadingManager) -> None:
-    """Events reach the router under it."""
+    """Its events reach the router under that name."""
     assert tier.medium == "CPU"
 
 
-def test_the_policy_is_lru_unless_said_otherwise() -> None:
+def test_the_policy_is_lru_by_default() -> None:
     """The simplest one is the default."""
     assert type(CPUOffloadingManager(2)._policy) is type(create_policy("lru", 2))
 
@@ -385,8 +383,10 @@ NUMBERS = st.integers(0, 9)
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Random calls in any order the protocol allows, beside sets and counters that say what must
-    come of them."""
+    """Random calls in any order that the protocol allows.
+
+    Sets and counters predict their results.
+    """
 
     policy = "lru"
     stores = Bundle("stores")
@@ -496,7 +496,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
     def misuse(self, numbers: list[int]) -> None:
-        """Each call is refused if a single key does not fit, and changes nothing then."""
+        """Each call is refused if a single key does not fit, and then changes nothing."""
         names = keys(*numbers)
         storing = self.pending | {name for name in self.doomed if not self.loading[name]}
         self.refuses(self.tier.prepare_load, names, set(names) <= self.stored)

@@ -1,5 +1,4 @@
-"""Eviction policies by name: what is built in, what is installed, and what somebody wrote
-wrongly."""
+"""Eviction policies by name: built in, installed, and broken ones."""
 
 from __future__ import annotations
 
@@ -24,16 +23,16 @@ def installed(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_built_in_policies_have_names() -> None:
-    """They are chosen in a configuration file, by a word."""
+    """They are chosen by a word in a configuration file."""
     assert policy_names()[:2] == ["lru", "arc"]
     assert isinstance(create_policy("lru", 4), LRUPolicy)
     assert isinstance(create_policy("arc", 4), ARCPolicy)
 
 
-def test_a_plug_in_is_found_by_its_entry_point_and_told_the_number_of_blocks(
+def test_a_plug_in_is_found_by_its_entry_point_and_given_the_number_of_blocks(
     installed: Path,
 ) -> None:
-    """Installing a package is all it takes."""
+    """Installing a package is enough."""
     assert plug_in.NAME in policy_names()
     assert create_policy(plug_in.NAME, 7).capacity == 7  # type: ignore[attr-defined]
     tier = CPUOffloadingManager(2, plug_in.NAME)
@@ -63,16 +62,16 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: Path) -> N
         ("half", "made Half, which lacks release, discard, clear"),
     ],
 )
-def test_a_policy_that_cannot_be_used_says_what_is_wrong(
+def test_the_error_of_an_unusable_policy_describes_the_problem(
     installed: Path, name: str, message: str
 ) -> None:
-    """It is met at start-up, by somebody who did not write it."""
+    """It surfaces at start-up, to a user who did not write it."""
     with pytest.raises(CacheConfigError, match=message):
         CPUOffloadingManager(4, name)
 
 
 def test_a_name_that_two_packages_offer_is_refused(installed: Path) -> None:
-    """Which of them would be taken is chance otherwise."""
+    """Which of them is taken would be chance."""
     plug_in.install(
         installed, "another", "[kvroute.offload_policies]\nfifo = kvroute_another:FIFOPolicy\n"
     )
@@ -85,14 +84,14 @@ def test_a_name_that_two_packages_offer_is_refused(installed: Path) -> None:
 
 
 def test_a_policy_for_no_blocks_is_refused() -> None:
-    """ARC divides its room in two; there must be some."""
+    """ARC divides its room in two, so there must be some."""
     with pytest.raises(CacheConfigError, match="capacity 0 must be at least 1"):
         create_policy("arc", 0)
 
 
 @pytest.mark.parametrize("name", ["in_flight", "evicts_nothing"])
 def test_a_plug_in_that_breaks_the_rules_stops_the_store(installed: Path, name: str) -> None:
-    """A block handed out under a running copy would serve another prompt's keys and values."""
+    """A block handed out during a copy would serve another prompt's keys and values."""
     tier = CPUOffloadingManager(2, name)
     store(tier, 1, 2)
     tier.prepare_load(keys(1), REQUEST)

@@ -56,8 +56,7 @@ def submit(worker: CPUTransferWorker, number: int, job: Job) -> None:
 def test_random_jobs_copy_what_a_plain_loop_copies(
     device: str, data: st.DataObject, world: World, staging_bytes: int, threads: int
 ) -> None:
-    """Every layout, alignment, chunking and order of jobs: a wrong byte is a wrong answer of the
-    model."""
+    """Every layout, alignment, chunking and order of jobs: a wrong byte is a wrong response."""
     cache = world.cache(device)
     worker = CPUTransferWorker(cache, SLOTS, world.k, TransferOptions(staging_bytes, threads))
     slots = worker.slots.numpy().copy()
@@ -153,8 +152,7 @@ def gpu(ids: list[int], sizes: list[int], indices: list[int]) -> GPULoadStoreSpe
 def test_a_job_that_does_not_fit_is_refused_and_touches_nothing(
     device: str, direction: Direction, gpu: GPULoadStoreSpec, slots: list[int], complaint: str
 ) -> None:
-    """What is wrong with a job must show where it is submitted, not in a thread, and not in some
-    other request's blocks."""
+    """Its error must show at submission, neither in a thread nor in another request's blocks."""
     cache = WORLD.cache(device)
     worker = CPUTransferWorker(cache, 4, WORLD.k)
     worker.slots.fill_(3)
@@ -169,7 +167,7 @@ def test_a_job_that_does_not_fit_is_refused_and_touches_nothing(
 
 
 def test_a_spec_of_another_tier_is_refused() -> None:
-    """Tiers stand side by side in an engine; a mixed-up job must not pass for an empty one."""
+    """An engine has several tiers; a mixed-up job must not pass for an empty one."""
     worker = CPUTransferWorker(WORLD.cache("cpu"), 4, WORLD.k)
     with pytest.raises(TransferError, match="FileLoadStoreSpec must be a CPULoadStoreSpec"):
         worker.submit(TransferJob(1, STORE, gpu([], [0, 0], [0, 0]), FileLoadStoreSpec([])))
@@ -189,7 +187,7 @@ def test_sizes_that_contradict_each_other_are_refused(num_cpu_blocks: int, k: li
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_job_without_blocks_succeeds(device: str) -> None:
-    """A scheduler need not look before it submits."""
+    """A scheduler need not check before it submits."""
     worker = CPUTransferWorker(WORLD.cache(device), 4, WORLD.k)
     worker.submit(TransferJob(1, LOAD, gpu([], [0, 0], [5, 0]), CPULoadStoreSpec([])))
     (result,) = results_of(worker, [1])
@@ -198,7 +196,7 @@ def test_a_job_without_blocks_succeeds(device: str) -> None:
 
 
 def test_the_lists_of_a_submitted_job_may_change() -> None:
-    """A scheduler's lists of blocks live on; the job is what it was at its submission."""
+    """A scheduler goes on changing its lists of blocks; the job stays as submitted."""
     cache = WORLD.cache("cpu")
     go_on = threading.Event()
 
@@ -224,8 +222,10 @@ def test_the_lists_of_a_submitted_job_may_change() -> None:
 def test_only_jobs_reported_as_copied_count(
     device: str, fault_at: int, data: st.DataObject
 ) -> None:
-    """A copy that breaks off at any point: blocks of jobs that succeeded are whole, and later jobs
-    are not disturbed."""
+    """A copy may break off at any point.
+
+    Blocks of jobs that succeeded are whole, and later jobs are undisturbed.
+    """
     calls = 0
 
     def pace(_: int) -> None:
@@ -264,7 +264,7 @@ def check_job(
     worker: CPUTransferWorker,
     served: dict,
 ) -> None:
-    """A successful job copied everything; note which slots it made hits."""
+    """A successful job copied everything; record which slots it made hits."""
     slots = worker.slots.numpy().copy()
     loop = PlainLoop(FAULT_WORLD, before, lambda _group, slot: slots[slot])
     loop.run(job)
@@ -278,8 +278,10 @@ def check_job(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_slow_copy_is_not_finished_before_its_last_chunk(device: str) -> None:
-    """Bandwidth may be held back chunk by chunk; a block of the job is no hit until all of them are
-    copied."""
+    """Bandwidth may be limited chunk by chunk.
+
+    A block of the job becomes a hit only when all of them are copied.
+    """
     chunks: list[int] = []
     before_last, go_on = threading.Event(), threading.Event()
 
@@ -306,7 +308,7 @@ def test_a_slow_copy_is_not_finished_before_its_last_chunk(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_copy_that_breaks_off_between_chunks_fails_the_job(device: str) -> None:
-    """Its first blocks are copied, which is no reason to serve them."""
+    """Its first blocks are copied, but must not be served."""
     budget = iter([None])
 
     def pace(_: int) -> None:
@@ -378,8 +380,10 @@ def test_a_store_waits_for_what_the_model_had_queued(staging_bytes: int) -> None
     "slots", [list(range(64)), list(reversed(range(64)))], ids=["consecutive", "scattered"]
 )
 def test_a_load_does_not_overtake_what_still_reads_its_blocks(slots: list[int]) -> None:
-    """Freed blocks may still be read by the step in flight; what is queued after the load's end
-    sees its bytes."""
+    """The step in flight may still read freed blocks.
+
+    Work queued after the load's end sees its bytes.
+    """
     cache = CanonicalKVCache(
         [torch.ones((64, 64 << 10), dtype=torch.int8, device="cuda")], [[DataRef(0, 64 << 10)]]
     )
@@ -398,7 +402,7 @@ def test_a_load_does_not_overtake_what_still_reads_its_blocks(slots: list[int]) 
 
 @CUDA
 def test_the_slots_of_a_cache_on_a_gpu_are_pinned() -> None:
-    """Else every copy over the bus goes through a buffer of the driver, and waits."""
+    """Otherwise every copy over the bus goes through a buffer of the driver, and waits."""
     worker = CPUTransferWorker(WORLD.cache("cuda"), 4, WORLD.k)
     worker.shutdown()
     assert worker.slots.is_pinned()

@@ -1,5 +1,7 @@
-"""The disk tier's manager over real files: events tell what is loadable, the bound holds, and a
-restart goes on."""
+"""The disk tier's manager over real files.
+
+Events report what is loadable, the bound holds, and a restart continues.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def manager(store: BlockStore) -> FileOffloadingManager:
 
 
 def put(manager: FileOffloadingManager, store: BlockStore, *keys: OffloadKey) -> None:
-    """A store from beginning to end."""
+    """Store blocks from beginning to end."""
     output = manager.prepare_store(keys, CONTEXT)
     assert output is not None
     for key in output.keys_to_store:
@@ -81,7 +83,7 @@ def test_a_block_is_a_hit_only_after_its_store_is_complete(
 def test_the_least_recently_used_goes_first_and_its_file_with_it(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """Use is a store, a load or a touch; the deleted file is told of as removed."""
+    """Use is a store, a load or a touch; the deleted file is reported as removed."""
     for key in (A, B, C):
         put(manager, store, key)
     manager.touch([A, D], CONTEXT)
@@ -97,7 +99,7 @@ def test_the_least_recently_used_goes_first_and_its_file_with_it(
 def test_a_prompts_tail_goes_before_its_head(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """A block without those before it serves nobody."""
+    """A block serves no hit without those before it."""
     put(manager, store, A, B, C)
     output = manager.prepare_store([D], CONTEXT)
     assert output is not None
@@ -107,7 +109,7 @@ def test_a_prompts_tail_goes_before_its_head(
 def test_what_is_loaded_or_asked_for_is_not_evicted(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """A load in flight must find its file, and a prompt must not push out its own head."""
+    """A load in flight must find its file, and a prompt must not displace its own head."""
     for key in (A, B, C):
         put(manager, store, key)
     assert manager.prepare_load([A, A], CONTEXT) == FileLoadStoreSpec((A, A))
@@ -126,7 +128,7 @@ def test_what_is_loaded_or_asked_for_is_not_evicted(
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """Half a prompt stored for nothing, and a warm cache emptied for it."""
+    """Otherwise half a prompt would be stored in vain, and a warm cache emptied for it."""
     for key in (A, B):
         put(manager, store, key)
     manager.take_events()
@@ -143,7 +145,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 def test_calls_that_fit_no_state_are_refused_whole(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """A connector's mistake must not unbalance what protects other requests' blocks."""
+    """A connector's mistake must not unbalance the protection of other requests' blocks."""
     put(manager, store, A)
     manager.prepare_store([B], CONTEXT)
     with pytest.raises(TierStateError, match="disk tier: prepare_load: key 2 of 2 is not a hit"):
@@ -174,10 +176,10 @@ def test_a_failed_store_leaves_neither_block_nor_file(
     assert (manager.statistics().used_bytes, manager.statistics().counts.failed_stores) == (0, 2)
 
 
-def test_a_block_that_could_not_be_loaded_is_stored_anew_only_when_all_its_loads_are_over(
+def test_a_block_that_could_not_be_loaded_is_stored_again_only_when_all_its_loads_are_over(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """Else the second failed load would take the new file with it."""
+    """Otherwise the second failed load would delete the new file."""
     put(manager, store, A)
     manager.prepare_load([A], CONTEXT)
     manager.prepare_load([A], CONTEXT)
@@ -197,8 +199,7 @@ def test_a_block_that_could_not_be_loaded_is_stored_anew_only_when_all_its_loads
 def test_a_reset_waits_for_what_is_in_flight(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """A store that was queued before the reset must not come back after it, nor hit a newer store
-    of the key."""
+    """A store queued before the reset must neither reappear after it nor hit a newer store."""
     put(manager, store, A, B)
     manager.prepare_load([B], CONTEXT)
     manager.prepare_store([C], CONTEXT)
@@ -222,7 +223,7 @@ def test_a_reset_waits_for_what_is_in_flight(
 def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """A disk gone read-only: the bound is on what is really there."""
+    """On a disk gone read-only, the bound counts the files that really exist."""
     for key in (A, B, C):
         put(manager, store, key)
     path_of(store, A).unlink()
@@ -243,11 +244,10 @@ def test_a_file_that_cannot_be_deleted_keeps_its_bytes_until_it_can(
     assert (output.keys_to_store, output.evicted_keys) == ((A,), [])
 
 
-def test_a_restart_keeps_the_order_of_use_and_the_bound_and_tells_of_it(
+def test_a_restart_keeps_the_order_of_use_and_the_bound_and_reports_the_blocks(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """The router learns what survived from the events alone, and a smaller bound holds from the
-    start."""
+    """The router learns what survived only from events; a smaller bound holds from the start."""
     for key in (A, B, C):
         put(manager, store, key)
     store.read(A, memoryview(bytearray(100)))
@@ -270,7 +270,7 @@ def test_a_restart_keeps_the_order_of_use_and_the_bound_and_tells_of_it(
 def test_sizes_and_owners_are_checked_at_the_start(
     manager: FileOffloadingManager, store: BlockStore
 ) -> None:
-    """A bound under one block, and a directory in use."""
+    """A bound below one block, and a directory in use."""
     with pytest.raises(CacheConfigError, match="max_bytes 259 must hold a block, 260 bytes"):
         FileOffloadingManager(store, 259)
     with pytest.raises(CacheConfigError, match="in use by another manager"):
@@ -278,7 +278,7 @@ def test_sizes_and_owners_are_checked_at_the_start(
 
 
 def test_without_events_none_are_kept(store: BlockStore) -> None:
-    """Nobody would take them."""
+    """They would never be taken."""
     manager = FileOffloadingManager(store, 3 * FILE_BYTES, enable_events=False)
     put(manager, store, A)
     manager.reset()
@@ -287,7 +287,7 @@ def test_without_events_none_are_kept(store: BlockStore) -> None:
 
 @dataclass
 class Copy:
-    """A queued job: what it has to find or leave, by version of the payload."""
+    """A queued job: what it must find or leave, by version of the payload."""
 
     direction: Direction
     keys: list[OffloadKey]
@@ -296,8 +296,10 @@ class Copy:
 
 
 class FileTier(RuleBasedStateMachine):
-    """Manager, files, and a queue of copies that run in order some time later, fail, or are cut off
-    by a restart."""
+    """Manager, files, and a queue of copies.
+
+    Copies run in order some time later, fail, or are cut off by a restart.
+    """
 
     KEYS = tuple(key_of(number % 2, number) for number in range(8))
     MAX_BYTES = 1000

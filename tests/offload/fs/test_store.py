@@ -1,4 +1,4 @@
-"""A directory of block files: whole or not at all, verified or gone."""
+"""A directory of block files: each whole or absent, verified or deleted."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_what_was_written_is_read(tmp_path: Path, durable: bool) -> None:
 
 @given(place=st.integers(0, header_bytes(KEY) + PAYLOAD - 1), bit=st.integers(0, 7))
 @settings(max_examples=200, deadline=None)
-def test_a_flipped_bit_anywhere_is_found_and_the_file_goes(
+def test_a_flipped_bit_anywhere_is_found_and_the_file_deleted(
     tmp_path_factory: pytest.TempPathFactory, place: int, bit: int
 ) -> None:
-    """One wrong byte of KV cache is a wrong answer that nobody can explain."""
+    """One wrong byte of KV cache is a wrong response that cannot be explained."""
     store = BlockStore(tmp_path_factory.mktemp("tier"), [PAYLOAD])
     store.write(KEY, memoryview(DATA))
     contents = bytearray(path_of(store, KEY).read_bytes())
@@ -84,8 +84,8 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_goes(
     "size",
     [0, 1, header_bytes(KEY), header_bytes(KEY) + PAYLOAD - 1, header_bytes(KEY) + PAYLOAD + 1],
 )
-def test_a_file_of_another_length_is_refused_and_goes(store: BlockStore, size: int) -> None:
-    """What a power failure leaves of a file that was renamed before its bytes were on the disk."""
+def test_a_file_of_another_length_is_refused_and_deleted(store: BlockStore, size: int) -> None:
+    """A power failure leaves such a file if it was renamed before its bytes were on the disk."""
     store.write(KEY, memoryview(DATA))
     contents = path_of(store, KEY).read_bytes()
     path_of(store, KEY).write_bytes((contents + b"x")[:size])
@@ -95,7 +95,7 @@ def test_a_file_of_another_length_is_refused_and_goes(store: BlockStore, size: i
 
 
 def test_a_whole_file_under_another_name_is_refused(store: BlockStore) -> None:
-    """Somebody copied or renamed it: it verifies, but it is another prompt's."""
+    """If it was copied or renamed, it is intact, but another prompt's."""
     other = block_key(0, 2)
     store.write(KEY, memoryview(DATA))
     path_of(store, other).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def test_a_whole_file_under_another_name_is_refused(store: BlockStore) -> None:
 
 
 def test_a_missing_or_unreadable_file_is_an_error_of_ours(store: BlockStore) -> None:
-    """A tier that loses a file misses; it does not break the engine."""
+    """A tier that loses a file has a miss; the engine goes on."""
     with pytest.raises(BlockFileError, match="cannot be read: No such file"):
         read(store, KEY)
     path_of(store, KEY).mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_a_missing_or_unreadable_file_is_an_error_of_ours(store: BlockStore) -> 
 
 
 def test_a_write_that_fails_leaves_nothing_and_the_old_file_stays(store: BlockStore) -> None:
-    """A full or broken disk: no half file, no leftovers, nothing lost."""
+    """A full or broken disk leaves no partial file and loses nothing."""
     store.write(KEY, memoryview(DATA))
     resource_limit = f"""
 import resource, signal, sys
@@ -146,7 +146,7 @@ except OSError:
         (pack_offload_key(b"x" * 117, GroupIdx(0)), DATA, "a key of 121 bytes"),
     ],
 )
-def test_a_block_that_is_none_of_this_directory_is_refused(
+def test_a_block_that_does_not_belong_to_this_directory_is_refused(
     store: BlockStore, key: OffloadKey, payload: bytes, complaint: str
 ) -> None:
     """It would be read back into a block of another size."""
@@ -157,7 +157,7 @@ def test_a_block_that_is_none_of_this_directory_is_refused(
 
 @given(st.binary(min_size=5, max_size=120))
 def test_a_name_leads_back_to_its_key(key: bytes) -> None:
-    """A restart knows a file by its name alone."""
+    """A restart identifies a file by its name only."""
     path = relative_path(OffloadKey(key))
     assert key_of(path) == key
     assert all(len(part) <= 255 for part in path.split("/"))
@@ -165,7 +165,7 @@ def test_a_name_leads_back_to_its_key(key: bytes) -> None:
 
 
 def test_a_scan_reports_whole_files_by_use_and_deletes_the_rest(store: BlockStore) -> None:
-    """After a restart the tier goes on where it was, without what a crash left behind."""
+    """After a restart the tier continues where it was, without the remains of a crash."""
     keys = [block_key(number % 2, number) for number in range(6)]
     for number, key in enumerate(keys):
         store.write(key, memoryview(bytes(PAYLOAD * (1 + number % 2))))
@@ -183,7 +183,7 @@ def test_a_scan_reports_whole_files_by_use_and_deletes_the_rest(store: BlockStor
 
 
 def test_reading_makes_a_file_the_most_recently_used(store: BlockStore) -> None:
-    """So that the order of use survives a restart."""
+    """So the order of use survives a restart."""
     for number in (1, 2):
         store.write(block_key(0, number), memoryview(DATA))
         os.utime(path_of(store, block_key(0, number)), ns=(number, number))
@@ -198,7 +198,7 @@ def test_reading_makes_a_file_the_most_recently_used(store: BlockStore) -> None:
 def test_a_directory_of_another_layout_or_model_is_refused_or_emptied(
     store: BlockStore, payload_bytes: list[int], identity: str
 ) -> None:
-    """Block hashes do not name the model: its blocks would verify and be wrong."""
+    """Block hashes do not include the model: its blocks would verify and be wrong."""
     store.write(KEY, memoryview(DATA))
     with pytest.raises(CacheConfigError, match="must be that of this layout and identity"):
         BlockStore(store.root, payload_bytes, identity)
@@ -210,14 +210,14 @@ def test_a_directory_of_another_layout_or_model_is_refused_or_emptied(
 
 
 def test_the_same_layout_opens_again(store: BlockStore) -> None:
-    """A restart, and the model's process beside the scheduler's."""
+    """After a restart, and in the model's process as in the scheduler's."""
     store.write(KEY, memoryview(DATA))
     again = BlockStore(store.root, store.payload_bytes, replace_other_layout=True)
     assert read(again, KEY) == DATA
 
 
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    """A mistyped path must not mix blocks into somebody's files, nor delete any."""
+    """A mistyped path must not mix blocks into a user's files, nor delete any."""
     (tmp_path / "thesis.tex").write_text("...")
     for replace in (False, True):
         with pytest.raises(
@@ -236,7 +236,7 @@ def test_a_layout_without_bytes_is_refused(tmp_path: Path, payload_bytes: list[i
 
 
 def test_a_directory_has_one_manager_at_a_time(store: BlockStore) -> None:
-    """Two of them would delete each other's blocks and serve what is gone."""
+    """Two of them would delete each other's blocks and serve missing ones."""
     store.scan()
     store.scan()
     second = BlockStore(store.root, store.payload_bytes)
@@ -270,8 +270,10 @@ for thread in threads: thread.join()
 
 @pytest.mark.parametrize("kill_after", [1, 3, 6, 10])
 def test_a_killed_process_leaves_only_whole_files(tmp_path: Path, kill_after: int) -> None:
-    """SIGKILL while two threads write: what is found after the restart verifies, and everything
-    that was finished is there."""
+    """SIGKILL while two threads write.
+
+    What the restart finds verifies, and every finished write is there.
+    """
     size = 8 << 20
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(size)]
     with subprocess.Popen(

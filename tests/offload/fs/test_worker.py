@@ -1,5 +1,7 @@
-"""Copies between GPU blocks and files, compared byte for byte with a plain loop, and broken as
-disks and crashes do it."""
+"""Copies between GPU blocks and files, compared byte for byte with a plain loop.
+
+They break off as disks and crashes make them.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,10 @@ def test_random_jobs_copy_what_a_plain_loop_copies(
     staging_bytes: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Every layout, alignment and chunking; what one job stored the next one loads, though nobody
-    waited in between."""
+    """Every layout, alignment and chunking.
+
+    What one job stores the next one loads, without a wait in between.
+    """
     cache = world.cache(device)
     store = BlockStore(tmp_path_factory.mktemp("tier"), sizes_of(world))
     worker = FileTransferWorker(cache, store, world.k, 3, TransferOptions(staging_bytes))
@@ -162,7 +166,7 @@ def test_a_job_that_does_not_fit_is_refused_and_touches_nothing(
     lower: CPULoadStoreSpec | list[OffloadKey],
     complaint: str,
 ) -> None:
-    """What is wrong with a job must show where it is submitted, and no file be written."""
+    """Its error must show where it is submitted, and no file may be written."""
     cache = WORLD.cache(device)
     worker = FileTransferWorker(cache, store, WORLD.k)
     before = copies_of(cache)
@@ -192,7 +196,7 @@ def test_a_directory_for_other_sizes_is_refused(tmp_path: Path) -> None:
 def test_a_load_of_a_damaged_file_fails_and_leaves_the_chunks_blocks_alone(
     device: str, store: BlockStore
 ) -> None:
-    """Nothing that did not verify reaches a GPU block."""
+    """Only verified bytes reach a GPU block."""
     cache = WORLD.cache(device)
     worker = FileTransferWorker(cache, store, WORLD.k)
     keys = [key_of(0, 0), key_of(1, 0)]
@@ -218,8 +222,10 @@ def test_a_load_of_a_damaged_file_fails_and_leaves_the_chunks_blocks_alone(
 def test_a_failed_job_is_reported_only_when_none_of_its_files_is_touched_any_more(
     store: BlockStore,
 ) -> None:
-    """The manager deletes the job's files on the report: a write still under way would bring one
-    back, unknown to anybody."""
+    """The manager deletes the job's files on the report.
+
+    A write still in progress would bring one back unnoticed.
+    """
     cache = CanonicalKVCache([WORLD.cache("cpu").tensors[1]], [[DataRef(0, 24)]])
     store = BlockStore(store.root.parent / "one", [24])
     worker = FileTransferWorker(cache, store, io_threads=4)
@@ -260,8 +266,10 @@ def test_shutdown_finishes_what_was_queued(store: BlockStore) -> None:
 
 
 class Engine:
-    """Manager and worker as a connector drives them. A block's bytes say which store of its key
-    they belong to."""
+    """Manager and worker as a connector drives them.
+
+    A block's bytes identify the store of its key that wrote them.
+    """
 
     def __init__(self, root: Path, device: str) -> None:
         self.cache = CanonicalKVCache(WORLD.cache(device).tensors[1:], [[DataRef(0, 24)]])
@@ -278,7 +286,7 @@ class Engine:
         self.stamp = 0
 
     def pace(self, _: int) -> None:
-        """Break off the next copy at its next chunk, if that was asked for."""
+        """Break off the next copy at its next chunk, if requested."""
         if self.fault.is_set():
             self.fault.clear()
             raise RuntimeError("the copy broke off")
@@ -365,8 +373,10 @@ STEPS = st.one_of(
 def test_whatever_breaks_a_load_that_succeeds_brings_the_last_completed_store(
     device: str, steps: list[tuple], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Broken copies, damaged, truncated and vanished files, evictions and resets between queued
-    jobs: no block is served that was not completely written, and none of an older store."""
+    """Broken copies, damaged, cut and vanished files, evictions and resets between queued jobs.
+
+    Only blocks of the last completed store are served.
+    """
     engine = Engine(tmp_path_factory.mktemp("tier"), device)
     for name, *arguments in steps:
         if name == "fault":

@@ -35,7 +35,7 @@ def test_a_request_holds_the_blocks_of_its_next_tokens_chunk(tokens: int, table:
 
 
 def test_a_chunk_goes_at_once_and_its_last_block_first() -> None:
-    """Until the chunk is over, every token of it looks at its first block."""
+    """Until the chunk is over, each of its tokens looks at its first block."""
     group = manager()
     group.allocate_new_blocks("a", need(20))
     assert group.skipped_blocks("a", 15) == []
@@ -44,8 +44,8 @@ def test_a_chunk_goes_at_once_and_its_last_block_first() -> None:
     assert (group.slid_out, free_ids(group.pool)[:4]) == (4, [4, 3, 2, 1])
 
 
-def test_a_hit_brings_the_blocks_of_its_last_chunk_alone() -> None:
-    """The null block stands for those of chunks that are over."""
+def test_a_hit_brings_only_the_blocks_of_its_last_chunk() -> None:
+    """Null blocks replace those of chunks that are over."""
     group = manager()
     group.allocate_new_blocks("old", need(24))
     group.cache_blocks(request("old", range(24)), 24, KEEP_ALL)
@@ -72,7 +72,7 @@ def test_a_request_is_admitted_for_a_chunk_and_what_is_in_flight(
 
 @pytest.mark.parametrize("in_flight", [1, 3, 4, 7, 16, 20])
 def test_no_request_ever_holds_more_than_it_was_admitted_for(in_flight: int) -> None:
-    """A request that was promised to fit must not be preempted by itself."""
+    """An admitted request must not be preempted for its own blocks."""
     group, most = manager(in_flight), 0
     for computed in range(0, 190 - in_flight, in_flight):
         group.free_skipped_blocks("a", computed)
@@ -83,5 +83,5 @@ def test_no_request_ever_holds_more_than_it_was_admitted_for(in_flight: int) -> 
 
 @pytest.mark.parametrize("retention", [KEEP_ALL, Retention(0, (20,)), Retention(32)])
 def test_every_block_of_a_chunk_is_kept(retention: Retention) -> None:
-    """A hit may end anywhere in it and needs all before it; retention is not for chunks."""
+    """A hit may end anywhere in it and needs all blocks before; retention does not apply."""
     assert manager().keep_mask("a", 0, 10, retention) is None

@@ -21,7 +21,7 @@ def group() -> GroupManager:
 def test_the_encoders_tokens_get_blocks_once(
     group: GroupManager, tokens: int, blocks: int, is_admission: bool
 ) -> None:
-    """They do not grow, and the decoder's longest request says nothing of them."""
+    """Their number is fixed, and independent of the decoder's longest request."""
     assert group.num_blocks_to_allocate("a", need(0, encoder=tokens), is_admission) == blocks
     assert len(group.allocate_new_blocks("a", need(0, encoder=tokens))) == blocks
     assert group.num_blocks_to_allocate("a", need(0, encoder=tokens), is_admission) == 0
@@ -38,7 +38,7 @@ def test_blocks_are_held_to_the_end(group: GroupManager) -> None:
 
 
 def test_nothing_is_shared_loaded_or_cached(group: GroupManager) -> None:
-    """The same decoder tokens behind another encoder's output are another text."""
+    """The same decoder tokens after another encoder's output are a different text."""
     group.adopt_computed_blocks("a", (), 40)
     assert group.holds("a")
     assert ids(group.block_table("a")) == []

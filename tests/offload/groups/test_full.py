@@ -51,7 +51,7 @@ def test_every_block_is_held_while_the_request_runs() -> None:
 
 
 def test_only_the_missing_blocks_are_given() -> None:
-    """The scheduler tells the worker about these alone."""
+    """The scheduler passes only these on to the worker."""
     group = manager()
     assert ids(group.allocate_new_blocks("a", need(10))) == [1, 2, 3]
     assert ids(group.allocate_new_blocks("a", need(12))) == []
@@ -59,7 +59,7 @@ def test_only_the_missing_blocks_are_given() -> None:
 
 
 def test_slots_for_drafts_are_given_with_the_tokens() -> None:
-    """Drafts are written before anybody knows whether they stay."""
+    """Drafts are written before they are accepted or rejected."""
     group = manager()
     assert group.num_blocks_to_allocate("a", need(4, slots=9)) == 3
     assert ids(group.allocate_new_blocks("a", need(4, slots=9))) == [1, 2, 3]
@@ -97,7 +97,7 @@ def test_a_request_counts_what_it_lacks() -> None:
     ]
 
 
-def test_a_hits_blocks_count_while_nobody_else_references_them() -> None:
+def test_a_hits_blocks_count_while_no_other_request_references_them() -> None:
     """They leave the free queue just as new ones do."""
     group = manager()
     hit = cached_and_free(group, request("old", range(8)), 8)
@@ -133,7 +133,7 @@ def test_tokens_from_a_lower_tier_get_blocks_behind_the_hit() -> None:
 
 
 def test_full_blocks_can_be_found_as_soon_as_they_are_cached_and_only_those() -> None:
-    """Half a block serves nobody."""
+    """Half a block cannot serve a hit."""
     group, prompt = manager(), request("a", range(20))
     group.allocate_new_blocks("a", need(20))
     group.cache_blocks(prompt, 7, KEEP_ALL)
@@ -159,7 +159,7 @@ def test_a_request_is_admitted_for_as_much_as_the_longest_can_hold(
 
 
 def test_every_block_is_kept_and_readable() -> None:
-    """Whatever a later prompt shares, its head lies here."""
+    """A later prompt may share any part from the head on."""
     group = manager()
     assert group.keep_mask("a", 0, 10, KEEP_ALL) is None
     assert group.can_read(())
@@ -171,7 +171,7 @@ def test_every_block_is_kept_and_readable() -> None:
 def test_a_schedulers_size_that_does_not_fit_is_refused_by_every_group(
     scheduler_block_size: int,
 ) -> None:
-    """Nobody recomputes it further down, so nobody may take a wrong one."""
+    """It is not computed again further down, so a wrong one must not pass."""
     message = (
         rf"^group 0 \(full_attention\): scheduler_block_size {scheduler_block_size} "
         "must be a multiple of block_size 4$"
@@ -183,7 +183,7 @@ def test_a_schedulers_size_that_does_not_fit_is_refused_by_every_group(
 
 
 def test_a_group_knows_its_own_sizes() -> None:
-    """Block size is the group's, and the scheduler's is handed down as it is."""
+    """The block size is the group's; the scheduler's is handed down unchanged."""
     group = manager_of(
         FullAttentionManager, cross(8), scheduler_block_size=16, max_in_flight_tokens=7, eagle=True
     )

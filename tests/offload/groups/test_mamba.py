@@ -1,5 +1,4 @@
-"""Mamba and linear attention: two states at most, and only those at the end of a block serve a
-hit."""
+"""Mamba and linear attention: at most two states, of which those at a block's end serve hits."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def found(group: GroupManager, prompt: CacheRequest) -> list[int]:
 def test_a_step_holds_the_state_it_starts_from_and_the_one_it_ends_with(
     ends: list[int], table: list[int]
 ) -> None:
-    """A state stands for everything before it, so a request runs in two blocks whatever its
-    length."""
+    """A state summarises all tokens before it, so a request runs in two blocks at any length."""
     group, prompt = manager(), request("a", range(40))
     run(group, prompt, *ends)
     assert ids(group.block_table("a")) == table
@@ -79,7 +77,7 @@ def test_the_state_before_the_last_goes_when_the_step_is_over() -> None:
 
 
 def test_a_state_is_given_back_once() -> None:
-    """Given back twice it would be two requests' at the same time."""
+    """Given back twice, it would belong to two requests at the same time."""
     group = manager()
     run(group, request("a", range(40)), 8, 20, 40)
     group.free_skipped_blocks("a", 40)
@@ -89,7 +87,7 @@ def test_a_state_is_given_back_once() -> None:
 
 
 def test_a_request_that_starts_over_starts_with_nothing() -> None:
-    """A preempted request comes back under its name."""
+    """A preempted request returns under its id."""
     group, prompt = manager(), request("a", range(40))
     run(group, prompt, 8, 20, 40)
     group.free("a")
@@ -100,9 +98,11 @@ def test_a_request_that_starts_over_starts_with_nothing() -> None:
     assert found(group, prompt) == [4, 8, 12]
 
 
-def test_what_a_request_had_before_it_was_preempted_says_nothing_of_its_new_states() -> None:
-    """Its first run ended with a block, its second inside it: that state must not be found under
-    the block's name."""
+def test_a_preempted_requests_old_states_do_not_count_for_its_new_ones() -> None:
+    """Its first run ended with a block, its second inside it.
+
+    That state must not be found under the block's hash.
+    """
     group, prompt = manager(), request("a", range(20))
     group.allocate_new_blocks("a", need(8))
     group.free("a")
@@ -138,7 +138,7 @@ def test_drafts_get_no_state_of_their_own() -> None:
     assert group.num_blocks_to_allocate("a", need(4, slots=20)) == 0
 
 
-def test_a_hits_state_counts_while_nobody_else_references_it() -> None:
+def test_a_hits_state_counts_while_no_other_request_references_it() -> None:
     """Null blocks before it count nothing."""
     group = manager()
     state = cached_and_free(group, request("old", range(16)), 16)[-1]
@@ -162,11 +162,10 @@ def test_a_hits_state_counts_while_nobody_else_references_it() -> None:
         (4, 8, 12, [0, 0, 2]),
     ],
 )
-def test_a_state_that_a_tier_brings_is_counted_beside_the_one_the_step_makes(
+def test_a_state_that_a_tier_brings_is_counted_besides_the_one_the_step_makes(
     hit_tokens: int, external: int, total: int, table: list[int]
 ) -> None:
-    """A block that is taken and was not counted is missing when the pool is empty, in the middle of
-    an admission."""
+    """A block that is taken but was not counted is missing in the middle of an admission."""
     group = manager()
     state = cached_and_free(group, request("old", range(4)), 4)
     computed, hit = hit_tokens + external, state[: hit_tokens // 4]
@@ -180,7 +179,7 @@ def test_a_state_that_a_tier_brings_is_counted_beside_the_one_the_step_makes(
 
 
 def test_a_whole_request_is_admitted_for_one_state_also_where_a_tier_brings_another() -> None:
-    """The second is held while a step goes from one to the other, as of every request."""
+    """As for every request, the second is held only while a step goes from one to the other."""
     group = manager()
     assert group.num_blocks_to_allocate("a", need(30, 8)) == 2
     assert group.num_blocks_to_allocate("a", need(30, 8), is_admission=True) == 1
@@ -204,15 +203,17 @@ def test_a_whole_request_is_admitted_for_one_state_also_where_a_tier_brings_anot
     ],
 )
 def test_only_states_of_whole_blocks_can_be_found(ends: list[int], states: list[int]) -> None:
-    """A block's name stands for its last token; a state that stopped before it would continue
-    another prompt wrongly."""
+    """A block's hash covers its last token.
+
+    A state that stopped before it would continue another prompt wrongly.
+    """
     group, prompt = manager(), request("a", range(20))
     run(group, prompt, *ends)
     assert found(group, prompt) == states
 
 
 def test_a_state_that_a_tier_brought_can_be_found_once_it_is_cached() -> None:
-    """It stands for whole blocks as one computed here."""
+    """It covers whole blocks, like one computed here."""
     group, prompt = manager(), request("a", range(20))
     group.adopt_computed_blocks("a", (), 8)
     group.allocate_external_blocks("a", 8)
@@ -222,8 +223,8 @@ def test_a_state_that_a_tier_brought_can_be_found_once_it_is_cached() -> None:
     assert found(group, prompt) == [8]
 
 
-def test_a_state_noted_before_caching_was_allowed_is_cached_later() -> None:
-    """A load that may still fail puts caching off."""
+def test_a_state_recorded_before_caching_was_allowed_is_cached_later() -> None:
+    """A load that may still fail delays caching."""
     group, prompt = manager(), request("a", range(20))
     group.allocate_new_blocks("a", need(8))
     group.allocate_new_blocks("a", need(16, 8))
@@ -232,8 +233,7 @@ def test_a_state_noted_before_caching_was_allowed_is_cached_later() -> None:
 
 
 def test_a_state_behind_the_last_possible_hit_is_cached_when_hits_can_reach_it() -> None:
-    """Several groups cache up to where all of them can agree; what lies behind must not be
-    forgotten."""
+    """Several groups cache up to where all can agree; states behind that must not be forgotten."""
     group, prompt = manager(8), request("a", range(20))
     group.allocate_new_blocks("a", need(12))
     group.cache_blocks(prompt, 8, KEEP_ALL)
@@ -261,7 +261,9 @@ def test_sparse_retention_keeps_states_at_the_interval_and_at_boundaries(
     scheduler: int, retention: Retention, states: list[int], eagle: bool
 ) -> None:
     """A state is as large as many blocks of attention: one in a thousand tokens is often enough.
-    EAGLE changes nothing."""
+
+    EAGLE changes nothing.
+    """
     group, prompt = manager(scheduler, eagle), request("a", range(32))
     run(group, prompt, *range(4, 33, 4), retention=retention)
     assert found(group, prompt) == states
@@ -271,8 +273,10 @@ def test_sparse_retention_keeps_states_at_the_interval_and_at_boundaries(
 
 
 def test_a_state_cannot_be_read_in_the_step_that_writes_it() -> None:
-    """Two prompts that share a prefix arrive together: the second would start from a state that is
-    not there yet."""
+    """Two prompts that share a prefix arrive together.
+
+    The second would start from a state that is not written yet.
+    """
     group, prompt = manager(), request("a", range(16))
     run(group, prompt, 8)
     hit = [group.pool.null_block, group.block_table("a")[1]]

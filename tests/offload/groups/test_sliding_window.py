@@ -1,5 +1,4 @@
-"""Sliding windows: what slid out goes back, and only the blocks before a possible hit's end are
-worth keeping."""
+"""Sliding windows: blocks that slid out are given back, and only windows before hits are kept."""
 
 from __future__ import annotations
 
@@ -60,8 +59,10 @@ def manager(
 def test_a_request_holds_the_blocks_its_next_token_looks_at(
     size: int, tokens: int, table: list[int]
 ) -> None:
-    """The next token sees `size - 1` tokens before it: one block fewer and it reads another
-    request's, one more is waste."""
+    """The next token sees `size - 1` tokens before it.
+
+    One block fewer and it reads another request's; one more is waste.
+    """
     assert table_after(manager(size), tokens) == table
 
 
@@ -78,7 +79,7 @@ def test_blocks_slide_out_one_after_the_other_and_are_used_again() -> None:
 
 
 def test_what_slides_out_at_once_goes_the_latest_first() -> None:
-    """In a cache the blocks nearer to the head serve more prompts, so they stay longer."""
+    """Cached blocks nearer to the head serve more prompts, so they stay longer."""
     group, prompt = manager(), request("a", range(20))
     group.allocate_new_blocks("a", need(20))
     group.cache_blocks(prompt, 20, KEEP_ALL)
@@ -91,7 +92,7 @@ def test_what_slides_out_at_once_goes_the_latest_first() -> None:
 
 
 def test_nothing_slides_out_of_a_request_that_holds_nothing() -> None:
-    """A refused request is asked before it is admitted."""
+    """A request is checked before it is admitted."""
     group = manager()
     group.free_skipped_blocks("a", 100)
     assert (group.skipped_blocks("a", 100), group.holds("a"), group.slid_out) == ([], False, 0)
@@ -101,8 +102,7 @@ def test_nothing_slides_out_of_a_request_that_holds_nothing() -> None:
 
 
 def test_a_hits_blocks_outside_the_window_are_neither_counted_nor_taken() -> None:
-    """A hit's table may have more blocks than the next token looks at, where EAGLE or a longer load
-    moved on."""
+    """EAGLE or a longer load may give a hit's table more blocks than the next token looks at."""
     group = manager()
     group.allocate_new_blocks("old", need(16))
     group.cache_blocks(request("old", range(16)), 16, KEEP_ALL)
@@ -129,7 +129,7 @@ def test_a_hits_blocks_outside_the_window_are_neither_counted_nor_taken() -> Non
 def test_only_what_the_window_needs_of_a_load_gets_blocks(
     hit_tokens: int, external: int, total: int, count: int, table: list[int]
 ) -> None:
-    """Blocks for tokens nobody looks at any more would be copied for nothing."""
+    """Blocks that no later token looks at would be copied for nothing."""
     group = manager()
     group.allocate_new_blocks("old", need(16))
     group.cache_blocks(request("old", range(16)), 16, KEEP_ALL)
@@ -158,7 +158,7 @@ def test_only_what_the_window_needs_of_a_load_gets_blocks(
 def test_a_request_is_admitted_for_its_window_and_what_is_in_flight(
     size: int, in_flight: int, longest: int, blocks: int
 ) -> None:
-    """A prompt a hundred times as long as the window must get in where the window fits."""
+    """A prompt a hundred times as long as the window must be admitted where the window fits."""
     group = manager(size, in_flight=in_flight, longest=longest)
     assert group.max_held_blocks() == blocks
     assert group.num_blocks_to_allocate("a", need(4000), is_admission=True) == blocks
@@ -168,7 +168,7 @@ def test_a_request_is_admitted_for_its_window_and_what_is_in_flight(
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 6, 9, 13])
 @pytest.mark.parametrize("in_flight", [1, 3, 4, 7, 16])
 def test_no_request_ever_holds_more_than_it_was_admitted_for(size: int, in_flight: int) -> None:
-    """A request that was promised to fit must not be preempted by itself."""
+    """An admitted request must not be preempted for its own blocks."""
     group, most = manager(size, in_flight=in_flight), 0
     for computed in range(0, 190 - in_flight, in_flight):
         group.free_skipped_blocks("a", computed)
@@ -210,11 +210,11 @@ def kept(
 def test_the_tails_before_every_possible_hit_are_kept(
     size: int, scheduler: int, eagle: bool, blocks: list[int] | None
 ) -> None:
-    """A block that no hit can need is memory for nothing; a missing one costs the hit."""
+    """A block that no hit can need wastes memory; a missing one costs the hit."""
     assert kept(manager(size, scheduler=scheduler, eagle=eagle), KEEP_ALL) == blocks
 
 
-def test_boundaries_mean_nothing_while_everything_is_kept_that_can_serve() -> None:
+def test_boundaries_have_no_effect_while_everything_that_can_serve_is_kept() -> None:
     """They are the exceptions of sparse retention."""
     assert kept(manager(5, scheduler=16), Retention(None, (37,))) == [3, 7, 11, 15, 19]
 
@@ -256,7 +256,7 @@ def test_an_interval_no_longer_than_the_window_keeps_everything() -> None:
 def test_it_does_not_matter_in_how_many_pieces_blocks_are_cached(
     start: int, stop: int, eagle: bool, retention: Retention
 ) -> None:
-    """Prefill comes in chunks of any size."""
+    """Prefill runs in chunks of any size."""
     group = manager(9, scheduler=16, eagle=eagle)
     everything = kept(group, retention)
     assert everything is not None
@@ -266,7 +266,7 @@ def test_it_does_not_matter_in_how_many_pieces_blocks_are_cached(
 
 
 def test_only_what_the_mask_keeps_can_be_found() -> None:
-    """What it leaves out goes back without a hash, and is reused first."""
+    """Other blocks are freed without a hash, and are reused first."""
     group, prompt = manager(9, scheduler=16), request("a", range(32))
     group.allocate_new_blocks("a", need(32))
     group.cache_blocks(prompt, 32, KEEP_ALL)

@@ -1,4 +1,4 @@
-"""The canonical view refuses every cache that a worker could not copy blindly."""
+"""The canonical view refuses every cache that a worker could not copy safely."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pages(rows: int = 4, row_bytes: int = 16) -> torch.Tensor:
         ([pages(), pages().to("meta")], "device"),
     ],
 )
-def test_a_tensor_of_another_shape_type_or_place_is_refused(
+def test_a_tensor_of_another_shape_type_or_device_is_refused(
     tensors: list[torch.Tensor], complaint: str
 ) -> None:
     """A copy of bytes by row number would read or write something else."""
@@ -49,15 +49,19 @@ def test_a_tensor_of_another_shape_type_or_place_is_refused(
         ([[DataRef(0, 8), DataRef(0, 8)]], r"refs name tensors \[0, 0\]; each at most once"),
     ],
 )
-def test_a_ref_to_what_is_not_there_is_refused(refs: list[list[DataRef]], complaint: str) -> None:
+def test_a_ref_to_a_missing_tensor_or_bytes_is_refused(
+    refs: list[list[DataRef]], complaint: str
+) -> None:
     """The same, for the groups."""
     with pytest.raises(CacheConfigError, match=complaint):
         CanonicalKVCache([pages()], refs)
 
 
-def test_a_page_is_the_refs_one_behind_the_other() -> None:
-    """Every tier lays blocks out by these sizes; a group may use a part of a row and share its
-    tensor."""
+def test_a_page_is_the_refs_concatenated() -> None:
+    """Every tier lays blocks out by these sizes.
+
+    A group may use a part of a row and share its tensor.
+    """
     cache = CanonicalKVCache(
         [pages(4, 16), pages(3, 8)], [[DataRef(1, 8), DataRef(0, 10)], [DataRef(0, 16)]]
     )

@@ -34,8 +34,8 @@ def test_jobs_run_one_by_one_in_the_order_of_their_submission(queue: TransferQue
     ]
 
 
-def test_nothing_is_finished_while_it_runs_nor_what_stands_behind_it(queue: TransferQueue) -> None:
-    """A slow copy: its block must not be taken for complete."""
+def test_neither_a_running_job_nor_those_behind_it_are_finished(queue: TransferQueue) -> None:
+    """A slow copy's block must not be taken for complete."""
     started, go_on = threading.Event(), threading.Event()
 
     def slow() -> int:
@@ -55,11 +55,13 @@ def test_nothing_is_finished_while_it_runs_nor_what_stands_behind_it(queue: Tran
     assert 0 < first.time_s < 10
 
 
-def test_a_job_that_fails_says_so_and_the_next_one_runs(
+def test_a_failed_job_is_reported_and_the_next_one_runs(
     queue: TransferQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One full disk must not end offloading, and a file's name, which is a key, must not reach the
-    log."""
+    """One full disk must not end offloading.
+
+    A file's name, which is a key, must not reach the log.
+    """
     queue.submit(1, Direction.STORE, fail)
     queue.submit(2, Direction.STORE, lambda: 1 // 0)
     queue.submit(3, Direction.STORE, lambda: 5)
@@ -80,7 +82,7 @@ def test_a_job_that_fails_says_so_and_the_next_one_runs(
     assert statistics.busy_s > 0
 
 
-def test_waiting_for_what_ended_or_never_was_returns_at_once(queue: TransferQueue) -> None:
+def test_waiting_for_ended_or_unknown_jobs_returns_at_once(queue: TransferQueue) -> None:
     """A scheduler waits for a request's jobs without knowing which were reported."""
     queue.submit(1, Direction.STORE, lambda: 1)
     queue.wait([1])
@@ -89,7 +91,7 @@ def test_waiting_for_what_ended_or_never_was_returns_at_once(queue: TransferQueu
     assert queue.get_finished() == []
 
 
-def test_an_id_comes_back_only_after_it_was_reported(queue: TransferQueue) -> None:
+def test_an_id_can_be_used_again_only_after_it_was_reported(queue: TransferQueue) -> None:
     """Two jobs of one id could not be told apart."""
     queue.submit(1, Direction.STORE, lambda: 1)
     queue.wait([1])
@@ -100,7 +102,7 @@ def test_an_id_comes_back_only_after_it_was_reported(queue: TransferQueue) -> No
 
 
 def test_shutdown_finishes_what_was_queued_and_refuses_the_rest() -> None:
-    """A block that the manager believes stored is stored when the engine stops."""
+    """A block that the manager considers stored is stored when the engine stops."""
     queue = TransferQueue("test")
     go_on = threading.Event()
     queue.submit(1, Direction.STORE, lambda: int(go_on.wait()))

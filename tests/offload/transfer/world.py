@@ -29,8 +29,10 @@ Lower = TypeVar("Lower")
 
 @dataclass(frozen=True)
 class World:
-    """A cache's shape: the rows and bytes of its tensors, padding between rows, refs per group, and
-    each group's k."""
+    """A cache's shape.
+
+    The rows and bytes of its tensors, padding between rows, refs per group, and each group's k.
+    """
 
     tensors: Sequence[tuple[int, int, int]]
     refs: Sequence[Sequence[DataRef]]
@@ -52,7 +54,7 @@ class World:
 
 @dataclass
 class Job:
-    """A job in the loop's words: what each group copies."""
+    """A job in the plain loop's terms: what each group copies."""
 
     direction: Direction
     block_ids: list[list[int]]
@@ -61,7 +63,7 @@ class Job:
 
     @property
     def gpu(self) -> GPULoadStoreSpec:
-        """As the worker is told."""
+        """The same job as the worker's GPU side."""
         sizes = [len(ids) for ids in self.block_ids]
         return GPULoadStoreSpec(
             [block for ids in self.block_ids for block in ids], sizes, self.block_indices
@@ -70,8 +72,10 @@ class Job:
 
 @dataclass
 class PlainLoop:
-    """The same copies, one block, one tensor after the other. A lower block's bytes are found by
-    its id."""
+    """The same copies, one block and one tensor after the other.
+
+    A lower block's bytes are found by its id.
+    """
 
     world: World
     rows: list[np.ndarray]
@@ -80,7 +84,7 @@ class PlainLoop:
     copied_bytes: list[int] = field(default_factory=list)
 
     def run(self, job: Job) -> None:
-        """Copy, and note the bytes."""
+        """Copy, and count the bytes."""
         copied = 0
         for group, ids in enumerate(job.block_ids):
             k = self.world.k[group]
@@ -112,7 +116,7 @@ def copies_of(cache: CanonicalKVCache) -> list[np.ndarray]:
 
 
 def assert_same(cache: CanonicalKVCache, rows: Sequence[np.ndarray]) -> None:
-    """Every byte of the cache is what the loop left."""
+    """Every byte of the cache is as the loop left it."""
     for tensor, expected in zip(cache.tensors, rows, strict=True):
         np.testing.assert_array_equal(tensor.cpu().numpy(), expected)
 
@@ -151,7 +155,7 @@ def worlds(draw: st.DrawFn) -> World:
 def jobs(
     draw: st.DrawFn, world: World, num_lower: int, loadable: Sequence[Sequence[int]] | None = None
 ) -> Job:
-    """A job that fits. *loadable* says which lower ids of each group may be loaded, if not all."""
+    """A job that fits; *loadable* lists the lower ids that each group may load, by default all."""
     direction = draw(st.sampled_from(list(Direction)))
     rows = draw(st.permutations(range(24)))
     free_lower = list(draw(st.permutations(range(num_lower))))
