@@ -110,5 +110,5 @@ class SimulatedReplica:
         self._idle_steps = 0 if took_time else self._idle_steps + 1
         if self._idle_steps > MOST_IDLE_STEPS:
             raise StuckReplica(
-                f"{self.replica_id}: {self.engine.statistics()} and {MOST_IDLE_STEPS} steps did nothing"
+                f"{self.replica_id}: {MOST_IDLE_STEPS} idle steps: {self.engine.statistics()}"
             )

@@ -128,6 +128,10 @@ def _add_model(group: Any) -> None:
         metavar="PATH",
         help="a tokenizer.json or its directory; by default bytes are tokens",
     )
+    _add_limits(group)
+
+
+def _add_limits(group: Any) -> None:
     group.add_argument(
         "--max-model-len", type=_whole(1), metavar="TOKENS", help="prompt and output together"
     )

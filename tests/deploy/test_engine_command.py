@@ -27,7 +27,7 @@ def _command_is_there() -> None:
 
 @contextlib.contextmanager
 def engine() -> Iterator[int]:
-    """The command on free ports; the one of HTTP."""
+    """Run the command on free ports; yields its HTTP port."""
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ENGINE_PORTS
@@ -51,24 +51,23 @@ def engine() -> Iterator[int]:
         process.wait(30)
 
 
-async def test_the_engine_serves_what_probes_router_and_prometheus_ask_for() -> None:
-    """By nothing but its command: health, models, event sources, and the metrics of the
-    dashboard."""
+async def test_the_engine_serves_probes_routers_and_prometheus() -> None:
+    """With its command only: health, models, event sources, and the dashboard's metrics."""
     with engine() as port:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            await eventually(lambda: answers(port), "the engine listens")
+            await eventually(lambda: accepts(port), "the engine listens")
             for path in ("/health", "/v1/models", "/kv_event_sources", "/metrics"):
                 assert (await client.get(path)).status_code == 200, path
             names = {name.removesuffix("_total").removesuffix("_bucket") for name in OF_VLLM}
-            told = set(
+            reported = set(
                 re.findall(
                     r"^# TYPE (\S+?)(?:_total)? ", (await client.get("/metrics")).text, re.MULTILINE
                 )
             )
-            assert names <= told
+            assert names <= reported
 
 
-def answers(port: int) -> bool:
+def accepts(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from offload.engine.core.requests import EngineRequest, SamplingParams
 from offload.engine.http.chat import Chat
-from offload.engine.http.clients import read_body, unless_disconnected
+from offload.engine.http.clients import read_body, unless_client_leaves
 from offload.engine.http.completion import CompletionBuilder
 from offload.engine.http.error_handlers import add_error_handlers, json_response
 from offload.engine.http.errors import ApiError, InvalidRequest, ModelNotFound
@@ -186,11 +186,11 @@ class _Api:
         completion = CompletionBuilder(
             [(each, self._text_stream(body)) for each in engine_requests]
         )
-        generation = await unless_disconnected(completion.start(self._service), request.receive)
+        generation = await unless_client_leaves(completion.start(self._service), request.receive)
         if body.stream:
             return EventStream(events(completion, generation, response, body), generation)
         async with generation:
-            choices = await unless_disconnected(completion.full(generation), request.receive)
+            choices = await unless_client_leaves(completion.full(generation), request.receive)
         return json_response(response.full(choices, completion.usage))
 
     def _text_stream(self, body: GenerateBody) -> TextStream:

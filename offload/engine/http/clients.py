@@ -15,7 +15,7 @@ from offload.engine.http.errors import ApiError, RequestTooLarge
 Result = TypeVar("Result")
 
 
-class ClientDisconnected(Exception):
+class ClientLeft(Exception):
     """The client has left, so there is nobody to respond to."""
 
 
@@ -30,7 +30,7 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
     Raises:
         RequestTooLarge: The body is longer.
         ApiError: 408, it took longer.
-        ClientDisconnected: The client left before the end of the body.
+        ClientLeft: The client left before the end of the body.
     """
     try:
         async with timeout(timeout_s):
@@ -40,10 +40,10 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
             f"body: not there within {timeout_s:g} s", 408, "RequestTimeoutError"
         ) from None
     except ClientDisconnect:
-        raise ClientDisconnected from None
+        raise ClientLeft from None
 
 
-async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Result:
+async def unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Result:
     """Return the result of *work*, which is cancelled if the client leaves.
 
     Args:
@@ -51,7 +51,7 @@ async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Resu
         receive: The ASGI channel of its request, from which the body has been read.
 
     Raises:
-        ClientDisconnected: The client left first.
+        ClientLeft: The client left first.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
@@ -60,7 +60,7 @@ async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Resu
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientDisconnected
+        raise ClientLeft
     finally:
         for task in tasks:
             task.cancel()

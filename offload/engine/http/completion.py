@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from offload.engine.core.requests import EngineRequest, FinishReason, StepOutput
-from offload.engine.http.responses import Choice, TokenUsage
+from offload.engine.http.responses import Choice, CompletionUsage
 from offload.engine.http.service import EngineService, Generation
 from offload.engine.http.text_stream import TextStream
 
@@ -19,12 +19,12 @@ class _ChoiceInProgress:
     index: int
     request: EngineRequest
     text: TextStream
-    usage: TokenUsage = field(default_factory=TokenUsage)
+    usage: CompletionUsage = field(default_factory=CompletionUsage)
 
     def take(self, output: StepOutput) -> Choice:
         """Return the next piece; the last one has a finish reason."""
         count = self.usage.completion_tokens + len(output.new_token_ids)
-        self.usage = TokenUsage(output.num_prompt_tokens, count, output.num_cached_tokens)
+        self.usage = CompletionUsage(output.num_prompt_tokens, count, output.num_cached_tokens)
         ids, reason = output.new_token_ids, output.finish_reason
         # The token that ended it is counted but has no text, like a stop string.
         text = self.text.feed(ids[:-1] if reason is FinishReason.STOP else ids)
@@ -52,9 +52,9 @@ class CompletionBuilder:
         }
 
     @property
-    def usage(self) -> TokenUsage:
+    def usage(self) -> CompletionUsage:
         """Tokens so far, over all choices."""
-        return sum((choice.usage for choice in self._choices.values()), TokenUsage())
+        return sum((choice.usage for choice in self._choices.values()), CompletionUsage())
 
     @property
     def num_choices(self) -> int:

@@ -41,15 +41,15 @@ class KVEventEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenUsage:
+class CompletionUsage:
     """Tokens of one response, over all its prompts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def __add__(self, other: TokenUsage) -> TokenUsage:
-        return TokenUsage(
+    def __add__(self, other: CompletionUsage) -> CompletionUsage:
+        return CompletionUsage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
@@ -83,7 +83,7 @@ class Choice:
 class ResponseFormat(Protocol):
     """Builds the bodies of one response of one endpoint."""
 
-    def full(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> dict[str, Any]:
         """Build a response that is not streamed.
 
         Args:
@@ -97,7 +97,7 @@ class ResponseFormat(Protocol):
     def chunk(self, choice: Choice) -> dict[str, Any]:
         """Build an event with the next piece of a choice."""
 
-    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
         """Build the event that ends a stream with its usage."""
 
 
@@ -118,7 +118,7 @@ class CompletionFormat:
             "model": model,
         }
 
-    def full(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> dict[str, Any]:
         """Build a response that is not streamed.
 
         Args:
@@ -138,7 +138,7 @@ class CompletionFormat:
         """See `ResponseFormat.chunk`."""
         return {**self._head, "choices": [self._choice(choice)]}
 
-    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
         """See `ResponseFormat.usage_chunk`."""
         return {**self._head, "choices": [], "usage": usage.to_dict()}
 
@@ -170,7 +170,7 @@ class ChatFormat:
         }
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
 
-    def full(self, choices: Sequence[Choice], usage: TokenUsage) -> dict[str, Any]:
+    def full(self, choices: Sequence[Choice], usage: CompletionUsage) -> dict[str, Any]:
         """Build a response that is not streamed.
 
         Args:
@@ -198,7 +198,7 @@ class ChatFormat:
             "choices": [self._entry(choice, "delta", {"content": choice.text})],
         }
 
-    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
         """See `ResponseFormat.usage_chunk`."""
         return {**self._chunk_head, "choices": [], "usage": usage.to_dict()}
 

@@ -1,4 +1,4 @@
-"""`kvroute engine` as a process: what it prints, how it ends, what it refuses, and its faults."""
+"""`kvroute engine` as a process: output, exit, refused options, faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def kvroute(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The command to its end; *path* goes in front of what Python finds."""
+    """Run the command to its end; *path* precedes Python's own search path."""
     paths = [str(path)] if path else []
     environ = {
         **os.environ,
@@ -33,8 +33,8 @@ def kvroute(*arguments: str, path: Path | None = None) -> subprocess.CompletedPr
     )
 
 
-async def test_an_engine_serves_until_it_is_told_to_stop() -> None:
-    """Health, a chat, its metrics, a clean end."""
+async def test_an_engine_serves_until_a_signal() -> None:
+    """Health, a chat, its metrics, a clean exit."""
     async with engine_processes(
         1, *simulated("gptoss", served_model_name="mine", lora="adapter")
     ) as (engine,):
@@ -64,7 +64,7 @@ async def test_an_engine_serves_until_it_is_told_to_stop() -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 async def test_a_signal_lets_requests_finish_and_a_second_one_does_not(signals: int) -> None:
-    """And new ones are told to go elsewhere."""
+    """New requests are refused, so a router sends them elsewhere."""
     async with (
         engine_processes(1, *simulated(step_overhead_s=0.01)) as (engine,),
         connect(engine.port) as client,
@@ -92,7 +92,7 @@ async def test_a_signal_lets_requests_finish_and_a_second_one_does_not(signals: 
 
 
 async def test_a_crash_takes_the_process_with_it_and_a_restart_has_a_new_cache() -> None:
-    """What a fault in native code does: no goodbye. Then it is there again, at the same address."""
+    """As after a fault in native code, without a goodbye; then it is back at the same address."""
     async with engine_processes(1, *simulated(enable_faults=True)) as (engine,):
         body = {"prompt": list(range(100)), "max_tokens": 1}
         await engine.post("/v1/completions", body)
@@ -111,8 +111,7 @@ async def test_a_crash_takes_the_process_with_it_and_a_restart_has_a_new_cache()
 
 
 async def test_a_restart_on_demand_is_another_engine_at_the_same_address() -> None:
-    """For whoever tests a router: the process is the same to its supervisor, its cache and its
-    stream of events are new."""
+    """For tests of routers: the same process to its supervisor, a new cache and event stream."""
     async with engine_processes(1, *simulated("gemma", num_blocks=300, enable_faults=True)) as (
         engine,
     ):
@@ -128,7 +127,7 @@ async def test_a_restart_on_demand_is_another_engine_at_the_same_address() -> No
 
 
 async def test_an_engine_that_hangs_can_be_stopped() -> None:
-    """Its grace is over sometime."""
+    """Its grace period ends."""
     async with engine_processes(1, *simulated(enable_faults=True, grace_s=1)) as (engine,):
         assert (await engine.post("/faults", {"kind": "hang", "seconds": 3600})).status == 200
         asking = asyncio.ensure_future(engine.post("/v1/completions", {"prompt": "x"}))
@@ -160,8 +159,8 @@ async def test_a_tokenizer_file_is_used_and_the_model_knows_its_ids(tmp_path: Pa
         ).status == 200
 
 
-async def test_no_endless_head_is_taken() -> None:
-    """uvicorn alone would keep it all."""
+async def test_an_endless_head_is_cut() -> None:
+    """uvicorn by itself would keep all of it."""
     async with engine_processes(1, *simulated()) as (engine,), connect(engine.port) as client:
         client.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
         with pytest.raises(ConnectionError):
@@ -193,8 +192,8 @@ async def send_headers(client: HttpClient, count: int) -> None:
         (("--port", "99999"), "99999"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(arguments: tuple[str, ...], word: str) -> None:
-    """Place, value and rule; no traceback."""
+def test_invalid_options_are_refused_in_one_line(arguments: tuple[str, ...], word: str) -> None:
+    """Option, value and rule; no traceback."""
     done = kvroute("engine", "--simulate", *arguments)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
@@ -204,7 +203,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments: tuple[str, ...], word:
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_said() -> None:
+def test_a_port_in_use_is_reported() -> None:
     """And the engine is closed again."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -217,7 +216,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 
 def plug_in(directory: Path, name: str, source: str | None) -> Path:
-    """A package that is installed beside ours and brings a command."""
+    """A package that is installed next to ours and brings a command."""
     information = directory / f"plugged_{name}-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(
@@ -239,7 +238,7 @@ def add_to(commands):
 
 
 def test_a_command_of_another_package_runs_like_one_of_ours(tmp_path: Path) -> None:
-    """It is listed without being imported: no other command waits for it."""
+    """It is listed without being imported, so no other command waits for it."""
     plug_in(tmp_path, "greet", PLUGGED)
     assert kvroute("greet", "--name", "me", path=tmp_path).stdout == "imported\nhello me\n"
     listed = kvroute("--help", path=tmp_path).stdout
@@ -251,7 +250,7 @@ def test_a_command_of_another_package_runs_like_one_of_ours(tmp_path: Path) -> N
 def test_a_command_that_cannot_be_imported_breaks_only_itself(
     tmp_path: Path, source: str | None
 ) -> None:
-    """And says what is missing."""
+    """And the error says what is missing."""
     plug_in(tmp_path, "broken", source)
     done = kvroute("broken", "--flag", path=tmp_path)
     missing = "a_module_that_is_not_installed" if source else "plugged_broken"
@@ -259,8 +258,8 @@ def test_a_command_that_cannot_be_imported_breaks_only_itself(
     assert kvroute("serve", "--check", path=tmp_path).returncode == 0
 
 
-def test_a_built_in_command_goes_before_another_s_of_its_name(tmp_path: Path) -> None:
-    """An installed package must not take `serve` over."""
+def test_a_built_in_command_has_precedence_over_another_s(tmp_path: Path) -> None:
+    """An installed package must not replace `serve`."""
     plug_in(tmp_path, "serve", PLUGGED)
     done = kvroute("serve", "--check", path=tmp_path)
     assert (done.returncode, "imported" in done.stdout) == (0, False)
@@ -272,8 +271,8 @@ def test_without_tensors_no_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_an_engine_that_cannot_say_where_it_listens_ends() -> None:
-    """Who started it has died meanwhile: it must not stay behind, deaf to signals."""
+def test_an_engine_that_cannot_report_its_address_ends() -> None:
+    """The process that started it has died; it must not stay behind, deaf to signals."""
     reading, writing = os.pipe()
     os.close(reading)
     engine = subprocess.Popen([*COMMAND, "--port", "0", "--simulate"], cwd=ROOT, stderr=writing)

@@ -1,5 +1,4 @@
-"""Scheduling on engines without tensors: what a step computes, who waits, who gives way, and that
-nobody is forgotten."""
+"""Scheduling on engines without tensors: what a step computes, who waits, and who is preempted."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ STARVED = {"full": 40, "gemma": 150, "gptoss": 70, "llama4": 110, "mamba-hybrid"
 
 
 class Watch:
-    """Keeps what a step computed."""
+    """A runner that keeps what a step computed."""
 
     def __init__(self, engine: Engine) -> None:
         self._runner = engine.runner
@@ -82,9 +81,8 @@ def work(seed: str, count: int) -> list[EngineRequest]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("tiers", [0, 300])
-def test_whatever_runs_beside_it_every_request_gets_its_own_answer(preset: str, tiers: int) -> None:
-    """Under pressure, with preemptions, loads and arrivals at any time; and at the end nobody holds
-    a block."""
+def test_a_response_does_not_depend_on_what_else_runs(preset: str, tiers: int) -> None:
+    """Under pressure, with preemptions, loads and arrivals at any time; every block is freed."""
     alone = {}
     for asked in work(preset, 40):
         engine, _, _ = engine_of(preset, num_blocks=2000)
@@ -111,8 +109,8 @@ def test_whatever_runs_beside_it_every_request_gets_its_own_answer(preset: str, 
     assert bool(statistics.cache.counts.external_tokens) is bool(tiers)
 
 
-def test_a_step_keeps_to_its_budget_and_running_requests_come_first() -> None:
-    """A long prompt must not hold up answers under way."""
+def test_a_step_keeps_its_budget_and_serves_running_requests_first() -> None:
+    """A long prompt must not hold up responses that have begun."""
     engine, watch, _ = engine_of(max_num_batched_tokens=50)
     engine.add_request(request("short", 20, 20))
     engine.step()
@@ -130,7 +128,7 @@ def test_a_step_keeps_to_its_budget_and_running_requests_come_first() -> None:
 
 
 def test_no_more_requests_run_than_are_allowed() -> None:
-    """Each takes a place in the batch."""
+    """Each takes a slot in the batch."""
     engine, watch, _ = engine_of(max_num_seqs=2)
     for name in "abc":
         engine.add_request(request(name, [ord(name)] * 20, 3))
@@ -141,8 +139,8 @@ def test_no_more_requests_run_than_are_allowed() -> None:
     assert len(finish(engine)) == 3
 
 
-def test_who_came_last_gives_way_and_says_nothing_twice() -> None:
-    """A preempted request starts again from its prompt and what it had said."""
+def test_the_newest_request_is_preempted_and_repeats_no_token() -> None:
+    """A preempted request starts again from its prompt and the tokens it had generated."""
     engine, _, _ = engine_of(num_blocks=14, enable_caching=False)
     for name, first in (("a", 0), ("b", 1000)):
         engine.add_request(request(name, [first + index for index in range(60)], 60))
@@ -153,8 +151,7 @@ def test_who_came_last_gives_way_and_says_nothing_twice() -> None:
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
-    """After a preemption a request finds its own blocks: a client would be told of a hit it never
-    had."""
+    """A preempted request finds its own blocks, and must not report them as a hit."""
     engine, _, _ = engine_of(num_blocks=14)
     for name, first in (("a", 0), ("b", 1000)):
         engine.add_request(request(name, [first + index for index in range(60)], 60))
@@ -163,8 +160,8 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
     assert {step.num_cached_tokens for steps in outputs.values() for step in steps} == {0}
 
 
-def test_states_end_with_blocks_and_where_prompts_part() -> None:
-    """Anywhere else a state is of no use to a later request."""
+def test_states_end_with_blocks_and_where_prompts_diverge() -> None:
+    """Anywhere else a state is useless to a later request."""
     engine, watch, _ = engine_of("mamba-hybrid", num_blocks=400, max_num_batched_tokens=1000)
     ends = []
     for name, prompt in (
@@ -176,8 +173,8 @@ def test_states_end_with_blocks_and_where_prompts_part() -> None:
         while engine.has_work:
             engine.step()
             ends.append((name, *((chunk.start, chunk.stop) for chunk in watch.chunks)))
-    # a: to its last whole block, then the rest; b finds none of a's states, but learns where it
-    # parts from a; c resumes there.
+    # a: up to its last whole block, then the rest. b finds no state of a to resume at, but the end
+    # of their shared prefix, and leaves a state there; c resumes at it.
     assert ends == [
         ("a", (0, 96)),
         ("a", (96, 100)),
@@ -189,7 +186,7 @@ def test_states_end_with_blocks_and_where_prompts_part() -> None:
     ]
 
 
-def test_a_request_waits_for_its_load_and_others_go_on() -> None:
+def test_a_request_waits_for_its_load_while_others_run() -> None:
     """A copy takes longer than a step."""
     slow = TimeModel(transfer_bytes_per_s=1e5)
     engine, watch, _ = engine_of(num_blocks=60, cpu_blocks=500, time_model=slow)
@@ -230,8 +227,10 @@ def test_an_aborted_request_leaves_nothing() -> None:
         (700, 5, "prompt: 700 tokens must be 1 to 623"),
     ],
 )
-def test_what_can_never_be_served_is_refused(prompt: int, output: int, message: str) -> None:
-    """It would wait for ever, and all behind it."""
+def test_a_request_that_can_never_be_served_is_refused(
+    prompt: int, output: int, message: str
+) -> None:
+    """It would wait for ever, and all requests behind it."""
     engine, _, _ = engine_of(num_blocks=40)
     with pytest.raises(EngineRequestError, match=message):
         engine.add_request(request("a", prompt, output))
@@ -248,8 +247,8 @@ def test_an_id_in_use_is_refused() -> None:
     engine.add_request(request("a", 10))
 
 
-def test_stop_tokens_end_an_answer() -> None:
-    """The token itself is told."""
+def test_stop_tokens_end_a_response() -> None:
+    """The stop token itself is part of the output."""
     engine, _, _ = engine_of()
     engine.add_request(request("a", 10, 8))
     tokens = said(finish(engine))["a"]
@@ -260,8 +259,8 @@ def test_stop_tokens_end_an_answer() -> None:
     assert outputs["b"][-1].finish_reason is FinishReason.STOP
 
 
-def test_time_passes_as_the_model_of_it_says() -> None:
-    """Prefill and decode have rates of their own, and a step costs something."""
+def test_a_step_takes_the_time_of_the_time_model() -> None:
+    """Prefill and decode have their own rates, and a step has a fixed cost."""
     rates = TimeModel(prefill_tokens_per_s=1000, decode_tokens_per_s=100, step_overhead_s=0.5)
     engine, _, clock = engine_of(time_model=rates)
     engine.add_request(request("a", 200, 3))
@@ -274,14 +273,14 @@ def test_time_passes_as_the_model_of_it_says() -> None:
 @pytest.mark.parametrize(
     "field", ["prefill_tokens_per_s", "decode_tokens_per_s", "transfer_bytes_per_s", "slowdown"]
 )
-def test_rates_of_nothing_are_refused(field: str) -> None:
+def test_a_rate_of_zero_is_refused(field: str) -> None:
     """A step would take for ever."""
     with pytest.raises(CacheConfigError, match=f"{field} 0 must be above 0"):
         TimeModel(**{field: 0})
 
 
-def test_a_reset_forgets_every_tier_and_waits_for_nobody() -> None:
-    """After new weights a block of the old ones would be wrong."""
+def test_a_reset_forgets_every_tier_and_does_not_wait() -> None:
+    """After new weights, a block of the old ones would be wrong."""
     engine, _, _ = engine_of(num_blocks=60, cpu_blocks=100)
     engine.add_request(request("a", 100, 4))
     engine.step()
@@ -292,9 +291,8 @@ def test_a_reset_forgets_every_tier_and_waits_for_nobody() -> None:
     assert finish(engine)["b"][0].num_cached_tokens == 0
 
 
-def test_each_groups_own_hits_are_counted_once_a_request() -> None:
-    """What the full attention still held and the window did not any more is what a demo and an
-    operator look for."""
+def test_each_group_s_own_hits_are_counted_once_per_request() -> None:
+    """They show what full attention still held and the sliding window did not."""
     engine, _, _ = engine_of("gptoss", num_blocks=60, max_model_len=2048)
     first = request("first", 320)
     for sent in (first, request("other", [*range(1000, 1320)]), request("again", 320)):

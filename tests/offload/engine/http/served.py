@@ -1,5 +1,4 @@
-"""An engine that says what a test wants, behind its real HTTP face: real scheduler, cache and
-sockets, a runner by hand."""
+"""An engine with a scripted output behind its real HTTP side: real scheduler, cache and sockets."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ SOURCE = KVEventEndpoint(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-
 
 
 class ScriptedRunner:
-    """Says a text byte by byte, then the end of the sequence. A test may hold it, or have it
-    fail."""
+    """Generates a text byte by byte, then ends the sequence; a test can hold it or make it fail."""
 
     def __init__(self, says: str) -> None:
         self.token_ids = [*says.encode(), EOS_TOKEN_ID]
@@ -81,8 +79,8 @@ class Served:
         return Metrics((await self.get("/metrics")).body.decode())
 
     async def until_idle(self) -> None:
-        """No request is left, in the service, the scheduler or the cache."""
-        await eventually(lambda: not self.service.statistics().in_flight, "no request is under way")
+        """Wait until no request is left in the service, the scheduler or the cache."""
+        await eventually(lambda: not self.service.statistics().in_flight, "no request is in flight")
         await eventually(lambda: not self.engine.has_work, "the engine has nothing to do")
         await eventually(lambda: self.engine.cache.usage == 0, "all blocks are free")
 
@@ -94,7 +92,7 @@ async def serving(
     settings: dict[str, Any] | None = None,
     **api: Any,
 ) -> AsyncIterator[Served]:
-    """An engine that says *says*, served on a port of the system's choice until the block ends."""
+    """Serve an engine that generates *says*, on a free port, until the block ends."""
     engine, runner = scripted_engine(says, **(settings or {}))
     registry = CollectorRegistry()
     model = served_model(engine)

@@ -22,7 +22,7 @@ PROMPT = list(range(100))
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Served]:
-    """Says "hello" and stops."""
+    """An engine that generates "hello" and stops."""
     async with serving("hello") as served:
         yield served
 
@@ -37,7 +37,7 @@ def body_for(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(body: bytes) -> list[Any]:
-    """The events of a stream, which must end as it should."""
+    """The events of a stream that ended properly."""
     *events, done, rest = body.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")
     return [json.loads(event.removeprefix(b"data: ")) for event in events]
@@ -53,11 +53,11 @@ def error_of(answer: Answer) -> dict[str, Any]:
     return error
 
 
-# --- answers --------------------------------------------------------------------------------------
+# --- responses ------------------------------------------------------------------------------------
 
 
 async def test_a_completion_has_every_field(engine: Served) -> None:
-    """Clients and the router's usage reader look at them by name."""
+    """Clients and the router's usage reader look the fields up by name."""
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS), {"x-request-id": "mine"})
     assert answer.status == 200
     found = answer.json
@@ -80,7 +80,7 @@ async def test_a_completion_has_every_field(engine: Served) -> None:
 
 
 async def test_a_chat_completion_has_every_field(engine: Served) -> None:
-    """The same for chats."""
+    """As for text completions."""
     found = (await engine.post(CHAT, body_for(CHAT, model=None))).json
     assert found.pop("created") > 0
     assert found.pop("id").startswith("chatcmpl-")
@@ -111,8 +111,8 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_a_stream_says_the_same_as_a_whole_answer(engine: Served, path: str) -> None:
-    """Token by token, with the usage at the end, and nothing of it before."""
+async def test_a_stream_has_the_text_of_the_full_response(engine: Served, path: str) -> None:
+    """Token by token, with the usage at the end and not before."""
     whole = (await engine.post(path, body_for(path))).json
     await engine.post("/reset_prefix_cache")
     answer = await engine.post(
@@ -135,13 +135,13 @@ async def test_a_stream_says_the_same_as_a_whole_answer(engine: Served, path: st
         assert [choice["text"] for choice in choices] == [*"hello", ""]
 
 
-async def test_a_stream_without_options_tells_no_usage(engine: Served) -> None:
-    """As OpenAI has it: clients of old would stumble over an event without choices."""
+async def test_a_stream_without_options_has_no_usage(engine: Served) -> None:
+    """As OpenAI has it: older clients fail on an event without choices."""
     events = events_of((await engine.post(COMPLETIONS, body_for(COMPLETIONS, stream=True))).body)
     assert all(event["choices"] and "usage" not in event for event in events)
 
 
-async def test_running_usage_is_told_with_every_event(engine: Served) -> None:
+async def test_running_usage_is_in_every_event(engine: Served) -> None:
     """vLLM's `continuous_usage_stats`, for gateways that bill streams that were cut."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = events_of(
@@ -154,9 +154,8 @@ async def test_running_usage_is_told_with_every_event(engine: Served) -> None:
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 5, 6, 6]
 
 
-async def test_cached_tokens_are_told_and_parted_by_salt_and_adapter(engine: Served) -> None:
-    """The number that a router's predictions are held against; a tenant's salt and an adapter have
-    caches of their own."""
+async def test_cached_tokens_are_reported_and_separated_by_salt_and_adapter(engine: Served) -> None:
+    """A router's predictions are compared with them; a salt or an adapter has its own cache."""
     cached = []
     for extra in (
         {},
@@ -185,10 +184,10 @@ async def test_cached_tokens_are_told_and_parted_by_salt_and_adapter(engine: Ser
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompts_come_in_four_forms(
+async def test_a_prompt_has_four_forms(
     engine: Served, prompt: Any, tokens: list[int], stream: bool
 ) -> None:
-    """Each prompt of a batch is a choice of its own, in its place."""
+    """Each prompt of a batch is a choice, in the order of the prompts."""
     fields = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS, prompt=prompt, **fields))
     texts = [""] * len(tokens)
@@ -201,8 +200,8 @@ async def test_prompts_come_in_four_forms(
     assert (found["prompt_tokens"], found["completion_tokens"]) == (sum(tokens), 6 * len(tokens))
 
 
-async def test_a_text_prompt_is_tokenised_as_the_tokenize_endpoint_says(engine: Served) -> None:
-    """A router asks there and predicts from the answer."""
+async def test_a_text_prompt_is_tokenised_as_by_the_tokenize_endpoint(engine: Served) -> None:
+    """A router calls that endpoint and predicts hits from the result."""
     text, messages = (
         "a long enough prompt to fill blocks " * 3,
         [{"role": "user", "content": "question " * 20}],
@@ -231,7 +230,7 @@ async def test_a_text_prompt_is_tokenised_as_the_tokenize_endpoint_says(engine: 
     assert (plain["tokens"], len(plain["token_strs"])) == ([104, 195, 169], 3)
 
 
-# --- how answers end ------------------------------------------------------------------------------
+# --- how responses end ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ async def test_a_text_prompt_is_tokenised_as_the_tokenize_endpoint_says(engine: 
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_ends_where_it_was_asked_to(
+async def test_a_response_ends_where_the_client_asked(
     engine: Served,
     fields: dict[str, Any],
     text: str,
@@ -256,7 +255,7 @@ async def test_an_answer_ends_where_it_was_asked_to(
     tokens: int,
     stream: bool,
 ) -> None:
-    """Counted tokens include the one that ended it; the text does not."""
+    """The token that ended it is counted and not part of the text."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS, **fields, **options))
     events = events_of(answer.body) if stream else [answer.json]
@@ -289,7 +288,7 @@ async def test_completions_end_after_sixteen_tokens_and_chats_at_the_model_s_end
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
 async def test_a_client_that_leaves_frees_its_blocks(stream: bool, reset: bool) -> None:
-    """Streamed or not, closed or cut: what nobody reads must not be computed."""
+    """Streamed or not, closed or aborted: output that is not read must not be computed."""
     async with serving("x" * 4000) as served:
         served.runner.may_go.clear()
         async with connect(served.port) as client:
@@ -310,7 +309,7 @@ async def test_a_client_that_leaves_frees_its_blocks(stream: bool, reset: bool) 
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_stream_frees_its_blocks() -> None:
-    """With tokens sent, and more of them waiting to be."""
+    """With tokens sent, and more of them waiting to be sent."""
     async with serving("x" * 4000) as served:
         served.service.faults.slow(1000)
         async with connect(served.port) as client:
@@ -344,10 +343,10 @@ async def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing(engine:
     await engine.until_idle()
 
 
-# --- what routers ask -----------------------------------------------------------------------------
+# --- for routers ----------------------------------------------------------------------------------
 
 
-async def test_models_and_event_sources_are_told_as_vllm_tells_them(engine: Served) -> None:
+async def test_models_and_event_sources_have_vllm_s_form(engine: Served) -> None:
     """Discovery needs nothing else."""
     listed = (await engine.get("/v1/models")).json
     assert listed["object"] == "list"
@@ -373,7 +372,7 @@ async def test_an_engine_without_events_has_no_sources() -> None:
         assert (await served.get("/kv_event_sources")).json == {}
 
 
-async def test_probes_answer_without_a_body(engine: Served) -> None:
+async def test_probes_respond_without_a_body(engine: Served) -> None:
     """As vLLM's do."""
     for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         answer = await (engine.get(path) if method == "GET" else engine.post(path))
@@ -382,7 +381,7 @@ async def test_probes_answer_without_a_body(engine: Served) -> None:
 
 
 async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
-    """It says which of the two."""
+    """The response says which of the two."""
     async with serving("x" * 4000) as served:
         await served.post(COMPLETIONS, body_for(COMPLETIONS))
         served.service.faults.slow(100)
@@ -446,10 +445,10 @@ async def test_a_reset_forgets_every_prefix_unless_it_is_in_use() -> None:
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
     ],
 )
-async def test_a_broken_rule_is_named_with_its_place(
+async def test_a_broken_rule_is_named_with_its_field(
     engine: Served, fields: dict[str, Any], place: str
 ) -> None:
-    """What this engine cannot do is refused, never answered as something else."""
+    """An unsupported field is refused and never replaced by something else."""
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS, **fields))
     assert answer.status == 400, answer.body
     error = error_of(answer)
@@ -477,7 +476,7 @@ async def test_a_broken_rule_is_named_with_its_place(
 async def test_a_chat_s_broken_rule_is_named_too(
     engine: Served, fields: dict[str, Any], place: str | None
 ) -> None:
-    """The same for chats."""
+    """As for text completions."""
     answer = await engine.post(CHAT, body_for(CHAT, **fields))
     assert (answer.status, error_of(answer)["param"]) == (400, place)
 
@@ -506,7 +505,9 @@ async def test_a_chat_s_broken_rule_is_named_too(
         },
     ],
 )
-async def test_fields_that_change_nothing_are_taken(engine: Served, fields: dict[str, Any]) -> None:
+async def test_fields_with_their_neutral_value_are_accepted(
+    engine: Served, fields: dict[str, Any]
+) -> None:
     """SDKs send defaults, and servers add fields over the years."""
     assert (await engine.post(COMPLETIONS, body_for(COMPLETIONS, **fields))).json["choices"][0][
         "text"
@@ -535,13 +536,13 @@ async def test_fields_that_change_nothing_are_taken(engine: Served, fields: dict
 async def test_errors_have_openai_s_shape_and_vllm_s_status(
     engine: Served, path: str, body: Any, status: int, kind: str
 ) -> None:
-    """Also for what is no request at all."""
+    """Also for requests that are not well-formed."""
     answer = await engine.post(path, body)
     assert (answer.status, error_of(answer)["type"]) == (status, kind)
 
 
-async def test_a_body_over_the_bound_is_refused_before_it_is_there() -> None:
-    """Announced or in chunks."""
+async def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
+    """With a content-length or in chunks."""
     async with serving(max_body_bytes=1000) as served:
         assert (
             await served.post(COMPLETIONS, body_for(COMPLETIONS, prompt="x" * 2000))
@@ -553,7 +554,7 @@ async def test_a_body_over_the_bound_is_refused_before_it_is_there() -> None:
         assert (await served.post(COMPLETIONS, {"prompt": [1]})).status == 200
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_body_that_never_arrives_times_out() -> None:
     """A client may open many such requests."""
     async with serving(body_timeout_s=0.05) as served, connect(served.port) as client:
         client.writer.write(
@@ -562,8 +563,8 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert await client.read_head() == 408
 
 
-async def test_an_engine_that_fails_is_told_everywhere(engine: Served) -> None:
-    """503 for those who watch it, 500 for requests, an event for a stream that has begun."""
+async def test_a_dead_engine_shows_at_every_endpoint(engine: Served) -> None:
+    """503 to health checks, 500 to requests, an event in a stream that has begun."""
     engine.runner.may_go.clear()
     async with connect(engine.port) as client:
         await client.send("POST", COMPLETIONS, body_for(COMPLETIONS, stream=True))
@@ -578,19 +579,18 @@ async def test_an_engine_that_fails_is_told_everywhere(engine: Served) -> None:
     assert (await engine.get("/metrics")).status == 200
 
 
-async def test_a_draining_engine_says_try_again(engine: Served) -> None:
-    """A router then takes another one."""
+async def test_a_draining_engine_responds_503_with_retry_after(engine: Served) -> None:
+    """A router then takes another replica."""
     engine.service.start_draining()
     answer = await engine.post(COMPLETIONS, body_for(COMPLETIONS))
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert error_of(answer)["type"] == "ServiceUnavailableError"
 
 
-async def test_hostile_bodies_get_an_answer_and_never_their_prompt_back(
+async def test_hostile_bodies_get_a_response_that_never_quotes_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whatever a client sends: a good answer or an error in the one shape, no fault of ours, no
-    word of it in the log."""
+    """A good response or a proper error, no bug of ours, and nothing of the body in the log."""
     random = Random(7)
     extras = {
         "stream": False,
@@ -627,8 +627,8 @@ async def test_hostile_bodies_get_an_answer_and_never_their_prompt_back(
 # --- faults ---------------------------------------------------------------------------------------
 
 
-async def test_faults_are_done_where_they_are_enabled() -> None:
-    """Hang and slow over HTTP; what a publisher cannot do is said."""
+async def test_faults_can_be_injected_where_they_are_enabled() -> None:
+    """Hang and slow over HTTP; a fault that the publisher cannot do is refused."""
     dropped: list[int] = []
     async with serving(enable_faults=True, drop_events=dropped.append) as served:
         loop = asyncio.get_running_loop()
@@ -657,7 +657,7 @@ async def test_faults_are_done_where_they_are_enabled() -> None:
         [],
     ],
 )
-async def test_a_fault_that_makes_no_sense_is_refused(body: Any) -> None:
+async def test_an_invalid_fault_is_refused(body: Any) -> None:
     """And changes nothing."""
     async with serving(enable_faults=True) as served:
         answer = await served.post("/faults", body)

@@ -1,4 +1,4 @@
-"""The metrics under vLLM's names: labels, values, and what a router reads of them."""
+"""The metrics under vLLM's names: labels, values, and what a router reads from them."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_every_name_is_there_from_the_start_with_model_and_engine() -> None:
     }
 
 
-def test_every_count_stands_under_its_name() -> None:
-    """Two of them swapped would go unnoticed for long."""
+def test_every_count_is_under_its_name() -> None:
+    """Two swapped counts would go unnoticed for long."""
     registry = CollectorRegistry()
     statistics = EngineStatistics(
         steps=8,
@@ -114,8 +114,8 @@ def test_every_count_stands_under_its_name() -> None:
     }
 
 
-def test_each_group_is_told_with_what_it_lost_and_why() -> None:
-    """What vLLM does not tell, and a sliding window is watched by."""
+def test_each_group_is_reported_with_its_evictions_by_cause() -> None:
+    """vLLM has no such metrics; a sliding window is watched with them."""
     registry = CollectorRegistry()
     model = replace(SERVED, group_kinds=("full_attention", "sliding_window"))
     groups = (
@@ -152,8 +152,8 @@ def test_each_group_is_told_with_what_it_lost_and_why() -> None:
     }
 
 
-def test_times_go_into_their_histograms() -> None:
-    """Tokens that came together share the time between them."""
+def test_latencies_are_in_their_histograms() -> None:
+    """Tokens that came together share the gap."""
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, "m", "0")
     metrics.on_first_token(0.5)
@@ -173,8 +173,8 @@ def test_times_go_into_their_histograms() -> None:
     assert reasons == {"length": 1, "stop": 0, "abort": 0}
 
 
-async def test_a_scrape_shows_what_is_under_way_without_waiting_for_the_engine() -> None:
-    """Scraped while a step is held: what the router balances by must not come late."""
+async def test_a_scrape_shows_requests_in_flight_without_waiting_for_the_engine() -> None:
+    """Scraped while a step is held: the load that the router balances by must not be late."""
     async with serving("hello", settings={"max_num_seqs": 1}) as served:
         served.runner.may_go.clear()
         asked = [

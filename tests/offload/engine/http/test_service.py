@@ -1,5 +1,4 @@
-"""The engine on its thread: what comes back, who leaves, how it ends, and what is wrong with it on
-purpose."""
+"""The engine on its thread: outputs, clients that leave, shutdown, and injected faults."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.support.http_client import eventually
 
 
 class Times:
-    """An observer that remembers."""
+    """A `LatencyObserver` that keeps what it gets."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
@@ -73,7 +72,7 @@ async def collect(generation: Generation) -> list[StepOutput]:
         return [output async for output in generation]
 
 
-async def test_a_request_s_tokens_come_in_order_and_end() -> None:
+async def test_a_request_s_tokens_arrive_in_order_and_end() -> None:
     """From one thread to the other and back, none lost."""
     async with running("hello") as now:
         outputs = await collect(await now.service.generate(request("a")))
@@ -94,7 +93,7 @@ async def test_a_request_s_tokens_come_in_order_and_end() -> None:
 
 
 async def test_many_requests_at_once_get_their_own_tokens() -> None:
-    """Batches mix requests; the answers must not."""
+    """Batches mix requests; responses must not."""
     async with running("hello") as now:
         names = [f"r{index}" for index in range(40)]
         generations = [
@@ -108,7 +107,7 @@ async def test_many_requests_at_once_get_their_own_tokens() -> None:
 
 
 async def test_a_client_that_leaves_frees_its_blocks() -> None:
-    """Nobody reads on: each token of it would be taken from those who do."""
+    """Tokens that are not read would cost those that are."""
     async with running("x" * 3000) as now:
         now.runner.may_go.clear()
         async with await now.service.generate(request("a", max_tokens=3000)):
@@ -121,7 +120,7 @@ async def test_a_client_that_leaves_frees_its_blocks() -> None:
 
 
 async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing() -> None:
-    """The request may be there already when nobody waits for it any more."""
+    """The engine may have the request already when its client stops waiting."""
     async with running() as now:
         now.runner.may_go.clear()
         other = await now.service.generate(request("other"))
@@ -138,8 +137,7 @@ async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing() -> Non
 
 
 async def test_requests_are_admitted_all_or_none() -> None:
-    """A batch of prompts of which one is refused is answered with that; the others must not run for
-    nobody."""
+    """If one prompt of a batch is refused, the others must not run either."""
     async with running() as now:
         good, bad = request("good"), request("bad", tokens=100_000)
         with pytest.raises(EngineRequestError, match="prompt"):
@@ -151,7 +149,7 @@ async def test_requests_are_admitted_all_or_none() -> None:
 
 @pytest.mark.parametrize("names", [("a",), ("b", "b")])
 async def test_an_id_in_use_is_refused(names: tuple[str, ...]) -> None:
-    """Two requests of one id would get each other's tokens."""
+    """Two requests with one id would get each other's tokens."""
     async with running() as now:
         now.runner.may_go.clear()
         first = await now.service.generate(request("a"))
@@ -161,8 +159,8 @@ async def test_an_id_in_use_is_refused(names: tuple[str, ...]) -> None:
         assert len(await collect(first)) == 6
 
 
-async def test_no_more_is_taken_than_the_bound() -> None:
-    """A queue without an end is memory without an end."""
+async def test_requests_over_the_limit_are_refused() -> None:
+    """An unbounded queue is unbounded memory."""
     async with running(max_in_flight=2) as now:
         now.runner.may_go.clear()
         two = await now.service.generate(request("a"), request("b"))
@@ -173,8 +171,8 @@ async def test_no_more_is_taken_than_the_bound() -> None:
         assert len(await collect(await now.service.generate(request("c")))) == 6
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
-    """How a replica goes without a failed request."""
+async def test_draining_finishes_requests_in_flight_and_refuses_new_ones() -> None:
+    """So a replica shuts down without a failed request."""
     async with running() as now:
         now.runner.may_go.clear()
         generation = await now.service.generate(request("a"))
@@ -187,11 +185,10 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         assert outputs[-1].finish_reason is FinishReason.STOP
 
 
-async def test_an_engine_that_raises_fails_what_is_under_way_and_all_that_follows(
+async def test_an_engine_that_raises_fails_requests_in_flight_and_later_ones(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nobody may wait for ever for an engine that is gone; and its words, which may be a client's,
-    are in no log."""
+    """No client waits for ever; the error's message, which may quote a client, is not logged."""
     async with running() as now:
         now.runner.may_go.clear()
         under_way = await now.service.generate(request("a"), request("b"))
@@ -208,8 +205,8 @@ async def test_an_engine_that_raises_fails_what_is_under_way_and_all_that_follow
         assert "a-client-s-prompt" not in caplog.text
 
 
-async def test_closing_ends_what_is_under_way() -> None:
-    """A shutdown waits for a step, not for answers."""
+async def test_closing_ends_requests_in_flight() -> None:
+    """A shutdown waits for a step, not for responses."""
     async with running("x" * 3000) as now:
         now.runner.may_go.clear()
         generation = await now.service.generate(request("a", max_tokens=3000))
@@ -225,7 +222,7 @@ async def test_closing_ends_what_is_under_way() -> None:
 
 
 async def test_a_step_that_never_ends_is_left_behind() -> None:
-    """The process must get to its end all the same."""
+    """The process must end all the same."""
     async with running() as now:
         now.runner.may_go.clear()
         generation = await now.service.generate(request("a"))
@@ -235,7 +232,7 @@ async def test_a_step_that_never_ends_is_left_behind() -> None:
             await collect(generation)
 
 
-async def test_the_prefix_cache_is_reset_only_while_nobody_holds_it() -> None:
+async def test_the_prefix_cache_is_reset_only_while_no_request_holds_it() -> None:
     """And the next request then finds nothing."""
     async with running() as now:
         first = await collect(await now.service.generate(request("a", tokens=100)))
@@ -261,8 +258,8 @@ async def test_only_the_engine_s_thread_touches_it() -> None:
 # --- faults ---------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_hangs_says_nothing_until_it_is_over() -> None:
-    """And goes on as if nothing had been."""
+async def test_an_engine_that_hangs_is_silent_until_the_hang_is_over() -> None:
+    """And continues as if nothing had happened."""
     async with running() as now:
         now.service.faults.hang(0.3)
         loop = asyncio.get_running_loop()
@@ -274,7 +271,7 @@ async def test_an_engine_that_hangs_says_nothing_until_it_is_over() -> None:
 
 
 async def test_an_engine_that_hangs_can_still_be_closed() -> None:
-    """A test with a hung engine must come to its end."""
+    """A test with a hung engine must be able to end."""
     async with running() as now:
         now.service.faults.hang(3600)
         generation = await now.service.generate(request("a"))
@@ -284,7 +281,7 @@ async def test_an_engine_that_hangs_can_still_be_closed() -> None:
             await collect(generation)
 
 
-async def test_a_slow_engine_takes_as_many_times_as_long() -> None:
+async def test_a_slow_engine_takes_its_factor_as_long() -> None:
     """As measured by its own clock, on which each step here takes 20 ms."""
     ticks = itertools.count()
     async with running(clock=lambda: next(ticks) * 0.02) as now:

@@ -1,5 +1,4 @@
-"""Text to token ids and back: the byte tokenizer, tokenizer files with their chat templates, and
-texts that grow."""
+"""Text to token ids and back: the byte tokenizer, tokenizer files with templates, stop strings."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ TEMPLATE = """\
 
 
 def write_tokenizer(directory: Path, template: str | None = TEMPLATE, **config: Any) -> Path:
-    """A byte-level BPE without merges, as a model's directory has one; it adds <s> in front."""
+    """Write a byte-level BPE without merges as a model's directory has one; it prepends <s>."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(
         models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[])
@@ -57,7 +56,7 @@ def from_file(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
 
 
 def streamed(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int]) -> list[str]:
-    """The text of ids that come in pieces of these lengths, the rest one by one."""
+    """The text of ids fed in pieces of these lengths, and the rest one by one."""
     stream, pieces, rest = tokenizer.detokenizer(skip_special_tokens=True), [], list(token_ids)
     while rest:
         size = cuts.pop() if cuts else 1
@@ -70,19 +69,16 @@ def streamed(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int]) -> lis
 
 
 @given(texts)
-def test_any_text_comes_back_from_its_token_ids(text: str) -> None:
-    """A prompt that changed on its way would be another prompt."""
+def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+    """A prompt that changed would be another prompt."""
     ids = BYTES.encode(text, add_special_tokens=False)
     assert ids == list(text.encode())
     assert BYTES.decode(ids, skip_special_tokens=False) == text
 
 
 @given(byte_ids, st.lists(st.integers(1, 5), max_size=20))
-def test_a_text_that_is_streamed_is_the_text_of_all_ids(
-    token_ids: list[int], cuts: list[int]
-) -> None:
-    """Whatever the model says, also bytes that are no UTF-8: who joins the events has what the
-    whole answer would be."""
+def test_a_streamed_text_is_the_text_of_all_ids(token_ids: list[int], cuts: list[int]) -> None:
+    """Also for invalid UTF-8: a client that joins the events has the text of the full response."""
     assert "".join(streamed(BYTES, token_ids, cuts)) == BYTES.decode(
         token_ids, skip_special_tokens=True
     )
@@ -90,14 +86,14 @@ def test_a_text_that_is_streamed_is_the_text_of_all_ids(
 
 @given(texts)
 def test_a_stream_never_cuts_a_character(text: str) -> None:
-    """Half a character in an event would be shown as rubbish."""
+    """Half a character in an event would be shown as garbage."""
     pieces = streamed(BYTES, list(text.encode()), [])
     assert "".join(pieces) == text
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
 def test_a_beginning_of_sequence_token_is_added_if_wanted() -> None:
-    """Routers that forget it predict hits that never come; so this engine has one."""
+    """A router that forgets it predicts hits that never happen, so this engine has one."""
     assert BYTES.encode("hi", add_special_tokens=True) == [BOS_TOKEN_ID, 104, 105]
     assert (
         BYTES.decode([BOS_TOKEN_ID, 104, EOS_TOKEN_ID], skip_special_tokens=False)
@@ -108,7 +104,7 @@ def test_a_beginning_of_sequence_token_is_added_if_wanted() -> None:
 
 
 def test_a_chat_is_its_roles_texts_and_ends() -> None:
-    """The ids are part of the interface: a router may tokenise for itself."""
+    """The ids are part of the interface: a router may tokenise by itself."""
     chat = Chat(
         [
             {"role": "system", "content": "s"},
@@ -145,7 +141,7 @@ def test_a_chat_is_its_roles_texts_and_ends() -> None:
 
 
 def test_the_last_message_can_be_left_open() -> None:
-    """`continue_final_message` goes on with what the assistant began."""
+    """`continue_final_message` continues what the assistant began."""
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "be"}]
     opened = Chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert BYTES.encode_chat(opened) == [256, 259, *b"u", 262, 260, *b"be"]
@@ -155,14 +151,14 @@ def test_the_last_message_can_be_left_open() -> None:
 
 @given(texts)
 def test_no_text_can_forge_a_role(text: str) -> None:
-    """A user who writes the marker of a system message writes text, no more."""
+    """A user who writes the marker of a system message writes plain text."""
     ids = BYTES.encode_chat(Chat([{"role": "user", "content": text + "<|end|><|system|>"}]))
     assert [token_id for token_id in ids if token_id >= 256] == [256, 259, 262, 260]
 
 
 @given(texts, texts)
 def test_a_longer_chat_begins_with_the_shorter_one(first: str, second: str) -> None:
-    """Otherwise no turn could reuse what the turn before it left in the cache."""
+    """Otherwise no turn could reuse the cache of the turn before it."""
     turn = [{"role": "user", "content": first}]
     longer = BYTES.encode_chat(Chat([*turn, {"role": "assistant", "content": second}]))
     shorter = BYTES.encode_chat(Chat(turn))
@@ -183,11 +179,10 @@ def test_a_longer_chat_begins_with_the_shorter_one(first: str, second: str) -> N
         ({"role": "user", "content": {"text": "x"}}, None),
     ],
 )
-def test_what_is_no_text_is_refused_with_its_place(
+def test_content_that_is_not_text_is_refused_with_its_path(
     message: dict[str, Any], place: str | None
 ) -> None:
-    """An image that was silently left out would be answered as if it had not been there. A lone
-    part is taken."""
+    """The model must not respond as if an image had not been sent. A single part is accepted."""
     chat = Chat([message])
     if place is None:
         assert BYTES.encode_chat(chat) == [256, 259, *b"x", 262, 260]
@@ -200,7 +195,7 @@ def test_what_is_no_text_is_refused_with_its_place(
 # --- files ----------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_file_gives_ids_and_ends_of_its_own(from_file: FileTokenizer) -> None:
+def test_a_tokenizer_file_defines_its_ids_and_its_end(from_file: FileTokenizer) -> None:
     """Truncation that a file was saved with must not cut prompts."""
     text = "longer than eight tokens"
     ids = from_file.encode(text, add_special_tokens=True)
@@ -211,17 +206,19 @@ def test_a_tokenizer_file_gives_ids_and_ends_of_its_own(from_file: FileTokenizer
 
 
 @given(texts=texts, cuts=st.lists(st.integers(1, 5), max_size=10))
-def test_a_file_s_texts_are_streamed_whole(
+def test_a_streamed_text_is_what_the_file_s_decoder_returns(
     from_file: FileTokenizer, texts: str, cuts: list[int]
 ) -> None:
-    """Its decoder knows only whole lists of ids; what is streamed must come to the same."""
+    """The decoder works on whole lists of ids; a stream must have the same text."""
     pieces = streamed(from_file, from_file.encode(texts, add_special_tokens=False), cuts)
     assert "".join(pieces) == texts
     assert "\ufffd" in texts or not any("\ufffd" in piece for piece in pieces)
 
 
-def test_nonsense_is_streamed_in_the_end(from_file: FileTokenizer) -> None:
-    """Bytes that never become a character must not be kept back for ever."""
+def test_bytes_that_never_become_a_character_are_streamed_eventually(
+    from_file: FileTokenizer,
+) -> None:
+    """They must not be held back for ever."""
     nonsense = from_file.encode("é", add_special_tokens=False)[:1]
     pieces = streamed(from_file, nonsense * 600, [])
     assert sum(len(piece) for piece in pieces) == 600
@@ -253,15 +250,19 @@ def test_a_chat_is_written_by_the_model_s_template(from_file: FileTokenizer) -> 
 
 
 def test_a_template_that_loops_over_parts_gets_parts(tmp_path: Path) -> None:
-    """Such templates write a string letter by letter, or not at all."""
-    template = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    """Such templates write a string letter by letter, or nothing."""
+    template = (
+        "{% for m in messages %}"
+        "{% for part in m.content %}<{{ part.text }}>{% endfor %}"
+        "{% endfor %}"
+    )
     tokenizer = FileTokenizer.load(write_tokenizer(tmp_path, template))
     chat = Chat([{"role": "user", "content": "ab"}], add_generation_prompt=False)
     assert tokenizer.decode(tokenizer.encode_chat(chat), skip_special_tokens=True) == "<ab>"
 
 
-def test_the_template_in_the_configuration_is_used_where_no_file_is(tmp_path: Path) -> None:
-    """Older models keep it there. Tool calls reach it with their arguments as an object."""
+def test_the_template_in_the_configuration_is_used_without_a_file(tmp_path: Path) -> None:
+    """Older models have it there. It gets the arguments of tool calls as objects."""
     template = (
         "{% for m in messages %}{{ m.tool_calls[0].function.arguments.x }}{% endfor %}{{ extra }}"
     )
@@ -286,18 +287,18 @@ def test_the_template_in_the_configuration_is_used_where_no_file_is(tmp_path: Pa
         "{% for i in range(99999) %}{{ messages[0].content * 999 }}{% endfor %}",
     ],
 )
-def test_a_template_that_refuses_or_runs_wild_costs_the_client_an_error(
+def test_a_template_that_refuses_or_runs_wild_is_a_client_s_error(
     tmp_path: Path, template: str
 ) -> None:
-    """Without the conversation in it, and without the server."""
+    """The error does not quote the conversation, and the server goes on."""
     tokenizer = FileTokenizer.load(write_tokenizer(tmp_path, template))
     with pytest.raises(ConversationError) as caught:
         tokenizer.encode_chat(Chat([{"role": "user", "content": "secret" * 100}]))
     assert "secret" not in str(caught.value)
 
 
-def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
-    """To guess one would give answers to another question."""
+def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
+    """A guessed template would give responses to another prompt."""
     tokenizer = FileTokenizer.load(write_tokenizer(tmp_path, None))
     with pytest.raises(ConversationError, match="no chat template"):
         tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}]))
@@ -339,7 +340,7 @@ short = st.text("ab", min_size=1, max_size=3)
 def test_a_stream_ends_before_its_first_stop_string(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
-    """However the tokens fall, and without a letter of the stop string or behind it."""
+    """However tokens and letters align, with nothing of the stop string or after it."""
     stream, rest, written = TextStream(BYTES.detokenizer(True), stops), list(text.encode()), ""
     while rest and stream.stopped_by is None:
         size = cuts.pop() if cuts else 1
@@ -356,7 +357,7 @@ def test_a_stream_ends_before_its_first_stop_string(
     assert stream.feed([97]) == "" or stream.stopped_by is None
 
 
-def test_what_may_begin_a_stop_string_waits() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     """An event cannot be taken back."""
     stream = TextStream(BYTES.detokenizer(True), ["stop"])
     assert stream.feed(list(b"a st")) == "a "

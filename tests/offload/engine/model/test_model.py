@@ -1,5 +1,4 @@
-"""The model against the formulas it stands for, written down token by token without pages, chunks
-or batches."""
+"""The model against its formulas, written down token by token without pages, chunks or batches."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SMALL = {"sliding_window": 24, "attention_chunk_size": 32, "max_model_len": 256}
 
 
 def plain_logits(model: Transformer, token_ids: list[int]) -> Tensor:
-    """Logits behind every token, `(tokens, vocab)`."""
+    """Logits after every token, `(tokens, vocab_size)`."""
     hidden = model.embedding(torch.tensor(token_ids))
     rotation = rotary(torch.arange(len(token_ids)), model.config)
     for layer in model.layers:
@@ -63,7 +62,7 @@ def plain_attention(
 
 
 def sees(config: TransformerConfig, kind: LayerKind, position: int, other: int) -> bool:
-    """Does the token at *position* look at the one at *other*?"""
+    """Whether the token at *position* attends to the one at *other*."""
     if kind is LayerKind.SLIDING_WINDOW:
         return position - other < config.sliding_window
     if kind is LayerKind.CHUNKED_LOCAL:
@@ -97,7 +96,7 @@ def chunk(token_ids: list[int], start: int, stop: int, tables: list[list[Block]]
 
 
 @pytest.mark.parametrize("name", ["full", "gemma", "gptoss", "llama4", "mamba-hybrid"])
-def test_pages_and_chunks_compute_what_the_formulas_say(name: str) -> None:
+def test_pages_and_chunks_compute_what_the_formulas_define(name: str) -> None:
     """Every other test compares the engine with itself."""
     config = preset(name, **SMALL)
     runner = TorchRunner(config, num_blocks=60, device="cpu")
@@ -117,7 +116,7 @@ def test_pages_and_chunks_compute_what_the_formulas_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_has_whole_groups_of_pages_of_one_size(name: str) -> None:
-    """All groups draw on one pool."""
+    """All groups share one pool."""
     config = preset(name)
     groups = config.layer_groups()
     assert sorted(layer for group in groups for layer in group.layers) == list(
@@ -137,7 +136,7 @@ def test_a_pattern_that_does_not_fill_groups_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "gemma-huge", "llama", "tiny"])
-def test_an_unknown_preset_is_refused_with_those_there_are(name: str) -> None:
-    """The first thing one mistypes."""
+def test_an_unknown_preset_is_refused_with_the_known_names(name: str) -> None:
+    """A preset is the option that is mistyped first."""
     with pytest.raises(CacheConfigError, match=r"one of full, gemma, gptoss, llama4, mamba-hybrid"):
         preset(name)
