@@ -27,8 +27,7 @@ from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import RouterConfig
 from router.feed import Feed
-from router.index import Hit, SourceId
-from router.index.reference.index import ReferenceIndex
+from router.index import Hit, PrefixIndex, SourceId, create_index
 from router.service import RouterService
 from tests.support.following import QUICK, until
 from tests.support.vllm_publisher import free_port
@@ -610,7 +609,7 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    index, source = ReferenceIndex(), SourceId("example")
+    index, source = create_index(), SourceId("example")
     feed = Feed(lambda _model: index, QUICK)
     feed.add(source, events, replay, "kv-events", "model")
     try:
@@ -639,7 +638,7 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        index, source = ReferenceIndex(), SourceId("example")
+        index, source = create_index(), SourceId("example")
         feed = Feed(lambda _model, index=index: index, QUICK)
         feed.add(source, events, replay, "kv-events", "model")
         try:
@@ -662,16 +661,16 @@ async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
                 assert await engine.wait() == 0
 
 
-def knows_the_start(index: ReferenceIndex, is_first: bool) -> bool:
+def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
     """The layout, and of a second process the blocks on disk."""
     return any(
-        source.layout is not None and (is_first or bool(source.held))
-        for source in index.sources.values()
+        known.layout is not None and (is_first or bool(known.blocks))
+        for known in index.statistics().values()
     )
 
 
 async def compared_in_tiers(
-    engine: asyncio.subprocess.Process, index: ReferenceIndex, source: SourceId, prompt: list[int]
+    engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
 ) -> Hit:
     """As `compared`, with what the tiers bring back."""
     assert engine.stdin is not None
@@ -701,7 +700,7 @@ def prompts(count: int) -> Iterator[list[int]]:
 
 
 async def compared(
-    engine: asyncio.subprocess.Process, index: ReferenceIndex, source: SourceId, prompt: list[int]
+    engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
 ) -> int:
     """The engine's hit, equal to the index's prediction; returns when the index has what the engine
     then published."""

@@ -8,7 +8,7 @@ that removes it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from kvevents.events import (
 from kvevents.layout import GroupKind
 from router.index import (
     ApplyResult,
+    DumpError,
     GroupHit,
     Hit,
     LayoutHints,
@@ -37,6 +38,8 @@ from router.index import (
     SourceStatistics,
     create_index,
 )
+
+_copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])
 
 
 class GroupBlindIndex(PrefixIndex):
@@ -79,6 +82,19 @@ class GroupBlindIndex(PrefixIndex):
 
     def explain(self, prompt: PreparedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         return self._index.explain(prompt, source)
+
+    def export(self) -> Iterator[bytes]:
+        yield msgspec.msgpack.encode(list(self._copies.items()))
+        yield from self._index.export()
+
+    def restore(self, records: Iterable[bytes | memoryview]) -> None:
+        remaining = iter(records)
+        try:
+            copies = _copies_decoder.decode(next(remaining, b""))
+        except msgspec.MsgspecError as error:
+            raise DumpError(f"index dump: not of a group-blind index: {error}") from None
+        self._index.restore(remaining)
+        self._copies = {source: Counter(counts) for source, counts in copies}
 
     def holds(self, source: SourceId) -> bool:
         return self._index.holds(source)

@@ -3,11 +3,13 @@
 The files; each imports only what is listed above it:
 
     base.py      the interface of an index, and the values that cross it
+    dump.py      an index as bytes and back
     reference/   the index in plain Python, which defines the behaviour
 """
 
 from router.index.base import (
     ApplyResult,
+    DumpError,
     GroupHit,
     Hit,
     LayoutHints,
@@ -22,6 +24,7 @@ from router.index.reference.index import ReferenceIndex
 
 __all__ = [
     "ApplyResult",
+    "DumpError",
     "GroupHit",
     "Hit",
     "LayoutHints",

@@ -6,13 +6,18 @@ stores blocks is its own business; `reference/` is the implementation that defin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvevents.events import EventBatch
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
+from router.errors import RouterError
+
+
+class DumpError(RouterError):
+    """Bytes that are not the state of an index, or not of this kind of index."""
 
 
 class SourceId(NamedTuple):
@@ -238,6 +243,25 @@ class PrefixIndex(Protocol):
             prompt: From `prepare`.
             source: Empty where it is unknown, or its layout is.
         """
+
+    # --- keeping ---
+
+    def export(self) -> Iterator[bytes]:
+        """The whole state as records, for `router.index.dump`.
+
+        Their form is the implementation's own, and none is empty. A source's record is made when it
+        is asked for, so events may be applied in between.
+        """
+
+    def restore(self, records: Iterable[bytes | memoryview]) -> None:
+        """Take over an exported state; what was held before is forgotten.
+
+        Raises:
+            DumpError: Another implementation wrote the records, or they make no sense. Nothing has
+                changed.
+        """
+
+    # --- looking ---
 
     def holds(self, source: SourceId) -> bool:
         """Whether a source is known."""

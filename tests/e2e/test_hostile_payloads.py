@@ -261,8 +261,8 @@ def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
     assert len({tier for _, tier in statistics.blocks}) <= LIMITS.tiers
     assert statistics.waiting.runs <= LIMITS.waiting_runs
     assert statistics.waiting.tokens <= LIMITS.waiting_tokens
-    assert len(index.sources[source]._forgotten) <= LIMITS.forgotten
-    assert len(index.sources[source].hash_at) <= LIMITS.blocks
+    assert len(index.sources[source].table.forgotten()) <= LIMITS.forgotten
+    assert len(index.sources[source].table.hash_by_key) <= LIMITS.blocks
     for hit in index.match(tokens(100, first=0), "sql", "salt").values():
         assert 0 <= hit.gpu_cached_tokens <= hit.cached_tokens <= 100
     index.explain(index.prepare(tokens(40)), source)

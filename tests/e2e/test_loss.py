@@ -15,8 +15,8 @@ from kvevents.events import Event
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from router.feed import Feed, SourceFeedStatistics
-from router.index import SourceId
-from router.index.reference.index import ReferenceIndex
+from router.index import PrefixIndex, SourceId, create_index
+from tests.support.blocks import copies_held
 from tests.support.following import QUICK, until
 from tests.support.random_engine import CHAIN, LAYOUT, RandomEngine
 from tests.support.relay import CuttingRelay, Faults, LossyRelay
@@ -33,8 +33,8 @@ class Router:
     """A feed with its index, beside the one that is fed without loss."""
 
     def __init__(self) -> None:
-        self.index = ReferenceIndex()
-        self.true = ReferenceIndex()
+        self.index = create_index()
+        self.true = create_index()
         self.true.add(SOURCE)
         self.feed = Feed(lambda model: self.index, OPTIONS)
 
@@ -62,7 +62,7 @@ class Router:
 
     def assert_exact(self, engine: RandomEngine) -> None:
         """The same blocks, and the same answer to every prompt."""
-        assert self.index.sources[SOURCE].held == self.true.sources[SOURCE].held
+        assert copies_held(self.index) == copies_held(self.true)
         hits = [
             (self.index.match(prompt)[SOURCE], self.true.match(prompt)[SOURCE])
             for prompt in engine.prompts
@@ -83,9 +83,7 @@ async def router() -> AsyncIterator[Router]:
 class VllmEngine:
     """The engine with a publisher like vLLM's."""
 
-    def __init__(
-        self, publisher: VllmPublisher, engine: RandomEngine, true: ReferenceIndex
-    ) -> None:
+    def __init__(self, publisher: VllmPublisher, engine: RandomEngine, true: PrefixIndex) -> None:
         self.publisher, self.engine, self.true = publisher, engine, true
 
     async def run(self, steps: int) -> int:
@@ -102,7 +100,7 @@ class VllmEngine:
 
 
 async def run_ours(
-    publisher: ZmqEventPublisher, engine: RandomEngine, true: ReferenceIndex, steps: int
+    publisher: ZmqEventPublisher, engine: RandomEngine, true: PrefixIndex, steps: int
 ) -> int:
     """The engine with our publisher, as `VllmEngine.run`; returns the number of the last batch."""
     for step in range(steps + 1):

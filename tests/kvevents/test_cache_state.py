@@ -17,10 +17,9 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, 
 from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
-from router.index import LayoutHints, SourceId
-from router.index.reference.index import ReferenceIndex
+from router.index import LayoutHints, PrefixIndex, SourceId, create_index
 from router.recordings.format import Query, RecordingReader
-from tests.support.blocks import Prefix, mamba, tokens, window
+from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 
 STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))
 FOLLOWED = SourceId("followed from the start")
@@ -52,7 +51,7 @@ def announced(state: CacheState) -> list[Event]:
     return [event for batch in batches for event in batch.events]
 
 
-def apply(index: ReferenceIndex, source: SourceId, events: Sequence[Event]) -> None:
+def apply(index: PrefixIndex, source: SourceId, events: Sequence[Event]) -> None:
     index.apply(source, encode(EventBatch(0.0, list(events), 0)))
 
 
@@ -111,12 +110,12 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
     blocks are removed.
     """
     events = Engine(seed, LAYOUTS[name]).history()
-    state, index = state_of(LAYOUTS[name]), ReferenceIndex()
+    state, index = state_of(LAYOUTS[name]), create_index()
     apply(index, FOLLOWED, [state.layout, *events])
     state.apply(events)
     late = _join(index, state, "late")
-    held = index.sources[FOLLOWED].held
-    assert index.sources[late].held == held
+    held = copies_held(index, FOLLOWED)
+    assert copies_held(index, late) == held
     assert state.blocks == sum(len(hashes) for hashes in held.values())
     for prompt in PROMPTS:
         hits = index.match([*prompt.tokens, 1], prompt.lora, prompt.salt)
@@ -126,13 +125,13 @@ def test_a_late_joiner_holds_what_a_follower_does_and_finds_no_less_of_it(
 
 def test_the_histories_reach_what_is_interesting() -> None:
     """Random events that never lead to a hit in any tier would prove nothing."""
-    index, totals = ReferenceIndex(), {"gpu": 0, "lower": 0, "copies": 0}
+    index, totals = create_index(), {"gpu": 0, "lower": 0, "copies": 0}
     for seed in range(100):
         source = SourceId(str(seed))
         state = state_of([FULL])
         apply(index, source, [state.layout, *Engine(seed, [FULL]).history()])
         totals["copies"] += (
-            max(max(held.values()) for held in index.sources[source].held.values() or [{0: 0}]) > 1
+            max(max(held.values()) for held in copies_held(index, source).values() or [{0: 0}]) > 1
         )
     for prompt in PROMPTS:
         for hit in index.match([*prompt.tokens, 1], prompt.lora, prompt.salt).values():
@@ -151,7 +150,7 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
     layout = KVCacheLayout.build(
         hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
     )
-    state, index, late = CacheState(announce(layout)), ReferenceIndex(), []
+    state, index, late = CacheState(announce(layout)), create_index(), []
     for number, record in enumerate(records):
         if number % (len(records) // 3) == 0:
             late.append(_join(index, state, f"joined at {number}", hints))
@@ -168,7 +167,7 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
 
 
 def _join(
-    index: ReferenceIndex, state: CacheState, name: str, hints: LayoutHints | None = None
+    index: PrefixIndex, state: CacheState, name: str, hints: LayoutHints | None = None
 ) -> SourceId:
     """A new source made from a snapshot; with *hints* without its layout, as the recorded engines
     announced none."""
@@ -183,7 +182,7 @@ def test_a_window_alone_is_found_through_the_announced_hash_function() -> None:
     """Ancestors that slid out are removed: only the engine's own hashes place the other blocks."""
     group = window(7, 4)
     prompt = Prefix(tokens(24), 4, as_int=False, seed=DEFAULT_SEED)
-    state, index = state_of([group], HashChain.from_seed("sha256")), ReferenceIndex()
+    state, index = state_of([group], HashChain.from_seed("sha256")), create_index()
     state.apply([prompt.stored(0, group), prompt.removed(0, [4, 8, 12, 16])])
     late = _join(index, state, "late")
     assert index.match([*prompt.tokens, 1])[late].gpu_cached_tokens == 24
@@ -257,7 +256,7 @@ def test_a_run_whose_parent_is_gone_is_cut_where_another_group_knows_it() -> Non
     """A window of small blocks slid on, inside a larger block of full attention: the blocks after
     it must still be placed."""
     full, small = KVCacheGroup(GroupKind.FULL, 8), window(9, 4)
-    prompt, state, index = PROMPTS[0], state_of([full, small]), ReferenceIndex()
+    prompt, state, index = PROMPTS[0], state_of([full, small]), create_index()
     state.apply([prompt.stored(0, full), prompt.stored(1, small), prompt.removed(1, [4])])
     late = _join(index, state, "late")
     assert [event.block_hashes for event in stored(state)[1:]] == [

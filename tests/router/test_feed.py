@@ -17,7 +17,7 @@ from kvevents.hashing import DEFAULT_SEED
 from router.feed import Feed
 from router.index import Hit, LayoutHints, SourceId, SourceLimits
 from router.index.reference.index import ReferenceIndex
-from tests.support.blocks import FULL, Prefix
+from tests.support.blocks import FULL, Prefix, copies_held
 from tests.support.following import QUICK, until
 from tests.support.vllm_publisher import VllmPublisher, seq_frame
 
@@ -315,7 +315,7 @@ async def test_a_replica_that_misbehaves_does_not_slow_the_others(
             last = good.publish(stored(64))
             await until_live(feed, B, last)
             slowest = max(slowest, time.monotonic() - started)
-    assert models("one").sources[B].held[0, "GPU"][Prefix(PROMPT).hash_at(16)] == 50
+    assert copies_held(models("one"), B)[0, "GPU"][Prefix(PROMPT).hash_at(16)] == 50
     assert slowest < 2.0
 
 

@@ -9,6 +9,8 @@ from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, EventBa
 from kvevents.hashing import HashChain, to_wire_int
 from kvevents.layout import GroupKind, KVCacheGroup
 from router.index import PrefixIndex, SourceId
+from router.index.reference.block_table import GroupTier
+from router.index.reference.index import ReferenceIndex
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 SOURCE = SourceId("replica-a")
@@ -116,3 +118,11 @@ def gpu_hit(
 ) -> int:
     """GPU tokens predicted; the prompt gets one more token, which is always computed."""
     return index.match([*prompt, 1], **extras)[source].gpu_cached_tokens  # type: ignore[arg-type]
+
+
+def copies_held(
+    index: PrefixIndex, source: SourceId = SOURCE
+) -> dict[GroupTier, dict[BlockHash, int]]:
+    """The copies that the reference index counts, by group and tier."""
+    assert isinstance(index, ReferenceIndex)
+    return index.sources[source].table.held

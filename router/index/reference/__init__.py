@@ -1,12 +1,17 @@
-"""The index in plain python, which defines the behaviour.
+"""The index in plain Python: dictionaries, no cleverness. It defines the behaviour, and whatever is
+faster is tested to equal it.
 
 The files; each imports only what is listed above it:
 
-    keys.py       the router's own names for prefixes; what besides tokens decides a block
-    waiting.py    runs whose parent is not known yet; bounds of a source
-    learning.py   what events say of layout and hash function; what has to be assumed
-    source.py     what one source holds, block by block
-    match.py      one prompt against one source: the hit, and each group's part in it
-    index.py      all sources of one model: apply, match, explain
-    dump.py       an index as bytes and back
+    keys.py             the router's own keys for prefixes
+    extra_keys.py       what besides tokens decides a block: for our keys, and as engines hash it
+    block_table.py      copies of each block by group and tier; which prefix a hash stands for
+    placing.py          runs of blocks whose tokens show their prefixes; those that wait for a parent
+    layout_learner.py   what events say about the cache layout; what has to be assumed
+    hash_finder.py      which hash function an engine uses
+    source.py           one source: what a batch of events does to all of the above
+    prompt.py           a prompt under every key and hash that a source may know
+    match.py            one prompt against one source: the hit, and each group's part in it
+    export.py           the state as records and back
+    index.py            all sources of one model
 """

@@ -5,7 +5,7 @@ This is the plain reference: dictionaries, no cleverness. Whatever is faster is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvevents.codec import decode
@@ -21,13 +21,15 @@ from router.index.base import (
     SourceLimits,
     SourceStatistics,
 )
+from router.index.reference.export import records_of, sources_of
 from router.index.reference.keys import KeySpace
-from router.index.reference.match import PromptKeys, group_hits, hit_of
-from router.index.reference.source import Source
+from router.index.reference.match import group_hits, hit_of
+from router.index.reference.prompt import PromptKeys
+from router.index.reference.source import SourceCache
 
 
 class ReferenceIndex(PrefixIndex):
-    """One `Source` per cache, and a key space they share."""
+    """One `SourceCache` per source, and a key space that they share."""
 
     def __init__(self, keys: KeySpace | None = None, limits: SourceLimits | None = None) -> None:
         """
@@ -37,12 +39,12 @@ class ReferenceIndex(PrefixIndex):
         """
         self.keys = keys or KeySpace()
         self.limits = limits or SourceLimits()
-        self.sources: dict[SourceId, Source] = {}
+        self.sources: dict[SourceId, SourceCache] = {}
 
     # --- feeding ----------------------------------------------------------------------------------
 
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
-        self.sources[source] = Source(self.keys, hints, self.limits)
+        self.sources[source] = SourceCache(self.keys, hints, self.limits)
 
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
@@ -91,6 +93,14 @@ class ReferenceIndex(PrefixIndex):
             for source in sources
             if source.layout
         }
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    def export(self) -> Iterator[bytes]:
+        return records_of(self.keys, self.sources)
+
+    def restore(self, records: Iterable[bytes | memoryview]) -> None:
+        self.keys, self.sources = sources_of(records, self.limits)
 
     # --- looking ----------------------------------------------------------------------------------
 

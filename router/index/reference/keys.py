@@ -1,9 +1,9 @@
-"""The router's own names for prefixes: 64-bit keys that do not depend on any engine's hash function
-or block size.
+"""The router's own keys for prefixes: 64 bits that depend on no engine's hash function and on no
+block size.
 
 A prefix is read as one long number, 32 bits a token, and its key is that number modulo a secret
 64-bit prime (a Rabin fingerprint: Karp & Rabin, 1987). So a key can be extended by any number of
-tokens, engines with different block sizes share one key space, and nobody outside can craft two
+tokens, engines with different block sizes share one key space, and an outsider cannot craft two
 prompts with one key. What else decides the content of a block - LoRA adapter, salt, multimodal
 items - is folded in as a *mark* at the token where it starts.
 """
@@ -24,10 +24,10 @@ _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
 
 class Mark(NamedTuple):
-    """Something besides tokens that a block's content depends on, from *position* of a token run
-    on."""
+    """Something besides tokens that decides the content of a run's blocks from one token on."""
 
     position: int
+    """Of that token, counted from the start of the run."""
     digest: int
 
 
@@ -39,25 +39,28 @@ def digest(value: Any) -> int:
 
 
 class KeySpace:
-    """Maps prefixes to keys. Keys of two spaces with different moduli have nothing to do with each
-    other."""
+    """Maps prefixes to keys; the modulus is its secret.
+
+    With 8-bit tokens and the modulus 251, the prefix `[3, 7]` behind the key 1 would be
+    `((1 * 256 + 3) * 256 + 7) % 251 = 47`, in one step or in two.
+    """
 
     def __init__(self, modulus: int | None = None) -> None:
         self.modulus = modulus or _random_prime()
 
     def root(self, lora_name: str | None) -> int:
-        """The key of the empty prefix, for a LoRA adapter or none."""
+        """The key of the empty prefix, under a LoRA adapter or without one."""
         return self._fold(1, digest(lora_name or ""))
 
     def chain(
         self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark] = ()
     ) -> Iterator[int]:
-        """Keys after each of *ends* tokens of a run that follows *key*.
+        """The keys of a run's prefixes, one for each of *ends*.
 
         Args:
-            key: Key of everything before the run.
+            key: Of everything before the run.
             packed: The run, from `kvevents.events.pack_tokens`.
-            ends: Ascending token counts within the run.
+            ends: Where the prefixes end: ascending token counts within the run.
             marks: Ascending by position.
         """
         if marks:
@@ -73,6 +76,7 @@ class KeySpace:
     def _marked_chain(
         self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark]
     ) -> Iterator[int]:
+        """With ends 16, 32 and a mark at 20: tokens 0-15 -> key; 16-19, the mark, 20-31 -> key."""
         start = next_mark = 0
         for end in ends:
             while next_mark < len(marks) and marks[next_mark].position < end:
@@ -88,62 +92,8 @@ class KeySpace:
         return (key << (end - start) * _TOKEN_BITS | int.from_bytes(run, "big")) % self.modulus
 
     def _fold(self, key: int, value: int) -> int:
-        # One bit longer than two tokens, so that no tokens do to a key what a mark does.
+        # 65 bits, one more than two tokens, so that no token sequence can imitate a mark.
         return (key << 65 | 1 << 64 | value) % self.modulus
-
-
-# --- what besides tokens decides a block ----------------------------------------------------------
-
-
-def marks_of(
-    extra_keys: Sequence[Any] | None,
-    block_size: int,
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-    lookahead: int = 0,
-) -> list[Mark]:
-    """The marks of a token run whose blocks carry *extra_keys*, one entry a block, in the event's
-    untagged form.
-
-    The LoRA name, first in every entry, is left out, since it is in the root. A multimodal item
-    counts where it starts: the blocks it runs on into repeat it with a negative offset, and how
-    often depends on the block size.
-    """
-    marks = {Mark(0, digest(cache_salt))} if cache_salt else set()
-    for index, entry in enumerate(extra_keys or ()):
-        for item in besides_lora(entry, lora_name):
-            offset = _offset(item)
-            if 0 <= offset < block_size + lookahead:
-                marks.add(Mark(index * block_size + offset, digest(_identity(item))))
-    return sorted(marks)
-
-
-def besides_lora(entry: Any, lora_name: str | None) -> Sequence[Any]:
-    """A block's extra keys without the adapter's name, which comes first."""
-    items = entry if isinstance(entry, (list, tuple)) else ()
-    return items[1:] if items and lora_name is not None and items[0] == lora_name else items
-
-
-def tagged(item: Any) -> tuple[Any, ...]:
-    """One extra key as vLLM >= 0.31 hashes it: named by its source."""
-    if isinstance(item, (list, tuple)):
-        return ("mm", *item)
-    return ("prompt_embeds" if isinstance(item, bytes) else "cache_salt", item)
-
-
-def plain(value: Any) -> Any:
-    """Lists to tuples, all the way down: the form in which extra keys go into an engine's hash."""
-    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _offset(item: Any) -> int:
-    if isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[1], int):
-        return item[1]
-    return 0
-
-
-def _identity(item: Any) -> Any:
-    return item[0] if isinstance(item, (list, tuple)) and item else item
 
 
 # --- the modulus ----------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from kvevents.codec import encode
 from kvevents.events import CPU, GPU, BlockRemoved, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from router.index import LayoutHints, SourceId
-from router.index.reference.index import ReferenceIndex
-from router.index.reference.keys import KeySpace
+from tests.router.index.implementations import IMPLEMENTATIONS, Implementation
 from tests.support.engine_model import Block, EngineModel, Prompt
 
 SOURCE = SourceId("replica-a")
@@ -76,9 +75,16 @@ prompts = st.builds(
 class Pair:
     """A model and an index that hears of it only through encoded batches."""
 
-    def __init__(self, layout: KVCacheLayout, as_int: bool = True, is_ours: bool = False) -> None:
+    def __init__(
+        self,
+        implementation: Implementation,
+        layout: KVCacheLayout,
+        as_int: bool = True,
+        is_ours: bool = False,
+    ) -> None:
         self.model = EngineModel(layout, as_int, names_block_size=not is_ours)
-        self.index = ReferenceIndex()
+        self.implementation = implementation
+        self.index = implementation.create(None)
         self.is_ours = is_ours
         self.start()
 
@@ -108,8 +114,9 @@ class Pair:
     def check_memory(self) -> None:
         """Remove what is left, copy by copy: nothing may stay."""
         self.apply([self.model.evict(block) for block in list(self.model.copies.elements())])
-        source = self.index.sources[SOURCE]
-        assert (source.held, source.hash_at, source._blocks, source.unplaced) == ({}, {}, {}, 0)
+        statistics = self.index.statistics()[SOURCE]
+        assert (statistics.blocks, statistics.unplaced) == ({}, 0)
+        self.implementation.expect_empty(self.index)
 
 
 def announcement(layout: KVCacheLayout) -> CacheLayout:
@@ -140,10 +147,15 @@ class IndexAgainstModel(RuleBasedStateMachine):
     """Any sequence of stores, evictions, offloads, resets and restarts, in batches of any size."""
 
     @initialize(
-        layout=st.sampled_from(list(LAYOUTS.values())), as_int=st.booleans(), is_ours=st.booleans()
+        implementation=st.sampled_from(IMPLEMENTATIONS),
+        layout=st.sampled_from(list(LAYOUTS.values())),
+        as_int=st.booleans(),
+        is_ours=st.booleans(),
     )
-    def begin(self, layout: KVCacheLayout, as_int: bool, is_ours: bool) -> None:
-        self.pair = Pair(layout, as_int, is_ours)
+    def begin(
+        self, implementation: Implementation, layout: KVCacheLayout, as_int: bool, is_ours: bool
+    ) -> None:
+        self.pair = Pair(implementation, layout, as_int, is_ours)
         self.model = self.pair.model
         self.waiting: list[Event] = []
         self.asked: list[Prompt] = [prompt_of([0] * DEPTH), prompt_of([1, 0])]
@@ -299,9 +311,11 @@ class RandomEngine:
 
 @pytest.mark.parametrize("is_ours", [False, True], ids=["configured", "announced"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_index_is_exact_after_every_batch_of_a_long_run(name: str, is_ours: bool) -> None:
+def test_the_index_is_exact_after_every_batch_of_a_long_run(
+    implementation: Implementation, name: str, is_ours: bool
+) -> None:
     """Many batches deep, with copies counted up and down, it must not have drifted by a block."""
-    pair = Pair(LAYOUTS[name], is_ours=is_ours)
+    pair = Pair(implementation, LAYOUTS[name], is_ours=is_ours)
     engine = RandomEngine(pair.model, seed=7)
     hits: Counter[bool] = Counter()
     for _ in range(60):
@@ -335,10 +349,12 @@ def runs_of(
 @pytest.mark.parametrize(
     "name", ["full", "full and a window", "blocks of three sizes", "a window, states and full"]
 )
-def test_stores_in_any_order_lead_to_the_same_hits(name: str, seed: int) -> None:
+def test_stores_in_any_order_lead_to_the_same_hits(
+    implementation: Implementation, name: str, seed: int
+) -> None:
     """A late join hears children first and their parents with the snapshot: no subtree may be lost
     for good."""
-    rng, pair = random.Random(seed), Pair(LAYOUTS[name])
+    rng, pair = random.Random(seed), Pair(implementation, LAYOUTS[name])
     prompts = [
         prompt_of(rng.choices((0, 1), k=DEPTH), salt=rng.choice([None, "tenant-a"]))
         for _ in range(4)
@@ -356,9 +372,11 @@ def test_stores_in_any_order_lead_to_the_same_hits(name: str, seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_holes_and_offloaded_blocks_are_placed_whenever_the_dense_event_comes(seed: int) -> None:
+def test_holes_and_offloaded_blocks_are_placed_whenever_the_dense_event_comes(
+    implementation: Implementation, seed: int
+) -> None:
     """Before it they count as held and not placed; behind it they are found."""
-    rng, pair = random.Random(seed), Pair(LAYOUTS["full and a window"])
+    rng, pair = random.Random(seed), Pair(implementation, LAYOUTS["full and a window"])
     prompts = [prompt_of(rng.choices((0, 1), k=DEPTH)) for _ in range(3)]
     events: list[tuple[str, Prompt]] = [
         (what, prompt) for prompt in prompts for what in ("dense", "keep", "offload")
@@ -376,12 +394,12 @@ def test_holes_and_offloaded_blocks_are_placed_whenever_the_dense_event_comes(se
     assert pair.unplaced() == 0
 
 
-def test_a_block_that_was_evicted_while_its_parent_was_unknown_is_found_when_the_lower_tier_announces_it() -> (
-    None
-):
+def test_a_block_that_was_evicted_while_its_parent_was_unknown_is_found_when_the_lower_tier_announces_it(
+    implementation: Implementation,
+) -> None:
     """Its tokens were seen, and so was its parent in the end: the place is known, and the CPU's
     copy can be found."""
-    pair, prompt = Pair(LAYOUTS["full"]), prompt_of([0, 1])
+    pair, prompt = Pair(implementation, LAYOUTS["full"]), prompt_of([0, 1])
     late, early = pair.model.store(0, prompt, 8, 16), pair.model.store(0, prompt, 0, 8)
     pair.apply(
         [
@@ -394,10 +412,10 @@ def test_a_block_that_was_evicted_while_its_parent_was_unknown_is_found_when_the
     pair.check([prompt, prompt._replace(tokens=(*prompt.tokens, 7))])
 
 
-def test_events_delivered_twice_count_twice() -> None:
+def test_events_delivered_twice_count_twice(implementation: Implementation) -> None:
     """The index cannot know a duplicate from a second copy: the feed must not hand on a batch
     twice."""
-    pair, prompt = Pair(LAYOUTS["full"]), prompt_of([0])
+    pair, prompt = Pair(implementation, LAYOUTS["full"]), prompt_of([0])
     stored = pair.model.store(0, prompt, 0, 8)
     pair.apply([stored])
     pair.apply([stored])
@@ -408,10 +426,10 @@ def test_events_delivered_twice_count_twice() -> None:
 # --- several sources ------------------------------------------------------------------------------
 
 
-def test_sources_are_exact_side_by_side() -> None:
+def test_sources_are_exact_side_by_side(implementation: Implementation) -> None:
     """Engines with other seeds, forms and layouts share one index, and none sees another's
     blocks."""
-    index = ReferenceIndex(keys=KeySpace())
+    index = implementation.create(None)
     engines = {}
     for number, layout in enumerate(LAYOUTS.values()):
         model = EngineModel(layout, as_int=number % 2 == 0, seed=f"engine {number}")
@@ -427,9 +445,9 @@ def test_sources_are_exact_side_by_side() -> None:
         }
 
 
-def test_the_explanation_holds_the_hit_and_each_groups_own() -> None:
+def test_the_explanation_holds_the_hit_and_each_groups_own(implementation: Implementation) -> None:
     """What an operator sees is what the router decided by."""
-    pair, prompt = Pair(LAYOUTS["full and a window"]), prompt_of([0, 1, 0])
+    pair, prompt = Pair(implementation, LAYOUTS["full and a window"]), prompt_of([0, 1, 0])
     pair.apply([pair.model.store(0, prompt, 0, 16), pair.model.store(1, prompt, 0, 24)])
     prepared = pair.index.prepare(prompt.tokens)
     hit = pair.index.match_prompt(prepared)[SOURCE]

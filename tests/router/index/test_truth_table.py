@@ -15,17 +15,12 @@ from kvevents.events import (
 )
 from kvevents.hashing import HashChain
 from kvevents.layout import GroupKind, KVCacheGroup
-from router.index import LayoutHints, SourceId
-from router.index.reference.index import ReferenceIndex
+from router.index import LayoutHints, PrefixIndex, SourceId
+from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, gpu_hit, mamba, tokens, window
 
 W64 = window(64)
 """Needs the last four blocks of 16."""
-
-
-@pytest.fixture
-def index() -> ReferenceIndex:
-    return ReferenceIndex()
 
 
 @pytest.fixture
@@ -37,7 +32,7 @@ def prompt() -> Prefix:
 
 
 def test_a_window_whose_head_is_gone_still_gives_the_full_hit(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """The point of the project: what slid out of the window costs nothing."""
     apply(
@@ -46,23 +41,21 @@ def test_a_window_whose_head_is_gone_still_gives_the_full_hit(
     assert gpu_hit(index, prompt.tokens) == 160
 
 
-def test_a_window_whose_tail_is_gone_shortens_the_hit(
-    index: ReferenceIndex, prompt: Prefix
-) -> None:
+def test_a_window_whose_tail_is_gone_shortens_the_hit(index: PrefixIndex, prompt: Prefix) -> None:
     """The hit ends where the window is whole again."""
     apply(index, prompt.stored(0, FULL), prompt.stored(1, W64), prompt.removed(1, [160]))
     assert gpu_hit(index, prompt.tokens) == 144
 
 
 def test_a_hole_inside_the_window_that_matters_shortens_the_hit_to_before_it(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Every length whose window holds the hole is refused."""
     apply(index, prompt.stored(0, FULL), prompt.stored(1, W64), prompt.removed(1, [128]))
     assert gpu_hit(index, prompt.tokens) == 112
 
 
-def test_a_window_that_is_all_gone_leaves_no_hit(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_a_window_that_is_all_gone_leaves_no_hit(index: PrefixIndex, prompt: Prefix) -> None:
     """Full attention alone cannot serve the prompt; a group-blind router says 160 here."""
     apply(
         index, prompt.stored(0, FULL), prompt.stored(1, W64), prompt.removed(1, range(16, 161, 16))
@@ -70,7 +63,7 @@ def test_a_window_that_is_all_gone_leaves_no_hit(index: ReferenceIndex, prompt: 
     assert gpu_hit(index, prompt.tokens) == 0
 
 
-def test_a_prefix_shorter_than_the_window_needs_all_its_blocks(index: ReferenceIndex) -> None:
+def test_a_prefix_shorter_than_the_window_needs_all_its_blocks(index: PrefixIndex) -> None:
     """There are fewer blocks than the window has."""
     short = Prefix(tokens(32))
     apply(index, short.stored(0, FULL), short.stored(1, W64))
@@ -79,7 +72,7 @@ def test_a_prefix_shorter_than_the_window_needs_all_its_blocks(index: ReferenceI
     assert gpu_hit(index, short.tokens) == 0
 
 
-def test_a_model_with_only_a_sliding_window_group(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_a_model_with_only_a_sliding_window_group(index: PrefixIndex, prompt: Prefix) -> None:
     """Nothing but the window has a say."""
     apply(index, prompt.stored(0, W64), prompt.removed(0, range(16, 97, 16)))
     assert gpu_hit(index, prompt.tokens) == 160
@@ -87,7 +80,7 @@ def test_a_model_with_only_a_sliding_window_group(index: ReferenceIndex, prompt:
     assert gpu_hit(index, prompt.tokens) == 0
 
 
-def test_the_sliding_window_group_may_come_first(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_the_sliding_window_group_may_come_first(index: PrefixIndex, prompt: Prefix) -> None:
     """Fact 1: full attention need not be group 0."""
     apply(
         index, prompt.stored(0, W64), prompt.stored(1, FULL), prompt.removed(0, range(16, 97, 16))
@@ -101,16 +94,14 @@ def test_the_sliding_window_group_may_come_first(index: ReferenceIndex, prompt: 
 
 
 def test_two_full_attention_groups_of_which_one_lacks_blocks(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """The shorter one decides."""
     apply(index, prompt.stored(0, FULL), prompt.stored(1, FULL, 0, 96))
     assert gpu_hit(index, prompt.tokens) == 96
 
 
-def test_a_mamba_state_in_mid_prompt_ends_the_hit_there(
-    index: ReferenceIndex, prompt: Prefix
-) -> None:
+def test_a_mamba_state_in_mid_prompt_ends_the_hit_there(index: PrefixIndex, prompt: Prefix) -> None:
     """A recurrent state serves exactly the prefix it stands for."""
     apply(index, prompt.stored(0, FULL), prompt.kept(1, mamba(), [64, 112]))
     assert gpu_hit(index, prompt.tokens) == 112
@@ -118,10 +109,9 @@ def test_a_mamba_state_in_mid_prompt_ends_the_hit_there(
     assert gpu_hit(index, prompt.tokens) == 64
 
 
-def test_chunked_local_attention_needs_only_its_chunk() -> None:
+def test_chunked_local_attention_needs_only_its_chunk(index: PrefixIndex, prompt: Prefix) -> None:
     """What lies before the chunk is never read again."""
     chunked = KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16, attention_chunk_size=64)
-    index, prompt = ReferenceIndex(), Prefix(tokens(160))
     index.add(SOURCE, LayoutHints((FULL, chunked)))
     apply(
         index,
@@ -135,7 +125,7 @@ def test_chunked_local_attention_needs_only_its_chunk() -> None:
 
 
 def test_groups_with_different_block_sizes_share_the_hashes_of_common_ends(
-    index: ReferenceIndex,
+    index: PrefixIndex,
 ) -> None:
     """A hit is a multiple of both sizes."""
     prompt, wide = Prefix(tokens(160)), KVCacheGroup(GroupKind.FULL, 32)
@@ -147,9 +137,8 @@ def test_groups_with_different_block_sizes_share_the_hashes_of_common_ends(
     assert gpu_hit(index, prompt.tokens) == 64
 
 
-def test_eagle_gives_the_last_matched_block_back() -> None:
+def test_eagle_gives_the_last_matched_block_back(index: PrefixIndex, prompt: Prefix) -> None:
     """The draft head must see the last block computed; no engine says so on the wire."""
-    index, prompt = ReferenceIndex(), Prefix(tokens(160))
     index.add(SOURCE, LayoutHints(eagle=True))
     apply(index, prompt.stored(0, FULL))
     assert gpu_hit(index, prompt.tokens) == 144
@@ -158,9 +147,7 @@ def test_eagle_gives_the_last_matched_block_back() -> None:
 # --- copies and order -----------------------------------------------------------------------------
 
 
-def test_a_block_stored_twice_and_removed_once_is_there(
-    index: ReferenceIndex, prompt: Prefix
-) -> None:
+def test_a_block_stored_twice_and_removed_once_is_there(index: PrefixIndex, prompt: Prefix) -> None:
     """Fact 4: engines keep duplicates, and every copy gets its own removal."""
     apply(index, prompt.stored(0, FULL), prompt.stored(0, FULL, 144), prompt.removed(0, [160]))
     assert gpu_hit(index, prompt.tokens) == 160
@@ -169,7 +156,7 @@ def test_a_block_stored_twice_and_removed_once_is_there(
 
 
 def test_a_block_in_the_middle_evicted_and_stored_again_makes_the_tail_count_again(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """A tree that cuts its subtree off at an eviction loses the tail for good."""
     apply(index, prompt.stored(0, FULL))
@@ -180,7 +167,7 @@ def test_a_block_in_the_middle_evicted_and_stored_again_makes_the_tail_count_aga
 
 
 def test_a_suffix_that_arrives_before_its_parent_is_placed_when_the_parent_comes(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Late joins and losses must not lose a subtree for good."""
     apply(index, prompt.stored(0, FULL, 96))
@@ -193,7 +180,7 @@ def test_a_suffix_that_arrives_before_its_parent_is_placed_when_the_parent_comes
 
 
 def test_a_parent_that_is_announced_after_its_child_was_removed_leaves_nothing_behind(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """A waiting run counts no more than what is held."""
     apply(index, prompt.stored(0, FULL, 96))
@@ -204,11 +191,11 @@ def test_a_parent_that_is_announced_after_its_child_was_removed_leaves_nothing_b
 
 
 def test_a_removal_of_an_unknown_block_is_counted_and_changes_nothing(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """It is what a lost store leaves behind."""
     apply(index, prompt.stored(0, FULL))
-    result = index.sources[SOURCE].apply(_batch(BlockRemoved([999], "GPU", 0)))
+    result = index.apply(SOURCE, _batch(BlockRemoved([999], "GPU", 0)))
     assert result.skipped == 1
     assert gpu_hit(index, prompt.tokens) == 160
 
@@ -217,14 +204,14 @@ def test_a_removal_of_an_unknown_block_is_counted_and_changes_nothing(
 
 
 @pytest.mark.parametrize("as_int", [True, False], ids=["int64", "32 bytes"])
-def test_hashes_are_integers_or_bytes(index: ReferenceIndex, as_int: bool) -> None:
+def test_hashes_are_integers_or_bytes(index: PrefixIndex, as_int: bool) -> None:
     """vLLM sends either, by a switch of its own."""
     prompt = Prefix(tokens(160), as_int=as_int)
     apply(index, prompt.stored(0, FULL), prompt.stored(1, W64), prompt.removed(1, [160]))
     assert gpu_hit(index, prompt.tokens) == 144
 
 
-def test_two_replicas_with_different_seeds_share_one_index(index: ReferenceIndex) -> None:
+def test_two_replicas_with_different_seeds_share_one_index(index: PrefixIndex) -> None:
     """Up to vLLM 0.28 every process has a hash seed of its own."""
     other = SourceId("replica-b")
     apply(index, Prefix(tokens(160), seed="one").stored(0, FULL, 0, 96))
@@ -232,15 +219,16 @@ def test_two_replicas_with_different_seeds_share_one_index(index: ReferenceIndex
     assert [hit.gpu_cached_tokens for hit in index.match(tokens(161)).values()] == [96, 128]
 
 
-def test_two_models_with_equal_hashes_do_not_mix() -> None:
+def test_two_models_with_equal_hashes_do_not_mix(implementation: Implementation) -> None:
     """Fact 8: the hash contains neither model nor group."""
-    one, two, prompt = ReferenceIndex(), ReferenceIndex(), Prefix(tokens(160))
+    one, two = implementation.create(None), implementation.create(None)
+    prompt = Prefix(tokens(160))
     apply(one, prompt.stored(0, FULL))
     apply(two, prompt.stored(0, FULL, 0, 32))
     assert (gpu_hit(one, prompt.tokens), gpu_hit(two, prompt.tokens)) == (160, 32)
 
 
-def test_two_dp_ranks_are_two_caches(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_two_dp_ranks_are_two_caches(index: PrefixIndex, prompt: Prefix) -> None:
     """A rank reuses only what it holds itself."""
     first, second = SourceId("replica-a", 0), SourceId("replica-a", 1)
     apply(index, prompt.stored(0, FULL), source=first)
@@ -252,7 +240,7 @@ def test_two_dp_ranks_are_two_caches(index: ReferenceIndex, prompt: Prefix) -> N
     }
 
 
-def test_salts_are_kept_apart(index: ReferenceIndex) -> None:
+def test_salts_are_kept_apart(index: PrefixIndex) -> None:
     """Tenants must not share blocks, and the router must not think they do."""
     apply(index, Prefix(tokens(160), salt="tenant-a").stored(0, FULL))
     assert gpu_hit(index, tokens(160), cache_salt="tenant-a") == 160
@@ -260,7 +248,7 @@ def test_salts_are_kept_apart(index: ReferenceIndex) -> None:
     assert gpu_hit(index, tokens(160)) == 0
 
 
-def test_lora_adapters_are_kept_apart(index: ReferenceIndex) -> None:
+def test_lora_adapters_are_kept_apart(index: PrefixIndex) -> None:
     """An adapter changes every key and value."""
     apply(index, Prefix(tokens(160), lora="sql").stored(0, FULL))
     assert gpu_hit(index, tokens(160), lora_name="sql") == 160
@@ -268,7 +256,7 @@ def test_lora_adapters_are_kept_apart(index: ReferenceIndex) -> None:
     assert gpu_hit(index, tokens(160)) == 0
 
 
-def test_a_salt_that_equals_an_adapters_name_is_not_taken_for_it(index: ReferenceIndex) -> None:
+def test_a_salt_that_equals_an_adapters_name_is_not_taken_for_it(index: PrefixIndex) -> None:
     """Extra keys are positional, not a set of strings."""
     apply(index, Prefix(tokens(160), salt="sql").stored(0, FULL))
     assert gpu_hit(index, tokens(160), lora_name="sql") == 0
@@ -278,7 +266,7 @@ def test_a_salt_that_equals_an_adapters_name_is_not_taken_for_it(index: Referenc
 # --- tiers ----------------------------------------------------------------------------------------
 
 
-def test_cpu_blocks_without_tokens_extend_the_hit(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_cpu_blocks_without_tokens_extend_the_hit(index: PrefixIndex, prompt: Prefix) -> None:
     """The hit is the GPU run, then the CPU run."""
     apply(
         index,
@@ -291,7 +279,7 @@ def test_cpu_blocks_without_tokens_extend_the_hit(index: ReferenceIndex, prompt:
 
 
 def test_cpu_blocks_announced_before_the_gpu_event_are_placed_by_it(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Nothing says which prefix they are until a dense event does."""
     apply(index, prompt.offloaded(0, range(16, 161, 16)))
@@ -303,7 +291,7 @@ def test_cpu_blocks_announced_before_the_gpu_event_are_placed_by_it(
 
 
 def test_cpu_blocks_announced_after_the_gpu_evicted_them_are_still_placed(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """A store to the CPU completes when it completes."""
     apply(
@@ -316,9 +304,7 @@ def test_cpu_blocks_announced_after_the_gpu_evicted_them_are_still_placed(
     assert (hit.gpu_cached_tokens, hit.cached_tokens) == (16, 160)
 
 
-def test_the_offloaded_part_may_reach_the_whole_prompt(
-    index: ReferenceIndex, prompt: Prefix
-) -> None:
+def test_the_offloaded_part_may_reach_the_whole_prompt(index: PrefixIndex, prompt: Prefix) -> None:
     """On the GPU the last token is always computed; a load leaves nothing to compute."""
     apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [160]))
     hit = index.match(prompt.tokens)[SOURCE]
@@ -326,7 +312,7 @@ def test_the_offloaded_part_may_reach_the_whole_prompt(
 
 
 def test_a_gpu_block_behind_the_first_gap_does_not_extend_an_offloaded_run(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Beyond the GPU hit only what a lower tier holds counts."""
     apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [64]), prompt.removed(0, [64]))
@@ -335,7 +321,7 @@ def test_a_gpu_block_behind_the_first_gap_does_not_extend_an_offloaded_run(
 
 
 def test_a_window_may_lean_on_gpu_blocks_before_the_gpu_hit(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Each group extends by its own rule."""
     apply(index, prompt.stored(0, FULL), prompt.stored(1, W64))
@@ -346,7 +332,7 @@ def test_a_window_may_lean_on_gpu_blocks_before_the_gpu_hit(
 
 
 def test_all_blocks_cleared_empties_the_gpu_tier_and_leaves_the_others(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Fact 5: it names no medium, and the CPU tier survives."""
     apply(
@@ -365,7 +351,7 @@ def test_all_blocks_cleared_empties_the_gpu_tier_and_leaves_the_others(
 
 
 def test_fact_2_a_window_that_kept_only_the_prompts_tail_serves_no_shorter_prefix(
-    index: ReferenceIndex,
+    index: PrefixIndex,
 ) -> None:
     """Since 0.29 windows keep what a replay of the same prompt needs: a prompt that shares 200 of
     300 tokens hits nothing."""
@@ -376,7 +362,7 @@ def test_fact_2_a_window_that_kept_only_the_prompts_tail_serves_no_shorter_prefi
 
 
 def test_fact_3_an_event_with_holes_may_name_no_block_at_all(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Its tokens and parent describe the range; its hashes must never be zipped with them."""
     apply(
@@ -389,7 +375,7 @@ def test_fact_3_an_event_with_holes_may_name_no_block_at_all(
 
 
 def test_fact_3_holes_before_the_dense_group_are_placed_by_it(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Groups announce in their own order within a step."""
     apply(index, prompt.kept(0, W64, [112, 128, 144, 160]))
@@ -398,7 +384,7 @@ def test_fact_3_holes_before_the_dense_group_are_placed_by_it(
 
 
 def test_fact_7_a_window_that_slid_on_sends_nothing_until_the_page_is_reused(
-    index: ReferenceIndex, prompt: Prefix
+    index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Until then the blocks are there and count."""
     apply(index, prompt.stored(0, FULL), prompt.stored(1, W64))
@@ -406,7 +392,7 @@ def test_fact_7_a_window_that_slid_on_sends_nothing_until_the_page_is_reused(
 
 
 def test_fact_8_an_adapter_whose_hash_holds_a_hidden_path_is_learned_from_its_events(
-    index: ReferenceIndex,
+    index: PrefixIndex,
 ) -> None:
     """From 0.31 no one outside can compute a LoRA hash; learning needs no hash function."""
     one, two = (
@@ -419,7 +405,7 @@ def test_fact_8_an_adapter_whose_hash_holds_a_hidden_path_is_learned_from_its_ev
 
 
 def test_fact_11_a_hit_may_end_inside_a_block_where_states_are_kept_there(
-    index: ReferenceIndex,
+    index: PrefixIndex,
 ) -> None:
     """`--prefix-match-unit 16` with blocks of 32: partial entries are announced with a block size
     of 16."""
@@ -438,7 +424,7 @@ def test_fact_11_a_hit_may_end_inside_a_block_where_states_are_kept_there(
 
 
 def test_blocks_of_a_model_without_a_dense_group_are_found_by_the_engines_own_hashes(
-    index: ReferenceIndex,
+    index: PrefixIndex,
 ) -> None:
     """Where no event tells which blocks it names, only the hash function does; its default seed is
     known since 0.29."""
@@ -449,7 +435,7 @@ def test_blocks_of_a_model_without_a_dense_group_are_found_by_the_engines_own_ha
     assert index.statistics()[SOURCE].hash_algorithm == "sha256"
 
 
-def test_blocks_nobody_can_place_are_said_to_be_so(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_blocks_nobody_can_place_are_said_to_be_so(index: PrefixIndex, prompt: Prefix) -> None:
     """An unknown seed and no dense group: the index must say what it does not know."""
     apply(index, prompt.kept(0, W64, [112, 128, 144, 160]))
     assert gpu_hit(index, prompt.tokens) == 0
@@ -458,7 +444,7 @@ def test_blocks_nobody_can_place_are_said_to_be_so(index: ReferenceIndex, prompt
 
 
 def test_salts_that_old_events_hide_are_told_apart_by_the_hash_function(
-    index: ReferenceIndex,
+    index: PrefixIndex,
 ) -> None:
     """Before 0.17 an event says nothing of salts: learned from tokens alone, a tenant's blocks
     would look like everyone's."""
@@ -474,9 +460,7 @@ def test_salts_that_old_events_hide_are_told_apart_by_the_hash_function(
     assert gpu_hit(index, salted.tokens, cache_salt="tenant-a") == 160
 
 
-def test_an_announced_layout_is_known_and_not_assumed(
-    index: ReferenceIndex, prompt: Prefix
-) -> None:
+def test_an_announced_layout_is_known_and_not_assumed(index: PrefixIndex, prompt: Prefix) -> None:
     """Our own publisher says everything, also the hash function."""
     chain = HashChain.from_seed("sha256_cbor", "secret")
     groups = [
@@ -495,27 +479,27 @@ def test_an_announced_layout_is_known_and_not_assumed(
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_a_block_nobody_holds_is_gone_at_once(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_a_block_nobody_holds_is_gone_at_once(
+    implementation: Implementation, index: PrefixIndex, prompt: Prefix
+) -> None:
     """Memory follows what replicas hold, without a sweep."""
     apply(index, prompt.stored(0, FULL), prompt.stored(1, W64))
     ends = range(16, 161, 16)
     apply(index, prompt.removed(0, ends), prompt.removed(1, ends))
-    source = index.sources[SOURCE]
-    assert source.held == {}
-    assert source.hash_at == {}
-    assert source.unplaced == 0
+    assert index.statistics()[SOURCE].blocks == {}
+    assert index.statistics()[SOURCE].unplaced == 0
+    implementation.expect_empty(index)
 
 
-def test_dropping_a_source_leaves_nothing_of_it(index: ReferenceIndex, prompt: Prefix) -> None:
+def test_dropping_a_source_leaves_nothing_of_it(index: PrefixIndex, prompt: Prefix) -> None:
     """A replica that disappears must not attract requests."""
     apply(index, prompt.stored(0, FULL))
     index.drop(SOURCE)
     assert index.match(prompt.tokens) == {}
 
 
-def test_clearing_a_source_keeps_its_configured_hints(prompt: Prefix) -> None:
+def test_clearing_a_source_keeps_its_configured_hints(index: PrefixIndex, prompt: Prefix) -> None:
     """A restart of the engine is no change of the configuration."""
-    index = ReferenceIndex()
     index.add(SOURCE, LayoutHints(eagle=True))
     apply(index, prompt.stored(0, FULL))
     index.clear(SOURCE)

@@ -1,16 +1,15 @@
-"""One source's bookkeeping: what a batch does, what is bounded, and what is said when a bound was
-hit."""
+"""What every index must do: what a batch does, what is bounded, what is said when a bound was hit, and
+what of its state can be kept."""
 
 from __future__ import annotations
 
 import random
-import tracemalloc
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
 
-from kvevents.codec import decode, encode
+from kvevents.codec import encode
 from kvevents.events import (
     CPU,
     GPU,
@@ -24,32 +23,35 @@ from kvevents.events import (
     GroupSpec,
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
-from router.index import ApplyResult, LayoutHints, SourceLimits, SourceStatistics, WaitingStatistics
-from router.index.reference.index import ReferenceIndex
-from router.index.reference.keys import KeySpace
-from router.index.reference.source import Source
+from router.index import (
+    ApplyResult,
+    GroupHit,
+    Hit,
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceLimits,
+    SourceStatistics,
+    WaitingStatistics,
+)
+from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 
 PROMPT = Prefix(tokens(160))
 
 
-def source_with(**limits: int) -> Source:
-    """A source with a hash function nobody can find, so that only its events place blocks."""
-    return Source(KeySpace(), LayoutHints(hash_seeds=()), SourceLimits(**limits))
-
-
-def index_with(**limits: int) -> ReferenceIndex:
-    index = ReferenceIndex(limits=SourceLimits(**limits))
+def index_with(implementation: Implementation, **limits: int) -> PrefixIndex:
+    """An index of one source, whose hash function cannot be found: only events place blocks."""
+    index = implementation.create(SourceLimits(**limits))
     index.add(SOURCE, LayoutHints(hash_seeds=()))
     return index
 
 
-def apply(target: Source | ReferenceIndex, *events: Event) -> ApplyResult:
-    batch = EventBatch(0.0, list(events))
-    return target.apply(batch) if isinstance(target, Source) else target.apply(SOURCE, batch)
+def apply(index: PrefixIndex, *events: Event) -> ApplyResult:
+    return index.apply(SOURCE, EventBatch(0.0, list(events)))
 
 
-def statistics(index: ReferenceIndex) -> SourceStatistics:
+def statistics(index: PrefixIndex) -> SourceStatistics:
     return index.statistics()[SOURCE]
 
 
@@ -67,28 +69,25 @@ def parent_of(number: int, blocks: int = 1) -> BlockStored:
 # --- what a batch does ----------------------------------------------------------------------------
 
 
-def test_a_batch_tells_what_it_did() -> None:
+def test_a_batch_tells_what_it_did(implementation: Implementation) -> None:
     """Metrics are made of these numbers."""
-    source = source_with()
-    assert apply(source, PROMPT.stored(0, FULL)) == ApplyResult(stored=10, layout_changed=True)
-    assert apply(source, PROMPT.stored(0, FULL, 0, 32)) == ApplyResult(stored=2)
-    assert apply(source, PROMPT.removed(0, [16, 160])) == ApplyResult(removed=2)
-    assert apply(source, PROMPT.removed(0, [160]), PROMPT.removed(1, [16])) == ApplyResult(
-        skipped=2
-    )
-    assert apply(source, orphan(0, blocks=3)) == ApplyResult(stored=3, waiting=3)
-    assert apply(source, AllBlocksCleared()) == ApplyResult(removed=13, cleared=True)
-    assert apply(source) == ApplyResult()
+    index = index_with(implementation)
+    assert apply(index, PROMPT.stored(0, FULL)) == ApplyResult(stored=10, layout_changed=True)
+    assert apply(index, PROMPT.stored(0, FULL, 0, 32)) == ApplyResult(stored=2)
+    assert apply(index, PROMPT.removed(0, [16, 160])) == ApplyResult(removed=2)
+    assert apply(index, PROMPT.removed(0, [160]), PROMPT.removed(1, [16])) == ApplyResult(skipped=2)
+    assert apply(index, orphan(0, blocks=3)) == ApplyResult(stored=3, waiting=3)
+    assert apply(index, AllBlocksCleared()) == ApplyResult(removed=13, cleared=True)
+    assert apply(index) == ApplyResult()
 
 
-def test_events_of_unknown_type_are_counted_as_skipped() -> None:
+def test_events_of_unknown_type_are_counted_as_skipped(index: PrefixIndex) -> None:
     """The codec left them out; the count must not be lost."""
-    assert source_with().apply(EventBatch(0.0, [], skipped=3)) == ApplyResult(skipped=3)
+    assert index.apply(SOURCE, EventBatch(0.0, [], skipped=3)) == ApplyResult(skipped=3)
 
 
-def test_an_event_without_hashes_and_tokens_does_nothing() -> None:
+def test_an_event_without_hashes_and_tokens_does_nothing(index: PrefixIndex) -> None:
     """An empty run of an engine whose hash function is known."""
-    index = ReferenceIndex()
     layout = CacheLayout(
         "p", [GroupSpec("full_attention", 16)], 16, 16, "sha256", HashChain.from_seed().none_hash
     )
@@ -98,10 +97,10 @@ def test_an_event_without_hashes_and_tokens_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("medium", ["GPU", "gpu", "Gpu", None, ""])
-def test_the_gpu_goes_by_several_names(medium: str | None) -> None:
+def test_the_gpu_goes_by_several_names(implementation: Implementation, medium: str | None) -> None:
     """Engines before vLLM 0.10.2 name no medium at all: layout and blocks must come out the
     same."""
-    index = index_with()
+    index = index_with(implementation)
     apply(index, PROMPT.stored(0, FULL, medium=medium))
     assert statistics(index).blocks == {(0, "GPU"): 10}
     assert gpu_hit(index, PROMPT.tokens) == 160
@@ -109,16 +108,16 @@ def test_the_gpu_goes_by_several_names(medium: str | None) -> None:
     assert gpu_hit(index, PROMPT.tokens) == 144
 
 
-def test_an_event_without_a_group_is_of_group_0() -> None:
+def test_an_event_without_a_group_is_of_group_0(implementation: Implementation) -> None:
     """A removal may name the group that the store did not."""
-    index = index_with()
+    index = index_with(implementation)
     apply(index, replace(PROMPT.stored(0, FULL), group_idx=None), PROMPT.removed(0, [160]))
     assert gpu_hit(index, PROMPT.tokens) == 144
 
 
-def test_a_removal_from_one_tier_or_group_leaves_the_others() -> None:
+def test_a_removal_from_one_tier_or_group_leaves_the_others(implementation: Implementation) -> None:
     """The same hash is in all of them."""
-    index = index_with()
+    index = index_with(implementation)
     apply(
         index,
         PROMPT.stored(0, FULL),
@@ -134,30 +133,35 @@ def test_a_removal_from_one_tier_or_group_leaves_the_others() -> None:
     assert statistics(index).blocks == {(0, GPU): 10, (1, GPU): 9, (0, CPU): 9}
 
 
-def test_a_hash_with_copies_left_anywhere_keeps_its_place() -> None:
-    """Only the last copy of all groups and tiers takes the name with it."""
-    index = index_with()
+def test_a_hash_with_copies_left_anywhere_keeps_its_place(implementation: Implementation) -> None:
+    """Only the last copy of all groups and tiers takes it along."""
+    index = index_with(implementation)
     apply(
         index,
         PROMPT.stored(0, FULL),
         PROMPT.offloaded(0, [16]),
         PROMPT.removed(0, range(16, 161, 16)),
     )
-    assert len(index.sources[SOURCE].hash_at) == 1
+    assert statistics(index).blocks == {(0, CPU): 1}
+    implementation.expect_sound(index)
     hit = index.match(PROMPT.tokens)[SOURCE]
     assert (hit.gpu_cached_tokens, hit.cached_tokens) == (0, 16)
 
 
-def test_two_live_hashes_of_one_prefix_are_counted_as_ambiguous() -> None:
+def test_two_live_hashes_of_one_prefix_are_counted_as_ambiguous(
+    implementation: Implementation,
+) -> None:
     """Something the events do not show goes into the hash: salts before vLLM 0.17."""
-    index = index_with()
+    index = index_with(implementation)
     apply(index, PROMPT.stored(0, FULL))
     assert statistics(index).ambiguous == 0
     apply(index, Prefix(PROMPT.tokens, seed="and a hidden salt").stored(0, FULL))
     assert statistics(index).ambiguous == 10
 
 
-def test_a_hash_that_covers_the_next_tokens_is_found_only_with_them() -> None:
+def test_a_hash_that_covers_the_next_tokens_is_found_only_with_them(
+    implementation: Implementation,
+) -> None:
     """vLLM 0.33 with speculative decoding: the block's content is the same, its use is not."""
     token_ids, size, lookahead = tokens(66), 16, 2
     digests = HashChain.from_seed("sha256", "unknown to the router").block_hashes(
@@ -168,7 +172,7 @@ def test_a_hash_that_covers_the_next_tokens_is_found_only_with_them() -> None:
     stored = BlockStored(
         hashes, None, token_ids[:64], "GPU", 0, None, [None] * 4, "full_attention", None, 16
     )
-    index = index_with()
+    index = index_with(implementation)
     apply(
         index,
         replace(
@@ -197,9 +201,11 @@ def test_a_hash_that_covers_the_next_tokens_is_found_only_with_them() -> None:
 # --- runs that wait for their parent --------------------------------------------------------------
 
 
-def test_no_more_runs_wait_than_allowed_and_the_oldest_is_given_up() -> None:
+def test_no_more_runs_wait_than_allowed_and_the_oldest_is_given_up(
+    implementation: Implementation,
+) -> None:
     """The youngest is the likeliest to be placed."""
-    index = index_with(waiting_runs=3)
+    index = index_with(implementation, waiting_runs=3)
     for number in range(5):
         apply(index, orphan(number))
     assert (
@@ -213,9 +219,9 @@ def test_no_more_runs_wait_than_allowed_and_the_oldest_is_given_up() -> None:
     assert gpu_hit(index, tokens(32, first=500_000)) == 32
 
 
-def test_no_more_tokens_wait_than_allowed() -> None:
+def test_no_more_tokens_wait_than_allowed(implementation: Implementation) -> None:
     """One run may carry a whole prompt."""
-    index = index_with(waiting_tokens=100)
+    index = index_with(implementation, waiting_tokens=100)
     apply(index, orphan(0, blocks=4))
     assert (statistics(index).waiting.tokens, statistics(index).waiting.given_up) == (64, 0)
     apply(index, orphan(1, blocks=3))
@@ -224,10 +230,10 @@ def test_no_more_tokens_wait_than_allowed() -> None:
     assert (statistics(index).waiting.tokens, statistics(index).waiting.given_up) == (0, 3)
 
 
-def test_no_run_waits_longer_than_allowed() -> None:
+def test_no_run_waits_longer_than_allowed(implementation: Implementation) -> None:
     """A parent that did not come in ten thousand batches will not come; heartbeats count as time,
     too."""
-    index = index_with(waiting_batches=5)
+    index = index_with(implementation, waiting_batches=5)
     apply(index, orphan(0))
     for _ in range(5):
         apply(index)
@@ -238,9 +244,11 @@ def test_no_run_waits_longer_than_allowed() -> None:
     assert statistics(index).unplaced == 1
 
 
-def test_a_run_that_was_given_up_is_still_held_and_found_once_it_is_announced_again() -> None:
+def test_a_run_that_was_given_up_is_still_held_and_found_once_it_is_announced_again(
+    implementation: Implementation,
+) -> None:
     """Given up is its place, not its presence."""
-    index = index_with(waiting_runs=0)
+    index = index_with(implementation, waiting_runs=0)
     apply(index, orphan(0))
     apply(index, parent_of(0))
     assert gpu_hit(index, tokens(32, first=100_000)) == 16
@@ -248,9 +256,9 @@ def test_a_run_that_was_given_up_is_still_held_and_found_once_it_is_announced_ag
     assert gpu_hit(index, tokens(32, first=100_000)) == 32
 
 
-def test_a_known_hash_function_needs_no_waiting() -> None:
+def test_a_known_hash_function_needs_no_waiting(implementation: Implementation) -> None:
     """Every look-up hashes the prompt: nothing is lost by giving up, and nothing waits."""
-    index = ReferenceIndex(limits=SourceLimits(waiting_runs=0))
+    index = implementation.create(SourceLimits(waiting_runs=0))
     prompt, other = (
         Prefix(tokens(160), seed=DEFAULT_SEED),
         Prefix(tokens(32, first=9000), seed=DEFAULT_SEED),
@@ -263,9 +271,9 @@ def test_a_known_hash_function_needs_no_waiting() -> None:
     assert (statistics(index).waiting.runs, statistics(index).is_incomplete) == (0, False)
 
 
-def test_a_child_of_its_own_block_waits_and_ends() -> None:
+def test_a_child_of_its_own_block_waits_and_ends(implementation: Implementation) -> None:
     """No engine sends it; nobody may hang the router with it either."""
-    index = index_with(waiting_runs=10)
+    index = index_with(implementation, waiting_runs=10)
     apply(index, BlockStored([1], 1, tokens(16), GPU, 0, block_size=16))
     apply(
         index,
@@ -277,9 +285,9 @@ def test_a_child_of_its_own_block_waits_and_ends() -> None:
     assert statistics(index).waiting.runs == 0
 
 
-def test_a_chain_of_a_thousand_orphans_is_placed_at_once() -> None:
+def test_a_chain_of_a_thousand_orphans_is_placed_at_once(implementation: Implementation) -> None:
     """Without recursion: one parent may set free a whole conversation."""
-    index, prompt = index_with(), Prefix(tokens(16 * 2000))
+    index, prompt = index_with(implementation), Prefix(tokens(16 * 2000))
     for start in range(16 * 1999, 0, -16):
         apply(index, prompt.stored(0, FULL, start, start + 16))
     assert statistics(index).waiting.runs == 1999
@@ -291,9 +299,11 @@ def test_a_chain_of_a_thousand_orphans_is_placed_at_once() -> None:
 # --- other bounds ---------------------------------------------------------------------------------
 
 
-def test_no_more_blocks_are_held_than_allowed_and_the_source_is_incomplete_from_there_on() -> None:
+def test_no_more_blocks_are_held_than_allowed_and_the_source_is_incomplete_from_there_on(
+    implementation: Implementation,
+) -> None:
     """A source over its bound answers too low; the feed must know that it does."""
-    index = index_with(blocks=6)
+    index = index_with(implementation, blocks=6)
     result = apply(index, PROMPT.stored(0, FULL))
     assert (result.stored, result.overflow, result.skipped) == (6, 4, 4)
     assert statistics(index).blocks == {(0, GPU): 6}
@@ -305,18 +315,18 @@ def test_no_more_blocks_are_held_than_allowed_and_the_source_is_incomplete_from_
     assert not statistics(index).is_incomplete
 
 
-def test_blocks_are_bounded_over_all_groups_and_tiers() -> None:
+def test_blocks_are_bounded_over_all_groups_and_tiers(implementation: Implementation) -> None:
     """The bound is on memory, not on a table."""
-    index = index_with(blocks=15)
+    index = index_with(implementation, blocks=15)
     apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, range(16, 161, 16)))
     assert statistics(index).blocks == {(0, GPU): 10, (0, CPU): 5}
     apply(index, PROMPT.removed(0, [160, 144]), PROMPT.offloaded(1, [16, 32, 48]))
     assert statistics(index).blocks == {(0, GPU): 8, (0, CPU): 5, (1, CPU): 2}
 
 
-def test_no_more_tiers_are_held_than_allowed() -> None:
+def test_no_more_tiers_are_held_than_allowed(implementation: Implementation) -> None:
     """Their names come from the wire; groups of a known tier are still welcome."""
-    index = index_with(tiers=2)
+    index = index_with(implementation, tiers=2)
     apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16]), PROMPT.stored(1, FULL))
     result = apply(index, PROMPT.offloaded(0, [16], medium="DISK"))
     assert (result.stored, result.overflow) == (0, 1)
@@ -324,101 +334,26 @@ def test_no_more_tiers_are_held_than_allowed() -> None:
     assert set(statistics(index).blocks) == {(0, GPU), (0, CPU), (1, GPU)}
 
 
-def test_as_many_places_are_remembered_as_allowed() -> None:
+def test_as_many_places_are_remembered_as_allowed(implementation: Implementation) -> None:
     """An offload tier announces blocks after the GPU has evicted them; what comes too late is held,
     and said to be unplaced."""
-    index = index_with(forgotten=4)
+    index = index_with(implementation, forgotten=4)
     apply(index, PROMPT.stored(0, FULL), PROMPT.removed(0, range(16, 161, 16)))
     apply(index, PROMPT.offloaded(0, range(16, 161, 16)))
     assert statistics(index).unplaced == 6
     assert any("6 blocks cannot be placed" in text for text in statistics(index).assumptions)
-    source = index.sources[SOURCE]
-    assert len(source._forgotten) == 0
     apply(index, PROMPT.removed(0, range(16, 161, 16), medium=CPU))
-    assert len(source._forgotten) == 4
-    assert (source._blocks, source.hash_at, source.unplaced) == ({}, {}, 0)
-
-
-def nonsense(name: str, number: int) -> BlockStored:
-    """A run that waits for a parent, small in tokens and large in something else."""
-    run = BlockStored([number], 7, tokens(16), GPU, 0, block_size=16)
-    if name == "more extra keys than blocks":
-        return replace(run, extra_keys=[[f"key {key}"] for key in range(1000)])
-    if name == "many extra keys in one block":
-        return replace(run, extra_keys=[[f"key {key}" for key in range(1000)]])
-    return replace(run, block_hashes=[number] * 1000, token_ids=[5] * 1000, block_size=1)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "more extra keys than blocks",
-        "many extra keys in one block",
-        "runs shorter than what their hashes cover",
-    ],
-)
-def test_what_waits_is_bounded_in_memory_and_not_only_in_tokens(name: str) -> None:
-    """A publisher that sends nonsense must not fill the router with it: 100 tokens may wait here,
-    not megabytes."""
-    source = source_with(waiting_tokens=100)
-    wide = [[5] * 2000] if name.startswith("runs") else None
-    apply(
-        source, BlockStored([0], None, tokens(16), GPU, 0, block_size=16, lookahead_token_ids=wide)
-    )
-    payloads = [
-        encode(EventBatch(0.0, [nonsense(name, 2000 + number), BlockRemoved([], GPU)]))
-        for number in range(40)
-    ]
-    tracemalloc.start()
-    try:
-        for payload in payloads:
-            source.apply(decode(payload))
-        waiting, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert waiting < 150_000
-
-
-@pytest.mark.parametrize(
-    "first", [b"\xff", b"\xff" * 20_000], ids=["the first one short", "all of them long"]
-)
-def test_the_names_of_blocks_are_bounded_in_memory(first: bytes) -> None:
-    """A count of blocks bounds nothing if one name may be as long as a message."""
-    source = source_with()
-    hashes: list[BlockHash] = [first, *(bytes([number]) * 20_000 for number in range(200))]
-    stored = BlockStored(hashes, b"p" * 20_000 if len(first) > 1 else 5, [], GPU, 0)
-    payload = encode(EventBatch(0.0, [stored]))
-    tracemalloc.start()
-    try:
-        source.apply(decode(payload))
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert sum(len(names) for names in source.held.values()) == 201
-    assert held < 200_000
+    assert statistics(index).unplaced == 0
+    implementation.expect_empty(index)
+    implementation.expect_sound(index)
 
 
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_blocks_that_came_and_went_leave_nothing_but_the_bounded_memory_of_places() -> None:
-    """Memory follows what a replica holds, not what it ever held."""
-    source = source_with(forgotten=100)
-    for number in range(300):
-        hashes: list[BlockHash] = list(range(number * 500, number * 500 + 500))
-        apply(
-            source,
-            BlockStored(hashes, None, tokens(500, number), GPU, 0, block_size=1),
-            BlockRemoved(hashes, GPU, 0),
-        )
-    assert (source.held, source.hash_at, source._blocks, source.unplaced) == ({}, {}, {}, 0)
-    assert len(source._forgotten) == 100
-    assert source.statistics().waiting == WaitingStatistics(0, 0, 0)
-
-
-def test_clearing_the_gpu_takes_every_copy() -> None:
+def test_clearing_the_gpu_takes_every_copy(implementation: Implementation) -> None:
     """Counts do not survive a reset."""
-    index = index_with()
+    index = index_with(implementation)
     apply(index, *[PROMPT.stored(0, FULL)] * 3, AllBlocksCleared(), PROMPT.stored(0, FULL, 0, 32))
     assert statistics(index).blocks == {(0, GPU): 2}
     apply(index, PROMPT.removed(0, [16, 32]))
@@ -510,13 +445,13 @@ class Nonsense:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_well_formed_batch_makes_the_index_fail(seed: int) -> None:
+def test_no_well_formed_batch_makes_the_index_fail(
+    implementation: Implementation, seed: int
+) -> None:
     """The codec cannot refuse what only makes no sense: applying it must not fail half-way, nor may
     a look-up behind it."""
-    nonsense, index = (
-        Nonsense(seed),
-        ReferenceIndex(limits=SourceLimits(blocks=20, waiting_runs=5, tiers=2)),
-    )
+    nonsense = Nonsense(seed)
+    index = implementation.create(SourceLimits(blocks=20, waiting_runs=5, tiers=2))
     if seed % 2:
         groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 2, 3)]
         apply(index, CacheLayout("p", groups, 2, 2, "sha256", HashChain.from_seed().none_hash))
@@ -529,21 +464,171 @@ def test_no_well_formed_batch_makes_the_index_fail(seed: int) -> None:
         assert 0 <= hit.gpu_cached_tokens <= 8
         assert hit.gpu_cached_tokens <= hit.cached_tokens <= 9
         index.explain(index.prepare(prompt), SOURCE)
-        _expect_sound(index.sources[SOURCE])
+        implementation.expect_sound(index)
 
 
-def _expect_sound(source: Source) -> None:
-    """What is written down twice says the same twice."""
-    copies = Counter[BlockHash]()
-    for hashes in source.held.values():
-        assert all(count > 0 for count in hashes.values())
-        copies.update(hashes)
-    assert copies == {block_hash: block.copies for block_hash, block in source._blocks.items()}
-    assert source._held_total == sum(map(len, source.held.values())) <= source.limits.blocks
-    assert source.unplaced == sum(block.key is None for block in source._blocks.values())
-    assert all(source._blocks[block_hash].key == key for key, block_hash in source.hash_at.items())
-    assert (
-        source.statistics().waiting.runs
-        == sum(map(len, source._waiting.by_parent.values()))
-        <= source.limits.waiting_runs
+# --- sources --------------------------------------------------------------------------------------
+
+
+def test_a_source_is_held_from_its_first_batch_until_it_is_dropped(index: PrefixIndex) -> None:
+    """Also while it holds no block: what is not held is not asked about."""
+    assert not index.holds(SOURCE)
+    apply(index)
+    assert index.holds(SOURCE)
+    assert index.match(PROMPT.tokens) == {SOURCE: Hit(0, 0)}
+    index.clear(SOURCE)
+    assert index.holds(SOURCE)
+    index.drop(SOURCE)
+    assert not index.holds(SOURCE)
+    assert (index.match(PROMPT.tokens), index.statistics()) == ({}, {})
+
+
+def test_clearing_or_dropping_an_unknown_source_does_nothing(index: PrefixIndex) -> None:
+    """A replica may go before its first event."""
+    index.clear(SOURCE)
+    index.drop(SOURCE)
+    assert not index.holds(SOURCE)
+
+
+def test_a_source_that_is_added_again_starts_from_nothing(index: PrefixIndex) -> None:
+    """Its replica was configured again, perhaps with another layout."""
+    index.add(SOURCE, LayoutHints(eagle=True))
+    apply(index, PROMPT.stored(0, FULL))
+    index.add(SOURCE)
+    assert statistics(index).blocks == {}
+    apply(index, PROMPT.stored(0, FULL))
+    assert gpu_hit(index, PROMPT.tokens) == 160
+
+
+def test_an_empty_source_says_that_it_is_empty(implementation: Implementation) -> None:
+    """Nothing is known, assumed, or missing."""
+    index = index_with(implementation)
+    assert statistics(index) == SourceStatistics(
+        blocks={},
+        unplaced=0,
+        ambiguous=0,
+        waiting=WaitingStatistics(0, 0, 0),
+        layout=None,
+        hash_algorithm=None,
+        assumptions=(),
+        is_incomplete=False,
     )
+
+
+# --- what the feed acts on ------------------------------------------------------------------------
+
+
+def test_a_batch_says_whether_anything_is_below_the_gpu(implementation: Implementation) -> None:
+    """A cleared GPU makes a source known again only where nothing else is held."""
+    index = index_with(implementation)
+    assert not apply(index, PROMPT.stored(0, FULL)).has_lower_tiers
+    assert apply(index, PROMPT.offloaded(0, [16])).has_lower_tiers
+    assert apply(index).has_lower_tiers
+    assert not apply(index, PROMPT.removed(0, [16], medium=CPU)).has_lower_tiers
+
+
+def test_only_the_batch_that_lost_blocks_is_incomplete(implementation: Implementation) -> None:
+    """The feed rebuilds a source once for each loss, not for every batch behind it."""
+    index = index_with(implementation, blocks=6, waiting_batches=1)
+    assert apply(index, PROMPT.stored(0, FULL)).is_incomplete
+    assert not apply(index, AllBlocksCleared()).is_incomplete
+    assert not apply(index, orphan(0)).is_incomplete
+    assert not apply(index).is_incomplete
+    result = apply(index)
+    assert (result.given_up, result.is_incomplete) == (1, True)
+    assert not apply(index).is_incomplete
+
+
+def test_a_run_given_up_is_no_loss_where_the_hash_function_is_known(
+    implementation: Implementation,
+) -> None:
+    """Every look-up hashes the prompt as the engine does, and finds the run's blocks."""
+    index = implementation.create(SourceLimits(waiting_batches=1))
+    prompt = Prefix(tokens(64), seed=DEFAULT_SEED)
+    apply(index, prompt.stored(0, FULL, 32))
+    apply(index, replace(prompt.kept(0, FULL, [16]), token_ids=prompt.tokens[:32]))
+    result = apply(index)
+    assert (result.given_up, result.is_incomplete) == (1, False)
+    assert statistics(index).hash_algorithm == "sha256"
+    assert not statistics(index).is_incomplete
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_a_prepared_prompt_is_matched_like_its_tokens(index: PrefixIndex) -> None:
+    """Prepared before or after the events that it meets."""
+    early = index.prepare([*PROMPT.tokens, 1], extra_steps=(64,))
+    apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16]))
+    late = index.prepare([*PROMPT.tokens, 1])
+    assert index.match_prompt(early) == index.match_prompt(late) == {SOURCE: Hit(160, 160)}
+    apply(index, PROMPT.removed(0, [16, 160]))
+    assert index.match_prompt(early) == index.match_prompt(late) == {SOURCE: Hit(0, 16)}
+
+
+@pytest.mark.parametrize("is_layout_known", [False, True])
+def test_prefix_keys_are_equal_where_prefixes_are(
+    index: PrefixIndex, is_layout_known: bool
+) -> None:
+    """The router remembers by them what it has just sent where, whatever it knows by then."""
+    keys = index.prepare(tokens(200), extra_steps=(64,)).prefix_keys(64)
+    if is_layout_known:
+        apply(index, PROMPT.stored(0, FULL))
+    assert len(set(keys)) == 3
+    assert index.prepare(tokens(200), extra_steps=(64,)).prefix_keys(64) == keys
+    assert index.prepare(tokens(192), extra_steps=(64,)).prefix_keys(64) == keys
+    assert index.prepare([*tokens(190), 1, 2]).prefix_keys(64)[:2] == keys[:2]
+    assert index.prepare([*tokens(190), 1, 2]).prefix_keys(64)[2] != keys[2]
+    assert index.prepare(tokens(63)).prefix_keys(64) == []
+    for other in ({"lora_name": "sql"}, {"cache_salt": "tenant-a"}, {"extra_keys": [["image"]]}):
+        prepared = index.prepare(tokens(200), extra_steps=(64,), **other)  # type: ignore[arg-type]
+        assert not set(prepared.prefix_keys(64)) & set(keys)
+
+
+def test_prefix_keys_tell_media_apart_wherever_they_are_in_the_prompt(index: PrefixIndex) -> None:
+    """An entry of extra keys is about one hash block, not about one step of the caller."""
+    apply(index, PROMPT.stored(0, FULL))
+    pictures = [[None] * 11 + [[[name, 0]]] for name in ("cat", "dog")]
+    cat, dog = (
+        index.prepare(tokens(200), extra_keys=picture, extra_steps=(64,)).prefix_keys(64)
+        for picture in pictures
+    )
+    assert cat[:2] == dog[:2]
+    assert cat[2] != dog[2]
+
+
+def test_prompts_are_prepared_in_another_thread_while_sources_come_and_go(
+    index: PrefixIndex,
+) -> None:
+    """Hashing a million tokens takes some 40 ms, too long for the event loop."""
+    prompt = tokens(40)
+    with ThreadPoolExecutor(1) as threads:
+        prepared = [
+            threads.submit(lambda: [index.prepare(prompt) for _ in range(200)]) for _ in range(5)
+        ]
+        for number in range(2000):
+            source = SourceId(f"replica-{number % 50}")
+            index.apply(source, EventBatch(0.0, [Prefix(prompt[:32]).stored(0, FULL)]))
+            if number % 3 == 0:
+                index.drop(source)
+        for future in prepared:
+            assert set(index.match_prompt(future.result()[-1]).values()) == {Hit(32, 32)}
+
+
+def test_a_group_alone_may_allow_more_than_all_together(index: PrefixIndex) -> None:
+    """The explanation shows an operator which group cut the hit."""
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(64)), PROMPT.removed(1, [128]))
+    prompt = index.prepare([*PROMPT.tokens, 1])
+    assert index.match_prompt(prompt) == {SOURCE: Hit(112, 112)}
+    assert index.explain(prompt, SOURCE) == (
+        GroupHit(0, "full_attention", 160),
+        GroupHit(1, "sliding_window", 112),
+    )
+
+
+def test_there_is_nothing_to_explain_of_an_unknown_source_or_layout(index: PrefixIndex) -> None:
+    """A replica may be asked about before its first event."""
+    prompt = index.prepare(PROMPT.tokens)
+    assert index.explain(prompt, SOURCE) == ()
+    index.add(SOURCE)
+    assert index.explain(prompt, SOURCE) == ()

@@ -1,0 +1,241 @@
+"""The blocks of one source: how many copies are where, and which prefix each hash stands for.
+
+Copies are counted under the engine's own hashes, per group and tier. A block is *placed* once we
+know the key of the prefix that its hash stands for. Both last as long as the last copy, except
+that the keys of the blocks that went last are remembered for a while.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from kvevents.events import GPU, BlockHash
+from router.index.base import SourceLimits
+
+GroupTier: TypeAlias = tuple[int, str]
+
+
+class _TableEntry(msgspec.Struct, gc=False):
+    """One distinct hash. There are millions: the garbage collector must not walk them."""
+
+    copies: int = 0
+    """Over all groups and tiers."""
+    key: int | None = None
+    """Of the prefix; None while the block is not placed."""
+
+
+class BlockTable:
+    """A block with the hash 0xA1, stored on the GPU, copied to the CPU and placed at the key 77:
+
+        held         {(0, "GPU"): {0xA1: 1}, (0, "CPU"): {0xA1: 1}}
+        entries      {0xA1: 2 copies, key 77}
+        hash_by_key  {77: 0xA1}
+
+    Once both copies are gone all three are empty, and 0xA1 -> 77 is among the forgotten.
+    """
+
+    def __init__(self, limits: SourceLimits) -> None:
+        self.held: dict[GroupTier, dict[BlockHash, int]] = {}
+        """(group, tier) -> hash -> copies."""
+        self.hash_by_key: dict[int, BlockHash] = {}
+        """For placed blocks. Of two hashes that claim one prefix, the one that came last."""
+        self.unplaced = 0
+        """Distinct hashes held that are not placed."""
+        self.ambiguous = 0
+        """Times two live hashes claimed one prefix."""
+        self.uses_int_hashes = False
+        """The form of the newest hash; an engine keeps to one."""
+        self._limits = limits
+        self._entries: dict[BlockHash, _TableEntry] = {}
+        self._forgotten: OrderedDict[BlockHash, int] = OrderedDict()
+        self._total = 0
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._entries
+
+    def __len__(self) -> int:
+        """Distinct hashes held."""
+        return len(self._entries)
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        return any(tier != GPU for _, tier in self.held)
+
+    def counts(self) -> dict[GroupTier, int]:
+        """(group, tier) -> distinct hashes held, in order."""
+        return {where: len(hashes) for where, hashes in sorted(self.held.items())}
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def room(self, where: GroupTier) -> int:
+        """How many more blocks may be held there."""
+        if where not in self.held:
+            tiers = {tier for _, tier in self.held} | {where[1]}
+            if len(tiers) > self._limits.tiers:
+                return 0
+        return max(0, self._limits.blocks - self._total)
+
+    def add(self, where: GroupTier, block_hashes: Sequence[BlockHash], copies: int = 1) -> None:
+        """Count copies of blocks.
+
+        Args:
+            where: Group and tier.
+            block_hashes: The engine's.
+            copies: How many more there are of each.
+        """
+        if not block_hashes:
+            return
+        held, entries = self.held.setdefault(where, {}), self._entries
+        for block_hash in block_hashes:
+            before = held.get(block_hash, 0)
+            held[block_hash] = before + copies
+            self._total += not before
+            entry = entries.get(block_hash)
+            if entry is None:
+                entry = self._enter(block_hash)
+            entry.copies += copies
+
+    def _enter(self, block_hash: BlockHash) -> _TableEntry:
+        entry = self._entries[block_hash] = _TableEntry()
+        self.uses_int_hashes = isinstance(block_hash, int)
+        self.unplaced += 1
+        key = self._forgotten.pop(block_hash, None)
+        if key is not None:
+            self.place(block_hash, key)
+        return entry
+
+    def remove(self, where: GroupTier, block_hashes: Sequence[BlockHash]) -> int:
+        """Discount one copy of each block; returns for how many there was one.
+
+        Args:
+            where: Group and tier.
+            block_hashes: The engine's.
+        """
+        held = self.held.get(where)
+        if held is None:
+            return 0
+        removed = 0
+        for block_hash in block_hashes:
+            copies = held.get(block_hash, 0)
+            if copies:
+                self._discount(where, held, block_hash, copies, 1)
+                removed += 1
+        return removed
+
+    def clear_gpu(self) -> int:
+        """Remove every copy on the GPU; returns how many there were."""
+        removed = 0
+        for where in [where for where in self.held if where[1] == GPU]:
+            held = self.held[where]
+            for block_hash, copies in list(held.items()):
+                self._discount(where, held, block_hash, copies, copies)
+                removed += copies
+        return removed
+
+    def _discount(
+        self,
+        where: GroupTier,
+        held: dict[BlockHash, int],
+        block_hash: BlockHash,
+        copies: int,
+        gone: int,
+    ) -> None:
+        """*gone* of the *copies* there are left."""
+        if copies > gone:
+            held[block_hash] = copies - gone
+        else:
+            del held[block_hash]
+            self._total -= 1
+            if not held:
+                del self.held[where]
+        entry = self._entries[block_hash]
+        entry.copies -= gone
+        if not entry.copies:
+            self._forget(block_hash, entry)
+
+    def _forget(self, block_hash: BlockHash, entry: _TableEntry) -> None:
+        del self._entries[block_hash]
+        if entry.key is None:
+            self.unplaced -= 1
+            return
+        if self.hash_by_key.get(entry.key) == block_hash:
+            del self.hash_by_key[entry.key]
+        self._remember(block_hash, entry.key)
+
+    # --- places -----------------------------------------------------------------------------------
+
+    def place(self, block_hash: BlockHash, key: int) -> None:
+        """Learn the key of a block's prefix; the first one learned stays.
+
+        Args:
+            block_hash: Held or not: a lower tier may announce it later.
+            key: Of the prefix it stands for.
+        """
+        entry = self._entries.get(block_hash)
+        if entry is None:
+            self._remember(block_hash, key)
+        elif entry.key is None:
+            entry.key = key
+            self.unplaced -= 1
+            self.ambiguous += key in self.hash_by_key
+            self.hash_by_key[key] = block_hash
+
+    def key_of(self, block_hash: BlockHash) -> int | None:
+        """The key of a block's prefix, also shortly after its last copy went."""
+        entry = self._entries.get(block_hash)
+        if entry is not None and entry.key is not None:
+            return entry.key
+        return self._forgotten.get(block_hash)
+
+    def unplaced_of(self, block_hashes: Iterable[BlockHash]) -> int:
+        """How many of these are held and not placed."""
+        entries = self._entries
+        return sum(
+            entry.key is None for entry in map(entries.get, block_hashes) if entry is not None
+        )
+
+    def _remember(self, block_hash: BlockHash, key: int) -> None:
+        self._forgotten[block_hash] = key
+        if len(self._forgotten) > self._limits.forgotten:
+            self._forgotten.popitem(last=False)
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    def placed(self) -> Iterator[tuple[BlockHash, int, bool]]:
+        """`(hash, key, whether the key leads to this hash)` of every placed block."""
+        for block_hash, entry in self._entries.items():
+            if entry.key is not None:
+                yield block_hash, entry.key, self.hash_by_key.get(entry.key) == block_hash
+
+    def forgotten(self) -> list[tuple[BlockHash, int]]:
+        """`(hash, key)` of the blocks that went last, the oldest first."""
+        return list(self._forgotten.items())
+
+    def restore(
+        self,
+        held: dict[GroupTier, dict[BlockHash, int]],
+        placed: Iterable[tuple[BlockHash, int, bool]],
+        forgotten: Iterable[tuple[BlockHash, int]],
+    ) -> None:
+        """Take back the blocks of an earlier table into this empty one.
+
+        Args:
+            held: As in `held`.
+            placed: As from `placed`.
+            forgotten: As from `forgotten`.
+        Raises:
+            KeyError: A placed block is not held.
+        """
+        for where, copies_of in held.items():
+            for block_hash, copies in copies_of.items():
+                self.add(where, (block_hash,), copies)
+        for block_hash, key, is_found in placed:
+            self._entries[block_hash].key = key
+            self.unplaced -= 1
+            if is_found:
+                self.hash_by_key[key] = block_hash
+        self._forgotten.update(forgotten)

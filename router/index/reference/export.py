@@ -1,0 +1,160 @@
+"""The state of the reference index as records: one that says whose they are, then one per source.
+
+The effort spent on finding a hash function is left out: a restored source may search again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeVar
+
+import msgspec
+
+from kvevents.events import BlockHash, CacheLayout
+from kvevents.hashing import HashChain
+from router.index.base import DumpError, LayoutHints, SourceId, SourceLimits
+from router.index.reference.keys import KeySpace
+from router.index.reference.layout_learner import SeenGroup
+from router.index.reference.placing import BlockRun
+from router.index.reference.source import SourceCache
+
+_Record = TypeVar("_Record")
+
+
+class _IndexRecord(msgspec.Struct):
+    """The first record."""
+
+    implementation: Literal["reference"]
+    modulus: int
+    """Of the key space: keys mean nothing under another one."""
+
+
+class _HeldBlocks(msgspec.Struct, array_like=True):
+    group: int
+    tier: str
+    hashes: list[BlockHash]
+    copies: list[int]
+
+
+class _WaitingRun(msgspec.Struct, array_like=True):
+    parent: BlockHash
+    age: int
+    """Batches since it came."""
+    run: BlockRun
+
+
+class _SourceRecord(msgspec.Struct):
+    source: SourceId
+    hints: LayoutHints
+    announced: CacheLayout | None
+    seen: dict[int, SeenGroup]
+    smallest_step: int
+    lookahead: int
+    chain: HashChain | None
+    shows_extra_keys: bool
+    uses_int_hashes: bool
+    has_overflowed: bool
+    ambiguous: int
+    given_up: int
+    held: list[_HeldBlocks]
+    placed: list[tuple[BlockHash, int, bool]]
+    """Hash, key, and whether the key leads to this hash."""
+    forgotten: list[tuple[BlockHash, int]]
+    waiting: list[_WaitingRun]
+
+
+def records_of(space: KeySpace, sources: dict[SourceId, SourceCache]) -> Iterator[bytes]:
+    """Write the records.
+
+    Args:
+        space: The index's.
+        sources: As they are when their turn comes; one that is gone by then is left out.
+    """
+    yield msgspec.msgpack.encode(_IndexRecord("reference", space.modulus))
+    for source_id in list(sources):
+        if source_id in sources:
+            yield msgspec.msgpack.encode(_record_of(source_id, sources[source_id]))
+
+
+def sources_of(
+    records: Iterable[bytes | memoryview], limits: SourceLimits
+) -> tuple[KeySpace, dict[SourceId, SourceCache]]:
+    """Read the records.
+
+    Args:
+        records: As from `records_of`.
+        limits: Of each source.
+    Raises:
+        DumpError: They are not records of this implementation.
+    """
+    remaining = iter(records)
+    first = next(remaining, b"")
+    space = KeySpace(_decoded(first, _IndexRecord).modulus)
+    sources = {}
+    for record in remaining:
+        found = _decoded(record, _SourceRecord)
+        try:
+            sources[found.source] = _source_of(found, space, limits)
+        except (KeyError, ValueError) as error:
+            raise DumpError(
+                f"index dump: the record of {found.source} contradicts itself: {error!r}"
+            ) from None
+    return space, sources
+
+
+def _decoded(record: bytes | memoryview, kind: type[_Record]) -> _Record:
+    try:
+        return msgspec.msgpack.decode(record, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DumpError(
+            f"index dump: a record of {len(record)} bytes is not of this implementation: {error}"
+        ) from None
+
+
+def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
+    learner, table = source.learner, source.table
+    return _SourceRecord(
+        source=source_id,
+        hints=learner.hints,
+        announced=learner.announced,
+        seen=learner.seen,
+        smallest_step=learner.smallest_step,
+        lookahead=learner.lookahead,
+        chain=source.finder.chain,
+        shows_extra_keys=source.shows_extra_keys,
+        uses_int_hashes=table.uses_int_hashes,
+        has_overflowed=source.has_overflowed,
+        ambiguous=table.ambiguous,
+        given_up=source.waiting.given_up,
+        held=[
+            _HeldBlocks(group, tier, list(held), list(held.values()))
+            for (group, tier), held in table.held.items()
+        ],
+        placed=list(table.placed()),
+        forgotten=table.forgotten(),
+        waiting=[
+            _WaitingRun(parent, source.batches - run.batch, run)
+            for parent, runs in source.waiting.by_parent.items()
+            for run in runs
+        ],
+    )
+
+
+def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> SourceCache:
+    source = SourceCache(space, record.hints, limits)
+    source.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
+    source.finder.chain = record.chain
+    source.shows_extra_keys = record.shows_extra_keys
+    source.has_overflowed = record.has_overflowed
+    held = {
+        (blocks.group, blocks.tier): dict(zip(blocks.hashes, blocks.copies, strict=True))
+        for blocks in record.held
+    }
+    table = source.table
+    table.restore(held, record.placed, record.forgotten)
+    table.ambiguous, table.uses_int_hashes = record.ambiguous, record.uses_int_hashes
+    for waiting in record.waiting:
+        waiting.run.batch = -waiting.age
+        source.waiting.add(waiting.parent, waiting.run)
+    source.waiting.given_up = record.given_up
+    return source

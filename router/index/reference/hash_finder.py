@@ -1,0 +1,157 @@
+"""Finds out which hash function an engine uses, by trying the known ones on what it announced.
+
+Only with the function can a block be found that no dense event ever placed: a prompt is then hashed
+as the engine would hash it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvevents.events import BlockHash, BlockStored, CacheLayout
+from kvevents.hashing import ExtraKeys, HashChain, hash_algorithms, to_wire_int
+from router.index.base import LayoutHints
+
+
+class HashFinder:
+    """Tries known functions until one explains what an engine announced.
+
+    A wrong function is never taken for the right one, since a match is one of 64 bits or more.
+    """
+
+    TOKENS_TO_HASH = 3_200_000
+    """Effort until giving up, over all tries; about half a second."""
+    BLOCKS_PER_TRY = 256
+    PROMPT_TOKENS_PER_TRY = 16_384
+
+    def __init__(self, hints: LayoutHints) -> None:
+        self.chain: HashChain | None = None
+        """The engine's function, once it is known."""
+        self._seeds = hints.hash_seeds
+        self._effort = 0
+
+    @property
+    def may_find(self) -> bool:
+        """False once found, and once trying has proved useless."""
+        return self.chain is None and self._effort < self.TOKENS_TO_HASH
+
+    def see_announcement(self, event: CacheLayout) -> None:
+        """Believe the publisher, if it names an algorithm that is available here."""
+        if event.hash_algorithm in hash_algorithms() and event.none_hash:
+            self.chain = HashChain(event.hash_algorithm, event.none_hash)
+
+    def try_event(self, event: BlockStored, hash_block_size: int) -> None:
+        """Try every known chain on an event that starts at the root.
+
+        Args:
+            event: Any; one that proves nothing is ignored.
+            hash_block_size: In tokens.
+        """
+        sample = _sample(event)
+        if sample is not None and len(sample.tokens) <= self.BLOCKS_PER_TRY * hash_block_size:
+            self._try(sample.tokens, hash_block_size, sample.lookahead, sample.is_explained_by)
+
+    def try_prompt(
+        self,
+        token_ids: Sequence[int],
+        spellings: Iterable[Sequence[ExtraKeys]],
+        hash_block_size: int,
+        lookahead: int,
+        held: Container[BlockHash],
+    ) -> None:
+        """Try every known chain on a prompt: is one of its blocks among those held?
+
+        Args:
+            token_ids: The prompt.
+            spellings: From `extra_keys.spellings`.
+            hash_block_size: In tokens.
+            lookahead: Tokens behind a block that its hash covers too.
+            held: The source's hashes.
+        """
+        longest = min(self.BLOCKS_PER_TRY * hash_block_size, self.PROMPT_TOKENS_PER_TRY)
+        tokens = token_ids[: longest + lookahead]
+
+        def is_held(hashes: list[BlockHash]) -> bool:
+            return any(found in held for found in hashes)
+
+        for extra_keys in spellings:
+            if self.chain is None:
+                self._try(tokens, hash_block_size, lookahead, is_held, extra_keys)
+
+    def _try(
+        self,
+        tokens: Sequence[int],
+        step: int,
+        lookahead: int,
+        is_right: Callable[[list[BlockHash]], bool],
+        extra_keys: Sequence[ExtraKeys] = (),
+    ) -> None:
+        for chain in self._known_chains():
+            if not self.may_find:
+                return
+            digests = list(chain.block_hashes(tokens, step, extra_keys, lookahead))
+            self._effort += (len(digests) + 1) * (step + lookahead)
+            if is_right([*digests, *map(to_wire_int, digests)]):
+                self.chain = chain
+                return
+
+    def _known_chains(self) -> Iterator[HashChain]:
+        for algorithm in hash_algorithms():
+            for seed in self._seeds:
+                yield HashChain.from_seed(algorithm, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The start of a prompt, and hashes that must appear in its chain."""
+
+    tokens: list[int]
+    lookahead: int
+    wanted: frozenset[BlockHash]
+
+    def is_explained_by(self, hashes: Iterable[BlockHash]) -> bool:
+        return self.wanted <= set(hashes)
+
+
+def _sample(event: BlockStored) -> _Sample | None:
+    """What an event proves about the chain; None unless it starts at the root without extra keys.
+
+    A dense event proves as much with its first block as with all. In one with holes every hash must
+    be in the chain over all of its tokens: which block each belongs to is not said.
+    """
+    if (
+        event.parent_block_hash is not None
+        or not event.block_hashes
+        or event.lora_name
+        or any(event.extra_keys or ())
+    ):
+        return None
+    tails = event.lookahead_token_ids or [[]]
+    size = event.tokens_per_block
+    if size:
+        first = frozenset(event.block_hashes[:1])
+        return _Sample(event.token_ids[:size] + tails[0], len(tails[0]), first)
+    return _Sample(event.token_ids + tails[-1], len(tails[-1]), frozenset(event.block_hashes))
+
+
+def engine_hashes(
+    chain: HashChain,
+    token_ids: Sequence[int],
+    hash_block_size: int,
+    extra_keys: Sequence[ExtraKeys] = (),
+    lookahead: int = 0,
+    as_int: bool = False,
+) -> list[BlockHash]:
+    """A prompt's hashes in the form the engine puts on the wire.
+
+    Args:
+        chain: The engine's.
+        token_ids: The prompt.
+        hash_block_size: Tokens between two hashes.
+        extra_keys: In one spelling, by hash block.
+        lookahead: Tokens behind a block that its hash covers too.
+        as_int: As 64-bit integers, else as digests.
+    """
+    digests = chain.block_hashes(token_ids, hash_block_size, extra_keys, lookahead)
+    return [to_wire_int(found) for found in digests] if as_int else list(digests)
