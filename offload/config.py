@@ -67,11 +67,7 @@ class CacheConfig:
         Raises:
             CacheConfigError: A size contradicts another; the message names place, value and rule.
         """
-        _check_scheduler_block_size(groups, scheduler_block_size, hash_block_size)
-        try:
-            layout = KVCacheLayout.build(groups, hash_block_size, scheduler_block_size, eagle)
-        except LayoutError as error:
-            raise CacheConfigError(str(error)) from None
+        layout = _build_layout(groups, scheduler_block_size, hash_block_size, eagle)
         _check_limits(num_blocks, max_model_len, max_in_flight_tokens)
         _check_retention(retention_interval, layout)
         _check_chunks(layout)
@@ -84,6 +80,16 @@ class CacheConfig:
             enable_events=enable_events,
             retention_interval=retention_interval,
         )
+
+
+def _build_layout(
+    groups: Sequence[KVCacheGroup], scheduler_block_size: int, hash_block_size: int, eagle: bool
+) -> KVCacheLayout:
+    _check_scheduler_block_size(groups, scheduler_block_size, hash_block_size)
+    try:
+        return KVCacheLayout.build(groups, hash_block_size, scheduler_block_size, eagle)
+    except LayoutError as error:
+        raise CacheConfigError(str(error)) from None
 
 
 def _check_scheduler_block_size(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -463,3 +464,57 @@ def test_a_block_of_one_request_given_to_another_does_not_count_as_slid() -> Non
     assert pool.statistics().groups[0] == GroupPoolStatistics(
         cached=0, stored=2, evicted=2, evicted_after_sliding=1
     )
+
+
+# --- the integrity check --------------------------------------------------------------------------
+
+
+def held_once(blocks: Sequence[Block]) -> Counter[int]:
+    return Counter(ids(blocks))
+
+
+def test_a_sound_pool_passes_the_integrity_check() -> None:
+    """Held, free and cached blocks, copies of one hash, and the null block."""
+    pool = pool_of()
+    first = compute(pool, request("a", range(8)))
+    second = compute(pool, request("b", range(8)))
+    give_back(pool, first)
+    pool.check_integrity(held_once(second))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ("a lost reference", "2 references exist"),
+        ("a forgotten holder", "0 references exist"),
+        ("a held block in the queue", "wrongly free"),
+        ("a free block outside the queue", "wrongly free"),
+        ("a hash that is not listed", "missing or stale"),
+        ("a listed hash that is gone", "missing or stale"),
+        ("another hash than its own", "another hash than its own"),
+        ("a hash on the null block", "the null block"),
+    ],
+)
+def test_the_integrity_check_finds_damage(damage: str, complaint: str) -> None:
+    """The property tests rely on it."""
+    pool = pool_of()
+    blocks = compute(pool, request("a", range(8)))
+    references = held_once(blocks)
+    if damage == "a lost reference":
+        references[blocks[0].block_id] += 1
+    elif damage == "a forgotten holder":
+        del references[blocks[0].block_id]
+    elif damage == "a held block in the queue":
+        pool.free_queue.append(blocks[:1])
+    elif damage == "a free block outside the queue":
+        pool.free_queue.pop(1)
+    elif damage == "a hash that is not listed":
+        pool.cached(GROUP_0).clear()
+    elif damage == "a listed hash that is gone":
+        blocks[0].block_hash = None
+    elif damage == "another hash than its own":
+        blocks[0].block_hash = b"another"
+    else:
+        pool.null_block.block_hash = b"a hash"
+    with pytest.raises(AssertionError, match=complaint):
+        pool.check_integrity(references)
