@@ -24,6 +24,7 @@ The files; each imports only what is listed above it:
     hit_rule.py           how much of a prompt such a cache can serve
     hashing.py            token ids -> chain of block hashes, as vLLM computes them
     codec.py              bytes <-> batches: native, vLLM of every age, SGLang
+    stream_state.py       how a followed stream is repaired, as a table; the states of a source
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message
     endpoints.py          addresses: checked, moved along by rank, opened
@@ -34,17 +35,17 @@ The files; each imports only what is listed above it:
     stream.py             one numbered stream on its own thread
     cache_source.py       the payloads of a cache's stream: steps, heartbeats, snapshots
     publisher.py          the engine's side: publishers, and which one a configuration asks for
-    pacing.py             how subscribers share the event loop; backoff
+    pacing.py             how subscribers share the event loop; backoff, silences
     sockets.py            one connection of one ZMQ socket on an event loop
-    delivery.py           every batch once and in order; the states of a source
+    delivery.py           every batch once and in order; what a consumer must do
     live.py               the live side of a connection, also during a recovery
     replay.py             asking a replay endpoint, every answer bounded
-    recovery.py           making a picture whole again
+    recovery.py           carries the table out: asks, hands on, waits
     subscriber.py         the router's side: follows one publisher
 """
 
 from kvevents.codec import decode, encode
-from kvevents.delivery import Consumer, Effect, SourceState
+from kvevents.delivery import Consumer, Effect
 from kvevents.errors import (
     EndpointError,
     HashAlgorithmError,
@@ -90,6 +91,7 @@ from kvevents.publisher import (
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
+from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
 
 __all__ = [

@@ -1,5 +1,7 @@
-"""What has been handed on to the consumer: every batch once, in order, and whether anything is
-missing; no sockets."""
+"""What has been handed on to the consumer: every batch once and in order; no sockets.
+
+`Delivery` finds the fate of a batch. What follows from it stands in `kvevents.stream_state`.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,8 @@ from kvevents.codec import decode
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.events import CacheLayout
 from kvevents.messages import Batch
-from kvevents.sequence import SequenceTracker, Verdict, fingerprint
-
-
-class SourceState(Enum):
-    """How far what the consumer holds can be trusted."""
-
-    CONNECTING = "connecting"
-    """No connection: not yet, or not any more."""
-    RECOVERING = "recovering"
-    """Something is missing or unverified, and being asked for."""
-    LIVE = "live"
-    """Everything that was published has been handed on."""
-    SUSPECT = "suspect"
-    """Something is missing and cannot be had: until a snapshot, a restart, or a cache that is
-    cleared as a whole."""
-    DEAD = "dead"
-    """Nobody listens any more."""
+from kvevents.sequence import SequenceTracker, fingerprint
+from kvevents.stream_state import Input, SourceState
 
 
 class Effect(Enum):
@@ -40,13 +27,24 @@ class Effect(Enum):
     """Nothing published before matters any more: whatever was missing no longer is."""
 
 
+_FATES = {
+    Effect.INCOMPLETE: Input.PARTLY_KEPT,
+    Effect.KNOWN_AGAIN: Input.ALL_KNOWN,
+}
+
+
 class Consumer(Protocol):
-    """Takes what a subscriber hands on. Called on the event loop, never twice at once; must not
-    raise but as documented."""
+    """Takes what a subscriber hands on.
+
+    Called on the event loop, by one call at a time. Nothing may be raised but what is documented.
+    """
 
     def apply(self, batch: Batch) -> Effect:
-        """Take the next batch; raises `MalformedBatch` if it cannot be read, and then nothing of it
-        was taken."""
+        """Take the next batch.
+
+        Raises:
+            MalformedBatch: It cannot be read; nothing of it was taken.
+        """
         ...
 
     def clear(self, reason: str) -> None:
@@ -54,19 +52,20 @@ class Consumer(Protocol):
         ...
 
     def change(self, state: SourceState) -> None:
-        """The state is another one now."""
+        """Note that the stream is in another state now."""
         ...
 
     def report(self, problem: KVEventsError) -> None:
-        """Something that came over the wire was refused; the message is free of its contents."""
+        """Note that a message was refused; *problem* does not quote its contents."""
         ...
 
 
 @dataclass(slots=True)
-class Counters:
-    """What happened so far."""
+class StreamCounters:
+    """What happened on a stream so far."""
 
     batches: int = 0
+    """Handed on."""
     duplicates: int = 0
     discarded: int = 0
     """Batches that the publisher, asked for them, turned out never to have sent."""
@@ -85,63 +84,47 @@ class Counters:
     connections: int = 0
 
 
-class Taken(Enum):
-    """What became of a batch."""
-
-    APPLIED = "applied"
-    DUPLICATE = "duplicate"
-    GAP = "gap"
-    RESTART = "restart"
-    MALFORMED = "malformed"
-
-
-_REFUSED = {
-    Verdict.DUPLICATE: Taken.DUPLICATE,
-    Verdict.GAP: Taken.GAP,
-    Verdict.RESTART: Taken.RESTART,
-}
-
-
 class Delivery:
-    """Hands batches to one consumer and knows how complete its picture is."""
+    """Hands batches to one consumer.
 
-    def __init__(self, consumer: Consumer, counters: Counters) -> None:
+    Args:
+        consumer: Takes them.
+        counters: Where to count them.
+    """
+
+    def __init__(self, consumer: Consumer, counters: StreamCounters) -> None:
         self.tracker = SequenceTracker()
-        self.is_complete = False
-        """True while the consumer holds everything that was published."""
+        self.shown = SourceState.CONNECTING
+        """The state that the consumer knows of."""
         self._consumer = consumer
         self._counters = counters
-        self._is_empty = True
+        self._batches_held = 0
+        """Handed on since the consumer was last cleared."""
 
-    def take(self, batch: Batch) -> Taken:
-        """Hand *batch* on if it is the next one."""
-        mark = fingerprint(batch.payload)
-        verdict = self.tracker.classify(batch.seq, mark)
-        if verdict is Verdict.NEXT:
-            return self._apply(batch, mark)
-        self._counters.duplicates += verdict is Verdict.DUPLICATE
-        return _REFUSED[verdict]
+    def take(self, batch: Batch) -> Input:
+        """The fate of *batch*, which is handed on if it is the next one."""
+        digest = fingerprint(batch.payload)
+        fate = self.tracker.classify(batch.seq, digest)
+        if fate is Input.NEXT:
+            return self._apply(batch, digest)
+        self._counters.duplicates += fate is Input.DUPLICATE
+        if fate is Input.GAP and self._is_foreign(publisher_of(batch.payload)):
+            return Input.IDENTITY_CHANGED
+        return fate
 
-    def go_on(self, batch: Batch, taken: Taken) -> None:
-        """Go on with *batch*, of which `take` said *taken*: what lies before it is lost, or itself
-        if it cannot be read."""
-        if taken is Taken.RESTART or self._is_foreign(publisher_of(batch.payload)):
-            self._counters.restarts += 1
-            self.clear("restart")
-        mark = fingerprint(batch.payload)
-        if taken is not Taken.MALFORMED:
-            self.is_complete &= taken is not Taken.GAP
-            taken = self._apply(batch, mark)
-        if taken is not Taken.APPLIED:
-            self.tracker.advance(batch.seq, mark)
-            self.is_complete = False
+    def hand_on(self, batch: Batch) -> Input:
+        """Hand *batch* on, whatever lies before it; returns its fate."""
+        return self._apply(batch, fingerprint(batch.payload))
+
+    def skip(self, batch: Batch) -> None:
+        """Count *batch* among those handed on, although it was not."""
+        self.tracker.advance(batch.seq, fingerprint(batch.payload))
 
     def clear(self, reason: str) -> None:
         """Start from nothing."""
-        if not self._is_empty:
+        if self._batches_held:
             self._consumer.clear(reason)
-        self._is_empty = True
-        self.is_complete = False
+        self._batches_held = 0
         self.tracker.forget()
 
     def report(self, problem: KVEventsError) -> None:
@@ -149,20 +132,25 @@ class Delivery:
         self._counters.malformed += 1
         self._consumer.report(problem)
 
+    def show(self, state: SourceState) -> None:
+        """Let the consumer know of a state that it does not know of yet."""
+        if state is not self.shown:
+            self.shown = state
+            self._consumer.change(state)
+
     # --- a snapshot -------------------------------------------------------------------------------
 
-    def begin_snapshot(self) -> None:
-        """What follows is the whole state."""
-        self.clear("snapshot")
-        self.is_complete = True
+    def take_snapshot(self, batch: Batch) -> Input:
+        """Hand on a part of a snapshot; returns its fate.
 
-    def take_snapshot(self, batch: Batch) -> None:
-        """Hand a part of the state on; raises `MalformedBatch`."""
+        Raises:
+            MalformedBatch: It cannot be read.
+        """
         self.tracker.publisher_id = publisher_of(batch.payload) or self.tracker.publisher_id
-        self._hand_on(batch)
+        return self._hand_on(batch)
 
     def end_snapshot(self, seq: int) -> None:
-        """The state was that behind batch *seq*."""
+        """Note that the snapshot was the state behind batch *seq*."""
         self.tracker.jump(seq)
 
     # --- inside -----------------------------------------------------------------------------------
@@ -171,27 +159,25 @@ class Delivery:
         known = self.tracker.publisher_id
         return publisher_id is not None and known is not None and publisher_id != known
 
-    def _apply(self, batch: Batch, mark: bytes) -> Taken:
+    def _apply(self, batch: Batch, digest: bytes) -> Input:
         publisher_id = publisher_of(batch.payload)
         if self._is_foreign(publisher_id):
-            return Taken.RESTART
-        if self.tracker.last is None:
-            self.is_complete = batch.seq == 0
+            return Input.IDENTITY_CHANGED
+        begins = self.tracker.last is None and batch.seq == 0
         try:
-            self._hand_on(batch)
+            fate = self._hand_on(batch)
         except MalformedBatch as problem:
             self.report(problem)
-            return Taken.MALFORMED
+            return Input.MALFORMED
         self.tracker.publisher_id = publisher_id or self.tracker.publisher_id
-        self.tracker.advance(batch.seq, mark)
-        return Taken.APPLIED
+        self.tracker.advance(batch.seq, digest)
+        return Input.BEGINNING if begins and fate is not Input.PARTLY_KEPT else fate
 
-    def _hand_on(self, batch: Batch) -> None:
+    def _hand_on(self, batch: Batch) -> Input:
         effect = self._consumer.apply(batch)
         self._counters.batches += 1
-        self._is_empty = False
-        if effect is not Effect.KEPT:
-            self.is_complete = effect is Effect.KNOWN_AGAIN
+        self._batches_held += 1
+        return Input.NEXT if effect is Effect.KEPT else _FATES[effect]
 
 
 def publisher_of(payload: bytes) -> str | None:

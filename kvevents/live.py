@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvevents.delivery import Counters
+from kvevents.delivery import StreamCounters
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.messages import Batch, read_live
-from kvevents.sockets import Connection
+from kvevents.sockets import SocketConnection
 
 _READ_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogLimits:
-    """How much may come in during a recovery; what is over is dropped, and the recovery goes on to
-    fetch it."""
+    """How much may come in during a recovery.
+
+    What is over is dropped; the recovery goes on and fetches it.
+    """
 
     batches: int = 10_000
     payload_bytes: int = 64 * 2**20
@@ -29,16 +32,23 @@ class LiveStream:
     """Batches of one SUB connection.
 
     Outside a recovery they stay in the socket until they are taken: a queue that libzmq bounds.
-    During one they are read all the time, since nobody knows how long it takes and the publisher
-    should not have to hold them.
+    During one they are read all the time into a backlog: it may take long, and the publisher should
+    not have to hold them.
+
+    Args:
+        connection: A SUB socket.
+        topic: The only topic that counts; None takes all.
+        limits: Bounds of the backlog.
+        counters: What to count in.
+        report: Called with each message that is not a batch and came during a recovery.
     """
 
     def __init__(
         self,
-        connection: Connection,
+        connection: SocketConnection,
         topic: bytes | None,
         limits: BacklogLimits,
-        counters: Counters,
+        counters: StreamCounters,
         report: Callable[[KVEventsError], None],
     ) -> None:
         self._connection = connection
@@ -48,8 +58,9 @@ class LiveStream:
         self._report = report
         self._backlog: deque[Batch] = deque()
         self._backlog_bytes = 0
-        self._is_collecting = False
-        self._will_collect = False
+        self._next_pass: asyncio.Handle | None = None
+        self._asked_behind = 0
+        self._covered = 0
 
     @property
     def is_down(self) -> bool:
@@ -57,25 +68,33 @@ class LiveStream:
         return self._connection.is_down
 
     @property
-    def waiting(self) -> int:
-        """Batches read during a recovery and not taken yet."""
-        return len(self._backlog)
+    def waiting_at_question(self) -> int:
+        """Batches that waited when the last question was asked."""
+        return self._asked_behind
 
     async def open(self) -> None:
-        """Connect; raises `NoConnection` or `EndpointError`."""
+        """Connect.
+
+        Raises:
+            NoConnection: No publisher, for now.
+            EndpointError: The endpoint cannot be connected to.
+        """
         await self._connection.open()
 
     def close(self) -> None:
-        self._is_collecting = False
+        self._stop_collecting()
         self._connection.close()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something may have come; only after `next` returned None."""
+        """Wait until something may have come; only after `next` returned None."""
         await self._connection.wait(timeout_s)
 
     def next(self) -> Batch | None:
-        """The next batch, None if there is none; raises `MalformedBatch` for a message that is no
-        batch."""
+        """The next batch, None if there is none.
+
+        Raises:
+            MalformedBatch: A message that is not a batch.
+        """
         if self._backlog:
             return self._pop()
         frames = self._connection.receive()
@@ -88,46 +107,72 @@ class LiveStream:
 
     # --- during a recovery ------------------------------------------------------------------------
 
-    def start_collecting(self) -> None:
-        """Read everything that comes, until `stop_collecting`."""
-        self._is_collecting = True
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Read everything that comes while the context is open."""
         self._connection.on_readable = self._collect
         self._collect()
+        try:
+            yield
+        finally:
+            self._stop_collecting()
 
-    def stop_collecting(self) -> None:
-        self._is_collecting = False
-        self._connection.on_readable = None
+    def note_question(self) -> None:
+        """A question is being asked now."""
+        self._asked_behind = len(self._backlog)
 
-    def drop(self, count: int, last: int) -> None:
-        """Drop the first *count* batches that wait: what of them the publisher ever sent has been
-        handed on, up to *last*."""
-        for _ in range(count):
-            if self._pop().seq <= last:
+    def note_answer(self) -> None:
+        """The answer to the last question was read to its end.
+
+        It covers the batches that waited when it was asked: each was in it, or was never sent by
+        the publisher that answered.
+
+            backlog at the question   [7 8 9]
+            backlog at the answer     [7 8 9 10 11]     7, 8 and 9 are covered
+        """
+        self._covered = self._asked_behind
+
+    def forget_answers(self) -> None:
+        """What was handed on before does not count any more."""
+        self._covered = 0
+
+    def drop_covered(self, last: int | None) -> None:
+        """Drop the batches that an answer covers; *last* is the number handed on last."""
+        for _ in range(self._covered):
+            seq = self._pop().seq
+            if last is not None and seq <= last:
                 self._counters.duplicates += 1
             else:
                 self._counters.discarded += 1
+        self._covered = 0
 
-    def drop_stale(self, last: int) -> None:
-        """Drop what waits of numbers up to *last*: all that is handed on already, or was never
-        meant to be."""
+    def drop_old(self, last: int | None) -> None:
+        """Drop the batches with numbers up to *last*, the one handed on last."""
+        if last is None:
+            return
         fresh = [batch for batch in self._backlog if batch.seq > last]
         self._counters.duplicates += len(self._backlog) - len(fresh)
         self._backlog = deque(fresh)
         self._backlog_bytes = sum(len(batch.payload) for batch in fresh)
 
+    def _stop_collecting(self) -> None:
+        self._connection.on_readable = None
+        if self._next_pass is not None:
+            self._next_pass.cancel()
+            self._next_pass = None
+
     def _collect(self) -> None:
-        if self._will_collect or not self._is_collecting:
+        if self._next_pass is not None:
             return
         for _ in range(_READ_AT_ONCE):
             frames = self._connection.receive()
             if frames is None:
                 return
             self._keep(frames)
-        self._will_collect = True
-        asyncio.get_running_loop().call_soon(self._collect_on)
+        self._next_pass = asyncio.get_running_loop().call_soon(self._collect_on)
 
     def _collect_on(self) -> None:
-        self._will_collect = False
+        self._next_pass = None
         self._collect()
 
     def _keep(self, frames: list[bytes]) -> None:

@@ -1,8 +1,10 @@
-"""How subscribers share the event loop, and how long they wait before they try again."""
+"""How subscribers share the event loop, how long they wait before they try again, and when they
+look."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from time import monotonic
@@ -11,8 +13,8 @@ from time import monotonic
 class Pacer:
     """Gives all subscribers together one slice of time in each pass of the event loop, in turn.
 
-    So a flood from one publisher delays the others by their turns, and what else runs on the loop
-    by one slice.
+    A flood from one publisher then delays the others by their turns, and everything else on the
+    loop by one slice.
 
     Args:
         slice_s: Seconds of work in one pass.
@@ -53,9 +55,27 @@ class Pacer:
                 return
 
 
+class WorkSlice:
+    """One subscriber's part in the time of a *pacer*."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+        self._ends_at = 0.0
+
+    async def breathe(self) -> None:
+        """Let the others work if the slice is used up; call it before each batch."""
+        if monotonic() >= self._ends_at:
+            self._ends_at = await self._pacer.turn()
+
+
 class Backoff:
     """Delays that double up to a cap, spread by up to a half so that many who fail together do not
-    return together."""
+    return together.
+
+    Args:
+        first_s: The first delay, in seconds.
+        cap_s: The longest.
+    """
 
     def __init__(self, first_s: float, cap_s: float) -> None:
         self._first_s = first_s
@@ -69,4 +89,32 @@ class Backoff:
         return delay * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
+        """Begin with the first delay again."""
         self._delay_s = self._first_s
+
+
+class SilenceTimer:
+    """When to look whether something was lost at the tail: ever later, until a batch comes.
+
+    Args:
+        first_s: Seconds of silence before the first look.
+        cap_s: The most between two looks.
+    """
+
+    def __init__(self, first_s: float, cap_s: float) -> None:
+        self._backoff = Backoff(first_s, cap_s)
+        self._due_at = math.inf
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the next look; 0 or less if it is due, infinite before the first call."""
+        return self._due_at - monotonic()
+
+    def looked(self) -> None:
+        """Wait longer for the next look."""
+        self._due_at = monotonic() + self._backoff.next_delay()
+
+    def heard(self) -> None:
+        """Begin with the first silence again."""
+        self._backoff.reset()
+        self.looked()

@@ -1,334 +1,435 @@
 """Making a consumer's picture whole again with what the publisher still has.
 
-The replay is asked from the batch applied *last*, one more than is missing: if the ring returns it
-unchanged, the same process is still there and what follows closes the gap. If it comes back
-different, or the ring has not come that far, the process is another one and everything starts from
-nothing. What the ring no longer has comes from a snapshot; where the publisher makes none (vLLM),
-the picture stays incomplete and goes on behind the hole.
+`Recovery` carries out what `kvevents.stream_state` says; `Questions` are those of its actions that
+take an answer from the replay endpoint. Each comes down to an `Input`.
+
+A replay is asked from the batch applied *last*, one more than is missing. If the ring returns it
+unchanged, the same process is still there and what follows closes the gap:
+
+    applied      ... 6 7                 (7: the fingerprint is known)
+    missing            8 9
+    waiting                10            (the live batch that showed the gap)
+    asked from       7
+    the ring says    7 8 9 10            7 is the same: NEWS, then REPLAY_END; 10 is dropped
+    or               7'                  7 differs: FOREIGN
+    or                   9 10            MOVED_ON: 8 is gone for good
+    or               -                   FOREIGN if the ring ever showed a batch, else VACANT
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from enum import Enum
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import NamedTuple
 
-from kvevents.delivery import Counters, Delivery, Taken, publisher_of
+from kvevents.delivery import Delivery, StreamCounters, publisher_of
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
+from kvevents.live import LiveStream
 from kvevents.messages import Batch
-from kvevents.replay import ReplayClient
+from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
+from kvevents.replay import ReplayClient, ReplayEndpoint
 from kvevents.sequence import fingerprint
+from kvevents.stream_state import ON_A_BATCH, RESULTS, Action, Input, State, StreamRepair
 
 MAX_ROUNDS = 16
 """Replays in a row that may break off, as long as each brings something. A ROUTER drops what a slow
 reader does not take."""
+STUCK_ROUNDS = 2
+"""Replays in a row that may break off at the same place. What comes next does not get through then:
+a batch above the limit, for one."""
+QUESTIONS_AT_ONCE = 64
+"""Questions of one recovery that are asked without a pause; more are not needed of an endpoint that
+keeps to the protocol."""
 
 
-class Outcome(Enum):
-    """What asking came to. Whether anything is still missing, `Delivery.is_complete` says."""
+class Result(NamedTuple):
+    """What a question came to, or on the way to that the fate of a batch."""
 
-    SETTLED = "settled"
-    """The consumer has everything that the publisher has."""
-    UNANSWERED = "unanswered"
-    """Worth another try."""
-    USELESS = "useless"
-    """The answers do not help: go on with what comes."""
-    OVERTAKEN = "overtaken"
-    """The ring no longer has the batch applied last. As long as nothing is known to be missing,
-    that means nothing."""
+    given: Input
+    batch: Batch | None = None
 
 
-class _Step(Enum):
-    DONE = "done"
-    FOREIGN = "foreign"
-    """Another process answers."""
-    LOST = "lost"
-    """The ring lacks what comes next."""
-    OVERTAKEN = "overtaken"
-    """The ring begins behind the batch applied last."""
-    BROKEN_OFF = "broken off"
-    VACANT = "vacant"
-    """The ring has nothing, and never had for us: perhaps it keeps nothing at all."""
+class Questions:
+    """The questions of one recovery.
 
-
-class Recovery:
-    """The questions of one subscriber.
+    Each connection to the replay endpoint serves one answer, or a snapshot and what came since.
 
     Args:
         delivery: Where the answers go.
         counters: What to count in.
-        connect: Makes a client for the replay endpoint.
-        breathe: Awaited before each batch.
-        waiting: How many live batches have come and wait.
+        live: The live batches, which wait meanwhile.
+        replay: Where to ask.
+        work: Shares the event loop.
     """
 
     def __init__(
         self,
         delivery: Delivery,
-        counters: Counters,
-        connect: Callable[[], ReplayClient],
-        breathe: Callable[[], Awaitable[None]],
-        waiting: Callable[[], int],
-        on_loss: Callable[[], None],
+        counters: StreamCounters,
+        live: LiveStream,
+        replay: ReplayEndpoint,
+        work: WorkSlice,
     ) -> None:
-        self.covered = 0
-        """Of the batches that wait, the first so many came before a question that was answered to
-        its end.
-
-        The answer covers them: each is in it, or was never sent by the publisher that answered.
-        """
         self._delivery = delivery
         self._tracker = delivery.tracker
         self._counters = counters
-        self._connect = connect
-        self._breathe = breathe
-        self._waiting = waiting
-        self._waiting_at_ask = 0
-        self._on_loss = on_loss
-        self._keeps_batches = False
-        """True once the ring has shown a batch."""
-        self._ring_is_whole = True
-        """False once asking this process from 0 has proved useless."""
-        self._snapshots_help = True
-        """False once a snapshot was more than the consumer could take."""
+        self._live = live
+        self._replay = replay
+        self._work = work
+        self._client: ReplayClient | None = None
+        self._next: Batch | None = None
+        """Of the answer under way, the first batch that was not handed on; None at its end."""
+        self._asked_from: int | None = None
+        self._rounds = self._stuck_rounds = 0
 
-    async def run(self, is_missing: bool = True) -> Outcome:
-        """Do what can be done with one round of questions; never raises but `CancelledError`.
+    def close(self) -> None:
+        """End the connection, if one is open."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
-        Args:
-            is_missing: False if nothing is known to be missing, and live batches will tell if
-                something is.
-        """
-        self.covered = 0
+    async def ask(self, question: Action) -> AsyncIterator[Result]:
+        """Carry out *question*: the fates of batches that need a decision, then the result."""
+        if question is Action.TAKE_SNAPSHOT:
+            async for result in self._take_snapshot():
+                yield result
+        elif question in (Action.FOLLOW, Action.FOLLOW_PAST_HOLES):
+            async for result in self._follow(past_holes=question is Action.FOLLOW_PAST_HOLES):
+                yield result
+        else:
+            yield Result(await self._first_of_answer(question))
+
+    # --- the beginning of an answer ---------------------------------------------------------------
+
+    async def _first_of_answer(self, question: Action) -> Input:
         try:
-            return await self._repair(is_missing)
-        except (NoAnswer, NoConnection):
-            self._counters.unanswered += 1
-            return Outcome.UNANSWERED
-        except MalformedReply as problem:
-            self._counters.unanswered += 1
-            self._delivery.report(problem)
-            return Outcome.UNANSWERED
+            if question is Action.ASK_FROM_LAST:
+                return await self._ask_from_last()
+            if question is Action.ASK_SNAPSHOT:
+                return await self._ask_snapshot()
+            return await self._ask_from_0()
+        except (NoAnswer, NoConnection, MalformedReply) as problem:
+            self._complain(problem)
+            return Input.NO_ANSWER
 
-    # --- which questions --------------------------------------------------------------------------
+    async def _ask_from_last(self) -> Input:
+        last = self._asked_from = self._tracker.last
+        if last is None:
+            return Input.NOTHING_HELD
+        first = self._next = await self._put(last)
+        doubt = self._compare(last, first)
+        if doubt is not None:
+            return doubt
+        try:
+            self._next = await self._reply()
+        except (NoAnswer, MalformedReply) as problem:
+            self._complain(problem)
+            return self._cut_short()
+        return Input.NEWS if self._next is not None else self._end()
 
-    async def _repair(self, is_missing: bool) -> Outcome:
-        if self._tracker.last is None:
-            return await self._rebuild()
-        step = await self._catch_up()
-        if step is _Step.FOREIGN:
-            self._counters.restarts += 1
-            self._start_over("restart")
-            return await self._rebuild()
-        if step is _Step.OVERTAKEN and not is_missing:
-            return Outcome.OVERTAKEN
-        if step in (_Step.LOST, _Step.OVERTAKEN):
-            return await self._make_up()
-        if step is _Step.DONE:
-            return Outcome.SETTLED if self._delivery.is_complete else await self._renew()
-        return Outcome.USELESS if step is _Step.VACANT else Outcome.UNANSWERED
+    def _compare(self, last: int, first: Batch | None) -> Input | None:
+        """Is *first*, which the ring begins with, the batch applied *last*? None: it is."""
+        known = self._tracker.recall(last)
+        if known is None:
+            return Input.UNPROVABLE
+        if first is None:
+            return Input.FOREIGN if self._tracker.ring_answers else Input.VACANT
+        if first.seq > last:
+            return Input.MOVED_ON
+        return None if fingerprint(first.payload) == known else Input.FOREIGN
 
-    async def _rebuild(self) -> Outcome:
-        """From nothing: a snapshot, else everything the ring has."""
-        if await self._snapshot():
-            return Outcome.SETTLED
-        return await self._from_zero()
+    async def _ask_from_0(self) -> Input:
+        self._asked_from = None
+        self._next = await self._put(0)
+        if self._next is None:
+            return Input.VACANT if self._live.waiting_at_question else Input.RING_EMPTY
+        return Input.RING_FROM_0 if self._next.seq == 0 else Input.RING_LATER
 
-    async def _from_zero(self) -> Outcome:
-        async with self._connect() as client:
-            first = await self._ask(client, 0)
-            if first is not None:
-                return await self._take_ring(client, first)
-        if self._waiting_at_ask:
-            return Outcome.USELESS
-        # Nothing was published, or at least nothing is known of it.
-        self._delivery.is_complete = True
-        return Outcome.SETTLED
+    async def _ask_snapshot(self) -> Input:
+        self._next = await self._put(None)
+        if self._next is None or publisher_of(self._next.payload) is None:
+            return Input.NO_SNAPSHOT
+        return Input.SNAPSHOT_BEGINS
 
-    async def _make_up(self) -> Outcome:
-        """For what the ring lacks: a snapshot, else go on behind the hole."""
-        if await self._snapshot():
-            return Outcome.SETTLED
-        self._delivery.is_complete = False
-        if self._tracker.last is None:
-            return await self._from_zero()
-        self._ring_is_whole = False
-        step = await self._catch_up(tolerant=True)
-        return Outcome.SETTLED if step is _Step.DONE else Outcome.USELESS
+    async def _put(self, start: int | None) -> Batch | None:
+        """Ask on a new connection; returns the first batch of the answer."""
+        self.close()
+        self._client = await self._replay.connect()
+        return await self._put_again(start)
 
-    async def _renew(self) -> Outcome:
-        """Something is missing from earlier: a snapshot, else all of the ring if it still begins at
-        0."""
-        if self._snapshots_help and await self._snapshot():
-            return Outcome.SETTLED
-        if self._tracker.last is None:
-            return await self._from_zero()
-        if self._ring_is_whole:
-            async with self._connect() as client:
-                first = await self._ask(client, 0)
-                if first is not None and first.seq == 0:
-                    self._start_over("rebuild")
-                    return await self._take_ring(client, first)
-        self._ring_is_whole = False
-        return Outcome.SETTLED
-
-    async def _take_ring(self, client: ReplayClient, first: Batch) -> Outcome:
-        await self._follow(client, first, tolerant=True)
-        self._ring_is_whole = self._delivery.is_complete
-        return Outcome.SETTLED
-
-    def _start_over(self, reason: str) -> None:
-        self._on_loss()
-        self._ring_is_whole = self._snapshots_help = True
-        self._delivery.clear(reason)
-
-    # --- one question -----------------------------------------------------------------------------
-
-    async def _ask(self, client: ReplayClient, start: int) -> Batch | None:
-        """The first batch of a replay."""
-        self._put(client, start)
-        first = await client.reply()
-        self._keeps_batches |= first is not None
+    async def _put_again(self, start: int | None) -> Batch | None:
+        assert self._client is not None
+        self._live.note_question()
+        self._counters.questions += 1
+        self._client.ask(start)
+        first = await self._client.reply()
+        self._tracker.ring_answers += start is not None and first is not None
         return first
 
-    def _put(self, client: ReplayClient, start: int | None) -> None:
-        self._waiting_at_ask = self._waiting()
-        self._counters.questions += 1
-        client.ask(start)
+    # --- the rest of it ---------------------------------------------------------------------------
 
-    def _end(self) -> _Step:
-        """The answer was read to its end."""
-        self.covered = self._waiting_at_ask
-        return _Step.DONE
+    async def _reply(self) -> Batch | None:
+        assert self._client is not None
+        return await self._client.reply()
 
-    async def _catch_up(self, tolerant: bool = False) -> _Step:
-        """Replay from the last batch on, again while it breaks off and yet brings something."""
-        stuck = 0
-        for _ in range(MAX_ROUNDS):
-            last = self._tracker.last
-            step = await self._replay(tolerant)
-            if step is not _Step.BROKEN_OFF:
-                return step
-            stuck = stuck + 1 if self._tracker.last == last else 0
-            if stuck == 2:
-                # Twice at the same place: what comes next does not pass, a batch above the limit
-                # for one.
-                return _Step.LOST if not tolerant else _Step.BROKEN_OFF
-        return _Step.BROKEN_OFF
+    def _end(self) -> Input:
+        self._live.note_answer()
+        return Input.REPLAY_END
 
-    async def _replay(self, tolerant: bool) -> _Step:
-        """Replay from the last batch on, once. Raises before the proof of identity, breaks off
-        behind it."""
-        assert self._tracker.last is not None
-        async with self._connect() as client:
-            first = await self._ask(client, self._tracker.last)
-            step = self._compare(first, tolerant)
-            if step is not None:
-                return step
-            if first is not None and first.seq > self._tracker.last:
-                return await self._follow(client, first, tolerant)
-            return await self._follow_on(client, tolerant)
-
-    def _compare(self, first: Batch | None, tolerant: bool) -> _Step | None:
-        """Is the first batch of a replay the one we had last? None: it is, or that is all the same
-        now."""
-        last = self._tracker.last
-        known = None if last is None else self._tracker.recall(last)
-        if first is not None and first.seq == last:
-            return self._compare_marks(known, fingerprint(first.payload), tolerant)
-        if first is None and known is not None:
-            return _Step.FOREIGN if self._keeps_batches else _Step.VACANT
-        if first is None and tolerant:
-            return self._end()
-        if tolerant:
-            return None
-        return _Step.LOST if known is None else _Step.OVERTAKEN
-
-    def _compare_marks(self, known: bytes | None, seen: bytes, tolerant: bool) -> _Step | None:
-        if known is None:
-            # We hold a snapshot, and never saw the batch it stands for.
-            self._tracker.learn(seen)
-            return None if tolerant else _Step.LOST
-        return None if known == seen else _Step.FOREIGN
-
-    async def _follow_on(self, client: ReplayClient, tolerant: bool) -> _Step:
+    async def _follow(self, past_holes: bool) -> AsyncIterator[Result]:
+        """Hand on the answer under way."""
         try:
-            following = await client.reply()
-            return (
-                self._end()
-                if following is None
-                else await self._follow(client, following, tolerant)
-            )
-        except NoAnswer:
-            return _Step.BROKEN_OFF
-        except MalformedReply as problem:
-            self._delivery.report(problem)
-            return _Step.BROKEN_OFF
+            await self._learn_last()
+            self._counters.replays += self._next is not None
+            while self._next is not None:
+                await self._work.breathe()
+                fate = self._delivery.take(self._next)
+                if fate in (Input.GAP, Input.MALFORMED, Input.IDENTITY_CHANGED) and not past_holes:
+                    yield Result(self._stopped(fate))
+                    return
+                if fate is not Input.NEXT:
+                    yield Result(fate, self._next)
+                self._next = await self._reply()
+        except (NoAnswer, MalformedReply) as problem:
+            self._complain(problem)
+            yield Result(self._cut_short())
+            return
+        yield Result(self._end())
 
-    async def _follow(self, client: ReplayClient, first: Batch, tolerant: bool) -> _Step:
-        """Hand on an answer to its end, or where not *tolerant* to the first hole."""
-        self._on_loss()
-        self._counters.replays += 1
-        last = self._tracker.last
-        batch: Batch | None = first
-        while batch is not None:
-            await self._breathe()
-            taken = self._delivery.take(batch)
-            if taken is not Taken.APPLIED:
-                if not tolerant:
-                    return self._stopped(taken, last)
-                self._delivery.go_on(batch, taken)
-            batch = await client.reply()
-        return self._end()
+    async def _learn_last(self) -> None:
+        """An answer that begins with the batch a snapshot stood for shows what that batch was."""
+        if self._next is not None and self._next.seq == self._tracker.last:
+            self._tracker.learn(fingerprint(self._next.payload))
+            self._next = await self._reply()
 
-    def _stopped(self, taken: Taken, last: int | None) -> _Step:
-        """What a replay that cannot be followed means; *last* is where it began."""
-        if taken is Taken.RESTART:
-            return _Step.FOREIGN
-        return _Step.LOST if self._tracker.last == last else _Step.BROKEN_OFF
+    def _stopped(self, fate: Input) -> Input:
+        """What it means that an answer cannot be followed."""
+        if fate is Input.IDENTITY_CHANGED:
+            return Input.FOREIGN
+        # A ROUTER at its high-water mark drops from the middle of an answer: ask again from there.
+        return Input.LOST if self._tracker.last == self._asked_from else self._cut_short()
 
-    # --- a snapshot -------------------------------------------------------------------------------
+    def _cut_short(self) -> Input:
+        """What it means that an answer broke off."""
+        is_stuck = self._tracker.last == self._asked_from
+        self._stuck_rounds = self._stuck_rounds + 1 if is_stuck else 0
+        self._rounds += 1
+        if self._stuck_rounds < STUCK_ROUNDS and self._rounds < MAX_ROUNDS:
+            return Input.CUT_SHORT
+        given = Input.LOST if self._stuck_rounds == STUCK_ROUNDS else Input.NO_ANSWER
+        self._rounds = self._stuck_rounds = 0
+        return given
 
-    async def _snapshot(self) -> bool:
-        """Take the whole state; False if the publisher makes no snapshots, or none that can be read
-        to its end."""
-        async with self._connect() as client:
-            self._put(client, None)
-            first = await client.reply()
-            if first is None or publisher_of(first.payload) is None:
-                return False
-            self._on_loss()
-            try:
-                await self._take_snapshot(client, first)
-            except (NoAnswer, MalformedReply, MalformedBatch) as problem:
-                self._give_up_snapshot(problem)
-                return False
-            await self._follow_snapshot(client, first.seq)
-        return True
-
-    async def _take_snapshot(self, client: ReplayClient, first: Batch) -> None:
-        self._delivery.begin_snapshot()
-        batch: Batch | None = first
-        while batch is not None:
-            await self._breathe()
-            self._delivery.take_snapshot(batch)
-            batch = await client.reply()
-        self._delivery.end_snapshot(first.seq)
+    async def _take_snapshot(self) -> AsyncIterator[Result]:
+        assert self._next is not None
+        seq = self._next.seq
+        try:
+            while self._next is not None:
+                await self._work.breathe()
+                fate = self._delivery.take_snapshot(self._next)
+                if fate is not Input.NEXT:
+                    yield Result(fate)
+                self._next = await self._reply()
+        except (NoAnswer, MalformedReply, MalformedBatch) as problem:
+            self._complain(problem)
+            yield Result(Input.SNAPSHOT_BROKEN)
+            return
         self._end()
+        self._delivery.end_snapshot(seq)
         self._counters.snapshots += 1
-        self._ring_is_whole = self._snapshots_help = self._delivery.is_complete
+        async for result in self._take_since(seq):
+            yield result
+        yield Result(Input.SNAPSHOT_END)
 
-    def _give_up_snapshot(self, problem: KVEventsError) -> None:
+    async def _take_since(self, seq: int) -> AsyncIterator[Result]:
+        """What came since a snapshot, as far as it can be had.
+
+        On the same connection, so what the ring says of batch *seq* is proof enough of who it is.
+        """
+        self._asked_from = seq
+        try:
+            self._next = await self._put_again(seq)
+        except (NoAnswer, NoConnection, MalformedReply) as problem:
+            self._complain(problem)
+            return
+        async for result in self._follow(past_holes=False):
+            if result.batch is not None:
+                yield result
+
+    def _complain(self, problem: KVEventsError) -> None:
         self._counters.unanswered += 1
-        if not isinstance(problem, NoAnswer):
+        if not isinstance(problem, (NoAnswer, NoConnection)):
             self._delivery.report(problem)
-        self._delivery.clear("broken snapshot")
 
-    async def _follow_snapshot(self, client: ReplayClient, seq: int) -> None:
-        """What came since. On the same connection, so what it says of batch *seq* is proof enough
-        of who it is."""
-        first = await self._ask(client, seq)
-        if first is not None and first.seq == seq:
-            self._tracker.learn(fingerprint(first.payload))
-            first = await client.reply()
-        if first is not None:
-            await self._follow(client, first, tolerant=False)
+
+_REASONS = {
+    Input.FOREIGN: "restart",
+    Input.BACKWARDS: "restart",
+    Input.IDENTITY_CHANGED: "restart",
+    Input.RING_FROM_0: "rebuild",
+    Input.SNAPSHOT_BEGINS: "snapshot",
+    Input.SNAPSHOT_BROKEN: "broken snapshot",
+}
+"""Why a consumer is cleared, by the input that leads to it."""
+
+
+class Recovery:
+    """Carries out what the table says of one stream, connection after connection.
+
+    Args:
+        stream: The state of the stream.
+        delivery: Where batches go.
+        counters: What to count in.
+        replay: Where to ask; None: nowhere.
+        work: Shares the event loop.
+        silence: Started anew by every batch and every recovery.
+        retry: Delays between questions without an answer.
+        patience_s: How long live batches wait for an endpoint that does not answer.
+        spacing_s: Between two recoveries.
+    """
+
+    def __init__(
+        self,
+        stream: StreamRepair,
+        delivery: Delivery,
+        counters: StreamCounters,
+        replay: ReplayEndpoint | None,
+        work: WorkSlice,
+        silence: SilenceTimer,
+        retry: Backoff,
+        patience_s: float,
+        spacing_s: float,
+    ) -> None:
+        self._stream = stream
+        self._delivery = delivery
+        self._counters = counters
+        self._replay = replay
+        self._work = work
+        self._silence = silence
+        self._retry = retry
+        self._patience_s = patience_s
+        self._spacing_s = spacing_s
+        self._gap_seq: int | None = None
+        """The batch that the last gap was counted at; it may come again after the questions."""
+        self._gives_up_at = self._ended_at = -math.inf
+
+    async def connected(self, live: LiveStream) -> None:
+        """Verify what is held, with the publisher behind *live*."""
+        if self._replay is None:
+            await self._do(live, Input.CONNECTED_WITHOUT_REPLAY)
+        else:
+            self._silence.heard()
+            await self._do(live, Input.CONNECTED)
+
+    async def look(self, live: LiveStream) -> None:
+        """Look whether something was lost at the tail."""
+        await self._do(live, Input.SILENCE)
+
+    async def take(self, live: LiveStream, batch: Batch) -> None:
+        """Hand *batch* on, or do what its fate calls for.
+
+        Args:
+            live: Where it came from; it waits there during a recovery.
+            batch: The next live batch.
+        """
+        fate = self._delivery.take(batch)
+        if fate is Input.GAP and batch.seq != self._gap_seq:
+            self._gap_seq = batch.seq
+            self._counters.gaps += 1
+        question = self._carry_out(live, fate, batch)
+        if question is not None:
+            await self._recover(live, question)
+        self._delivery.show(self._stream.shown)
+        if self._stream.state is State.LIVE:
+            self._silence.heard()
+
+    async def _do(self, live: LiveStream, given: Input, batch: Batch | None = None) -> None:
+        """Do what follows from *given*, until the stream is at rest again."""
+        question = self._carry_out(live, given, batch)
+        if question is not None:
+            await self._recover(live, question)
+        self._delivery.show(self._stream.shown)
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def _carry_out(
+        self, live: LiveStream, given: Input, batch: Batch | None = None
+    ) -> Action | None:
+        """Do at once what can be done at once; returns the question to ask then."""
+        for action in self._stream.advance(given):
+            if action in RESULTS:
+                return action
+            if batch is not None and action in ON_A_BATCH:
+                self._act_on(live, action, batch)
+            else:
+                self._act(live, action, given)
+        return None
+
+    def _act_on(self, live: LiveStream, action: Action, batch: Batch) -> None:
+        if action is Action.PUT_BACK:
+            live.put_back(batch)
+        elif action is Action.SKIP:
+            self._delivery.skip(batch)
+        else:
+            assert action is Action.HAND_ON
+            fate = self._delivery.hand_on(batch)
+            if fate is not Input.NEXT:
+                self._carry_out(live, fate, batch)
+
+    def _act(self, live: LiveStream, action: Action, given: Input) -> None:
+        if action is Action.START_PATIENCE:
+            self._gives_up_at = monotonic() + self._patience_s
+        elif action is Action.CLEAR:
+            self._clear(live, given)
+        elif action is Action.DROP_COVERED:
+            live.drop_covered(self._delivery.tracker.last)
+        else:
+            assert action is Action.DROP_OLD
+            live.drop_old(self._delivery.tracker.last)
+
+    def _clear(self, live: LiveStream, given: Input) -> None:
+        reason = _REASONS[given]
+        self._counters.restarts += reason == "restart"
+        self._delivery.clear(reason)
+        live.forget_answers()
+
+    # --- questions --------------------------------------------------------------------------------
+
+    async def _recover(self, live: LiveStream, question: Action) -> None:
+        assert self._replay is not None
+        questions = Questions(self._delivery, self._counters, live, self._replay, self._work)
+        live.forget_answers()
+        self._retry.reset()
+        try:
+            with live.collecting():
+                await self._ask(live, questions, question)
+        finally:
+            questions.close()
+            self._ended_at = monotonic()
+            self._silence.looked()
+
+    async def _ask(self, live: LiveStream, questions: Questions, first: Action) -> None:
+        await asyncio.sleep(max(0.0, self._ended_at + self._spacing_s - monotonic()))
+        question: Action | None = first
+        asked = 0
+        while question is not None:
+            self._delivery.show(self._stream.shown)
+            asked += 1
+            if asked > QUESTIONS_AT_ONCE:
+                await asyncio.sleep(self._spacing_s)
+            if question is Action.WAIT:
+                question = self._carry_out(live, await self._wait(live))
+                continue
+            async for given, batch in questions.ask(question):
+                question = self._carry_out(live, given, batch)
+
+    async def _wait(self, live: LiveStream) -> Input:
+        if live.is_down:
+            # What waits in the backlog will be in the replay that the next connection begins with.
+            return Input.DISCONNECTED
+        if monotonic() >= self._gives_up_at:
+            return Input.PATIENCE_OVER
+        await asyncio.sleep(self._retry.next_delay())
+        return Input.TRY_AGAIN

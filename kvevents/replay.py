@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 
+import zmq
+
+from kvevents.endpoints import Context
 from kvevents.errors import MalformedReply, NoAnswer
 from kvevents.messages import Batch, encode_start, read_reply
-from kvevents.sockets import Connection
+from kvevents.sockets import SocketConnection, SocketLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,43 +25,67 @@ class ReplayLimits:
     payload_bytes: int = 2 * 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayEndpoint:
+    """Where a publisher answers, and how it is asked."""
+
+    context: Context
+    """Where the sockets live."""
+    endpoint: str
+    topic: bytes | None
+    """The only topic that replies may carry; None allows any."""
+    sockets: SocketLimits
+    limits: ReplayLimits
+
+    async def connect(self) -> ReplayClient:
+        """Open a new connection; close it after use.
+
+        Raises:
+            NoConnection: No peer, for now.
+            EndpointError: The endpoint cannot be connected to.
+        """
+        connection = SocketConnection(self.context, zmq.DEALER, self.endpoint, self.sockets)
+        try:
+            await connection.open()
+        except BaseException:
+            connection.close()
+            raise
+        return ReplayClient(connection, self.topic, self.limits)
+
+
 class ReplayClient:
     """One connection to a replay endpoint, so that all its answers come from one process.
 
-    Read an answer to its end before you ask the next question; whoever stops earlier closes the
-    client.
+    Read an answer to its end before you ask the next question; to stop earlier, close the client.
+
+    Args:
+        connection: An open DEALER socket.
+        topic: The only topic that replies may carry; None allows any.
+        limits: Bounds of each answer.
     """
 
-    def __init__(self, connection: Connection, topic: bytes | None, limits: ReplayLimits) -> None:
+    def __init__(
+        self, connection: SocketConnection, topic: bytes | None, limits: ReplayLimits
+    ) -> None:
         self._connection = connection
         self._topic = topic
         self._limits = limits
-        self._is_snapshot = False
-        self._previous = 0
+        self._start: int | None = None
+        self._previous = -1
         self._batches = self._bytes = 0
         self._deadline = 0.0
 
-    async def __aenter__(self) -> ReplayClient:
-        """Connect; raises `NoConnection`."""
-        try:
-            await self._connection.open()
-        except BaseException:
-            self._connection.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close at once; safe to call again."""
         self._connection.close()
 
     def ask(self, start: int | None) -> None:
-        """Ask for the batches from *start* on, or with None for a snapshot; raises
-        `NoConnection`."""
-        self._is_snapshot = start is None
+        """Ask for the batches from *start* on, or with None for a snapshot.
+
+        Raises:
+            NoConnection: The peer is gone.
+        """
+        self._start = start
         self._previous = -1 if start is None else start - 1
         self._batches = self._bytes = 0
         self._deadline = monotonic() + self._limits.total_s
@@ -94,15 +120,17 @@ class ReplayClient:
                 raise NoAnswer("the replay endpoint hung up before the end marker")
             if left_s <= 0:
                 raise NoAnswer(
-                    f"the replay endpoint was silent for {self._limits.silence_s:g} s before the end marker"
+                    f"the replay endpoint was silent for {self._limits.silence_s:g} s "
+                    "before the end marker"
                 )
             await self._connection.wait(left_s)
 
     def _check_order(self, batch: Batch) -> None:
-        if self._is_snapshot:
+        if self._start is None:
             if self._previous not in (-1, batch.seq):
                 raise MalformedReply(
-                    f"snapshot reply with seq {batch.seq}: all of one snapshot must have {self._previous}"
+                    f"snapshot reply with seq {batch.seq}: "
+                    f"all of one snapshot must have {self._previous}"
                 )
         elif batch.seq <= self._previous:
             raise MalformedReply(
@@ -120,6 +148,6 @@ class ReplayClient:
             or monotonic() > self._deadline
         ):
             raise NoAnswer(
-                f"an answer of {self._batches} batches and {self._bytes} bytes: it must end within {limits.batches} batches, "
-                f"{limits.payload_bytes} bytes and {limits.total_s:g} s"
+                f"an answer of {self._batches} batches and {self._bytes} bytes: it must end within "
+                f"{limits.batches} batches, {limits.payload_bytes} bytes and {limits.total_s:g} s"
             )

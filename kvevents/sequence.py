@@ -1,42 +1,39 @@
 """What a sequence number means: the next batch, a duplicate, a gap or a restart; no sockets.
 
-A number alone does not say who sent it: a restarted engine counts from 0 again and may have passed
-the old number by the time we look. So the payloads of the last few thousand batches are remembered
-as fingerprints: the same number with another payload comes from another process, and a replay that
+A number does not say who sent it: a restarted engine counts from 0 again and may have passed the
+old number by the time we look. So the payloads of the last few thousand batches are remembered as
+fingerprints: the same number with another payload comes from another process, and a replay that
 begins with the batch applied last proves that it is still the same one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from enum import Enum
+
+from kvevents.stream_state import Input
 
 _FINGERPRINT_BYTES = 8
 
 
-class Verdict(Enum):
-    """What a batch is to one who has applied everything up to `last`."""
-
-    NEXT = "next"
-    DUPLICATE = "duplicate"
-    """Applied before; relays repeat and delay messages."""
-    GAP = "gap"
-    """Ahead of the next one."""
-    RESTART = "restart"
-    """Behind, and not known as a duplicate: another process, or too old to tell. Verify before
-    anything is thrown away."""
-
-
 def fingerprint(payload: bytes) -> bytes:
-    """8 bytes that stand for a payload."""
+    """8 bytes that identify a payload."""
     return hashlib.blake2b(payload, digest_size=_FINGERPRINT_BYTES).digest()
 
 
 class SequenceTracker:
     """How far one stream was applied, and what its last batches were.
 
+    Fingerprints are kept in a ring of *remembered* slots; a batch's slot is `seq % remembered`:
+
+        remembered = 4, last = 9, first = 7 (batch 6 was lost)
+        slot      0     1     2     3
+        holds     8     9     -     7
+
     Args:
         remembered: Batches whose fingerprints are kept, 8 bytes each.
+
+    Raises:
+        ValueError: *remembered* is below 1.
     """
 
     def __init__(self, remembered: int = 4096) -> None:
@@ -48,19 +45,28 @@ class SequenceTracker:
         """The number applied last; None before the first."""
         self.publisher_id: str | None = None
         """The process behind the stream, where it names itself."""
+        self.ring_answers = 0
+        """Replays that showed a batch. Once there was one, an empty ring is another process's."""
         self._remembered = remembered
         self._fingerprints = bytearray(remembered * _FINGERPRINT_BYTES)
         self._first = 0
         """Oldest number remembered; the newest is `last`, and none between is missing."""
 
-    def classify(self, seq: int, mark: bytes) -> Verdict:
-        """What the batch *seq* with the fingerprint *mark* is. Changes nothing."""
+    def classify(self, seq: int, digest: bytes) -> Input:
+        """The fate of a batch by its number, for one who has applied everything up to `last`.
+
+        `NEXT`, `DUPLICATE`, `GAP` or `BACKWARDS`. Nothing is changed.
+
+        Args:
+            seq: Its number.
+            digest: Its fingerprint.
+        """
         expected = 0 if self.last is None else self.last + 1
         if seq == expected:
-            return Verdict.NEXT
+            return Input.NEXT
         if seq > expected:
-            return Verdict.GAP
-        return Verdict.DUPLICATE if self.recall(seq) == mark else Verdict.RESTART
+            return Input.GAP
+        return Input.DUPLICATE if self.recall(seq) == digest else Input.BACKWARDS
 
     def recall(self, seq: int) -> bytes | None:
         """The fingerprint of an applied batch; None if it is not remembered."""
@@ -69,29 +75,34 @@ class SequenceTracker:
         slot = seq % self._remembered * _FINGERPRINT_BYTES
         return bytes(self._fingerprints[slot : slot + _FINGERPRINT_BYTES])
 
-    def advance(self, seq: int, mark: bytes) -> None:
-        """The batch *seq* was applied; what lies between it and the one before is lost."""
+    def advance(self, seq: int, digest: bytes) -> None:
+        """Note that a batch was applied; any between it and the one before are lost.
+
+        Args:
+            seq: Its number.
+            digest: Its fingerprint.
+        """
         follows = self.last is not None and seq == self.last + 1
         self._first = max(self._first, seq - self._remembered + 1) if follows else seq
-        self._keep(seq, mark)
+        self._keep(seq, digest)
 
     def jump(self, seq: int) -> None:
-        """Everything up to *seq* is known from elsewhere, no batch of it by its payload."""
+        """Note that everything up to *seq* is known from elsewhere, no batch by its payload."""
         self.last = seq
         self._first = seq + 1
 
-    def learn(self, mark: bytes) -> None:
-        """The batch *last* turns out to have this fingerprint."""
+    def learn(self, digest: bytes) -> None:
+        """Note the fingerprint of batch `last`, after a `jump`."""
         if self.last is not None:
             self._first = min(self._first, self.last)
-            self._keep(self.last, mark)
+            self._keep(self.last, digest)
 
     def forget(self) -> None:
-        """Begin anew, with a process of which nothing is known."""
+        """Start over, with a process of which nothing is known."""
         self.last = self.publisher_id = None
         self._first = 0
 
-    def _keep(self, seq: int, mark: bytes) -> None:
+    def _keep(self, seq: int, digest: bytes) -> None:
         slot = seq % self._remembered * _FINGERPRINT_BYTES
-        self._fingerprints[slot : slot + _FINGERPRINT_BYTES] = mark
+        self._fingerprints[slot : slot + _FINGERPRINT_BYTES] = digest
         self.last = seq

@@ -1,8 +1,8 @@
 """One connection of one ZMQ socket on an asyncio loop.
 
-A `Connection` connects once and never again, so everything it brings comes from one process:
+A `SocketConnection` connects once and never again, so everything it brings comes from one process:
 libzmq's own reconnecting would hide a restart, and it gives up silently on a peer that sent too
-large a message. Whoever wants to go on makes a new one.
+large a message. To go on, make a new one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SocketLimits:
     connect_timeout_s: float = 5.0
 
 
-class Connection:
+class SocketConnection:
     """A SUB or DEALER socket with at most one peer.
 
     Args:
@@ -76,8 +76,8 @@ class Connection:
         """Connect and wait for the handshake.
 
         Raises:
-            NoConnection: Nobody answered in time, at none of the host's addresses.
-            EndpointError: The endpoint is not one a socket can connect to.
+            NoConnection: None of the host's addresses answered in time.
+            EndpointError: A socket cannot connect to the endpoint.
         """
         for address in await _addresses(self._endpoint, self._limits.connect_timeout_s):
             if await self._connect(address):
@@ -98,8 +98,8 @@ class Connection:
             raise NoConnection(f"{self._endpoint}: the peer is gone") from None
 
     def receive(self) -> list[bytes] | None:
-        """The next message, or None if there is none; of one with too many frames the surplus is
-        cut down to one."""
+        """The next message, or None if there is none. One of too many frames is cut to
+        `MAX_FRAMES + 1`."""
         socket = self._open_socket()
         frames: list[bytes] = []
         try:
@@ -114,7 +114,7 @@ class Connection:
         return frames
 
     async def wait(self, timeout_s: float) -> None:
-        """Until there may be something to receive, the peer is gone, or *timeout_s* is over.
+        """Wait until there may be something to receive, the peer is gone, or *timeout_s* is over.
 
         libzmq signals changes, not states: call this only after `receive` returned None.
         """
@@ -152,7 +152,7 @@ class Connection:
         except zmq.ZMQError as error:
             self.close()
             raise NoConnection(
-                f"{self._endpoint}: no socket to be had ({error.strerror})"
+                f"{self._endpoint}: no socket available ({error.strerror})"
             ) from None
         try:
             self._open_socket().setsockopt(zmq.IPV6, int("[" in address))
@@ -207,7 +207,7 @@ class Connection:
     def _on_signal(self) -> None:
         if self._socket is None:
             return
-        # Reading EVENTS takes the signal back; the wake-up stays until somebody has waited for it.
+        # Reading EVENTS takes the signal back; the wake-up stays until `wait` has seen it.
         self._socket.getsockopt(zmq.EVENTS)
         self._wake.set()
         if self.on_readable is not None:
@@ -225,12 +225,19 @@ class Connection:
             self._wake.set()
 
 
-def check_connectable(place: str, text: str) -> Endpoint:
-    """An address that a socket can connect to; raises `EndpointError`, whose message begins with
-    *place*."""
-    endpoint = Endpoint.parse(place, text)
+def check_connectable(setting: str, text: str) -> Endpoint:
+    """Read an address that a socket can connect to.
+
+    Args:
+        setting: Where the address was given; error messages begin with it.
+        text: The address.
+
+    Raises:
+        EndpointError: It is not an address, or names no host and port to connect to.
+    """
+    endpoint = Endpoint.parse(setting, text)
     if endpoint.scheme == "tcp" and (endpoint.address == "*" or not endpoint.port):
-        raise EndpointError(f"{place}: {text[:200]!r} must name a host and a port to connect to")
+        raise EndpointError(f"{setting}: {text[:200]!r} must name a host and a port to connect to")
     return endpoint
 
 
@@ -261,7 +268,7 @@ async def _resolve(endpoint: str, host: str, timeout_s: float) -> list[str]:
     asking = loop.create_task(loop.getaddrinfo(host, None, type=stdlib_socket.SOCK_STREAM))
     asking.add_done_callback(
         lambda ended: ended.cancelled() or ended.exception()
-    )  # a failure may meet a cancellation
+    )  # The exception is marked as seen: a cancellation may end the wait below first.
     try:
         # Not wait_for: before Python 3.12 it can swallow a cancellation that meets the end of what
         # it waits for.

@@ -12,10 +12,11 @@ from typing import Any
 
 import zmq
 
-from kvevents.delivery import Effect, SourceState
+from kvevents.delivery import Effect
 from kvevents.errors import KVEventsError
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
+from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
 from router.index import ApplyResult, LayoutHints, PrefixIndex, SourceId
 

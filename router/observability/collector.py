@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from kvevents.delivery import SourceState
+from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView

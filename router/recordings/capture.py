@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvevents.delivery import Effect, SourceState
+from kvevents.delivery import Effect
 from kvevents.errors import KVEventsError
 from kvevents.messages import Batch
+from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber
 from router.recordings.format import Header, RecordingWriter
 

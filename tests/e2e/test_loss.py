@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvevents.delivery import SourceState
 from kvevents.events import Event
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
+from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import PrefixIndex, SourceId, create_index
 from tests.support.blocks import copies_held

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvevents.sequence import SequenceTracker, Verdict, fingerprint
+from kvevents.sequence import SequenceTracker, fingerprint
+from kvevents.stream_state import Input
 
 
 def mark(seq: int, process: str = "a") -> bytes:
@@ -27,38 +28,38 @@ def tracker_at(last: int, first: int = 0, remembered: int = 4096) -> SequenceTra
 def test_a_stream_begins_with_zero() -> None:
     """Whoever comes later than the first batch has missed something."""
     tracker = SequenceTracker()
-    assert tracker.classify(0, mark(0)) is Verdict.NEXT
-    assert tracker.classify(1, mark(1)) is Verdict.GAP
+    assert tracker.classify(0, mark(0)) is Input.NEXT
+    assert tracker.classify(1, mark(1)) is Input.GAP
 
 
 def test_the_number_behind_the_last_is_next() -> None:
     """The ordinary case must never be taken for trouble."""
-    assert tracker_at(7).classify(8, mark(8)) is Verdict.NEXT
+    assert tracker_at(7).classify(8, mark(8)) is Input.NEXT
 
 
 def test_a_number_further_ahead_is_a_gap() -> None:
     """PUB drops at its high-water mark."""
-    assert tracker_at(7).classify(9, mark(9)) is Verdict.GAP
+    assert tracker_at(7).classify(9, mark(9)) is Input.GAP
 
 
 def test_an_old_number_with_the_same_payload_is_a_duplicate() -> None:
     """Relays repeat and delay; that must not cost a rebuild."""
     tracker = tracker_at(7)
-    assert all(tracker.classify(seq, mark(seq)) is Verdict.DUPLICATE for seq in range(8))
+    assert all(tracker.classify(seq, mark(seq)) is Input.DUPLICATE for seq in range(8))
 
 
 def test_an_old_number_with_another_payload_is_a_restart() -> None:
     """A restarted engine counts from 0 again, and says other things."""
     tracker = tracker_at(7)
-    assert tracker.classify(3, mark(3, "b")) is Verdict.RESTART
-    assert tracker.classify(7, mark(7, "b")) is Verdict.RESTART
+    assert tracker.classify(3, mark(3, "b")) is Input.BACKWARDS
+    assert tracker.classify(7, mark(7, "b")) is Input.BACKWARDS
 
 
 def test_an_old_number_that_is_no_longer_remembered_is_a_restart() -> None:
     """Nothing tells it from another process, and looking is cheap."""
     tracker = tracker_at(20, remembered=8)
-    assert tracker.classify(13, mark(13)) is Verdict.DUPLICATE
-    assert tracker.classify(12, mark(12)) is Verdict.RESTART
+    assert tracker.classify(13, mark(13)) is Input.DUPLICATE
+    assert tracker.classify(12, mark(12)) is Input.BACKWARDS
 
 
 def test_after_a_loss_nothing_before_it_is_remembered() -> None:
@@ -75,10 +76,10 @@ def test_a_snapshot_is_a_place_without_a_fingerprint_until_one_is_learned() -> N
     tracker = tracker_at(7)
     tracker.jump(100)
     assert tracker.recall(100) is None
-    assert tracker.classify(101, mark(101)) is Verdict.NEXT
+    assert tracker.classify(101, mark(101)) is Input.NEXT
     tracker.learn(mark(100))
     assert tracker.recall(100) == mark(100)
-    assert tracker.classify(100, mark(100)) is Verdict.DUPLICATE
+    assert tracker.classify(100, mark(100)) is Input.DUPLICATE
 
 
 def test_after_forgetting_a_stream_begins_with_zero_again() -> None:
@@ -87,7 +88,7 @@ def test_after_forgetting_a_stream_begins_with_zero_again() -> None:
     tracker.publisher_id = "a"
     tracker.forget()
     assert (tracker.last, tracker.publisher_id, tracker.recall(7)) == (None, None, None)
-    assert tracker.classify(0, mark(0, "b")) is Verdict.NEXT
+    assert tracker.classify(0, mark(0, "b")) is Input.NEXT
 
 
 def test_classifying_changes_nothing() -> None:
@@ -96,7 +97,7 @@ def test_classifying_changes_nothing() -> None:
     for seq in (0, 7, 8, 9, 100):
         tracker.classify(seq, mark(seq))
     assert tracker.last == 7
-    assert tracker.classify(8, mark(8)) is Verdict.NEXT
+    assert tracker.classify(8, mark(8)) is Input.NEXT
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:

@@ -20,7 +20,6 @@ import zmq
 from async_timeout import timeout
 
 from kvevents.codec import encode
-from kvevents.delivery import SourceState
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, CacheLayout, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
@@ -30,6 +29,7 @@ from kvevents.pacing import Backoff, Pacer
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
+from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
 from tests.support.following import QUICK, Notebook, following, until, until_live, until_state
 from tests.support.vllm_publisher import END, Reply, VllmPublisher, free_port, seq_frame
@@ -267,7 +267,7 @@ async def test_after_a_snapshot_a_look_at_the_tail_asks_for_no_other(notebook: N
     with ZmqEventPublisher(config, full) as publisher:
         for _ in range(5):
             publisher.publish([AllBlocksCleared()])
-        await until(lambda: publisher.statistics().last_seq == 5, "the batches")
+        await until(lambda: publisher.statistics().stream.last_seq == 5, "the batches")
         subscriber = Subscriber(
             publisher.endpoint, notebook, replay_endpoint=publisher.replay_endpoint, options=QUICK
         )
@@ -275,7 +275,8 @@ async def test_after_a_snapshot_a_look_at_the_tail_asks_for_no_other(notebook: N
             await until_live(subscriber, 5)
             questions = subscriber.statistics().questions
             await until(
-                lambda: subscriber.statistics().questions > questions + 2, "three looks at the tail"
+                lambda: subscriber.statistics().questions > questions + 2,
+                "three looks at the tail",
             )
             assert subscriber.statistics().snapshots == 1
             assert subscriber.statistics().publisher_id == publisher.publisher_id
@@ -296,6 +297,20 @@ async def test_a_restart_is_seen_before_the_new_process_says_anything(
             await until_live(subscriber, None)
             statistics = subscriber.statistics()
     assert (notebook.batches, notebook.reasons, statistics.restarts) == ([], ["restart"], 1)
+
+
+async def test_a_restart_is_seen_at_once_on_a_stream_that_never_fell_silent(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """A busy engine gives no reason to look at its ring; that the new one's ring is empty must mean
+    something all the same."""
+    never = replace(QUICK, first_probe_s=100.0, max_probe_s=100.0)
+    async with live(publisher, notebook, never) as subscriber:
+        publish(publisher, 10)
+        await until_live(subscriber, 9)
+        with restarted(publisher):
+            await until_live(subscriber, None)
+    assert (notebook.batches, notebook.reasons) == ([], ["restart"])
 
 
 @pytest.mark.parametrize(

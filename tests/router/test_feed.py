@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvevents.codec import encode
-from kvevents.delivery import SourceState
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockStored, Event, EventBatch
 from kvevents.hashing import DEFAULT_SEED
+from kvevents.stream_state import SourceState
 from router.feed import Feed
 from router.index import Hit, LayoutHints, SourceId, SourceLimits
 from router.index.reference.index import ReferenceIndex

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from kvevents.delivery import Effect, SourceState
+from kvevents.delivery import Effect
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.messages import Batch
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
+from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
 
 QUICK = SubscriberOptions(

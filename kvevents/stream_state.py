@@ -1,0 +1,657 @@
+"""How a followed stream is repaired, as a table; no I/O.
+
+A stream is in one `State`. Whatever happens to it is an `Input`: the fate of a batch, the result of
+a question to the replay endpoint, a silence, a lost connection. `TABLE` says for each pair which
+state is next and which `Action`s to carry out, in order. At most one of them, the last, is a
+*question*: it takes time, and its result is the next input (`RESULTS` lists the possible results).
+After an input that raises no question the stream is at rest and takes live batches. The fate of a
+batch inside a replay or a snapshot is the exception: the answer is read on.
+
+`kvevents.delivery` finds the fates, `kvevents.recovery` asks the questions, `kvevents.subscriber`
+brings silences and connections; the decisions are all here. Two examples:
+
+    a gap that the ring can fill          a gap that it cannot fill, and no snapshots
+
+    LIVE        GAP                       LIVE        GAP
+    VERIFYING   NEWS                      VERIFYING   MOVED_ON
+    VERIFYING   REPLAY_END                MAKING_UP   NO_SNAPSHOT
+    LIVE                                  MAKING_UP   MOVED_ON
+                                          MAKING_UP   REPLAY_END
+                                          HOLED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+
+class SourceState(Enum):
+    """How far the consumer's picture can be trusted."""
+
+    CONNECTING = "connecting"
+    """No connection: not yet, or not any more."""
+    RECOVERING = "recovering"
+    """Something is missing or unverified, and being asked for."""
+    LIVE = "live"
+    """Everything that was published has been handed on."""
+    SUSPECT = "suspect"
+    """Something is missing and cannot be had: until a snapshot, a restart, or a cache that is
+    cleared as a whole."""
+    DEAD = "dead"
+    """The stream is no longer followed."""
+
+
+class State(Enum):
+    """What is known of a stream, and what is being done about the rest.
+
+    *Whole*: everything published so far was handed on. *Adrift*: the replay endpoint is of no help,
+    so gaps are passed instead of asked about, until a look at it succeeds.
+    """
+
+    # No connection.
+    CONNECTING = "connecting"
+    """Whole so far, or nothing was handed on yet."""
+    CONNECTING_INCOMPLETE = "connecting_incomplete"
+    """Something was missing already."""
+
+    # Repair; live batches wait.
+    VERIFYING = "verifying"
+    """Whole but for what is being asked: is it the same process, and what did it publish since?"""
+    DOUBTING = "doubting"
+    """A batch looks like another process's; otherwise nothing is known to be missing."""
+    REBUILDING = "rebuilding"
+    """Nothing is held; a snapshot is asked for, else everything the ring has."""
+    REPLAYING = "replaying"
+    """Taking the ring to its end; whole so far."""
+    MAKING_UP = "making_up"
+    """Something is lost: a snapshot is asked for, else what the ring has behind the hole."""
+    LOADING = "loading"
+    """Taking a snapshot."""
+    LOADING_PARTLY = "loading_partly"
+    """Taking a snapshot of which the consumer could not keep everything."""
+
+    # At rest, or looking at the replay endpoint without a known loss; live batches are taken.
+    LIVE = "live"
+    """Whole, and the replay endpoint is there to help."""
+    LIVE_ADRIFT = "live_adrift"
+    """Whole, but adrift."""
+    UNCONFIRMED = "unconfirmed"
+    """Adrift since a connect or a gap. Whole as far as known, if it is still the same process."""
+    INCOMPLETE = "incomplete"
+    """Something is missing. A snapshot would repair it, or a ring that reaches back to batch 0."""
+    HOLED = "holed"
+    """Something is missing that the ring cannot give: a snapshot would repair it."""
+    OVERFULL = "overfull"
+    """The consumer could not keep all of a snapshot; another one would not fit either."""
+    ADRIFT = "adrift"
+    """As INCOMPLETE, but adrift."""
+    HOLED_ADRIFT = "holed_adrift"
+    """As HOLED, but adrift."""
+
+    DEAD = "dead"
+    """No longer followed."""
+
+
+SHOWN: Mapping[State, SourceState] = {
+    State.CONNECTING: SourceState.CONNECTING,
+    State.CONNECTING_INCOMPLETE: SourceState.CONNECTING,
+    State.VERIFYING: SourceState.RECOVERING,
+    State.DOUBTING: SourceState.RECOVERING,
+    State.REBUILDING: SourceState.RECOVERING,
+    State.REPLAYING: SourceState.RECOVERING,
+    State.MAKING_UP: SourceState.RECOVERING,
+    State.LOADING: SourceState.RECOVERING,
+    State.LOADING_PARTLY: SourceState.RECOVERING,
+    State.LIVE: SourceState.LIVE,
+    State.LIVE_ADRIFT: SourceState.LIVE,
+    State.UNCONFIRMED: SourceState.SUSPECT,
+    State.INCOMPLETE: SourceState.SUSPECT,
+    State.HOLED: SourceState.SUSPECT,
+    State.OVERFULL: SourceState.SUSPECT,
+    State.ADRIFT: SourceState.SUSPECT,
+    State.HOLED_ADRIFT: SourceState.SUSPECT,
+    State.DEAD: SourceState.DEAD,
+}
+"""What users see of each state."""
+
+
+class Input(Enum):
+    """What can happen to a stream."""
+
+    # The connection.
+    CONNECTED = "connected"
+    CONNECTED_WITHOUT_REPLAY = "connected without replay"
+    """Connected to a publisher of which no replay endpoint is known."""
+    DISCONNECTED = "disconnected"
+    CLOSED = "closed"
+    """The subscriber ends."""
+
+    # The fate of a batch, live or from the ring. The first four were handed on.
+    NEXT = "next"
+    BEGINNING = "beginning"
+    """Batch 0, handed on while nothing was held: the picture is whole."""
+    PARTLY_KEPT = "partly kept"
+    """The consumer could not keep everything: from here on something is missing."""
+    ALL_KNOWN = "all known"
+    """Nothing published before matters any more: whatever was missing no longer is."""
+    DUPLICATE = "duplicate"
+    """Handed on before; relays repeat and delay messages."""
+    GAP = "gap"
+    """Ahead of the next one."""
+    BACKWARDS = "backwards"
+    """Behind, and not known as a duplicate: another process, or too old to tell."""
+    IDENTITY_CHANGED = "identity changed"
+    """It names another process than the one followed."""
+    MALFORMED = "malformed"
+    """Of the right number, but unreadable."""
+
+    # Time.
+    SILENCE = "silence"
+    """It is time to look whether something was lost at the tail."""
+    TRY_AGAIN = "try again"
+    PATIENCE_OVER = "patience over"
+
+    # A replay from the batch applied last.
+    NOTHING_HELD = "nothing held"
+    """No batch was applied yet, so there is none to ask from."""
+    NEWS = "news"
+    """The ring returned that batch unchanged, and has more."""
+    REPLAY_END = "replay end"
+    """It was read to its end."""
+    CUT_SHORT = "cut short"
+    """It broke off after something new, or for the first time without."""
+    LOST = "lost"
+    """The ring lacks what comes next, or what comes next never gets through."""
+    FOREIGN = "foreign"
+    """Another process answers."""
+    MOVED_ON = "moved on"
+    """The ring begins behind the batch applied last."""
+    UNPROVABLE = "unprovable"
+    """That batch was never seen, only a snapshot that includes it: nothing to compare with."""
+    VACANT = "vacant"
+    """The ring is empty although something was published: perhaps it keeps nothing at all."""
+    NO_ANSWER = "no answer"
+    """No answer, or none that keeps to the protocol. To any question."""
+
+    # A snapshot.
+    SNAPSHOT_BEGINS = "snapshot begins"
+    NO_SNAPSHOT = "no snapshot"
+    """The publisher makes none."""
+    SNAPSHOT_END = "snapshot end"
+    SNAPSHOT_BROKEN = "snapshot broken"
+
+    # A replay from batch 0.
+    RING_FROM_0 = "ring from 0"
+    RING_LATER = "ring from later"
+    """The ring begins with a later batch."""
+    RING_EMPTY = "ring empty"
+    """Nothing was published, as far as anyone knows."""
+
+
+class Action(Enum):
+    """What to do about an input. Where it speaks of *the batch*, the input was a batch's fate."""
+
+    PUT_BACK = "put back"
+    """Let the live batch come again, after the questions."""
+    HAND_ON = "hand on"
+    """Hand the batch on, although something before it is missing. Its fate is an input again."""
+    SKIP = "skip"
+    """Go on behind the batch."""
+    CLEAR = "clear"
+    """Let the consumer forget everything."""
+    DROP_COVERED = "drop covered"
+    """Drop the live batches that wait and were there before a replay that was read to its end: it
+    had each of them, or the publisher never sent it."""
+    DROP_OLD = "drop old"
+    """Drop the live batches that wait and whose numbers were handed on."""
+    START_PATIENCE = "start patience"
+    """From now on, live batches may wait for an answer as long as the options say."""
+
+    # Questions.
+    ASK_FROM_LAST = "ask from last"
+    """Ask for a replay from the batch applied last, one more than is missing, to compare it."""
+    FOLLOW = "follow"
+    """Hand the replay on, up to its end or its first hole."""
+    FOLLOW_PAST_HOLES = "follow past holes"
+    """Hand the replay on to its end."""
+    ASK_SNAPSHOT = "ask snapshot"
+    TAKE_SNAPSHOT = "take snapshot"
+    """Hand the snapshot on, and what came since."""
+    ASK_FROM_0 = "ask from 0"
+    WAIT = "wait"
+    """Wait a moment before the next try, if there is patience left."""
+
+
+ON_A_BATCH = frozenset({Action.PUT_BACK, Action.HAND_ON, Action.SKIP})
+"""The actions that concern one batch: it comes with its fate."""
+
+_APPLIED = frozenset({Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN})
+_REFUSED = frozenset({Input.GAP, Input.IDENTITY_CHANGED, Input.MALFORMED})
+FATES = _APPLIED | _REFUSED | {Input.NEXT, Input.DUPLICATE, Input.BACKWARDS}
+
+RESULTS: Mapping[Action, frozenset[Input]] = {
+    Action.ASK_FROM_LAST: frozenset(
+        {
+            Input.NOTHING_HELD,
+            Input.NEWS,
+            Input.REPLAY_END,
+            Input.CUT_SHORT,
+            Input.LOST,
+            Input.FOREIGN,
+            Input.MOVED_ON,
+            Input.UNPROVABLE,
+            Input.VACANT,
+            Input.NO_ANSWER,
+        }
+    ),
+    Action.FOLLOW: frozenset(
+        {
+            Input.PARTLY_KEPT,
+            Input.ALL_KNOWN,
+            Input.REPLAY_END,
+            Input.CUT_SHORT,
+            Input.LOST,
+            Input.FOREIGN,
+            Input.NO_ANSWER,
+        }
+    ),
+    Action.FOLLOW_PAST_HOLES: frozenset(
+        _APPLIED | _REFUSED | {Input.REPLAY_END, Input.CUT_SHORT, Input.LOST, Input.NO_ANSWER}
+    ),
+    Action.ASK_SNAPSHOT: frozenset({Input.SNAPSHOT_BEGINS, Input.NO_SNAPSHOT, Input.NO_ANSWER}),
+    Action.TAKE_SNAPSHOT: frozenset(
+        {Input.PARTLY_KEPT, Input.ALL_KNOWN, Input.SNAPSHOT_END, Input.SNAPSHOT_BROKEN}
+    ),
+    Action.ASK_FROM_0: frozenset(
+        {Input.RING_FROM_0, Input.RING_LATER, Input.RING_EMPTY, Input.VACANT, Input.NO_ANSWER}
+    ),
+    Action.WAIT: frozenset({Input.TRY_AGAIN, Input.PATIENCE_OVER, Input.DISCONNECTED}),
+}
+"""The questions, and the inputs that can follow each of them. Batches that go on as they should are
+left out: `NEXT` changes nothing in a replay."""
+
+AT_REST = FATES | {Input.SILENCE, Input.DISCONNECTED}
+"""The inputs that can come while no question is under way and the stream is connected."""
+
+
+class Transition(NamedTuple):
+    """What an input leads to."""
+
+    state: State
+    actions: tuple[Action, ...] = ()
+
+
+def _to(state: State, *actions: Action) -> Transition:
+    return Transition(state, actions)
+
+
+_Row = dict[Input, Transition]
+
+_LOOK = (Action.START_PATIENCE, Action.ASK_FROM_LAST)
+_LOOK_FIRST = (Action.START_PATIENCE, Action.PUT_BACK, Action.ASK_FROM_LAST)
+
+# Parts of rows. Those with a state as parameter belong to states that differ only in where an input
+# leads.
+
+_RING_CANNOT_HELP: _Row = {
+    Input.FOREIGN: _to(State.REBUILDING, Action.CLEAR, Action.ASK_SNAPSHOT),
+    Input.LOST: _to(State.MAKING_UP, Action.ASK_SNAPSHOT),
+    Input.MOVED_ON: _to(State.MAKING_UP, Action.ASK_SNAPSHOT),
+    Input.UNPROVABLE: _to(State.MAKING_UP, Action.ASK_SNAPSHOT),
+}
+_SNAPSHOT: _Row = {Input.SNAPSHOT_BEGINS: _to(State.LOADING, Action.CLEAR, Action.TAKE_SNAPSHOT)}
+_RING: _Row = {
+    Input.RING_FROM_0: _to(State.REPLAYING, Action.FOLLOW_PAST_HOLES),
+    Input.RING_LATER: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
+    Input.RING_EMPTY: _to(State.LIVE),
+}
+_PAST_HOLES: _Row = {
+    Input.GAP: _to(State.MAKING_UP, Action.HAND_ON),
+    Input.MALFORMED: _to(State.MAKING_UP, Action.SKIP),
+    Input.IDENTITY_CHANGED: _to(State.MAKING_UP, Action.CLEAR, Action.HAND_ON),
+    Input.PARTLY_KEPT: _to(State.MAKING_UP),
+    Input.ALL_KNOWN: _to(State.REPLAYING),
+}
+_LOADING: _Row = {
+    Input.PARTLY_KEPT: _to(State.LOADING_PARTLY),
+    Input.ALL_KNOWN: _to(State.LOADING),
+    Input.SNAPSHOT_BROKEN: _to(State.REBUILDING, Action.CLEAR, Action.ASK_FROM_0),
+}
+
+
+def _patient(state: State, again: Action, adrift: State) -> _Row:
+    """A state that asks until an answer comes or patience is over."""
+    return {
+        Input.NO_ANSWER: _to(state, Action.WAIT),
+        Input.TRY_AGAIN: _to(state, again),
+        Input.PATIENCE_OVER: _to(adrift),
+        Input.VACANT: _to(adrift),
+    }
+
+
+def _verifying(state: State) -> _Row:
+    return {
+        **_RING_CANNOT_HELP,
+        **_patient(state, Action.ASK_FROM_LAST, State.UNCONFIRMED),
+        Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
+        Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
+        Input.CUT_SHORT: _to(state, Action.ASK_FROM_LAST),
+        Input.DISCONNECTED: _to(State.CONNECTING),
+    }
+
+
+def _incomplete(state: State, adrift: State) -> _Row:
+    """Something is missing. The ring fills what it can, without a change of state."""
+    return {
+        **_RING_CANNOT_HELP,
+        Input.NEXT: _to(state),
+        Input.DUPLICATE: _to(state),
+        Input.PARTLY_KEPT: _to(state),
+        Input.ALL_KNOWN: _to(State.LIVE),
+        Input.GAP: _to(state, *_LOOK_FIRST),
+        Input.BACKWARDS: _to(state, *_LOOK_FIRST),
+        Input.IDENTITY_CHANGED: _to(state, *_LOOK_FIRST),
+        Input.MALFORMED: _to(state, *_LOOK_FIRST),
+        Input.SILENCE: _to(state, *_LOOK),
+        Input.NEWS: _to(state, Action.FOLLOW),
+        Input.CUT_SHORT: _to(state, Action.ASK_FROM_LAST),
+        Input.VACANT: _to(adrift),
+        Input.NO_ANSWER: _to(adrift),
+        Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
+    }
+
+
+def _adrift(state: State, plain: State, passed: State) -> _Row:
+    """Gaps are passed, and silences bring a look without patience. A plain batch leads to *plain*,
+    one behind a gap to *passed*."""
+    return {
+        **_RING_CANNOT_HELP,
+        Input.NEXT: _to(plain),
+        Input.DUPLICATE: _to(plain),
+        Input.PARTLY_KEPT: _to(passed),
+        Input.ALL_KNOWN: _to(State.LIVE_ADRIFT),
+        Input.GAP: _to(passed, Action.HAND_ON),
+        Input.BACKWARDS: _to(State.ADRIFT, Action.CLEAR, Action.HAND_ON),
+        Input.IDENTITY_CHANGED: _to(State.ADRIFT, Action.CLEAR, Action.HAND_ON),
+        Input.MALFORMED: _to(passed, Action.SKIP),
+        Input.SILENCE: _to(state, Action.ASK_FROM_LAST),
+        Input.CUT_SHORT: _to(state, Action.ASK_FROM_LAST),
+        Input.VACANT: _to(state),
+        Input.NO_ANSWER: _to(state),
+    }
+
+
+_WHOLE_ADRIFT: _Row = {
+    Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
+    Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
+    Input.DISCONNECTED: _to(State.CONNECTING),
+}
+
+_ROWS: dict[State, _Row] = {
+    State.CONNECTING: {
+        Input.CONNECTED: _to(State.VERIFYING, *_LOOK),
+        Input.CONNECTED_WITHOUT_REPLAY: _to(State.ADRIFT),
+    },
+    State.CONNECTING_INCOMPLETE: {
+        Input.CONNECTED: _to(State.INCOMPLETE, *_LOOK),
+        Input.CONNECTED_WITHOUT_REPLAY: _to(State.ADRIFT),
+    },
+    State.VERIFYING: {
+        **_verifying(State.VERIFYING),
+        Input.NOTHING_HELD: _to(State.REBUILDING, Action.ASK_SNAPSHOT),
+        Input.PARTLY_KEPT: _to(State.INCOMPLETE),
+        Input.ALL_KNOWN: _to(State.VERIFYING),
+    },
+    State.DOUBTING: {
+        **_verifying(State.DOUBTING),
+        # The ring is too short to prove anything by now; but nothing is known to be missing, and
+        # live batches will tell.
+        Input.MOVED_ON: _to(State.LIVE, Action.DROP_OLD),
+    },
+    State.REBUILDING: {
+        **_patient(State.REBUILDING, Action.ASK_SNAPSHOT, State.UNCONFIRMED),
+        **_SNAPSHOT,
+        **_RING,
+        Input.NO_SNAPSHOT: _to(State.REBUILDING, Action.ASK_FROM_0),
+        Input.DISCONNECTED: _to(State.CONNECTING),
+    },
+    State.REPLAYING: {
+        **_PAST_HOLES,
+        Input.BEGINNING: _to(State.REPLAYING),
+        Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
+        Input.CUT_SHORT: _to(State.VERIFYING, Action.ASK_FROM_LAST),
+        Input.NO_ANSWER: _to(State.VERIFYING, Action.WAIT),
+    },
+    State.MAKING_UP: {
+        **_RING_CANNOT_HELP,
+        **_patient(State.MAKING_UP, Action.ASK_SNAPSHOT, State.HOLED_ADRIFT),
+        **_SNAPSHOT,
+        **_PAST_HOLES,
+        Input.NO_SNAPSHOT: _to(State.MAKING_UP, Action.ASK_FROM_LAST),
+        Input.NEWS: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
+        Input.MOVED_ON: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
+        Input.UNPROVABLE: _to(State.MAKING_UP, Action.FOLLOW_PAST_HOLES),
+        Input.REPLAY_END: _to(State.HOLED, Action.DROP_COVERED),
+        Input.CUT_SHORT: _to(State.MAKING_UP, Action.ASK_FROM_LAST),
+        Input.LOST: _to(State.HOLED_ADRIFT),
+        Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
+    },
+    State.LOADING: {**_LOADING, Input.SNAPSHOT_END: _to(State.LIVE, Action.DROP_COVERED)},
+    State.LOADING_PARTLY: {
+        **_LOADING,
+        Input.SNAPSHOT_END: _to(State.OVERFULL, Action.DROP_COVERED),
+    },
+    State.LIVE: {
+        **_RING_CANNOT_HELP,
+        **_SNAPSHOT,
+        **_RING,
+        Input.NEXT: _to(State.LIVE),
+        # Once the ring has shown a batch, an empty ring is another process's. Without this look, a
+        # stream that never falls silent would not have seen the ring when its engine restarts.
+        Input.BEGINNING: _to(State.LIVE, *_LOOK),
+        Input.PARTLY_KEPT: _to(State.INCOMPLETE),
+        Input.ALL_KNOWN: _to(State.LIVE),
+        Input.DUPLICATE: _to(State.LIVE),
+        Input.GAP: _to(State.VERIFYING, *_LOOK_FIRST),
+        Input.BACKWARDS: _to(State.DOUBTING, *_LOOK_FIRST),
+        Input.IDENTITY_CHANGED: _to(State.VERIFYING, *_LOOK_FIRST),
+        Input.MALFORMED: _to(State.VERIFYING, *_LOOK_FIRST),
+        Input.SILENCE: _to(State.LIVE, *_LOOK),
+        Input.NOTHING_HELD: _to(State.LIVE, Action.ASK_SNAPSHOT),
+        Input.NO_SNAPSHOT: _to(State.LIVE, Action.ASK_FROM_0),
+        Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),
+        Input.REPLAY_END: _to(State.LIVE, Action.DROP_COVERED),
+        Input.CUT_SHORT: _to(State.LIVE, Action.ASK_FROM_LAST),
+        # As when DOUBTING.
+        Input.MOVED_ON: _to(State.LIVE, Action.DROP_OLD),
+        Input.VACANT: _to(State.LIVE),
+        Input.NO_ANSWER: _to(State.LIVE),
+        Input.DISCONNECTED: _to(State.CONNECTING),
+    },
+    State.LIVE_ADRIFT: {
+        **_adrift(State.LIVE_ADRIFT, plain=State.LIVE_ADRIFT, passed=State.ADRIFT),
+        **_WHOLE_ADRIFT,
+    },
+    State.UNCONFIRMED: {
+        # Nothing says that it is the process we followed: its batches may not fit what we hold.
+        **_adrift(State.UNCONFIRMED, plain=State.ADRIFT, passed=State.ADRIFT),
+        **_WHOLE_ADRIFT,
+        **_SNAPSHOT,
+        **_RING,
+        Input.BEGINNING: _to(State.LIVE_ADRIFT),
+        Input.NOTHING_HELD: _to(State.UNCONFIRMED, Action.ASK_SNAPSHOT),
+        Input.NO_SNAPSHOT: _to(State.UNCONFIRMED, Action.ASK_FROM_0),
+    },
+    State.INCOMPLETE: {
+        **_incomplete(State.INCOMPLETE, adrift=State.ADRIFT),
+        **_SNAPSHOT,
+        Input.REPLAY_END: _to(State.INCOMPLETE, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
+        Input.NO_SNAPSHOT: _to(State.INCOMPLETE, Action.ASK_FROM_0),
+        Input.RING_FROM_0: _to(State.REPLAYING, Action.CLEAR, Action.FOLLOW_PAST_HOLES),
+        Input.RING_LATER: _to(State.HOLED),
+        Input.RING_EMPTY: _to(State.HOLED),
+    },
+    State.HOLED: {
+        **_incomplete(State.HOLED, adrift=State.HOLED_ADRIFT),
+        **_SNAPSHOT,
+        Input.REPLAY_END: _to(State.HOLED, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
+        Input.NO_SNAPSHOT: _to(State.HOLED),
+    },
+    State.OVERFULL: {
+        **_incomplete(State.OVERFULL, adrift=State.HOLED_ADRIFT),
+        Input.REPLAY_END: _to(State.OVERFULL, Action.DROP_COVERED),
+    },
+    State.ADRIFT: {
+        **_adrift(State.ADRIFT, plain=State.ADRIFT, passed=State.ADRIFT),
+        Input.BEGINNING: _to(State.LIVE_ADRIFT),
+        Input.NEWS: _to(State.INCOMPLETE, Action.FOLLOW),
+        Input.REPLAY_END: _to(State.INCOMPLETE, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
+        Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
+    },
+    State.HOLED_ADRIFT: {
+        **_adrift(State.HOLED_ADRIFT, plain=State.HOLED_ADRIFT, passed=State.HOLED_ADRIFT),
+        Input.NEWS: _to(State.HOLED, Action.FOLLOW),
+        Input.REPLAY_END: _to(State.HOLED, Action.DROP_COVERED, Action.ASK_SNAPSHOT),
+        Input.DISCONNECTED: _to(State.CONNECTING_INCOMPLETE),
+    },
+}
+
+TABLE: Mapping[State, Mapping[Input, Transition]] = {
+    **{state: {**row, Input.CLOSED: _to(State.DEAD)} for state, row in _ROWS.items()},
+    State.DEAD: {},
+}
+"""Every pair that can meet."""
+
+
+_HOLDS_SOMETHING = "a batch or a snapshot was applied before"
+_LATER_NUMBERS = "numbers in a replay rise, and one batch was handed on already"
+_BRINGS_ONE = "a replay from batch 0 that has begun brings at least one batch"
+
+IMPOSSIBLE: Mapping[tuple[State, Input], str] = {
+    **{
+        (state, Input.NOTHING_HELD): _HOLDS_SOMETHING
+        for state in (
+            State.DOUBTING,
+            State.MAKING_UP,
+            State.LIVE_ADRIFT,
+            State.INCOMPLETE,
+            State.HOLED,
+            State.OVERFULL,
+            State.ADRIFT,
+            State.HOLED_ADRIFT,
+        )
+    },
+    **{
+        (state, Input.BEGINNING): _HOLDS_SOMETHING
+        for state in (
+            State.LIVE_ADRIFT,
+            State.INCOMPLETE,
+            State.HOLED,
+            State.OVERFULL,
+            State.HOLED_ADRIFT,
+        )
+    },
+    (State.MAKING_UP, Input.BEGINNING): _LATER_NUMBERS,
+    (State.REPLAYING, Input.LOST): _BRINGS_ONE,
+}
+"""Pairs that `RESULTS` alone would allow, and why they cannot meet."""
+
+
+class StreamRepair:
+    """The state of one stream."""
+
+    def __init__(self, state: State = State.CONNECTING) -> None:
+        self.state = state
+        self.shown = SHOWN[state]
+        """What users see."""
+        self._row = TABLE[state]
+
+    @property
+    def is_connected(self) -> bool:
+        return self.shown not in (SourceState.CONNECTING, SourceState.DEAD)
+
+    def advance(self, given: Input) -> tuple[Action, ...]:
+        """Go to the next state; returns what to do, in order.
+
+        Raises:
+            RuntimeError: The table has no such pair: a mistake in the code that brings the input.
+        """
+        transition = self._row.get(given)
+        if transition is None:
+            reason = IMPOSSIBLE.get((self.state, given), "no question with this result is open")
+            raise RuntimeError(f"{self.state.value}: {given.value!r} cannot come: {reason}")
+        if transition.state is not self.state:
+            self.state = transition.state
+            self.shown = SHOWN[transition.state]
+            self._row = TABLE[transition.state]
+        return transition.actions
+
+
+# --- the drawing ----------------------------------------------------------------------------------
+
+_NOT_DRAWN = frozenset({Input.DISCONNECTED, Input.CLOSED})
+_ANY = "any"
+_FEWEST_SOURCES, _MOST_EXCEPTIONS = 3, 2
+_COLOURS = {
+    SourceState.CONNECTING: "#eeeeee",
+    SourceState.RECOVERING: "#d6e4ff",
+    SourceState.LIVE: "#d9f2d9",
+    SourceState.SUSPECT: "#ffe2c6",
+}
+
+
+def diagram() -> str:
+    """The table as Mermaid text.
+
+    Left out: inputs that change no state, lost connections and the end. An input that leads to the
+    same state from nearly everywhere is drawn once, from `any`; its exceptions are drawn as well.
+    """
+    usual = dict(_usual_targets())
+    edges: dict[tuple[str, State], list[str]] = {}
+    for given, target in usual.items():
+        edges.setdefault((_ANY, target), []).append(given.value)
+    for state, row in TABLE.items():
+        for given, (target, _) in row.items():
+            is_plain = target is state and given not in usual
+            if not is_plain and usual.get(given) is not target and given not in _NOT_DRAWN:
+                edges.setdefault((state.value, target), []).append(given.value)
+    return "\n".join(
+        [
+            "stateDiagram-v2",
+            f"    [*] --> {State.CONNECTING.value}",
+            *(
+                f"    {source} --> {target.value}: {', '.join(inputs)}"
+                for (source, target), inputs in edges.items()
+            ),
+            *_classes(),
+        ]
+    )
+
+
+def _usual_targets() -> Iterator[tuple[Input, State]]:
+    """Inputs that lead to one state from at least three others, with at most two exceptions."""
+    for given in Input:
+        targets = [
+            (state, row[given].state)
+            for state, row in TABLE.items()
+            if given in row and given not in _NOT_DRAWN
+        ]
+        for target in {target for _, target in targets}:
+            sources = [state for state, led in targets if led is target and state is not target]
+            exceptions = [state for state, led in targets if led is not target]
+            if len(sources) >= _FEWEST_SOURCES and len(exceptions) <= _MOST_EXCEPTIONS:
+                yield given, target
+
+
+def _classes() -> Iterator[str]:
+    """Colours by what users see."""
+    for shown, colour in _COLOURS.items():
+        states = ",".join(state.value for state in State if SHOWN[state] is shown)
+        yield f"    classDef shown_{shown.value} fill:{colour}"
+        yield f"    class {states} shown_{shown.value}"
+
+
+if __name__ == "__main__":
+    print(diagram())

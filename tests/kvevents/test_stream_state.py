@@ -1,0 +1,304 @@
+"""The table of stream repair: which pairs can meet, where they lead, and how it is drawn."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvevents.stream_state import (
+    AT_REST,
+    FATES,
+    IMPOSSIBLE,
+    ON_A_BATCH,
+    RESULTS,
+    SHOWN,
+    TABLE,
+    Action,
+    Input,
+    SourceState,
+    State,
+    StreamRepair,
+    Transition,
+    diagram,
+)
+
+QUESTIONS = frozenset(RESULTS)
+HANDED_ON = frozenset({Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN, Input.MALFORMED})
+"""Fates of a batch that is handed on behind a gap. `NEXT` is not an input then."""
+CONNECTS = frozenset({Input.CONNECTED, Input.CONNECTED_WITHOUT_REPLAY})
+PAIRS = [(state, given) for state in State for given in Input]
+
+
+class Place(NamedTuple):
+    """Where a stream can be: its state and the question under way, and whether what the consumer
+    holds has holes."""
+
+    state: State
+    question: Action | None = None
+    has_holes: bool = False
+
+
+class Meeting(NamedTuple):
+    """An input that comes, where it comes, and what it leads to."""
+
+    place: Place
+    given: Input
+    transition: Transition | None
+
+
+def inputs_at(place: Place) -> frozenset[Input]:
+    """What can come, as far as the kind of place goes."""
+    if place.state is State.DEAD:
+        return frozenset()
+    if SHOWN[place.state] is SourceState.CONNECTING:
+        return CONNECTS | {Input.CLOSED}
+    possible = AT_REST if place.question is None else RESULTS[place.question]
+    return possible | {Input.CLOSED}
+
+
+def question_after(place: Place, given: Input, actions: Iterable[Action]) -> Action | None:
+    """The question that *actions* raise; without one, the fate of a batch in an answer leaves the
+    answer to go on, and anything else ends it."""
+    raised = [action for action in actions if action in QUESTIONS]
+    if raised:
+        return raised[0]
+    return place.question if given in FATES else None
+
+
+def has_holes_after(place: Place, given: Input, actions: Iterable[Action]) -> bool:
+    """Do holes remain in what the consumer holds? What may be one counts as one."""
+    if given in (Input.ALL_KNOWN, Input.BEGINNING):
+        return False
+    kept = place.has_holes and Action.CLEAR not in actions
+    passed = Action.HAND_ON in actions or Action.SKIP in actions
+    unproven = place.state is State.UNCONFIRMED and given in FATES
+    return (
+        kept
+        or passed
+        or unproven
+        or given in (Input.PARTLY_KEPT, Input.RING_LATER, Input.CONNECTED_WITHOUT_REPLAY)
+    )
+
+
+def meet(place: Place, given: Input) -> tuple[Meeting, Place | None]:
+    """One input at one place."""
+    transition = TABLE[place.state].get(given)
+    if transition is None:
+        return Meeting(place, given, None), None
+    after = Place(
+        transition.state,
+        question_after(place, given, transition.actions),
+        has_holes_after(place, given, transition.actions),
+    )
+    return Meeting(place, given, transition), after
+
+
+def walk() -> Iterator[tuple[Meeting, Place | None]]:
+    """Every meeting that can happen, from the first connection on, breadth first."""
+    start = Place(State.CONNECTING)
+    seen, ahead = {start}, deque([start])
+    while ahead:
+        place = ahead.popleft()
+        for given in inputs_at(place):
+            yield from (steps := list(_with_what_is_handed_on(place, given)))
+            for _, after in steps:
+                if after is not None and after not in seen:
+                    seen.add(after)
+                    ahead.append(after)
+
+
+def _with_what_is_handed_on(place: Place, given: Input) -> Iterator[tuple[Meeting, Place | None]]:
+    meeting, after = meet(place, given)
+    yield meeting, after
+    if after is not None and meeting.transition and Action.HAND_ON in meeting.transition.actions:
+        for fate in HANDED_ON:
+            yield meet(after, fate)
+
+
+MEETINGS = list(walk())
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+def test_every_pair_that_can_meet_stands_in_the_table_or_says_why_it_cannot() -> None:
+    """A combination nobody thought of is where a stream would hang or lie."""
+    unknown = {
+        (meeting.place.state.value, meeting.given.value)
+        for meeting, _ in MEETINGS
+        if meeting.transition is None and (meeting.place.state, meeting.given) not in IMPOSSIBLE
+    }
+    assert unknown == set()
+
+
+def test_every_pair_of_the_table_can_meet() -> None:
+    """A row that nothing leads to is a decision that nobody can check."""
+    met = {(meeting.place.state, meeting.given) for meeting, _ in MEETINGS}
+    assert [
+        (s.value, given.value) for s in TABLE for given in TABLE[s] if (s, given) not in met
+    ] == []
+
+
+def test_what_is_declared_impossible_has_a_reason_and_is_needed() -> None:
+    """The list stays as short as it can be: of most pairs the open question already says that they
+    cannot meet."""
+    met = {(meeting.place.state, meeting.given) for meeting, _ in MEETINGS}
+    assert all(pair in met and pair[1] not in TABLE[pair[0]] for pair in IMPOSSIBLE)
+    assert all(IMPOSSIBLE.values())
+
+
+def test_every_state_is_reached() -> None:
+    """Beginning with a first connection."""
+    assert {meeting.place.state for meeting, _ in MEETINGS} | {State.DEAD} == set(State)
+
+
+@pytest.mark.parametrize("state", sorted(set(State) - {State.DEAD}, key=lambda each: each.value))
+def test_every_state_can_become_live_again(state: State) -> None:
+    """No trouble is for good, as long as the stream is followed."""
+    seen, ahead = {state}, deque([state])
+    while ahead:
+        for transition in TABLE[ahead.popleft()].values():
+            if transition.state not in seen:
+                seen.add(transition.state)
+                ahead.append(transition.state)
+    assert State.LIVE in seen
+
+
+@pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
+def test_an_input_that_cannot_come_is_an_error(state: State) -> None:
+    """A mistake in the subscriber must end the stream, visibly, instead of being guessed at."""
+    for given in set(Input) - set(TABLE[state]):
+        repair = StreamRepair(state)
+        reason = IMPOSSIBLE.get((state, given), "no question")
+        with pytest.raises(RuntimeError, match=f"{state.value}: '{given.value}'.*{reason}"):
+            repair.advance(given)
+        assert repair.state is state
+
+
+def test_a_source_is_shown_live_only_if_nothing_is_missing() -> None:
+    """The one promise to whoever reads the index."""
+    with_holes = {after for _, after in MEETINGS if after is not None and after.has_holes}
+    assert len({place.state for place in with_holes}) > 5
+    assert not [place for place in with_holes if SHOWN[place.state] is SourceState.LIVE]
+
+
+def test_live_batches_wait_wherever_the_source_is_shown_as_recovering() -> None:
+    """They are taken at rest, so a recovering stream always has a question under way."""
+    for _, after in MEETINGS:
+        if after is not None and SHOWN[after.state] is SourceState.RECOVERING:
+            assert after.question is not None
+
+
+# --- actions --------------------------------------------------------------------------------------
+
+
+def test_at_most_one_question_is_raised_and_it_comes_last() -> None:
+    """What is done at once is done before anything can happen in between."""
+    for state, row in TABLE.items():
+        for given, (_, actions) in row.items():
+            assert not QUESTIONS.intersection(actions[:-1]), (state, given)
+
+
+def test_only_the_fate_of_a_batch_is_answered_with_something_to_do_with_it() -> None:
+    """There is no batch otherwise."""
+    for state, row in TABLE.items():
+        for given, (_, actions) in row.items():
+            assert given in FATES or not ON_A_BATCH.intersection(actions), (state, given)
+
+
+def test_a_batch_behind_a_hole_in_an_answer_raises_no_question() -> None:
+    """The answer is still being read, and another question would cut it off."""
+    for meeting, _ in MEETINGS:
+        if meeting.place.question is not None and meeting.given in FATES:
+            assert meeting.transition is None or not QUESTIONS.intersection(
+                meeting.transition.actions
+            ), meeting
+
+
+def test_live_batches_are_put_back_before_anyone_is_asked_about_them() -> None:
+    """Else the batch that showed the gap would be the next one missing."""
+    for state, row in TABLE.items():
+        for given in (Input.GAP, Input.BACKWARDS, Input.IDENTITY_CHANGED, Input.MALFORMED):
+            actions = row[given].actions if given in row else ()
+            assert (Action.ASK_FROM_LAST in actions) == (Action.PUT_BACK in actions), state
+
+
+def run_through(*story: Input) -> list[State]:
+    """The states after each input, from a live stream on."""
+    repair = StreamRepair(State.LIVE)
+    states = []
+    for given in story:
+        repair.advance(given)
+        states.append(repair.state)
+    return states
+
+
+def test_a_gap_that_the_ring_fills_ends_live() -> None:
+    """The ordinary repair."""
+    assert run_through(Input.GAP, Input.NEWS, Input.REPLAY_END) == [
+        State.VERIFYING,
+        State.VERIFYING,
+        State.LIVE,
+    ]
+
+
+def test_a_gap_that_nothing_fills_ends_behind_the_hole() -> None:
+    """vLLM with a short ring: it makes no snapshots, and what its ring has is taken."""
+    story = Input.GAP, Input.MOVED_ON, Input.NO_SNAPSHOT, Input.MOVED_ON, Input.REPLAY_END
+    assert run_through(*story)[1:] == [State.MAKING_UP] * 3 + [State.HOLED]
+
+
+def test_a_holed_stream_asks_for_a_snapshot_at_every_look_and_never_for_the_start() -> None:
+    """A publisher may refuse snapshots for a while; reading a useless ring again and again costs
+    the engine ten thousand replies."""
+    assert TABLE[State.HOLED][Input.REPLAY_END].actions[-1] is Action.ASK_SNAPSHOT
+    assert not any(
+        Action.ASK_FROM_0 in transition.actions for transition in TABLE[State.HOLED].values()
+    )
+
+
+# --- the drawing ----------------------------------------------------------------------------------
+
+
+def drawn_edges() -> dict[tuple[str, str], str]:
+    """Target by source and input, as a reader of the drawing finds it."""
+    edges = re.findall(r"^    (\w+) --> (\w+): (.+)$", diagram(), re.MULTILINE)
+    return {
+        (source, given): target for source, target, inputs in edges for given in inputs.split(", ")
+    }
+
+
+def test_the_drawing_says_what_the_table_says() -> None:
+    """A drawing that leaves something out silently is worse than none."""
+    edges = drawn_edges()
+    for state, given in PAIRS:
+        transition = TABLE[state].get(given)
+        if transition is None or given in (Input.DISCONNECTED, Input.CLOSED):
+            assert (state.value, given.value) not in edges
+            continue
+        drawn = edges.get((state.value, given.value), edges.get(("any", given.value), state.value))
+        assert drawn == transition.state.value, (state, given)
+
+
+def test_architecture_shows_the_drawing_of_this_table() -> None:
+    """Write it anew with `python -m kvevents.stream_state` after a change of the table."""
+    text = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"<!-- stream-state -->\n+```mermaid\n(.*?)\n```\n+<!-- stream-state -->", text, re.DOTALL
+    )
+    assert shown is not None
+    assert shown[1] == diagram()
+
+
+def test_the_module_prints_the_drawing() -> None:
+    """The way to renew it that its test names."""
+    command = [sys.executable, "-W", "ignore", "-m", "kvevents.stream_state"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert printed.stdout == diagram() + "\n"
