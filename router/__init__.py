@@ -13,7 +13,7 @@ The files; each imports only what is listed above it:
     proxy/           one request streamed to one replica, as raw ASGI
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong
-    service.py       all parts wired; what follows when a replica comes, changes, goes
+    service.py       all parts wired; what follows when replicas change
     http/            every line that knows ASGI, FastAPI or uvicorn
     app.py           the whole ASGI application
     serve.py         uvicorn, signals, logging

@@ -2,9 +2,9 @@
 
     RouterError
     ├── ConfigError             the configuration: every problem found, each with its path
-    ├── PolicyError             a policy that does not exist, cannot be made, or broke the rules of one
-    ├── ReplicaAnswerInvalid    a replica said something about itself that makes no sense
-    └── RequestError            a client's or an operator's request is answered with an error
+    ├── PolicyError             a policy is unknown, cannot be made, or broke a rule
+    ├── ReplicaAnswerInvalid    what a replica reported about itself makes no sense
+    └── RequestError            the response to a client's or an operator's request is an error
         ├── BadRequest          400  the input breaks a rule: place, value, rule
         ├── Unauthorized        401  no API key, or a wrong one
         ├── UnknownModel        404  no replica serves a model of that name
@@ -14,7 +14,7 @@
         ├── ReplicaExists       409  the id or the URL is taken
         ├── BodyTooLarge        413  over the bound on bodies
         ├── Overloaded          503  over the bound on requests under way
-        ├── NoReplica           503  nobody can serve it now, with the seconds after which to try again
+        ├── NoReplica           503  no replica can serve it now
         └── ShuttingDown        503  the router finishes what it has and takes nothing new
 
 `tokenize`, `upstream` and the index have trees of their own. Messages name place, value and rule;
@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 
-class Problem(NamedTuple):
-    """One thing wrong with some input."""
+class ConfigProblem(NamedTuple):
+    """One thing wrong with the configuration."""
 
     place: str
-    """Path of the value: `replicas[1].url`. Empty for the whole."""
+    """Path of the value: `replicas[1].url`; empty for the whole configuration."""
     text: str
     """The value, unless it is a secret, and the rule it breaks."""
 
@@ -46,7 +46,7 @@ class RouterError(Exception):
 class ConfigError(RouterError):
     """The configuration cannot be used."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
@@ -54,20 +54,23 @@ class ConfigError(RouterError):
 
 
 class PolicyError(RouterError):
-    """A routing policy that does not exist, cannot be made, or answered with something that is no
-    ranking."""
+    """A routing policy is unknown, cannot be made, or returned something other than a ranking."""
 
 
 class ReplicaAnswerInvalid(RouterError):
-    """An answer that a replica gave about itself: its models, its event sources."""
+    """What a replica reported about itself, its models or its event sources, makes no sense.
+
+    Args:
+        place: Path of the value in the response.
+        text: The value, and the rule it breaks.
+    """
 
     def __init__(self, place: str, text: str) -> None:
         super().__init__(f"{place}: {text}")
 
 
 class RequestError(RouterError):
-    """The base of errors that a client or an operator is told; subclasses say status, type and
-    code."""
+    """The base of errors that become a response; subclasses set status, type and code."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -76,11 +79,11 @@ class RequestError(RouterError):
     """Seconds after which it makes sense to try again, for the `Retry-After` header."""
 
     def openai(self) -> dict[str, dict[str, str]]:
-        """The body of the answer, in the shape that OpenAI's clients understand."""
+        """The response's body, in the form that OpenAI's clients understand."""
         return {"error": {"message": str(self), "type": self.type, "code": self.code}}
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Headers that belong to the answer, names in lower case."""
+        """Headers that belong to the response, names in lower case."""
         return () if self.retry_after_s is None else ((b"retry-after", b"%d" % self.retry_after_s),)
 
 
@@ -89,8 +92,7 @@ class BadRequest(RequestError):
 
     Args:
         place: Path of the value in the body, or the header's name.
-        found: What is there: the value itself where it is no secret and no prompt, else its type
-            and size.
+        found: The value; its type and size instead where it is a secret or part of a prompt.
         rule: What would have been right.
     """
 
@@ -106,7 +108,7 @@ class BadRequest(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The API key is missing or wrong; which of the two is not said."""
+    """The API key is missing or wrong; the message does not say which."""
 
     status = 401
     type = "authentication_error"
@@ -114,7 +116,8 @@ class Unauthorized(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "authorization: the API key is missing or wrong; send it as 'Authorization: Bearer <key>'"
+            "authorization: the API key is missing or wrong; "
+            "send it as 'Authorization: Bearer <key>'"
         )
 
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
@@ -148,8 +151,7 @@ class UnknownReplica(RequestError):
 
 
 class UnknownPath(RequestError):
-    """No endpoint of that path; the path is not repeated, since nobody knows what a client puts
-    there."""
+    """No endpoint has that path. The message does not repeat it: clients may put anything there."""
 
     status = 404
     type = "invalid_request_error"
@@ -175,7 +177,13 @@ class MethodNotAllowed(RequestError):
 
 
 class ReplicaExists(RequestError):
-    """A replica cannot be added, because its id or its URL is another one's."""
+    """A replica cannot be added: its id or its URL belongs to another one.
+
+    Args:
+        place: `id` or `url`.
+        value: The one that is taken.
+        replica_id: The replica that has it.
+    """
 
     status = 409
     type = "invalid_request_error"
@@ -183,7 +191,8 @@ class ReplicaExists(RequestError):
 
     def __init__(self, place: str, value: str, replica_id: str) -> None:
         super().__init__(
-            f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; remove that one first"
+            f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; "
+            "remove that one first"
         )
 
 
@@ -208,7 +217,7 @@ class _NotNow(RequestError):
 
 
 class Overloaded(_NotNow):
-    """The router itself has as many requests under way as it may."""
+    """The router has as many requests under way as it may."""
 
     code = "overloaded"
 
@@ -219,8 +228,13 @@ class Overloaded(_NotNow):
 
 
 class NoReplica(_NotNow):
-    """Replicas serve the model, but none can take a request now. *why* counts the reasons, without
-    a client's data."""
+    """Replicas serve the model, but none can take a request now.
+
+    Args:
+        model: As the request names it.
+        why: The reasons, counted; without a client's data.
+        retry_after_s: For the `Retry-After` header.
+    """
 
     code = "no_replica"
 
@@ -240,5 +254,5 @@ class ShuttingDown(_NotNow):
 
 
 def _shown(text: str) -> str:
-    """A name from outside, bounded and quoted."""
+    """A name from outside, quoted and cut to a bounded length."""
     return repr(text if len(text) <= 100 else text[:97] + "...")

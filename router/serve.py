@@ -1,5 +1,5 @@
-"""Runs the application under uvicorn until a signal: refuses what is new, finishes what runs, and
-ends with 0."""
+"""Runs the application under uvicorn until a signal: then refuses what is new, finishes what runs,
+and exits with 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import uvloop
 
 from router.app import RouterApp
 from router.config import RouterConfig
-from router.errors import ConfigError, Problem
+from router.errors import ConfigError, ConfigProblem
 from router.http.connection_guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
 from router.index import PrefixIndex, create_index
 from router.service import RouterService
@@ -31,16 +31,17 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _SWITCH_INTERVAL_S = 0.0005
-"""A thread that renders metrics or tokenises keeps the event loop, and with it every stream,
-waiting for so long each time it wants to go on. With Python's own 5 ms, the slowest 5 % of the
-tokens come 12 ms late; with this, 1 ms."""
+"""How long a thread that renders metrics or tokenises may keep the event loop, and with it every
+stream, waiting each time. With Python's own 5 ms, the slowest 5 % of the tokens come 12 ms late;
+with this, 1 ms."""
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with an eye on its clients, and without its way with signals: it would raise them
-    again when it is done."""
+class _GuardedServer(uvicorn.Server):
+    """uvicorn that looks after its clients, and leaves signals alone: it would raise them again
+    when it has stopped."""
 
     signals = 0
+    """Signals to stop received so far."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -55,7 +56,7 @@ class _Server(uvicorn.Server):
         return tuple(cast(set[GuardedHttpProtocol], self.server_state.connections))
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Called by uvicorn ten times a second."""
         if counter % 10 == 0:
             now = asyncio.get_running_loop().time()
             for connection in self._connections():
@@ -81,11 +82,14 @@ class _JsonFormatter(logging.Formatter):
 async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> None:
     """Serve until SIGTERM or SIGINT; a second signal cuts what is still running.
 
+    Args:
+        config: The whole configuration.
+        make_index: Makes the index of each model.
     Raises:
-        ConfigError: The address cannot be bound, or a tokenizer not be used.
+        ConfigError: The address cannot be bound, or a tokenizer cannot be used.
     """
     service = RouterService(config, make_index=make_index)
-    server = _Server(_uvicorn_config(service, config))
+    server = _GuardedServer(_uvicorn_config(service, config))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, server, service)
@@ -97,7 +101,12 @@ async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = cr
 
 
 def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> int:
-    """`serve` on uvloop; the exit code of the process."""
+    """Run `serve` on uvloop; return the exit code of the process.
+
+    Args:
+        config: The whole configuration.
+        make_index: Makes the index of each model.
+    """
     _set_up_logging(config)
     _allow_open_files()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -110,9 +119,8 @@ def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_ind
     return 0
 
 
-def _stop(server: _Server, service: RouterService) -> None:
-    """The first signal lets requests finish, the second one cuts them, the third one leaves
-    everything as it is."""
+def _stop(server: _GuardedServer, service: RouterService) -> None:
+    """The first signal lets requests finish, the second cuts them, the third exits at once."""
     server.signals += 1
     server.should_exit = True
     service.admission.shut_down()
@@ -154,7 +162,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            [Problem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]
+            [ConfigProblem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]
         ) from error
     listener.listen(_BACKLOG)
     listener.setblocking(False)
@@ -166,11 +174,8 @@ def _in_url(host: str) -> str:
 
 
 def _exempt_from_collection() -> None:
-    """Let the garbage collector pass over what is there now and will stay: modules, tokenizers,
-    configuration.
-
-    It stops every stream while it looks through them, for 50 ms and more each time.
-    """
+    """Keep the garbage collector from looking through what is there now and will stay: modules,
+    tokenizers, configuration. Each time it would stop every stream, for 50 ms and more."""
     gc.collect()
     gc.freeze()
 
@@ -183,8 +188,8 @@ def _set_up_logging(config: RouterConfig) -> None:
 
 
 def _allow_open_files() -> None:
-    """Take all the sockets the system grants: a stream needs two, and shells often start with 1024
-    files."""
+    """Raise the limit on open files as far as the system allows: a stream needs two sockets, and
+    shells often start with a limit of 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

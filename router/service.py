@@ -1,4 +1,4 @@
-"""The parts of one router, wired; and what follows when a replica is added, changes or is removed."""
+"""The parts of one router, wired; and what follows when replicas change."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from router.proxy import Proxy, ProxySettings
 from router.replicas import (
     EventSource,
     Replica,
+    ReplicaListener,
     ReplicaRegistry,
     ReplicaState,
     ServedModels,
@@ -73,29 +74,22 @@ class RouterService:
         self.admission = Admission(config.server.max_concurrent_requests)
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.request_log = RequestLog()
-        self._load = LoadTracker()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
-        self._upstream = UpstreamClient(
-            PoolLimits(max_connections=config.server.max_upstream_connections)
-        )
-        self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
-        tokenizers = _ReplicaTokenizers(
-            self._upstream, self.registry, self._load, _tokenize_timeouts(config)
-        )
+        limits = PoolLimits(max_connections=config.server.max_upstream_connections)
+        self._upstream = upstream = UpstreamClient(limits)
+        load = LoadTracker()
+        self.registry = ReplicaRegistry(UpstreamFetch(upstream), config.health, load)
+        tokenizers = _ReplicaTokenizers(upstream, self.registry, load, _tokenize_timeouts(config))
+        self.tokenizer_check = TokenizerCheck(tokenizers.ask)
         self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
-        self.tokenizer_check = TokenizerCheck(tokenizers.ask)
-        planner = RoutePlanner(
-            make_policy(config.policy.name, _policy_settings(config)),
-            self._load,
-            self._recent,
-            self.feed.is_suspect,
-            config.health.engine_load_stale_after_s,
-        )
+        policy = make_policy(config.policy.name, _policy_settings(config))
+        stale_after_s = config.health.engine_load_stale_after_s
+        planner = RoutePlanner(policy, load, self._recent, self.feed.is_suspect, stale_after_s)
         self.dispatcher = Dispatcher(self.models, self.registry, planner, config.policy.name)
-        self.proxy = Proxy(self._upstream, _proxy_settings(config))
+        self.proxy = Proxy(upstream, _proxy_settings(config))
         self.observers = RequestObservers(
-            self._load, self.metrics, planner, self.registry, self.request_log
+            load, self.metrics, planner, self.registry, self.request_log
         )
         self._follower = _ReplicaFollower(
             self.registry,
@@ -104,7 +98,6 @@ class RouterService:
             self._recent,
             self.tokenizer_check,
             self.observers,
-            self.metrics,
         )
         self.registry.subscribe(self._follower)
 
@@ -146,9 +139,9 @@ class RouterService:
         return await self.metrics.render(collect(parts))
 
 
-class _ReplicaFollower:
+class _ReplicaFollower(ReplicaListener):
     """What follows from a change of the replicas: their streams are followed, their tokenizers
-    compared, and what was known of them is forgotten. A `ReplicaListener`."""
+    compared, and what was known of them is forgotten."""
 
     def __init__(
         self,
@@ -158,7 +151,6 @@ class _ReplicaFollower:
         recent: RecentPrefixes,
         tokenizer_check: TokenizerCheck,
         observers: RequestObservers,
-        metrics: RouterMetrics,
     ) -> None:
         self._registry = registry
         self._models = models
@@ -166,7 +158,6 @@ class _ReplicaFollower:
         self._recent = recent
         self._tokenizer_check = tokenizer_check
         self._observers = observers
-        self._metrics = metrics
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
 
@@ -210,14 +201,14 @@ class _ReplicaFollower:
         """Forget it."""
         self._recent.forget(replica.id)
         self._tokenizer_check.forget(replica.id)
-        self._observers.forget(replica.id)
+        self._observers.forget_replica(replica.id)
         self._forget_unserved_models()
 
     # --- steps ------------------------------------------------------------------------------------
 
     def _forget_unserved_models(self) -> None:
         for model in self._models.forget_all_but(self._registry.models()):
-            self._metrics.forget("model", model)
+            self._observers.forget_model(model)
 
     def _follow(
         self, replica: Replica, before: tuple[EventSource, ...], now: tuple[EventSource, ...]

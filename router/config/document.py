@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from router.errors import ConfigError, Problem
+from router.errors import ConfigError, ConfigProblem
 
 MAX_BYTES = 4 * 1024 * 1024
 """A longer configuration is some other file."""
@@ -48,9 +48,11 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1).decode()
     except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+        raise ConfigError(
+            [ConfigProblem(str(path), f"cannot be read: {error.strerror}")]
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(str(path), f"byte {error.start} is not UTF-8")]) from None
+        raise ConfigError([ConfigProblem(str(path), f"byte {error.start} is not UTF-8")]) from None
 
 
 def parse_document(text: str) -> object:
@@ -62,17 +64,17 @@ def parse_document(text: str) -> object:
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(
-            [Problem("", f"{len(text)} characters; a configuration has at most {MAX_BYTES}")]
+            [ConfigProblem("", f"{len(text)} characters; a configuration has at most {MAX_BYTES}")]
         )
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
-            [Problem(_position(error.problem_mark), error.problem or "is not YAML")]
+            [ConfigProblem(_position(error.problem_mark), error.problem or "is not YAML")]
         ) from None
     # Invalid dates raise ValueError; deep nesting raises RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError([Problem("", f"is not YAML: {type(error).__name__}")]) from None
+        raise ConfigError([ConfigProblem("", f"is not YAML: {type(error).__name__}")]) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,7 +123,7 @@ def refusal(title: str, found: Iterable[tuple[Location, str]]) -> ValidationErro
 # --- errors to problems ---------------------------------------------------------------------------
 
 
-def problems_in(error: ValidationError, kind: type, root: str = "") -> list[Problem]:
+def problems_in(error: ValidationError, kind: type, root: str = "") -> list[ConfigProblem]:
     """Every problem in the document, in the order of the model's fields.
 
     Unknown keys come before the other problems of their mapping: they are the likely cause.
@@ -133,7 +135,7 @@ def problems_in(error: ValidationError, kind: type, root: str = "") -> list[Prob
     """
     details = error.errors(include_url=False)
     return [
-        Problem(_place(root, each["loc"]), _text(each, kind))
+        ConfigProblem(_place(root, each["loc"]), _text(each, kind))
         for each in _unknown_keys_first(details)
     ]
 

@@ -36,7 +36,7 @@ from router.config.document import (
     read_text,
     refusal,
 )
-from router.errors import BadRequest, ConfigError, Problem
+from router.errors import BadRequest, ConfigError, ConfigProblem
 from router.index import LayoutHints
 from router.scoring.policies import BUILT_IN, policy_names
 from router.scoring.types import Weights
@@ -558,7 +558,7 @@ def _model_relative_to(model: ModelConfig, directory: Path) -> ModelConfig:
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def _across(data: object, context: dict[str, Any]) -> Iterator[Problem]:
+def _across(data: object, context: dict[str, Any]) -> Iterator[ConfigProblem]:
     """Problems between sections, among those that are valid by themselves: a typo in one replica
     does not hide that two others share an id."""
     models = list(_valid(ModelConfig, data, "models", context))
@@ -583,11 +583,13 @@ def _valid(
             yield f"{key}[{index}]", kind.model_validate(item, context=context)
 
 
-def _unknown_models(path: str, replica: ReplicaConfig, known: Collection[str]) -> Iterator[Problem]:
+def _unknown_models(
+    path: str, replica: ReplicaConfig, known: Collection[str]
+) -> Iterator[ConfigProblem]:
     for index, name in enumerate(replica.models or ()):
         if name not in known:
             rule = f"expected one of the configured models: {', '.join(sorted(known))}"
-            yield Problem(f"{path}.models[{index}]", f"{name!r}; {rule}")
+            yield ConfigProblem(f"{path}.models[{index}]", f"{name!r}; {rule}")
 
 
 def _name_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -598,9 +600,9 @@ def _name_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield f"lora_adapters[{index}]", adapter
 
 
-def _repeated(values: Sequence[tuple[str, str]]) -> Iterator[Problem]:
+def _repeated(values: Sequence[tuple[str, str]]) -> Iterator[ConfigProblem]:
     first: dict[str, str] = {}
     for place, value in values:
         if value in first:
-            yield Problem(place, f"{value!r}; {first[value]} has it already")
+            yield ConfigProblem(place, f"{value!r}; {first[value]} has it already")
         first.setdefault(value, place)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from router.config import RouterConfig, key_bytes, read_replica
 from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
 from router.feed import Feed
-from router.http.gateway import PROXIED_PATHS, ClientDisconnected, check_key, read_body
+from router.http.gateway import PROXIED_PATHS, ClientLeft, check_key, read_body
 from router.http.live_page import add_page
 from router.http.overview import overview_answer
 from router.http.views import models_answer, replica_answer, request_answer, route_answer
@@ -389,7 +389,7 @@ def _add_error_answers(app: FastAPI, parts: ApiParts) -> None:
 
     app.add_exception_handler(RequestError, answer)
     app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(ClientDisconnected, answer_nobody)
+    app.add_exception_handler(ClientLeft, answer_nobody)
 
 
 # --- the description ------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ KEY_HEADERS = (b"authorization", b"x-api-key")
 """Where OpenAI's SDKs and Anthropic's put the client's key."""
 
 
-class ClientDisconnected(Exception):
+class ClientLeft(Exception):
     """The client closed its connection before its whole request had arrived."""
 
 
@@ -106,7 +106,7 @@ class Gateway:
         except RequestError as error:
             self._observers.refused(error)
             await send_error(send, error, ((b"x-request-id", request_id),), _dialect(scope))
-        except ClientDisconnected:
+        except ClientLeft:
             self._observers.client_left()
         except asyncio.CancelledError:
             if not self._admission.is_shutting_down:
@@ -189,7 +189,7 @@ async def read_body(
     Raises:
         BodyTooLarge: It is, or announces to be, longer than *limit_bytes*.
         BadRequest: It did not arrive within *timeout_s*.
-        ClientDisconnected: The client left in the middle.
+        ClientLeft: The client left in the middle.
     """
     announced = headers.get(b"content-length", b"0")
     if announced.isdigit() and int(announced) > limit_bytes:
@@ -212,7 +212,7 @@ async def _read_rest(message: Message, receive: Receive, limit_bytes: int) -> by
     size = 0
     while True:
         if message["type"] == "http.disconnect":
-            raise ClientDisconnected
+            raise ClientLeft
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > limit_bytes:

@@ -3,10 +3,12 @@ compared with what the engine reports."""
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from router.errors import NoReplica, RequestError
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
-from router.proxy import RETRIED, Attempt, End, Failure
+from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver
 from router.proxy.usage import UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker
@@ -74,14 +76,18 @@ class RequestObservers:
         """Count a request whose client left before all of it had arrived."""
         self.metrics.bad_requests.labels("client_gone").inc()
 
-    def forget(self, replica_id: str) -> None:
-        """Forget a replica that was removed: its series, and whether it reports cached tokens."""
+    def forget_replica(self, replica_id: str) -> None:
+        """Drop the series of a replica that was removed."""
         self.reporting.discard(replica_id)
         self.metrics.forget("replica", replica_id)
 
+    def forget_model(self, model: str) -> None:
+        """Drop the series of a model that no replica serves any more."""
+        self.metrics.forget("model", model)
 
-class RequestObserver:
-    """Implements `ProxyObserver` for one request."""
+
+class RequestObserver(ProxyObserver):
+    """Observes one request."""
 
     __slots__ = (
         "_decision",
@@ -114,6 +120,7 @@ class RequestObserver:
         self._events = 0
         self._responded: str | None = None
 
+    @override
     def on_attempt(self, attempt: Attempt) -> None:
         replica_id = attempt.replica_id
         ranked = self._decision.ranked(replica_id)
@@ -126,6 +133,7 @@ class RequestObserver:
         self._request.sent_to(ranked)
         self._log.update(self._request)
 
+    @override
     def on_failure(self, attempt: Attempt, failure: Failure) -> None:
         self._request.last_failure = failure.value
         if failure in RETRIED and attempt.replica_id in self._replicas:
@@ -136,6 +144,7 @@ class RequestObserver:
         if failure is not Failure.SERVER_ERROR:
             self._replicas.report_failure(attempt.replica_id, failure.value)
 
+    @override
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         replica_id = self._responded = attempt.replica_id
         if self._in_flight is not None:
@@ -146,6 +155,7 @@ class RequestObserver:
         if replica_id in self._replicas:
             self._metrics.first_byte.labels(self._decision.model.name, replica_id).observe(seconds)
 
+    @override
     def on_chunk(self, data: bytes) -> None:
         self._usage.feed(data)
         events = self._usage.data_events
@@ -153,6 +163,7 @@ class RequestObserver:
             self._in_flight.generated(events - self._events)
             self._events = events
 
+    @override
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.ended()

@@ -3,7 +3,7 @@
 The files; each imports only what is listed above it:
 
     types.py     what goes in, and what is reported: attempts, failures, ends
-    errors.py    error bodies in the client's dialect, and the end of a broken event stream
+    errors.py    errors in the client's dialect, and the end of a broken event stream
     headers.py   which headers go through
     proxy.py     the steps of one request, and a watch on the clients of all
     usage.py     the token counts in a passing response

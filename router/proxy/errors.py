@@ -1,4 +1,4 @@
-"""What the router itself writes into responses: error bodies, and the end of a broken event stream."""
+"""What the router itself writes into responses: errors, and the end of a broken event stream."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EventLines:
 
     A reader can do nothing with half a line, so holding it back delays no client; but once half a
     line of JSON is sent, an error event could only follow that broken half. Engines write whole
-    events, so usually nothing is held. A line longer than `MAX_HELD_BYTES` is let through in pieces.
+    events, so usually nothing is held. A line over `MAX_HELD_BYTES` is let through in pieces.
 
         from the replica         sent on at once          held back
         data: {"a":1}\n\nda      data: {"a":1}\n\n        da

@@ -45,7 +45,7 @@ _FAILURES: dict[type[UpstreamError], Failure] = {
 }
 
 
-class _ClientDisconnected(Exception):
+class _ClientLeft(Exception):
     """The server's `send` reports that the client's connection is closed."""
 
 
@@ -165,7 +165,7 @@ class _Relay:
         cancelled from outside."""
         try:
             self.end = await self._serve(plan)
-        except _ClientDisconnected:
+        except _ClientLeft:
             self.end = End.CLIENT_LEFT
         except asyncio.CancelledError:
             if self._verdict is None or self._is_cancelled_from_outside():
@@ -327,7 +327,7 @@ class _Relay:
         try:
             await self._send(message)
         except OSError:
-            raise _ClientDisconnected from None
+            raise _ClientLeft from None
         self._sending_since = 0.0
 
     async def _abort_client(self) -> None:

@@ -114,6 +114,8 @@ class ProxyObserver(Protocol):
     case.
     """
 
+    __slots__ = ()
+
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
 

@@ -48,7 +48,7 @@ class _Body(msgspec.Struct):
     response: _Inner | None = None
 
 
-class TokenUsage(NamedTuple):
+class ReportedUsage(NamedTuple):
     """Token counts of one response; None where it does not report them."""
 
     prompt_tokens: int | None = None
@@ -83,14 +83,14 @@ class UsageReader:
         else:
             self._feed_events(data)
 
-    def usage(self) -> TokenUsage:
+    def usage(self) -> ReportedUsage:
         """The counts reported so far."""
         if self._is_json:
             return _read(bytes(self._rest).strip())
         # A stream may end without a line end; its last event counts all the same.
         last = _read(_payload(bytes(self._rest))) if _KEY in self._rest else _read(self._last)
         first = _read(self._first)
-        return TokenUsage(
+        return ReportedUsage(
             *(new if new is not None else old for new, old in zip(last, first, strict=True))
         )
 
@@ -129,37 +129,37 @@ def _payload(line: bytes) -> bytes:
     return line.removeprefix(b"data:").strip()[-MAX_KEPT_BYTES:]
 
 
-def _read(body: bytes) -> TokenUsage:
+def _read(body: bytes) -> ReportedUsage:
     """The usage in a JSON body, or in the tail of one whose beginning was not kept."""
     if _KEY not in body:
-        return TokenUsage()
+        return ReportedUsage()
     if not body.startswith(b"{"):
         return _read_tail(body)
     try:
         whole = msgspec.json.decode(body, type=_Body)
     except msgspec.ValidationError:
         # JSON, but with something else where a usage would stand.
-        return TokenUsage()
+        return ReportedUsage()
     except msgspec.DecodeError:
         return _read_tail(body)
     inner = whole.message or whole.response
     found = whole.usage or (inner.usage if inner is not None else None)
-    return TokenUsage() if found is None else _normalise(found)
+    return ReportedUsage() if found is None else _normalise(found)
 
 
-def _read_tail(tail: bytes) -> TokenUsage:
+def _read_tail(tail: bytes) -> ReportedUsage:
     text = tail.decode("utf-8", errors="replace")
     start = text.find("{", text.rfind('"usage"'))
     if start < 0:
-        return TokenUsage()
+        return ReportedUsage()
     try:
         found, _ = json.JSONDecoder().raw_decode(text, start)
         return _normalise(msgspec.convert(found, _Usage))
     except (ValueError, RecursionError):
-        return TokenUsage()
+        return ReportedUsage()
 
 
-def _normalise(usage: _Usage) -> TokenUsage:
+def _normalise(usage: _Usage) -> ReportedUsage:
     details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
     prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
@@ -170,4 +170,4 @@ def _normalise(usage: _Usage) -> TokenUsage:
     completion = (
         usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
     )
-    return TokenUsage(prompt, completion, cached)
+    return ReportedUsage(prompt, completion, cached)

@@ -12,7 +12,7 @@ from router.replicas import Replica, ReplicaState
 class Admission:
     """Counts the requests under way; a context manager around each of them.
 
-    `with admission:` raises `ShuttingDown` or `Overloaded` for a request that may not enter. Belongs
+    `with admission:` raises `ShuttingDown` or `Overloaded` where a request may not enter. Belongs
     to one event loop.
 
     Args:

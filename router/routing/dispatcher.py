@@ -31,8 +31,8 @@ _Result = TypeVar("_Result")
 
 INLINE_BODY_BYTES = 262_144
 INLINE_TOKENS = 65_536
-"""Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a few
-milliseconds, not longer."""
+"""Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a
+few milliseconds, not longer."""
 LARGE_AT_ONCE = 2
 """Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
 and more, and Python runs one thread at a time anyhow."""

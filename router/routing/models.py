@@ -1,4 +1,4 @@
-"""The models the router knows: for each its index, its tokenisation, and every name it goes by."""
+"""The models the router knows: each with its index, its tokenisation and all of its names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from router.config import ModelConfig
-from router.errors import ConfigError, Problem, UnknownModel
+from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.index import (
     LayoutHints,
     PrefixIndex,
@@ -31,8 +31,7 @@ FetchForModel: TypeAlias = Callable[[Sequence[str], str, bytes], Awaitable[tuple
 names."""
 
 MAX_NAMES = 16_384
-"""Bound on names of models and adapters: a replica's answer must not grow the router without
-end."""
+"""Bound on names of models and adapters: a replica must not make the router grow without end."""
 
 
 @dataclass(slots=True)
@@ -59,8 +58,8 @@ class _Meaning(NamedTuple):
 
 
 class ModelSet:
-    """Models by name. Configured ones stay; others appear when a replica says that it serves
-    them."""
+    """Models by name. Configured ones stay; others are added when a replica reports them, and
+    forgotten when no replica serves them any more."""
 
     def __init__(
         self,
@@ -68,9 +67,12 @@ class ModelSet:
         fetch: FetchForModel,
         make_index: Callable[[], PrefixIndex] = create_index,
     ) -> None:
-        """Load the tokenizers of all configured models; each model gets an index of its own from
-        *make_index*.
+        """Load the tokenizers of all configured models.
 
+        Args:
+            configured: `models` of the configuration.
+            fetch: Asks replicas for token ids, where the router has no tokenizer.
+            make_index: Makes the index of each model.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
@@ -91,11 +93,11 @@ class ModelSet:
         return iter(self._models.values())
 
     def get(self, name: str) -> Model | None:
-        """The base model of that very name."""
+        """The base model of exactly this name, not an alias or an adapter."""
         return self._models.get(name)
 
     def index_of(self, name: str) -> PrefixIndex:
-        """The index of the base model of that very name, which is known."""
+        """The index of the base model of exactly this name, which must be known."""
         return self._models[name].index
 
     def resolve(self, name: str | None) -> tuple[Model, str | None]:
@@ -114,8 +116,14 @@ class ModelSet:
         return self._models[found.base], found.adapter
 
     def discover(self, name: str, parent: str | None = None) -> Model | None:
-        """A replica serves *name*, as an adapter of *parent* if that is given; None if there are
-        too many already."""
+        """Make a name known that a replica serves; return its base model.
+
+        Args:
+            name: A model or an adapter.
+            parent: The model it adapts; None for a model.
+        Returns:
+            None where `MAX_NAMES` are known already.
+        """
         if name in self._names:
             return self._models[self._names[name].base]
         if len(self._names) >= MAX_NAMES:
@@ -130,11 +138,10 @@ class ModelSet:
         return self._models[base]
 
     def forget_all_but(self, served: Container[str]) -> list[str]:
-        """Let go of what no configuration names and no replica serves any more: adapters come and
-        go.
+        """Forget the names that are neither configured nor among *served*.
 
         Returns:
-            The base models that are gone, with their indexes.
+            The base models that were forgotten, and their indexes with them.
         """
         unserved = [
             name for name in self._names if name not in self._configured and name not in served
@@ -171,14 +178,14 @@ class ModelSet:
         for model in self._models.values():
             model.tokenization.close()
 
-    def _add_configured(self, index: int, config: ModelConfig) -> Problem | None:
+    def _add_configured(self, index: int, config: ModelConfig) -> ConfigProblem | None:
         try:
             tokenization = Tokenization(
                 local=_local_tokenizer(config),
                 remote=self._remote((config.name, *config.aliases)),
             )
         except ModelFilesError as error:
-            return Problem(f"models[{index}]", str(error))
+            return ConfigProblem(f"models[{index}]", str(error))
         hints = config.layout.to_hints()
         self._models[config.name] = Model(
             config.name, tokenization, config.aliases, hints, self._make_index()

@@ -1,4 +1,4 @@
-"""Ranks replicas for a request: what each would reuse of it, what each has to do, and the policy."""
+"""Ranks replicas for a request by what each would reuse, what each has to do, and the policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RoutePlanner:
             load: What this router has in flight at each replica.
             recent: Which prefixes were just sent where.
             is_suspect: Whether events of a source were lost, so that its hits are doubtful.
-            engine_load_stale_after_s: Age from which the load that an engine reported no longer counts.
+            engine_load_stale_after_s: Age from which an engine's own load no longer counts.
             clock: A monotonic clock, in seconds.
         """
         self._policy = policy

@@ -1,14 +1,18 @@
-"""Which prefixes were just sent where: a guess that holds until the engines' events tell.
+"""Which prefixes were just sent where: a prediction that stands in until the engines' events
+report them.
 
-Between the moment a prompt is sent and the first event about its blocks lies its whole prefill.
-Without a memory of its own, the router would spread a burst of equal prompts over all replicas, and
-each would compute the same prefix.
+The events about a prompt's blocks arrive only after its prefill. Without this memory, the router
+would spread a burst of equal prompts over all replicas, and each would compute the same prefix.
 
-A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So
-what is live of a replica is closed under taking prefixes, and how far a prompt goes is found by
-bisection: 13 look-ups for 8,192 keys. Two generations make forgetting free: entries are written to
-the young one, and after the time to live the old one is thrown away whole. Each entry carries its
-own expiry, so the answer is exact although memory is given back in lumps.
+A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So if
+a key is live, all keys before it are live as well, and the end of the live ones is found by
+bisection: 13 look-ups for 8,192 keys. Two generations make forgetting cheap: entries are written to
+the young one, and after each time to live the old one is dropped as a whole. Each entry carries its
+own expiry, so look-ups are exact although memory is freed a generation at a time.
+
+    time          0 s               5 s               10 s
+    young         entries 0-5 s     entries 5-10 s    entries 10-15 s
+    old           -                 entries 0-5 s     entries 5-10 s
 """
 
 from __future__ import annotations
@@ -27,19 +31,19 @@ class RecentStatistics:
 
     replicas: int
     entries: int
-    """Expired ones included, until their generation goes."""
+    """Expired ones included, until their generation is dropped."""
     evicted: int
-    """Entries thrown away early, to make room."""
+    """Entries dropped early, to make room."""
     truncated: int
-    """Prompts of which only the first keys found room."""
+    """Prompts of which only the first keys were remembered, for lack of room."""
 
 
 class RecentPrefixes:
-    """Remembers prefix keys by replica. No clock of its own: *now* is seconds on any clock that
-    never goes back.
+    """Remembers prefix keys by replica. The caller passes the time: *now* is seconds on a monotonic
+    clock.
 
     Args:
-        ttl_s: How long an entry counts. A few seconds: prefill and the event's way here.
+        ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
         max_entries: Bound on keys over all replicas, some 80 bytes each.
     """
 
@@ -56,20 +60,27 @@ class RecentPrefixes:
         self._evicted = self._truncated = 0
 
     def remember(self, replica: str, keys: Sequence[int], now: float) -> None:
-        """A prompt with these *keys*, from its start, was just sent to *replica*."""
+        """Remember that a prompt was just sent to a replica.
+
+        Args:
+            replica: Its id.
+            keys: The prompt's keys, from its start.
+            now: Seconds.
+        """
         self._rotate(now)
         fitting = self._fit(keys)
         if fitting:
             self._young.setdefault(replica, {}).update(zip(fitting, repeat(now + self._ttl_s)))
 
     def match(self, keys: Sequence[int], step: int, now: float) -> dict[str, int]:
-        """How many leading tokens of a prompt were recently sent to each replica; replicas with
-        none are left out.
+        """Return how many leading tokens of a prompt were recently sent to each replica.
+
+        Replicas with none are left out.
 
         Args:
-            keys: The prompt's keys at every multiple of *step* tokens, of the key space that
-                `remember` was given. Use one step for all prompts of a model: a prompt is found
-                only where its own first key was remembered.
+            keys: The prompt's keys at every multiple of *step* tokens, as given to `remember`. Use
+                one step for all prompts of a model: a prompt is found only where its own first key
+                was remembered.
             step: Tokens from one key to the next.
             now: Seconds, on the clock of `remember`.
         """
@@ -83,7 +94,7 @@ class RecentPrefixes:
         return {replica: count * step for replica, count in found.items() if count}
 
     def forget(self, replica: str) -> None:
-        """What was sent there is void: the replica restarted, failed, or is gone."""
+        """Forget what was sent to a replica: it restarted, failed, or was removed."""
         self._young.pop(replica, None)
         self._old.pop(replica, None)
 
@@ -105,7 +116,7 @@ class RecentPrefixes:
             return 0
         low, high = 1, len(keys)
         while low < high:
-            # Half-way, but all of it first: equal prompts are the usual case.
+            # The last key first, since equal prompts are the usual case; then half-way.
             middle = high - 1 if high == len(keys) else (low + high) // 2
             if is_live(middle):
                 low = middle + 1
@@ -114,7 +125,7 @@ class RecentPrefixes:
         return low
 
     def _rotate(self, now: float) -> None:
-        """Throw away the generation that has expired."""
+        """Drop the generation that has expired."""
         if self._rotate_at is None:
             self._rotate_at = now + self._ttl_s
         if now < self._rotate_at:
@@ -125,8 +136,7 @@ class RecentPrefixes:
         self._rotate_at = now + self._ttl_s
 
     def _fit(self, keys: Sequence[int]) -> Sequence[int]:
-        """As many leading *keys* as there is room for, after the old generation was given up for
-        them."""
+        """The leading *keys* that there is room for; the old generation is dropped to make some."""
         room = self._max_entries - _size(self._young) - _size(self._old)
         if len(keys) <= room:
             return keys

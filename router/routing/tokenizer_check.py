@@ -1,7 +1,7 @@
-"""Asks every replica, each time it becomes healthy, whether it tokenises as the router does.
+"""Compares the tokenizer of every replica with the router's own, each time it becomes healthy.
 
-A router whose tokenizer differs from the engine's predicts hits that never come, and nothing else
-would say why.
+A router whose tokenizer differs from the engine's predicts hits that do not happen, and nothing
+else would show why.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ class TokenizerCheck:
     """Runs the checks and keeps their results. Belongs to one event loop.
 
     Args:
-        ask: `(replica, path, body) -> (status, body)`; raises OSError or TimeoutError where it does
-            not answer.
+        ask: `(replica, path, body) -> (status, body)`; raises OSError or TimeoutError where the
+            replica does not respond.
     """
 
     def __init__(self, ask: Callable[[Replica, str, bytes], Awaitable[tuple[int, bytes]]]) -> None:
         self._ask = ask
         self._running: set[asyncio.Task[None]] = set()
         self.disagreements: dict[tuple[str, str], int] = {}
-        """(model, replica) -> probes that came out differently; absent where nobody could be
-        asked."""
+        """(model, replica) -> probes tokenised differently; absent where that is not known."""
 
     def start(self, replica: Replica, model: Model) -> None:
-        """Check a replica in the background, if the router tokenises this model itself."""
+        """Check a replica in the background, if the router tokenises its model itself.
+
+        Args:
+            replica: The one to ask.
+            model: What it serves.
+        """
         local = model.tokenization.local
         if local is None:
             return
@@ -44,13 +48,13 @@ class TokenizerCheck:
         task.add_done_callback(self._running.discard)
 
     def forget(self, replica_id: str) -> None:
-        """The replica is gone."""
+        """Forget a replica that was removed."""
         self.disagreements = {
             key: count for key, count in self.disagreements.items() if key[1] != replica_id
         }
 
     async def close(self) -> None:
-        """Leave no check running."""
+        """End all checks."""
         for task in self._running:
             task.cancel()
         if self._running:

@@ -598,7 +598,10 @@ async def test_trailers_do_not_become_headers(router: RouterProcess) -> None:
     (RFC 9110 6.5.1)."""
     async with engines(1) as (stub,), router.serving(stub):
         body = json.dumps({"model": stub.model, "prompt": [1]}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ntransfer-encoding: chunked\r\ntrailer: x-late\r\n\r\n"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: router\r\n"
+            b"transfer-encoding: chunked\r\ntrailer: x-late\r\n\r\n"
+        )
         async with connect(router.port) as client:
             await client.write(
                 head

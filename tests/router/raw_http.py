@@ -146,9 +146,9 @@ async def raw_server(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _ in range(
-            3
-        ):  # what was just being accepted, and tasks that were cancelled before they began, close nothing
+        # Connections that were just being accepted, and tasks that were cancelled before they began,
+        # have closed nothing.
+        for _ in range(3):
             for writer in writers:
                 writer.transport.abort()
             await asyncio.sleep(0)
@@ -197,7 +197,10 @@ def answering(*answers: bytes) -> Handler:
     return handle
 
 
-EVENT_STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT_STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.proxy.usage import MAX_KEPT_BYTES, TokenUsage, UsageReader
+from router.proxy.usage import MAX_KEPT_BYTES, ReportedUsage, UsageReader
 
 CHAT_USAGE = {
     "prompt_tokens": 40,
@@ -31,7 +31,7 @@ def delta(text: str, **more: object) -> bytes:
     return event({"choices": [{"delta": {"content": text}}], **more})
 
 
-def read(*pieces: bytes) -> TokenUsage:
+def read(*pieces: bytes) -> ReportedUsage:
     reader = UsageReader()
     for piece in pieces:
         reader.feed(piece)
@@ -82,7 +82,7 @@ ALL_FORMS = {
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_every_api_form_gives_the_same_three_numbers(form: str) -> None:
     """Predicted-versus-actual compares one number, whatever API the client speaks."""
-    assert read(ALL_FORMS[form]) == TokenUsage(
+    assert read(ALL_FORMS[form]) == ReportedUsage(
         prompt_tokens=40, completion_tokens=3, cached_tokens=32
     )
 
@@ -93,7 +93,7 @@ def test_the_pieces_may_be_cut_anywhere(form: str, cuts: list[int]) -> None:
     body = ALL_FORMS[form]
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
     pieces = [body[start:end] for start, end in itertools.pairwise(edges)]
-    assert read(*pieces) == TokenUsage(prompt_tokens=40, completion_tokens=3, cached_tokens=32)
+    assert read(*pieces) == ReportedUsage(prompt_tokens=40, completion_tokens=3, cached_tokens=32)
 
 
 def test_a_stream_with_a_usage_in_every_event_gives_the_last_one() -> None:
@@ -101,7 +101,7 @@ def test_a_stream_with_a_usage_in_every_event_gives_the_last_one() -> None:
     pieces = [
         delta("x", usage={"prompt_tokens": 9, "completion_tokens": count}) for count in (1, 2, 3)
     ]
-    assert read(*pieces) == TokenUsage(prompt_tokens=9, completion_tokens=3, cached_tokens=None)
+    assert read(*pieces) == ReportedUsage(prompt_tokens=9, completion_tokens=3, cached_tokens=None)
 
 
 def test_an_empty_usage_beside_a_real_one_does_not_hide_it() -> None:
@@ -121,7 +121,7 @@ def test_a_stream_cut_before_its_last_line_end_still_counts_that_line() -> None:
 
 def test_an_answer_without_usage_says_nothing() -> None:
     """None is not zero: zero cached tokens would look like a wrong prediction."""
-    assert read(b'{"choices": []}') == read(delta("a")) == read() == TokenUsage(None, None, None)
+    assert read(b'{"choices": []}') == read(delta("a")) == read() == ReportedUsage(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_usage_in_the_generated_text_is_not_believed(text: str) -> None:
     """A prompt could otherwise make the model spoil the metrics."""
     reader = UsageReader()
     reader.feed(delta(text) + delta("\n" + text))
-    assert reader.usage() == TokenUsage()
+    assert reader.usage() == ReportedUsage()
     assert (
         read(json.dumps({"choices": [{"text": text}], "usage": CHAT_USAGE}).encode()).prompt_tokens
         == 40
@@ -163,7 +163,8 @@ def test_a_count_that_is_no_count_is_ignored(count: object) -> None:
 def test_the_usage_behind_a_body_of_megabytes_is_found_in_the_tail() -> None:
     """Embeddings are long; their usage stands at the end."""
     numbers = ",".join(["0.25"] * 400_000)
-    body = f'{{"data":[{{"embedding":[{numbers}]}}],"usage":{{"prompt_tokens":12,"total_tokens":12}}}}'.encode()
+    usage = '{"prompt_tokens":12,"total_tokens":12}'
+    body = f'{{"data":[{{"embedding":[{numbers}]}}],"usage":{usage}}}'.encode()
     assert (
         read(*(body[start : start + 5000] for start in range(0, len(body), 5000))).prompt_tokens
         == 12
@@ -191,13 +192,13 @@ def test_an_endless_line_is_kept_only_in_part(start: bytes) -> None:
         reader.feed(b"x" * 50_000)
     kept = sum(len(getattr(reader, name)) for name in ("_rest", "_first", "_last"))
     assert kept <= 3 * MAX_KEPT_BYTES
-    assert reader.usage() == TokenUsage()
+    assert reader.usage() == ReportedUsage()
 
 
 def test_deep_nesting_behind_the_key_is_survived() -> None:
     """A hostile tail must not end in a RecursionError."""
-    assert read(b'data: "usage":' + b'{"a":' * 10_000 + b"\n") == TokenUsage()
-    assert read(b'{"usage":' + b"[" * 30_000) == TokenUsage()
+    assert read(b'data: "usage":' + b'{"a":' * 10_000 + b"\n") == ReportedUsage()
+    assert read(b'{"usage":' + b"[" * 30_000) == ReportedUsage()
 
 
 @given(st.lists(st.binary(max_size=200), max_size=10))
