@@ -15,8 +15,8 @@ from offload.engine.http.errors import ApiError, RequestTooLarge
 Result = TypeVar("Result")
 
 
-class ClientLeft(Exception):
-    """The client has left, so there is nobody to respond to."""
+class RequestAbandoned(Exception):
+    """The client has left; there is no one to send a response to."""
 
 
 async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
@@ -30,7 +30,7 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
     Raises:
         RequestTooLarge: The body is longer.
         ApiError: 408, it took longer.
-        ClientLeft: The client left before the end of the body.
+        RequestAbandoned: The client left before the end of the body.
     """
     try:
         async with timeout(timeout_s):
@@ -40,7 +40,7 @@ async def read_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
             f"body: not there within {timeout_s:g} s", 408, "RequestTimeoutError"
         ) from None
     except ClientDisconnect:
-        raise ClientLeft from None
+        raise RequestAbandoned from None
 
 
 async def unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Result:
@@ -51,7 +51,7 @@ async def unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Res
         receive: The ASGI channel of its request, from which the body has been read.
 
     Raises:
-        ClientLeft: The client left first.
+        RequestAbandoned: The client left first.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
@@ -60,7 +60,7 @@ async def unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Res
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientLeft
+        raise RequestAbandoned
     finally:
         for task in tasks:
             task.cancel()

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from offload.engine.http.clients import ClientLeft
+from offload.engine.http.clients import RequestAbandoned
 from offload.engine.http.errors import (
     ApiError,
     ConversationError,
@@ -41,7 +41,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(EngineBusyError, _on_busy)
     app.add_exception_handler(EngineDeadError, _on_dead)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientLeft, _on_disconnect)
+    app.add_exception_handler(RequestAbandoned, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected_error)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offload.engine.http.clients import ClientLeft, unless_client_leaves
+from offload.engine.http.clients import RequestAbandoned, unless_client_leaves
 from offload.engine.http.completion import CompletionBuilder
 from offload.engine.http.errors import EngineDeadError, error_body
 from offload.engine.http.responses import ResponseFormat
@@ -87,7 +87,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 (the protocol's)
         try:
-            with contextlib.suppress(ClientLeft):
+            with contextlib.suppress(RequestAbandoned):
                 await unless_client_leaves(self._send(send), receive)
         finally:
             self._generation.close()
