@@ -133,7 +133,7 @@ class UnknownModel(RequestError):
 
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"model: no replica serves {_shown(model)}; GET /v1/models lists the models there are"
+            f"model: no replica serves {_shown(model)}; GET /v1/models lists the models"
         )
 
 
@@ -146,7 +146,7 @@ class UnknownReplica(RequestError):
 
     def __init__(self, replica_id: str) -> None:
         super().__init__(
-            f"replica: there is none with the id {_shown(replica_id)}; GET /replicas lists them"
+            f"replica: no replica has the id {_shown(replica_id)}; GET /replicas lists them"
         )
 
 
@@ -158,7 +158,7 @@ class UnknownPath(RequestError):
     code = "path_not_found"
 
     def __init__(self) -> None:
-        super().__init__("path: there is no such endpoint; GET /docs lists them")
+        super().__init__("path: no such endpoint; GET /docs lists them")
 
 
 class MethodNotAllowed(RequestError):

@@ -701,7 +701,7 @@ async def test_a_removed_replica_is_gone_at_once() -> None:
             here.registry.drain,
             here.registry.undrain,
         ):
-            with pytest.raises(UnknownReplica, match="there is none with the id 'r'"):
+            with pytest.raises(UnknownReplica, match="no replica has the id 'r'"):
                 act("r")
         second = here.add(engine, "r")
         await until(lambda: second.sources)

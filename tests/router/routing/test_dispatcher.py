@@ -1,0 +1,183 @@
+"""A request's body becomes a decision: model, prompt, ranking, and what is sent to which replica."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvevents.events import BlockStored, EventBatch
+from router.config import HealthConfig, ModelConfig, ReplicaConfig
+from router.errors import BadRequest, NoReplica, UnknownModel
+from router.index import SourceId
+from router.replicas import EventSource, Replica, ReplicaRegistry, ServedModels
+from router.replicas.load import LoadTracker
+from router.routing.dispatcher import Dispatcher
+from router.routing.models import ModelSet
+from router.routing.planner import RoutePlanner, uncached_tokens
+from router.routing.recent_prefixes import RecentPrefixes
+from router.scoring import make_policy
+from router.tokenize import Endpoint
+
+REPORT_MODE = (
+    b'{"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}'
+)
+
+
+class Setting:
+    """A dispatcher over a registry whose replicas are never asked."""
+
+    def __init__(self) -> None:
+        load = LoadTracker()
+        self.registry = ReplicaRegistry(_no_response, HealthConfig(), load)
+        self.models = ModelSet([ModelConfig(name="m", lora_adapters=("a",))], _no_tokens)
+        planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(), lambda _: False)
+        self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix")
+
+    def add(self, name: str, ranks: int = 1, **config: object) -> Replica:
+        """Add a healthy replica with one event source a rank."""
+        number = len(self.registry.replicas()) + 1
+        replica = self.registry.add(
+            ReplicaConfig(url=f"http://127.0.0.1:{number}", id=name, models=("m",), **config)
+        )
+        while not replica.is_healthy:
+            replica.record.check_passed()
+        replica.sources = tuple(
+            EventSource(rank, "tcp://127.0.0.1:1", None) for rank in range(ranks)
+        )
+        return replica
+
+
+async def _no_response(*_arguments: object) -> tuple[int, bytes]:
+    raise ConnectionError
+
+
+async def _no_tokens(*_arguments: object) -> tuple[int, bytes]:
+    raise ConnectionError
+
+
+@pytest.fixture
+async def setting() -> AsyncIterator[Setting]:
+    made = Setting()
+    yield made
+    await made.registry.close()
+    made.models.close()
+
+
+async def test_an_attempt_carries_the_replicas_own_headers_and_what_the_client_is_to_see(
+    setting: Setting,
+) -> None:
+    """The engine needs its key, and the client learns where its request went."""
+    setting.add("r0", api_key="secret")
+    decision = await setting.dispatcher.dispatch(
+        Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1, 2, 3]}'
+    )
+    (attempt,) = decision.attempts()
+    assert attempt.replica_id == "r0"
+    assert attempt.request_headers == ((b"authorization", b"Bearer secret"),)
+    assert attempt.response_headers == ((b"x-kv-replica", b"r0"), (b"x-kv-hit-tokens", b"0"))
+    assert decision.prompt_tokens == 3
+
+
+async def test_a_rank_is_asked_for_only_where_it_holds_the_prefix(setting: Setting) -> None:
+    """The engine balances its ranks better than the router, unless one of them has the prefix."""
+    setting.add("r0", ranks=2)
+    ids = list(range(65))
+    body = b'{"model": "m", "prompt": %b}' % str(ids).encode()
+
+    decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body)
+    candidate = decision.ranked("r0").candidate
+    assert (candidate.dp_rank, decision.source_of(candidate)) == (None, SourceId("r0", 0))
+    assert next(decision.attempts()).request_headers == ()
+    assert uncached_tokens(65, candidate) == 65
+
+    blocks = BlockStored([1, 2, 3, 4], None, ids[:64], "GPU", 0)
+    setting.models.index_of("m").apply(SourceId("r0", 1), EventBatch(0.0, [blocks]))
+    decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body)
+    candidate = decision.ranked("r0").candidate
+    assert (candidate.dp_rank, decision.source_of(candidate)) == (1, SourceId("r0", 1))
+    attempt = next(decision.attempts())
+    assert attempt.request_headers == ((b"x-data-parallel-rank", b"1"),)
+    assert attempt.response_headers[1] == (b"x-kv-hit-tokens", b"64")
+    assert uncached_tokens(65, candidate) == 1
+
+
+async def test_a_replica_that_is_removed_after_the_decision_is_still_tried(
+    setting: Setting,
+) -> None:
+    """What runs there goes on, so what was just sent on its way may as well."""
+    for name in ("r0", "r1"):
+        setting.add(name)
+    decision = await setting.dispatcher.dispatch(
+        Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1]}'
+    )
+    setting.registry.remove("r0")
+    assert {attempt.replica_id for attempt in decision.attempts()} == {"r0", "r1"}
+
+
+async def test_the_report_mode_is_taken_out_of_what_is_sent_and_of_nothing_else(
+    setting: Setting,
+) -> None:
+    """It would spoil the engine's events; `/route` sends nothing, so nothing is taken out."""
+    setting.add("r0")
+    sent = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, REPORT_MODE)
+    assert (sent.has_report_mode, b"report_mode" in sent.body, b'"a"' in sent.body) == (
+        True,
+        False,
+        True,
+    )
+    asked = await setting.dispatcher.dispatch(Endpoint.ROUTE, REPORT_MODE)
+    assert (asked.has_report_mode, asked.body) == (False, REPORT_MODE)
+
+
+async def test_a_request_without_a_prompt_is_timed_and_routed_without_tokens(
+    setting: Setting,
+) -> None:
+    """`/tokenize` goes to the least loaded replica; there is nothing to tokenise or to compare."""
+    setting.add("r0")
+    body = b'{"model": "a", "prompt": "text"}'
+    decision = await setting.dispatcher.dispatch(None, body)
+    assert (decision.spec, decision.tokenization_s, decision.is_comparable) == (None, None, False)
+    assert decision.routing_s > 0
+    assert (decision.model.name, decision.body) == ("m", body)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, None])
+@pytest.mark.parametrize(
+    ("prepare", "error"),
+    [
+        (lambda setting: None, UnknownModel),
+        (lambda setting: _undiscovered(setting), NoReplica),
+    ],
+)
+async def test_an_unknown_model_is_final_only_when_all_replicas_have_reported_theirs(
+    setting: Setting,
+    endpoint: Endpoint | None,
+    prepare: Callable[[Setting], None],
+    error: type[Exception],
+) -> None:
+    """404 tells a client not to try again."""
+    prepare(setting)
+    with pytest.raises(error):
+        await setting.dispatcher.dispatch(endpoint, b'{"model": "other", "prompt": [1]}')
+
+
+def _undiscovered(setting: Setting) -> None:
+    setting.add("r0").served = ServedModels()
+
+
+async def test_an_empty_ranking_says_why_when_a_replica_is_required(setting: Setting) -> None:
+    """The reasons, counted, are what the client's 503 says."""
+    setting.add("r0")
+    setting.registry.drain("r0")
+    decision = await setting.dispatcher.dispatch(None, b'{"model": "m"}')
+    assert list(decision.attempts()) == []
+    with pytest.raises(NoReplica, match="1 draining"):
+        decision.require_replica()
+
+
+async def test_a_body_that_cannot_be_read_is_a_bad_request(setting: Setting) -> None:
+    """In both forms, with the place."""
+    for endpoint in (Endpoint.COMPLETIONS, None):
+        with pytest.raises(BadRequest, match=r"^\$"):
+            await setting.dispatcher.dispatch(endpoint, b"[]")
