@@ -6,7 +6,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -27,15 +27,16 @@ _MAX_SOCKETS = 16_384
 
 
 @dataclass(slots=True)
-class Applied:
-    """What a source's batches did to the index, in blocks unless it says otherwise."""
+class AppliedEvents:
+    """What a source's batches did to the index so far, in blocks unless it says otherwise."""
 
     stored: int = 0
     removed: int = 0
     skipped: int = 0
+    """See `ApplyResult`, as for *overflow*."""
     overflow: int = 0
     cleared: int = 0
-    """Times everything was forgotten, to start from nothing."""
+    """Times the source was emptied, to be rebuilt."""
 
     def add(self, result: ApplyResult) -> None:
         self.stored += result.stored
@@ -46,29 +47,25 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class SourceFeedStatistics:
-    """One source's stream and what it did."""
+    """One source: how its stream is, and what came of it."""
 
     model: str
     state: SourceState
     stream: SubscriberStatistics
-    stored: int
-    removed: int
-    skipped: int
-    overflow: int
-    cleared: int
+    applied: AppliedEvents
 
 
 class Feed:
-    """One task per source. Used on one event loop.
-
-    Args:
-        index_of: The index of a model.
-        options: For all subscribers.
-    """
+    """Follows every source with a task of its own. Belongs to one event loop."""
 
     def __init__(
         self, index_of: Callable[[str], PrefixIndex], options: SubscriberOptions | None = None
     ) -> None:
+        """
+        Args:
+            index_of: The index of a model.
+            options: Of all subscribers.
+        """
         self._index_of = index_of
         self._options = options or SubscriberOptions()
         self._pacer = Pacer()
@@ -86,24 +83,22 @@ class Feed:
         model: str,
         hints: LayoutHints | None = None,
     ) -> None:
-        """Follow a source; until it is live, what the index says of it is not to be trusted.
+        """Follow a source. Until it is live, its hits are not to be trusted.
 
         Args:
             source: One data-parallel rank of a replica; each has endpoints of its own.
-            endpoint: Where it publishes.
-            replay_endpoint: Where it answers; None: what is lost stays lost, and shows as suspect.
+            endpoint: Its PUB address.
+            replay_endpoint: Its ROUTER address; with None, events that are lost stay lost and leave
+                the source suspect.
             topic: What it publishes under, exactly; None takes every topic.
             model: Whose index it feeds.
             hints: What the configuration says of its cache.
-
         Raises:
-            EndpointError: An endpoint is none that a socket can connect to.
+            EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
         """
         if source in self._sources:
-            raise ValueError(
-                f"source {source.replica!r} rank {source.dp_rank}: it is followed already"
-            )
+            raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
         feed = _SourceFeed(source, model, index, self._complain)
         subscriber = self._subscriber(endpoint, replay_endpoint, topic, feed)
@@ -112,19 +107,19 @@ class Feed:
         self._sources[source] = feed
 
     async def remove(self, source: SourceId) -> None:
-        """Stop following a source and forget its blocks; one that is not followed is no error."""
+        """Stop following a source and forget its blocks; one that is not followed is ignored."""
         feed = self._sources.pop(source, None)
         if feed is None:
             return
         feed.cancel()
-        # At once: by the time its task has ended, the source may have been added again.
+        # Before the await: once its task has ended, the source may have been added again.
         feed.index.drop(source)
         await feed.ended()
         if not any(other.replica == source.replica for other in self._sources):
             self._complained.discard(source.replica)
 
     async def close(self) -> None:
-        """Stop following all sources; the index keeps what it has."""
+        """Stop following all sources; the indexes keep their blocks."""
         feeds = list(self._sources.values())
         self._sources.clear()
         for feed in feeds:
@@ -134,12 +129,12 @@ class Feed:
         self._context.term()
 
     def state(self, source: SourceId) -> SourceState:
-        """How far the index can be trusted about *source*; one that is not followed is dead."""
+        """How far a source's hits can be trusted; one that is not followed is dead."""
         feed = self._sources.get(source)
         return feed.state if feed else SourceState.DEAD
 
     def is_suspect(self, source: SourceId) -> bool:
-        """Should this source's hits be discounted? One that is not followed has none."""
+        """Whether a source's hits should be discounted; one that is not followed has no hits."""
         return source in self._sources and self.state(source) is not SourceState.LIVE
 
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
@@ -159,7 +154,7 @@ class Feed:
         )
 
     def _complain(self, source: SourceId, problem: KVEventsError) -> None:
-        """Log the first problem of a replica; the rest are in the statistics."""
+        """Log the first problem of a replica; the statistics count all of them."""
         if source.replica not in self._complained:
             self._complained.add(source.replica)
             _log.warning(
@@ -171,7 +166,7 @@ class Feed:
 
 
 class _SourceFeed:
-    """What one subscriber hands its batches to."""
+    """The consumer of one subscriber: applies its batches, and follows its state."""
 
     def __init__(
         self,
@@ -185,7 +180,7 @@ class _SourceFeed:
         self._source = source
         self._model = model
         self._complain = complain
-        self._applied = Applied()
+        self._applied = AppliedEvents()
         self._has_had_lower_tiers = False
         self._is_known_suspect = False
         self._subscriber: Subscriber | None = None
@@ -199,27 +194,19 @@ class _SourceFeed:
         self._task.add_done_callback(self._on_end)
 
     def cancel(self) -> None:
-        """Hand on nothing from now on."""
+        """Apply nothing from now on."""
         assert self._task is not None
         self._task.cancel()
 
     async def ended(self) -> None:
-        """Until all sockets are closed."""
+        """Wait until all its sockets are closed."""
         assert self._task is not None
         await asyncio.wait([self._task])
 
     def statistics(self) -> SourceFeedStatistics:
         assert self._subscriber is not None
-        applied = self._applied
         return SourceFeedStatistics(
-            model=self._model,
-            state=self.state,
-            stream=self._subscriber.statistics(),
-            stored=applied.stored,
-            removed=applied.removed,
-            skipped=applied.skipped,
-            overflow=applied.overflow,
-            cleared=applied.cleared,
+            self._model, self.state, self._subscriber.statistics(), replace(self._applied)
         )
 
     # --- what the subscriber calls ----------------------------------------------------------------
@@ -230,8 +217,7 @@ class _SourceFeed:
         self._has_had_lower_tiers |= result.has_lower_tiers
         if result.is_incomplete:
             return Effect.INCOMPLETE
-        # A clear empties the GPU alone: what a lower tier stored or removed meanwhile stays
-        # unknown.
+        # A clear empties only the GPU: what a lower tier lost or stored meanwhile stays unknown.
         return (
             Effect.KNOWN_AGAIN if result.cleared and not self._has_had_lower_tiers else Effect.KEPT
         )
@@ -260,16 +246,15 @@ class _SourceFeed:
         self._complain(self._source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """A subscriber ends only when it is told to; anything else is our own mistake, and must
-        show."""
+        """A subscriber ends only when it is cancelled; anything else is a bug of ours, and shows."""
         self.state = SourceState.DEAD
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            # Of our own errors alone it is known that they quote no prompt.
+            # Only our own errors are known not to quote a prompt.
             what = (
                 str(error)
                 if isinstance(error, KVEventsError)
-                else f"{type(error).__name__} at {_places(error)}"
+                else f"{type(error).__name__} at {_raised_at(error)}"
             )
             _log.error(
                 "replica %s rank %d: no longer followed: %s",
@@ -279,8 +264,7 @@ class _SourceFeed:
             )
 
 
-def _places(error: BaseException) -> str:
-    """Where an error was raised, outermost first. Without its message, which may quote what it
-    choked on."""
+def _raised_at(error: BaseException) -> str:
+    """Where an error was raised, outermost first; without its message, which may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(f"{PurePath(frame.filename).name}:{frame.lineno}" for frame in frames)

@@ -30,10 +30,10 @@ from router.index import (
     ApplyResult,
     DumpError,
     GroupHit,
+    HashedPrompt,
     Hit,
     LayoutHints,
     PrefixIndex,
-    PreparedPrompt,
     SourceId,
     SourceStatistics,
     create_index,
@@ -74,13 +74,13 @@ class GroupBlindIndex(PrefixIndex):
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
         extra_steps: Sequence[int] = (),
-    ) -> PreparedPrompt:
+    ) -> HashedPrompt:
         return self._index.prepare(token_ids, lora_name, cache_salt, extra_keys, extra_steps)
 
-    def match_prompt(self, prompt: PreparedPrompt) -> dict[SourceId, Hit]:
+    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
         return self._index.match_prompt(prompt)
 
-    def explain(self, prompt: PreparedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
+    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         return self._index.explain(prompt, source)
 
     def export(self) -> Iterator[bytes]:

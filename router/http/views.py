@@ -130,7 +130,8 @@ def _feed(statistics: SourceFeedStatistics | None) -> dict[str, Any] | None:
     if statistics is None:
         return None
     plain: dict[str, Any] = msgspec.to_builtins(statistics)
-    return plain
+    applied = plain.pop("applied")
+    return {**plain, **applied}
 
 
 def _cache(statistics: SourceStatistics | None) -> dict[str, Any] | None:

@@ -71,7 +71,7 @@ class SourceLimits:
     has evicted it."""
 
 
-class PreparedPrompt(Protocol):
+class HashedPrompt(Protocol):
     """A prompt that an index has hashed. Only that index can match it."""
 
     def prefix_keys(self, step: int) -> Sequence[int]:
@@ -204,7 +204,7 @@ class PrefixIndex(Protocol):
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
         extra_steps: Sequence[int] = (),
-    ) -> PreparedPrompt:
+    ) -> HashedPrompt:
         """Hash a prompt, so that matching it is cheap.
 
         Args:
@@ -216,7 +216,7 @@ class PrefixIndex(Protocol):
             extra_steps: Steps in tokens for which the caller will ask `prefix_keys`.
         """
 
-    def match_prompt(self, prompt: PreparedPrompt) -> dict[SourceId, Hit]:
+    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
         """How much of a prompt each source would reuse; every known source is named."""
 
     def match(
@@ -236,7 +236,7 @@ class PrefixIndex(Protocol):
         """
         return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
 
-    def explain(self, prompt: PreparedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
+    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         """What each group of a source would allow of a prompt, by group index.
 
         Args:

@@ -152,12 +152,12 @@ _FEED_COUNTERS: _Table[SourceFeedStatistics] = (
         "Connections made to a publisher.",
         lambda found: found.stream.connections,
     ),
-    ("kvroute_blocks_stored", "Blocks stored.", lambda found: found.stored),
-    ("kvroute_blocks_removed", "Blocks removed.", lambda found: found.removed),
+    ("kvroute_blocks_stored", "Blocks stored.", lambda found: found.applied.stored),
+    ("kvroute_blocks_removed", "Blocks removed.", lambda found: found.applied.removed),
     (
         "kvroute_events_skipped",
         "Unknown event types, removals of unknown blocks, blocks over a bound.",
-        lambda found: found.skipped,
+        lambda found: found.applied.skipped,
     ),
 )
 

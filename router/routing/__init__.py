@@ -6,7 +6,7 @@ next (what never leaves its room is not listed):
     bytes             the body, as the client sent it
     PromptSpec        what the body asks to be computed                       tokenize
     TokenizedPrompt   the token ids of one of its prompts                     tokenize
-    PreparedPrompt    these, hashed                                           index
+    HashedPrompt      these, hashed                                           index
     Hit               what one source would reuse of a prompt                 index
     RouteRequest      what a policy may know of the request                   scoring
     Candidate         one replica, with its hit and its load                  scoring

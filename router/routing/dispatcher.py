@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from router.errors import BadRequest, NoReplica, UnknownModel
-from router.index import PreparedPrompt, SourceId
+from router.index import HashedPrompt, SourceId
 from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.models import Model, ModelSet
@@ -46,7 +46,7 @@ class Decision:
     spec: PromptSpec | None = None
     """None for a request without a prompt to generate from, as `/tokenize`."""
     tokenized: Sequence[TokenizedPrompt] = ()
-    prompts: Sequence[PreparedPrompt] = ()
+    prompts: Sequence[HashedPrompt] = ()
     """The hashed ones of *tokenized*."""
     prompt_tokens: int = 0
     """Over all prompts, as far as their token ids are known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from router.index import Hit, PrefixIndex, PreparedPrompt, SourceId
+from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
 from router.replicas import Replica
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
@@ -53,7 +53,7 @@ class RoutePlanner:
         self,
         request: RouteRequest,
         index: PrefixIndex,
-        prompts: Sequence[PreparedPrompt],
+        prompts: Sequence[HashedPrompt],
         replicas: Iterable[Replica],
     ) -> Ranking:
         """Rank *replicas* for a request.
@@ -73,7 +73,7 @@ class RoutePlanner:
         ]
         return rank(self._policy, request, candidates)
 
-    def remember(self, prompts: Sequence[PreparedPrompt], replica_id: str) -> None:
+    def remember(self, prompts: Sequence[HashedPrompt], replica_id: str) -> None:
         """Count on the prefixes of *prompts* at a replica before its events report them.
 
         Args:
@@ -88,7 +88,7 @@ class RoutePlanner:
         """Count no longer on what was sent to this replica."""
         self._recent.forget(replica_id)
 
-    def _recent_tokens(self, prompts: Sequence[PreparedPrompt]) -> dict[str, int]:
+    def _recent_tokens(self, prompts: Sequence[HashedPrompt]) -> dict[str, int]:
         """Prompt tokens that were just sent to each replica; only where there are any."""
         now = self._clock()
         tokens: dict[str, int] = {}
@@ -115,7 +115,7 @@ class RoutePlanner:
         )
 
 
-def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[PreparedPrompt]:
+def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[HashedPrompt]:
     """Hash the prompts whose token ids are known.
 
     Hashing a long prompt takes milliseconds (a million tokens: some 40), so callers do it in a

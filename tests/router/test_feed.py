@@ -90,7 +90,11 @@ async def test_batches_go_into_the_index_of_their_model(feed: Feed, models: Mode
         assert (models.hit(A, "one"), models.hit(B, "two")) == (Hit(64, 64), Hit(32, 32))
         assert not models("one").holds(B)
         statistics = feed.statistics()
-        assert (statistics[A].stored, statistics[A].model, statistics[B].stored) == (4, "one", 2)
+        assert (
+            statistics[A].applied.stored,
+            statistics[A].model,
+            statistics[B].applied.stored,
+        ) == (4, "one", 2)
 
 
 async def test_two_ranks_of_a_replica_are_two_sources(feed: Feed, models: Models) -> None:
@@ -166,7 +170,7 @@ async def test_what_the_configuration_says_of_a_layout_survives_a_restart(
         await until_live(feed, A, 0)
     with VllmPublisher(port=publisher.port, replay_port=publisher.replay_port) as again:
         again.publish(stored(48))
-        await until(lambda: feed.statistics()[A].cleared == 1, "the clear")
+        await until(lambda: feed.statistics()[A].applied.cleared == 1, "the clear")
         await until_live(feed, A, 0)
     assert models("one").sources[A].learner.hints is hints
     assert models.hit(A) == Hit(32, 32)
@@ -182,7 +186,7 @@ async def test_what_goes_over_a_limit_makes_the_source_suspect(models: Models) -
         await until_live(feed, A, 0)
         publisher.publish(stored(128, 64))
         await until_state(feed, A, SourceState.SUSPECT, 1)
-        assert feed.statistics()[A].overflow == 3
+        assert feed.statistics()[A].applied.overflow == 3
         publisher.publish(batch(AllBlocksCleared()))
         publisher.publish(stored(64))
         await until_live(feed, A, 3)

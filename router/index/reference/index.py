@@ -13,10 +13,10 @@ from kvevents.events import EventBatch
 from router.index.base import (
     ApplyResult,
     GroupHit,
+    HashedPrompt,
     Hit,
     LayoutHints,
     PrefixIndex,
-    PreparedPrompt,
     SourceId,
     SourceLimits,
     SourceStatistics,
@@ -68,7 +68,7 @@ class ReferenceIndex(PrefixIndex):
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
         extra_steps: Sequence[int] = (),
-    ) -> PreparedPrompt:
+    ) -> HashedPrompt:
         prompt = PromptKeys(self.keys, token_ids, lora_name, cache_salt, extra_keys)
         for hash_block_size, lookahead in self._steps():
             prompt.keys(hash_block_size, lookahead)
@@ -76,11 +76,11 @@ class ReferenceIndex(PrefixIndex):
             prompt.prefix_keys(step)
         return prompt
 
-    def match_prompt(self, prompt: PreparedPrompt) -> dict[SourceId, Hit]:
+    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
         assert isinstance(prompt, PromptKeys)
         return {source_id: hit_of(source, prompt) for source_id, source in self.sources.items()}
 
-    def explain(self, prompt: PreparedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
+    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, PromptKeys)
         known = self.sources.get(source)
         return tuple(group_hits(known, prompt)) if known else ()

@@ -7,13 +7,13 @@ from typing import Any
 
 from kvevents.events import BlockHash, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
-from router.index.base import PreparedPrompt
+from router.index.base import HashedPrompt
 from router.index.reference.extra_keys import marks_of, spellings
 from router.index.reference.hash_finder import engine_hashes
 from router.index.reference.keys import KeySpace
 
 
-class PromptKeys(PreparedPrompt):
+class PromptKeys(HashedPrompt):
     """Computes each list once, and keeps it."""
 
     def __init__(
