@@ -145,7 +145,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256), _PLAIN]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096), _PLAIN]
 UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), _PLAIN]
 Url = Annotated[str, Field(max_length=2048), _PLAIN, AfterValidator(_check_url)]
-Endpoint = Annotated[str, Field(max_length=1024), _PLAIN, AfterValidator(_check_endpoint)]
+ZmqAddress = Annotated[str, Field(max_length=1024), _PLAIN, AfterValidator(_check_endpoint)]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), _PLAIN]
 ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), _PLAIN]
 """Appears in headers, in metrics and in the path of a URL."""
@@ -334,9 +334,9 @@ class ModelConfig(Section, frozen=True):
 class EventSourceConfig(Section, frozen=True):
     """Where one data-parallel rank of a replica publishes its events."""
 
-    endpoint: Endpoint
+    endpoint: ZmqAddress
     """`tcp://host:port`; a wildcard host means the replica's own."""
-    replay_endpoint: Endpoint | None = None
+    replay_endpoint: ZmqAddress | None = None
     topic: Annotated[str, Field(max_length=1024), _PLAIN] = ""
     dp_rank: Annotated[int, Field(ge=0, le=65_535), _PLAIN] = 0
 

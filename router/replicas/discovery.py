@@ -1,15 +1,15 @@
-"""What a replica says about itself, read from its answers. Pure; whatever the answers hold, the
-result is bounded.
+"""What a replica reports about itself, read from its responses. Pure; the result is bounded,
+whatever a response holds.
 
-`GET /kv_event_sources` (vLLM 0.32) answers an object, data-parallel rank -> its publisher's
+`GET /kv_event_sources` (vLLM 0.32) returns an object, data-parallel rank -> its publisher's
 configuration:
 
     {"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
-    "replay_endpoint": "tcp://*:6557",
-           "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": "kv-events"}}
+           "replay_endpoint": "tcp://*:6557", "buffer_steps": 10000, "hwm": 100000,
+           "max_queue_size": 100000, "topic": "kv-events"}}
 
 with the port offset of the rank already in the addresses, `null` for no replay endpoint, and `{}`
-where there are no events. Development branches of vLLM answered a list whose entries carry
+where there are no events. Development branches of vLLM returned a list whose entries carry
 `data_parallel_rank`; both are read.
 
 `GET /v1/models` lists base models, and LoRA adapters as entries with a `parent`.
@@ -30,18 +30,18 @@ from router.replicas.types import EventSource, ServedModels
 
 SOURCES_PATH = "/kv_event_sources"
 MODELS_PATH = "/v1/models"
-MAX_ANSWER_BYTES = 1024 * 1024
+MAX_RESPONSE_BYTES = 1024 * 1024
 MAX_RANKS = 1024
 MAX_RANK = 65_535
 MAX_MODELS = 4096
 MAX_NAME_CHARS = 256
 MAX_TOPIC_CHARS = 1024
 
-# Hosts that a server binds to and nobody can connect to.
+# Hosts that a server can bind to but no client can connect to.
 _WILDCARDS = frozenset(("*", "0.0.0.0", "[::]", "::", "[*]"))
 
 
-class _Source(msgspec.Struct):
+class _SourceEntry(msgspec.Struct):
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
@@ -49,33 +49,34 @@ class _Source(msgspec.Struct):
     data_parallel_rank: int | None = None
 
 
-class _Model(msgspec.Struct):
+class _ModelEntry(msgspec.Struct):
     id: str
     parent: str | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[_ModelEntry]
 
 
 def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
-    """The event sources in an answer to `GET /kv_event_sources`, by rank; none if the engine
+    """The event sources in a response to `GET /kv_event_sources`, by rank; empty if the engine
     publishes nothing.
 
     Args:
-        body: The answer.
-        host: The replica's own, which takes the place of wildcards.
+        body: The response's.
+        host: The replica's own, which replaces wildcards.
     Raises:
-        ReplicaAnswerInvalid: It is no such answer.
+        ReplicaAnswerInvalid: The body has another form, or names an address that cannot be
+            connected to.
     """
-    answer: dict[str, _Source] | list[_Source] = _decode(
-        SOURCES_PATH, body, dict[str, _Source] | list[_Source]
+    found: dict[str, _SourceEntry] | list[_SourceEntry] = _decode(
+        SOURCES_PATH, body, dict[str, _SourceEntry] | list[_SourceEntry]
     )
-    if len(answer) > MAX_RANKS:
+    if len(found) > MAX_RANKS:
         raise ReplicaAnswerInvalid(
-            SOURCES_PATH, f"{len(answer)} ranks; at most {MAX_RANKS} are taken"
+            SOURCES_PATH, f"{len(found)} ranks; at most {MAX_RANKS} are taken"
         )
-    entries = answer.items() if isinstance(answer, dict) else _numbered(answer)
+    entries = found.items() if isinstance(found, dict) else _numbered(found)
     sources = [_source(rank, entry, host) for rank, entry in entries if entry.publisher == "zmq"]
     sources.sort(key=lambda source: source.dp_rank)
     for before, after in pairwise(sources):
@@ -85,32 +86,37 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
 
 
 def parse_models(body: bytes) -> ServedModels:
-    """The models and adapters in an answer to `GET /v1/models`.
+    """The models and adapters in a response to `GET /v1/models`.
 
     Raises:
-        ReplicaAnswerInvalid: It is no such answer, or names no model.
+        ReplicaAnswerInvalid: The body has another form, or names no base model.
     """
-    answer: _Models = _decode(MODELS_PATH, body, _Models)
-    if len(answer.data) > MAX_MODELS:
+    listed: _Models = _decode(MODELS_PATH, body, _Models)
+    if len(listed.data) > MAX_MODELS:
         raise ReplicaAnswerInvalid(
-            MODELS_PATH, f"{len(answer.data)} models; at most {MAX_MODELS} are taken"
+            MODELS_PATH, f"{len(listed.data)} models; at most {MAX_MODELS} are taken"
         )
-    for index, model in enumerate(answer.data):
+    for index, model in enumerate(listed.data):
         if not 1 <= len(model.id) <= MAX_NAME_CHARS or len(model.parent or "") > MAX_NAME_CHARS:
             raise ReplicaAnswerInvalid(
                 f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters"
             )
-    models = _unique(model.id for model in answer.data if not model.parent)
+    models = _unique(model.id for model in listed.data if not model.parent)
     if not models:
         raise ReplicaAnswerInvalid(MODELS_PATH, "no base model; there must be one")
     adapters = {
-        model.id: model.parent for model in answer.data if model.parent and model.id not in models
+        model.id: model.parent for model in listed.data if model.parent and model.id not in models
     }
     return ServedModels(models, tuple(adapters.items()))
 
 
 def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple[EventSource, ...]:
-    """Event sources as the configuration gives them."""
+    """Event sources as the configuration gives them, by rank.
+
+    Args:
+        entries: The configured sources, in any order.
+        host: The replica's own, which replaces wildcards.
+    """
     return tuple(
         EventSource(
             entry.dp_rank,
@@ -123,7 +129,12 @@ def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """An address to bind to as one to connect to: *host* in place of a wildcard."""
+    """The address to connect to, for one that a server binds to.
+
+    Args:
+        endpoint: `tcp://*:5557`, say.
+        host: Replaces the wildcard, if there is one.
+    """
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -139,12 +150,12 @@ def _decode(place: str, body: bytes, kind: Any) -> Any:
         raise ReplicaAnswerInvalid(place, f"cannot be read: {str(error)[:200]}") from None
 
 
-def _numbered(entries: list[_Source]) -> Iterator[tuple[str, _Source]]:
+def _numbered(entries: list[_SourceEntry]) -> Iterator[tuple[str, _SourceEntry]]:
     for index, entry in enumerate(entries):
         yield str(index if entry.data_parallel_rank is None else entry.data_parallel_rank), entry
 
 
-def _source(rank: str, entry: _Source, host: str) -> EventSource:
+def _source(rank: str, entry: _SourceEntry, host: str) -> EventSource:
     if not (rank.isascii() and rank.isdigit() and len(rank) <= 5 and int(rank) <= MAX_RANK):
         raise ReplicaAnswerInvalid(
             SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}"
@@ -164,7 +175,7 @@ def _source(rank: str, entry: _Source, host: str) -> EventSource:
 
 
 def _address(place: str, endpoint: str, host: str) -> str:
-    # inproc:// has the right form, but nobody outside the engine's process can reach it.
+    # inproc:// has the right form, but only the engine's own process can reach it.
     if not is_endpoint(endpoint) or endpoint.startswith("inproc://"):
         raise ReplicaAnswerInvalid(
             place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path"

@@ -17,9 +17,9 @@ _WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 
 MAX_REQUESTS = 10_000_000
-"""A gauge beyond this is taken for nonsense, as is NaN."""
+"""A larger value is taken for nonsense, as is NaN."""
 
-# One sample a line: name, perhaps labels, value, perhaps a time. The labels are not looked into.
+# One sample a line: name, perhaps labels, value, perhaps a time. The labels do not matter.
 _NAMES = b"|".join((*_RUNNING, *_WAITING, *_USAGE))
 _SAMPLE = re.compile(rb"^(%b)(?:\{[^\n]*\})?[ \t]+([^ \t\r\n]{1,32})" % _NAMES, re.MULTILINE)
 
@@ -30,13 +30,12 @@ class EngineLoad(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     kv_cache_usage: float | None
-    """Share of KV blocks that running requests hold, of the fullest rank; None if it does not
-    say."""
+    """Share of KV blocks that running requests hold, of the fullest rank; None if it is not
+    reported."""
 
 
 def parse_engine_load(text: bytes) -> EngineLoad | None:
-    """Read the gauges; None if *text* has no count of running requests. Never raises, whatever
-    *text* is."""
+    """Read an engine's metrics; None if they have no count of running requests. Never raises."""
     values: dict[bytes, list[float]] = {}
     for name, value in _samples(text):
         values.setdefault(name, []).append(value)

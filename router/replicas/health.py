@@ -1,5 +1,5 @@
-"""When a replica counts as healthy: active checks and the fate of real requests in, one word out.
-No clock, no I/O."""
+"""When a replica counts as healthy: outcomes of checks and requests in, one word out. No clock, no
+I/O."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ MAX_ERROR_CHARS = 300
 class HealthRecord:
     """Counts in a row, for one replica.
 
-    Checks and requests are counted apart: a server whose /health answers while its requests fail
-    would otherwise never leave the rotation. A passed check brings it back, so such a server
+    Checks and requests are counted separately: otherwise a server whose /health works while its
+    requests fail would never leave the rotation. A passed check brings it back, so such a server
     alternates, and costs a few retries per interval.
+
+    Args:
+        unhealthy_after: Failures in a row that make it unhealthy.
+        healthy_after: Passed checks in a row that make it healthy.
     """
 
     def __init__(self, unhealthy_after: int, healthy_after: int) -> None:
@@ -26,7 +30,7 @@ class HealthRecord:
         self._passed_in_a_row = self._failed_in_a_row = self._failed_requests_in_a_row = 0
 
     def check_passed(self) -> bool:
-        """A check was answered well; True if the replica became healthy by it."""
+        """A check passed; True if that made the replica healthy."""
         self.checks += 1
         self._failed_in_a_row = 0
         self._passed_in_a_row += 1
@@ -38,7 +42,7 @@ class HealthRecord:
         return True
 
     def check_failed(self, error: str) -> bool:
-        """A check failed; True if the replica became unhealthy by it."""
+        """A check failed; True if that made the replica unhealthy."""
         self.checks += 1
         self.failed_checks += 1
         self.last_error = error[:MAX_ERROR_CHARS]
@@ -47,8 +51,8 @@ class HealthRecord:
         return self._failed_in_a_row >= self._unhealthy_after and self._become_unhealthy()
 
     def request_failed(self, error: str) -> bool:
-        """A request failed for the replica's fault, not the client's; True if it became unhealthy
-        by it."""
+        """A request failed through the replica's fault, not the client's; True if that made it
+        unhealthy."""
         self.failed_requests += 1
         self.last_error = error[:MAX_ERROR_CHARS]
         self._failed_requests_in_a_row += 1
@@ -56,7 +60,7 @@ class HealthRecord:
         return enough and self.health is Health.HEALTHY and self._become_unhealthy()
 
     def request_served(self) -> None:
-        """A request was answered, with whatever status below 500."""
+        """A request got a response, with any status below 500."""
         self._failed_requests_in_a_row = 0
 
     def _become_unhealthy(self) -> bool:

@@ -1,9 +1,9 @@
-"""What this router has in flight at each replica: prompt tokens until the first answer token, then
-decoding requests.
+"""What this router has in flight at each replica: prompt tokens until the first response token,
+then decoding requests.
 
-Each request is accounted for by one `InFlight`, whose steps may come in any order, repeat, or not
-come at all; after `ended` everything it had added is gone. So the sums return to exactly zero
-whatever way a request takes.
+Each request is accounted for by one `InFlight`. Its steps may be called in any order, repeatedly or
+not at all; after `ended` everything it added has been taken back. So the sums return to exactly
+zero whatever happens to a request.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from enum import Enum
 from types import TracebackType
 
 import msgspec
+from msgspec.structs import replace
 
 
-class ReplicaLoad(msgspec.Struct, frozen=True):
-    """What this router has in flight at one replica."""
+class ReplicaLoad(msgspec.Struct):
+    """What this router has in flight at one replica. Readers get copies."""
 
     prefilling_requests: int = 0
     prefill_tokens: int = 0
     """Uncached prompt tokens of these, as predicted when they were sent."""
     decoding_requests: int = 0
     context_tokens: int = 0
-    """Prompt and answer tokens of the decoding requests."""
+    """Prompt and response tokens of the decoding requests."""
 
     @property
     def requests(self) -> int:
@@ -47,7 +48,7 @@ class LoadTracker:
     no entry."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, _Sums] = {}
+        self._loads: dict[str, ReplicaLoad] = {}
         self._in_flight = self._started = self._retried = 0
 
     def started(self, replica_id: str, uncached_tokens: int, prompt_tokens: int) -> InFlight:
@@ -55,7 +56,7 @@ class LoadTracker:
         in a `with` statement.
 
         Args:
-            replica_id: Where it goes.
+            replica_id: Where it is sent.
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             prompt_tokens: The whole prompt.
         """
@@ -64,42 +65,54 @@ class LoadTracker:
         return InFlight(self, replica_id, max(uncached_tokens, 0), max(prompt_tokens, 0))
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
-        """What is in flight at a replica; zeros for one that is not known."""
-        sums = self._loads.get(replica_id)
-        return ReplicaLoad() if sums is None else sums.snapshot()
+        """What is in flight at a replica; zeros for one that is unknown."""
+        load = self._loads.get(replica_id)
+        return ReplicaLoad() if load is None else replace(load)
 
     def statistics(self) -> LoadStatistics:
         """Everything in flight."""
-        replicas = {replica_id: sums.snapshot() for replica_id, sums in self._loads.items()}
+        replicas = {replica_id: replace(load) for replica_id, load in self._loads.items()}
         return LoadStatistics(replicas, self._in_flight, self._started, self._retried)
 
     # What an `InFlight` does to the sums.
 
     def add(self, replica_id: str, requests: int, prefill_tokens: int) -> None:
-        """Count *requests* (1 or -1) in prefill."""
-        sums = self._loads.setdefault(replica_id, _Sums())
-        sums.prefilling_requests += requests
-        sums.prefill_tokens += prefill_tokens
-        self._drop_if_empty(replica_id, sums)
+        """Add to what is in prefill.
+
+        Args:
+            replica_id: Where.
+            requests: 1 or -1.
+            prefill_tokens: Their uncached prompt tokens; of the same sign.
+        """
+        load = self._loads.setdefault(replica_id, ReplicaLoad())
+        load.prefilling_requests += requests
+        load.prefill_tokens += prefill_tokens
+        self._drop_if_empty(replica_id, load)
 
     def add_decoding(self, replica_id: str, requests: int, context_tokens: int) -> None:
-        """Count *requests* (1, 0 or -1) in decode."""
-        sums = self._loads.setdefault(replica_id, _Sums())
-        sums.decoding_requests += requests
-        sums.context_tokens += context_tokens
-        self._drop_if_empty(replica_id, sums)
+        """Add to what is in decode.
+
+        Args:
+            replica_id: Where.
+            requests: 1, 0 or -1.
+            context_tokens: By how much their context grew or shrank.
+        """
+        load = self._loads.setdefault(replica_id, ReplicaLoad())
+        load.decoding_requests += requests
+        load.context_tokens += context_tokens
+        self._drop_if_empty(replica_id, load)
 
     def count_retried(self) -> None:
-        """A request went to another replica."""
+        """A request moved to another replica."""
         self._retried += 1
 
     def count_ended(self) -> None:
         """A request is over."""
         self._in_flight -= 1
 
-    def _drop_if_empty(self, replica_id: str, sums: _Sums) -> None:
-        if not sums.prefilling_requests and not sums.decoding_requests:
-            assert sums.prefill_tokens == sums.context_tokens == 0
+    def _drop_if_empty(self, replica_id: str, load: ReplicaLoad) -> None:
+        if not load.prefilling_requests and not load.decoding_requests:
+            assert load.prefill_tokens == load.context_tokens == 0
             del self._loads[replica_id]
 
 
@@ -110,8 +123,15 @@ class _Phase(Enum):
 
 
 class InFlight:
-    """One request's share of the sums. Every step may be repeated; after `ended` each does
-    nothing."""
+    """One request's share of the sums. Every step may be repeated; after `ended` none has an
+    effect.
+
+    Args:
+        tracker: Holds the sums.
+        replica_id: Where it is sent.
+        uncached_tokens: Prompt tokens that have to be computed there; not negative.
+        prompt_tokens: The whole prompt; not negative.
+    """
 
     __slots__ = (
         "_context_tokens",
@@ -132,7 +152,7 @@ class InFlight:
         self._enter_prefill(uncached_tokens)
 
     def first_token(self) -> None:
-        """The first byte of the answer is here: its prefill is done."""
+        """The first byte of the response has arrived: its prefill is done."""
         if self._phase is not _Phase.PREFILL:
             return
         self._leave()
@@ -141,13 +161,18 @@ class InFlight:
         self._tracker.add_decoding(self.replica_id, 1, self._context_tokens)
 
     def generated(self, tokens: int) -> None:
-        """The answer grew by about *tokens*: its context is that much longer."""
+        """The response grew by about *tokens*, and so did its context."""
         if self._phase is _Phase.DECODE and tokens > 0:
             self._context_tokens += tokens
             self._tracker.add_decoding(self.replica_id, 0, tokens)
 
     def retried(self, replica_id: str, uncached_tokens: int) -> None:
-        """The replica failed and the request goes to another one, from the start."""
+        """The replica failed; the request is sent to another one, from the start.
+
+        Args:
+            replica_id: Where it is sent now.
+            uncached_tokens: Prompt tokens that have to be computed there, as predicted.
+        """
         if self._phase is _Phase.ENDED:
             return
         self._leave()
@@ -156,7 +181,7 @@ class InFlight:
         self._enter_prefill(max(uncached_tokens, 0))
 
     def ended(self) -> None:
-        """It is over, well or not."""
+        """The request is over, whether it succeeded or not."""
         if self._phase is not _Phase.ENDED:
             self._leave()
             self._phase = _Phase.ENDED
@@ -185,19 +210,3 @@ class InFlight:
             self._tracker.add(self.replica_id, -1, -self._uncached_tokens)
         elif self._phase is _Phase.DECODE:
             self._tracker.add_decoding(self.replica_id, -1, -self._context_tokens)
-
-
-@dataclass(slots=True)
-class _Sums:
-    prefilling_requests: int = 0
-    prefill_tokens: int = 0
-    decoding_requests: int = 0
-    context_tokens: int = 0
-
-    def snapshot(self) -> ReplicaLoad:
-        return ReplicaLoad(
-            self.prefilling_requests,
-            self.prefill_tokens,
-            self.decoding_requests,
-            self.context_tokens,
-        )

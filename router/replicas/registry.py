@@ -1,4 +1,4 @@
-"""Which replicas exist, whether they are well, and what they serve. Nothing of it is kept on
+"""Which replicas exist, whether they are healthy, and what they serve. None of it is kept on
 disk."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplic
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
-from router.replicas.types import EventSource, Fetch, ReplicaState, ReplicaView, ServedModels
-from router.replicas.watcher import Watcher
+from router.replicas.types import EventSource, ReplicaState, ReplicaView, ServedModels
+from router.replicas.watcher import Fetch, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ class ReplicaRegistry:
     """All replicas. Belongs to one event loop.
 
     Args:
-        fetch: For checks and questions.
-        health: How to watch.
+        fetch: Asks replicas.
+        health: How to watch them.
         load: Read for views, and to tell this router's requests from others in the engines' load.
         random: For jitter.
-        clock: Seconds that never go back.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class ReplicaRegistry:
     # --- the operator's side ----------------------------------------------------------------------
 
     def add(self, config: ReplicaConfig) -> Replica:
-        """Take up a replica and begin to watch it. It gets requests once a check has passed and its
+        """Add a replica and begin to watch it. It gets requests once a check has passed and its
         models are known.
 
         Raises:
             ReplicaExists: Its id or its URL is taken.
-            BadRequest: There are as many replicas as there may be.
+            BadRequest: There are `MAX_REPLICAS` already.
             ShuttingDown: The registry was closed.
         """
         if self._closed:
@@ -115,7 +115,7 @@ class ReplicaRegistry:
         )
         self._replicas[replica.id] = replica
         self._watchers[replica.id] = Watcher(
-            replica, self, self._fetch, self._health, self._random, self._clock
+            replica, self, self._fetch, self._load, self._health, self._random, self._clock
         )
         for task in self._watchers[replica.id].tasks:
             task.add_done_callback(_report_crash)
@@ -124,7 +124,7 @@ class ReplicaRegistry:
         return replica
 
     def drain(self, replica_id: str) -> Replica:
-        """Send it nothing new; what runs goes on. Raises `UnknownReplica`."""
+        """Send it nothing new; running requests continue. Raises `UnknownReplica`."""
         return self._set_draining(replica_id, True)
 
     def undrain(self, replica_id: str) -> Replica:
@@ -132,7 +132,7 @@ class ReplicaRegistry:
         return self._set_draining(replica_id, False)
 
     def remove(self, replica_id: str) -> Replica:
-        """Forget a replica; requests that run there go on. Raises `UnknownReplica`."""
+        """Remove a replica; requests that run there continue. Raises `UnknownReplica`."""
         replica = self.get(replica_id)
         self._end(self._watchers.pop(replica_id))
         del self._replicas[replica_id]
@@ -145,7 +145,7 @@ class ReplicaRegistry:
         return replica
 
     async def close(self) -> None:
-        """Watch no more, and return when every task has ended. The replicas stay listed."""
+        """Stop watching, and return when every task has ended. The replicas stay listed."""
         self._closed = True
         for watcher in self._watchers.values():
             self._end(watcher)
@@ -165,12 +165,11 @@ class ReplicaRegistry:
         return replica
 
     def replicas(self) -> tuple[Replica, ...]:
-        """All of them, in the order in which they were added."""
+        """All replicas, in the order in which they were added."""
         return tuple(self._replicas.values())
 
     def serving(self, model: str) -> tuple[Replica, ...]:
-        """Those that serve a model or an adapter, whatever their state; empty if nobody knows
-        it."""
+        """Those that serve a model or an adapter, whatever their state; empty if none does."""
         return self._by_model.get(model, ())
 
     @property
@@ -182,8 +181,7 @@ class ReplicaRegistry:
         )
 
     def models(self) -> dict[str, str | None]:
-        """Everything that is served: name -> None for a model, the model it adapts for an
-        adapter."""
+        """Everything that is served: each model's name -> None, each adapter's -> its model."""
         names: dict[str, str | None] = {}
         for replica in self._replicas.values():
             names.update(dict.fromkeys(replica.served.models))
@@ -192,11 +190,12 @@ class ReplicaRegistry:
         return names
 
     def report_failure(self, replica_id: str, why: str) -> None:
-        """A request failed there, for the replica's fault: no connection, no answer, a broken
-        answer, 502 to 504.
+        """A request failed through the replica's fault: no connection, no response, a broken
+        response, or a status of 502 to 504. A 4xx is the client's fault.
 
-        Never call it for a 4xx answer: that is the client's doing. *why* is shown to operators: no
-        prompt, no key.
+        Args:
+            replica_id: Where it failed; may have been removed since.
+            why: Shown to operators, so it holds no prompt and no key.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -207,22 +206,27 @@ class ReplicaRegistry:
         self._watchers[replica_id].check_soon()
 
     def report_served(self, replica_id: str) -> None:
-        """A request was answered there, also with a 4xx."""
+        """A request got a response there, even a 4xx."""
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.record.request_served()
 
     def snapshot(self) -> tuple[ReplicaView, ...]:
-        """Everything about every replica, as of now."""
+        """Everything about every replica at this moment."""
         now = self._clock()
         return tuple(
             replica.view(self._load.load_of(replica.id), now) for replica in self._replicas.values()
         )
 
-    # --- what the watchers tell -------------------------------------------------------------------
+    # --- what watchers report -------------------------------------------------------------------
 
     def on_check(self, replica: Replica, error: str | None) -> None:
-        """Implements `Owner`."""
+        """Count a check.
+
+        Args:
+            replica: The one that was checked.
+            error: Why the check failed; None if it passed.
+        """
         before = replica.state
         if error is None and replica.record.check_passed():
             self._became_healthy(replica, before)
@@ -236,7 +240,14 @@ class ReplicaRegistry:
         sources: tuple[EventSource, ...] | None,
         notes: tuple[str, ...],
     ) -> None:
-        """Implements `Owner`."""
+        """Take over what a replica reports about itself.
+
+        Args:
+            replica: The one that was asked.
+            served: What it serves; None keeps what is known.
+            sources: Where its events are; None keeps what is known.
+            notes: What went wrong, and what was assumed; new ones are logged.
+        """
         if notes and notes != replica.notes:
             logger.warning("replica %s: %s", replica.id, "; ".join(notes))
         replica.notes = notes
@@ -245,10 +256,6 @@ class ReplicaRegistry:
         # A source belongs to a model's index, so it cannot be followed before the model is known.
         if sources is not None and replica.served.models:
             self._take_sources(replica, sources)
-
-    def own_requests(self, replica: Replica) -> int:
-        """Implements `Owner`."""
-        return self._load.load_of(replica.id).requests
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -264,7 +271,7 @@ class ReplicaRegistry:
                 raise ReplicaExists("url", str(config.origin), other.id)
 
     def _announce_configured(self, replica: Replica) -> None:
-        """Tell of models and sources that need no discovery."""
+        """Announce models and sources that need no discovery."""
         self._index_models()
         if replica.served.models:
             for listener in self._listeners:
@@ -276,20 +283,20 @@ class ReplicaRegistry:
         before = replica.state
         replica.draining = draining
         if replica.state is not before:
-            self._tell_state(replica, before, "drained" if draining else "taken up again")
+            self._announce_state(replica, before, "drained" if draining else "no longer drained")
         return replica
 
     def _became_healthy(self, replica: Replica, before: ReplicaState) -> None:
         replica.health_since = self._clock()
         self._watchers[replica.id].became_healthy()
-        self._tell_state(replica, before, "the check passed")
+        self._announce_state(replica, before, "the check passed")
 
     def _became_unhealthy(self, replica: Replica, before: ReplicaState) -> None:
         replica.health_since = self._clock()
         self._watchers[replica.id].became_unhealthy()
-        self._tell_state(replica, before, replica.record.last_error or "")
+        self._announce_state(replica, before, replica.record.last_error or "")
 
-    def _tell_state(self, replica: Replica, before: ReplicaState, why: str) -> None:
+    def _announce_state(self, replica: Replica, before: ReplicaState, why: str) -> None:
         if replica.state is before:
             return
         level = logging.WARNING if replica.state is ReplicaState.UNHEALTHY else logging.INFO
@@ -315,7 +322,7 @@ class ReplicaRegistry:
                 listener.on_sources_changed(replica, before)
 
     def _index_models(self) -> None:
-        """Look up by model what every request asks for."""
+        """Rebuild the look-up by model, which every request uses."""
         by_model: dict[str, list[Replica]] = {}
         for replica in self._replicas.values():
             for name in (
@@ -334,8 +341,7 @@ class ReplicaRegistry:
 
 
 def _report_crash(task: asyncio.Task[None]) -> None:
-    """A watcher ends by cancellation only; anything else is a bug, which must not pass in
-    silence."""
+    """A watcher ends only by cancellation; anything else is a bug, and must not go unnoticed."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
         logger.critical(

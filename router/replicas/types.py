@@ -1,20 +1,17 @@
-"""The plain values of the registry, and what it needs of others."""
+"""The plain values of the registry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
 
 import msgspec
 
 from router.replicas.engine_load import EngineLoad
 from router.replicas.load import ReplicaLoad
-from router.upstream import Header, Origin
 
 
 class Health(Enum):
-    """What checks and requests say of a replica."""
+    """What checks and requests show of a replica."""
 
     STARTING = "starting"
     """Added, and no check has passed yet."""
@@ -23,17 +20,17 @@ class Health(Enum):
 
 
 class ReplicaState(Enum):
-    """Health and the operator's will in one word."""
+    """Health, and whether the replica is draining, in one word."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     DRAINING = "draining"
-    """Gets no new requests, whatever its health; the running ones go on."""
+    """Gets no new requests, whatever its health; running ones continue."""
 
 
 class EventSource(msgspec.Struct, frozen=True):
-    """Where one data-parallel rank publishes its KV events. Addresses are ones to connect to: no
+    """Where one data-parallel rank publishes its KV events. Addresses to connect to: without
     wildcards."""
 
     dp_rank: int
@@ -51,8 +48,7 @@ class ServedModels(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an operator wants to know of a replica, as of now. Ages are seconds; secrets
-    are left out."""
+    """Everything an operator wants to know of a replica at one moment. Secrets are left out."""
 
     id: str
     url: str
@@ -83,17 +79,3 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     discoveries: int
     failed_discoveries: int
     failed_scrapes: int
-
-
-class Fetch(Protocol):
-    """One small GET."""
-
-    async def __call__(
-        self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
-    ) -> tuple[int, bytes]:
-        """Status and body of `GET <origin><path>`, within *timeout_s* altogether.
-
-        Raises:
-            UpstreamError, OSError, asyncio.TimeoutError: There is no such answer, or it is longer
-                than *max_bytes*.
-        """

@@ -1,47 +1,94 @@
-"""Watches one replica: a task that checks its health, and another that asks what it serves and how
-loaded it is.
+"""Watches one replica: one task checks its health, another asks what it serves and how loaded it
+is.
 
-Two tasks, so that a slow answer to the second kind delays no check; one of each per replica, so
+Two tasks, so that a slow response to the second kind delays no check; one of each per replica, so
 that none waits for another replica and no check overlaps with the next.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Protocol
+
+from async_timeout import timeout
 
 from router.config import HealthConfig
 from router.errors import ReplicaAnswerInvalid
 from router.replicas.discovery import (
-    MAX_ANSWER_BYTES,
+    MAX_RESPONSE_BYTES,
     MODELS_PATH,
     SOURCES_PATH,
     parse_models,
     parse_sources,
 )
 from router.replicas.engine_load import parse_engine_load
+from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
-from router.replicas.types import EventSource, Fetch, ServedModels
-from router.upstream import UpstreamError
+from router.replicas.types import EventSource, ServedModels
+from router.upstream import Header, Origin, Timeouts, UpstreamClient, UpstreamError
 
 UNREACHABLE = (UpstreamError, OSError, asyncio.TimeoutError)
 MAX_HEALTH_BYTES = 64 * 1024
 MAX_METRICS_BYTES = 8 * 1024 * 1024
-# Early checks, which failed requests ask for, come no closer to the last one than this share of the
-# interval.
 EARLIEST = 0.1
-# Waits are shortened at random by up to this share, so that many replicas are not asked at the same
-# moment. Never prolonged: a replica that returns is to be back within one interval.
+"""Share of the interval that passes at least between two checks, if a failed request asks for an
+early one."""
 JITTER = 0.2
+"""Waits are shortened at random by up to this share, so that many replicas are not asked at the
+same moment. Never prolonged: a replica that returns is back within one interval."""
 
 
-class Owner(Protocol):
-    """What a watcher tells its registry."""
+class Fetch(Protocol):
+    """One small GET."""
+
+    async def __call__(
+        self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """Status and body of the response to `GET <origin><path>`.
+
+        Args:
+            origin: The replica.
+            path: After the origin's base path.
+            headers: Beside those that every request has.
+            timeout_s: For everything together.
+            max_bytes: Bound on the body.
+        Raises:
+            UpstreamError: There is no response, or its body is longer than *max_bytes*.
+            OSError: There is no connection.
+            asyncio.TimeoutError: It took longer than *timeout_s*.
+        """
+
+
+class UpstreamFetch:
+    """`Fetch` over the kept connections of the router's own HTTP client."""
+
+    def __init__(self, client: UpstreamClient) -> None:
+        self._client = client
+
+    async def __call__(
+        self, origin: Origin, path: str, headers: Sequence[Header], timeout_s: float, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """See `Fetch`."""
+        phases = Timeouts(timeout_s, timeout_s, timeout_s)
+        async with timeout(timeout_s):
+            status, _, body = await self._client.fetch(
+                origin, b"GET", path.encode("ascii"), b"", phases, max_bytes, headers
+            )
+        return status, body
+
+
+class WatchListener(Protocol):
+    """What a watcher reports to: its registry."""
 
     def on_check(self, replica: Replica, error: str | None) -> None:
-        """A check passed, or failed for this reason."""
+        """A check is over.
+
+        Args:
+            replica: The one that was checked.
+            error: Why the check failed; None if it passed.
+        """
 
     def on_discovered(
         self,
@@ -50,35 +97,51 @@ class Owner(Protocol):
         sources: tuple[EventSource, ...] | None,
         notes: tuple[str, ...],
     ) -> None:
-        """What the replica says of itself; None for what it could not say now."""
+        """The replica has been asked about itself.
 
-    def own_requests(self, replica: Replica) -> int:
-        """How many requests of this router are there."""
+        Args:
+            replica: The one that was asked.
+            served: What it serves; None if that is unknown this time.
+            sources: Where its events are; None if that is unknown this time.
+            notes: What went wrong, and what was assumed.
+        """
 
 
 class _Refused(ReplicaAnswerInvalid):
-    """An answer with another status than 200."""
+    """A response with another status than 200."""
 
     def __init__(self, path: str, status: int) -> None:
-        super().__init__(f"GET {path}", f"answered {status}")
+        super().__init__(f"GET {path}", f"returned {status}")
         self.status = status
 
 
 class Watcher:
-    """The two tasks of one replica. Make it inside a running event loop."""
+    """The two tasks of one replica. Make it inside a running event loop.
+
+    Args:
+        replica: To be watched; its counts and times are written here.
+        listener: Hears of every check and discovery.
+        fetch: Asks the replica.
+        load: Tells this router's requests from others in the engine's load.
+        config: How often, and how patiently.
+        random: For jitter.
+        clock: A monotonic clock, in seconds.
+    """
 
     def __init__(
         self,
         replica: Replica,
-        owner: Owner,
+        listener: WatchListener,
         fetch: Fetch,
+        load: LoadTracker,
         config: HealthConfig,
         random: Random,
         clock: Callable[[], float],
     ) -> None:
         self._replica = replica
-        self._owner = owner
+        self._listener = listener
         self._fetch = fetch
+        self._load = load
         self._config = config
         self._random = random
         self._clock = clock
@@ -93,11 +156,11 @@ class Watcher:
         )
 
     def check_soon(self) -> None:
-        """A request failed there: do not wait for the next check's time."""
+        """A request failed there: check it before the next check is due."""
         self._check_now.set()
 
     def became_healthy(self) -> None:
-        """It is there, perhaps again and perhaps another one: ask it about itself now."""
+        """Ask it about itself now: it is new, or may be another process than before."""
         self._discovery_due = self._clock()
         self._healthy.set()
         self._look_now.set()
@@ -107,7 +170,7 @@ class Watcher:
         self._healthy.clear()
 
     def cancel(self) -> None:
-        """End both tasks; await `tasks` for their end."""
+        """Cancel both tasks; await `tasks` for their end."""
         self._closing = True
         for task in self.tasks:
             task.cancel()
@@ -125,18 +188,19 @@ class Watcher:
             self._check_now.clear()
             error = await self._check()
             self._replica.checked_at = self._clock()
-            self._owner.on_check(self._replica, error)
+            self._listener.on_check(self._replica, error)
             await self._pause(self._check_now, began, self._config.interval_s)
 
     async def _check(self) -> str | None:
-        """Why the replica is not well; None if it is."""
+        """Why the check failed; None if it passed."""
         try:
             status, _ = await self._get(self._config.path, MAX_HEALTH_BYTES)
         except UNREACHABLE as error:
             return (
-                str(error) or f"GET {self._config.path}: no answer in {self._config.timeout_s:g} s"
+                str(error)
+                or f"GET {self._config.path}: no response in {self._config.timeout_s:g} s"
             )
-        return None if 200 <= status < 300 else f"GET {self._config.path} answered {status}"
+        return None if 200 <= status < 300 else f"GET {self._config.path} returned {status}"
 
     # --- models, event sources, load --------------------------------------------------------------
 
@@ -162,18 +226,17 @@ class Watcher:
         sources = await self._sources(notes)
         complete = served is not None and sources is not None
         wait_s = self._config.discovery_interval_s if complete else self._config.interval_s
-        # Unless it went and came back in the meantime: then what was just heard may be of its
-        # former life.
+        # Unless it left and returned in the meantime: then another process may have responded.
         if self._discovery_due == due:
             self._discovery_due = self._clock() + wait_s
         self._replica.discoveries += 1
         self._replica.failed_discoveries += not complete
-        self._owner.on_discovered(self._replica, served, sources, tuple(notes))
+        self._listener.on_discovered(self._replica, served, sources, tuple(notes))
 
     async def _models(self, notes: list[str]) -> ServedModels | None:
         configured = self._replica.config.models
         try:
-            served = parse_models(await self._answer(MODELS_PATH, MAX_ANSWER_BYTES))
+            served = parse_models(await self._body(MODELS_PATH, MAX_RESPONSE_BYTES))
         except (*UNREACHABLE, ReplicaAnswerInvalid) as error:
             notes.append(_note(MODELS_PATH, error))
             return None
@@ -188,40 +251,42 @@ class Watcher:
         if self._replica.configured_sources is not None:
             return self._replica.configured_sources
         try:
-            body = await self._answer(SOURCES_PATH, MAX_ANSWER_BYTES)
+            body = await self._body(SOURCES_PATH, MAX_RESPONSE_BYTES)
             return parse_sources(body, self._replica.origin.host)
         except _Refused as refused:
             notes.append(
-                f"GET {SOURCES_PATH} answered {refused.status}: configure kv_events, or its cache stays unknown"
+                f"GET {SOURCES_PATH} returned {refused.status}: configure kv_events, or its cache"
+                " stays unknown"
             )
-            # An older engine does not know the question, and will not next time.
+            # An older engine does not have this endpoint, and will not have it next time.
             return () if refused.status in (404, 405) else None
         except (*UNREACHABLE, ReplicaAnswerInvalid) as error:
             notes.append(_note(SOURCES_PATH, error))
             return None
 
-    async def _answer(self, path: str, max_bytes: int) -> bytes:
-        """The body of a good answer; raises `_Refused` for any other, and what `Fetch` raises."""
+    async def _body(self, path: str, max_bytes: int) -> bytes:
+        """The body of a response with status 200; raises `_Refused`, and what `Fetch` raises."""
         status, body = await self._get(path, max_bytes)
         if status != 200:
             raise _Refused(path, status)
         return body
 
     async def _scrape(self) -> None:
-        own_before = self._owner.own_requests(self._replica)
+        own_before = self._own_requests()
         try:
-            load = parse_engine_load(
-                await self._answer(self._config.metrics_path, MAX_METRICS_BYTES)
-            )
+            load = parse_engine_load(await self._body(self._config.metrics_path, MAX_METRICS_BYTES))
         except (*UNREACHABLE, _Refused):
             load = None
         if load is None:
             self._replica.failed_scrapes += 1
             return
-        # Requests came and went while the engine was asked; the larger number blames less on
+        # Requests began and ended while the engine was asked; the larger number blames less on
         # others.
-        own = max(own_before, self._owner.own_requests(self._replica))
+        own = max(own_before, self._own_requests())
         self._replica.take_engine_load(load, own, self._clock())
+
+    def _own_requests(self) -> int:
+        return self._load.load_of(self._replica.id).requests
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -237,8 +302,8 @@ class Watcher:
                 raise asyncio.CancelledError
 
     async def _pause(self, early: asyncio.Event, began: float, interval_s: float) -> None:
-        """Wait until one interval after *began*, or until *early* is set, but not less than a tenth
-        of it."""
+        """Wait until one interval after *began*, or until *early* is set, but at least a tenth of
+        the interval."""
         shortened_s = interval_s * (1 - JITTER * self._random.random())
         await asyncio.sleep(max(0.0, began + interval_s * EARLIEST - self._clock()))
         timer = asyncio.get_running_loop().call_later(
@@ -251,4 +316,4 @@ class Watcher:
 
 
 def _note(path: str, error: BaseException) -> str:
-    return (str(error) or f"GET {path}: no answer in time")[:300]
+    return (str(error) or f"GET {path}: no response in time")[:300]

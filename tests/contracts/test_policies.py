@@ -92,7 +92,7 @@ def request(session: str | None = None, prompt_tokens: int = 1000) -> RouteReque
 def test_every_candidate_is_ranked_exactly_once(
     make: Make, asked: RouteRequest, candidates: list[Candidate]
 ) -> None:
-    """The rest of a ranking is what a failed request is retried on, so no candidate may be missing or
+    """A failed request is retried on the rest of the ranking, so no candidate may be missing or
     repeated."""
     ranked = make(1).rank(asked, candidates)
     assert sorted(entry.candidate.replica_id for entry in ranked) == sorted(

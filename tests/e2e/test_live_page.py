@@ -367,7 +367,7 @@ async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -
         await expect(row_of(page, sick)).to_have_attribute("data-level", "bad")
         await expect(row_of(page, drained)).to_have_attribute("data-level", "warn")
         await expect(row_of(page, sick).locator(".problems")).to_contain_text(
-            "GET /health answered 500"
+            "GET /health returned 500"
         )
         await expect(page.locator("#trouble .text")).to_contain_text(
             f"2 replicas have problems: {sick.name} unhealthy"

@@ -76,6 +76,9 @@ ENVIRON = {
 }
 
 
+NO_KEY = "not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it"
+
+
 def read(text: str, **environ: str) -> RouterConfig:
     return RouterConfig.from_yaml(text, environ)
 
@@ -215,15 +218,16 @@ def test_no_secret_is_in_anything_that_may_be_printed() -> None:
         ),
         (
             '"${sk-secret}"',
-            "server.client_api_key: not shown; ${...} must hold the name of an environment variable",
+            "server.client_api_key: not shown;"
+            " ${...} must hold the name of an environment variable",
         ),
         (
             '"Bearer ${SPACED}"',
-            "server.client_api_key: not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+            f"server.client_api_key: {NO_KEY}",
         ),
         (
             '"${SPACED}"',
-            "server.client_api_key: not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+            f"server.client_api_key: {NO_KEY}",
         ),
         ("12345", "server.client_api_key: not shown (int); expected a key or ${NAME} in quotes"),
     ],
@@ -254,7 +258,8 @@ def test_all_problems_are_reported_at_once() -> None:
     server: {port: 70000, prot: 1, timeouts: {connect_s: -1, idle_s: soon}}
     models:
       - {name: "", tokenizer: 5}
-      - {name: m, layout: {groups: [{kind: sliding_window, block_size: 16}], scheduler_block_size: 16}}
+      - name: m
+        layout: {groups: [{kind: sliding_window, block_size: 16}], scheduler_block_size: 16}
     replicas:
       - {url: "ftp://h", id: "a b", speed: 0}
       - 5
@@ -271,7 +276,8 @@ def test_all_problems_are_reported_at_once() -> None:
         "server.timeouts.idle_s: 'soon'; must be a valid number",
         "models[0].name: ''; must have at least 1 character",
         "models[0].tokenizer: 5; must be a valid string",
-        "models[1].layout.groups[0]: group 0 (sliding_window): sliding_window None must lie in [1, 2147483648]",
+        "models[1].layout.groups[0]: group 0 (sliding_window):"
+        " sliding_window None must lie in [1, 2147483648]",
         "replicas[0].url: 'ftp://h' must begin with http:// or https://",
         "replicas[0].id: 'a b'; must match pattern '^[A-Za-z0-9_.:-]{1,128}$'",
         "replicas[0].speed: 0; must be greater than or equal to 0.001",
@@ -317,7 +323,8 @@ def test_the_message_has_a_line_for_each_problem() -> None:
             "models[0].lora_adapters[1]: 'x'; models[0].lora_adapters[0] has it already",
         ),
         (
-            "models: [{name: gemma, aliases: [g]}]\nreplicas: [{url: 'http://a', models: [g, gemna]}]",
+            "models: [{name: gemma, aliases: [g]}]\n"
+            "replicas: [{url: 'http://a', models: [g, gemna]}]",
             "replicas[0].models[1]: 'gemna'; expected one of the configured models: g, gemma",
         ),
         (
@@ -345,8 +352,10 @@ def test_the_message_has_a_line_for_each_problem() -> None:
             "models[0].layout.groups[0]: group 0: kind 'nope' must be one of full_attention",
         ),
         (
-            "models: [{name: a, layout: {groups: [{kind: full_attention, block_size: 24}], hash_block_size: 16}}]",
-            "models[0].layout: layout: scheduler_block_size 24 must be a multiple of hash_block_size 16",
+            "models: [{name: a, layout: {groups: [{kind: full_attention, block_size: 24}],"
+            " hash_block_size: 16}}]",
+            "models[0].layout: layout: scheduler_block_size 24 must be a multiple of"
+            " hash_block_size 16",
         ),
     ],
 )
@@ -359,7 +368,10 @@ def test_what_contradicts_is_refused_with_both_places(text: str, expected: str) 
 
 def test_problems_between_sections_are_reported_beside_those_inside() -> None:
     """A typo in one replica must not hide that two others share an id."""
-    text = "server: {port: x}\nreplicas: [{url: 'http://a', id: r}, {url: 'http://b', id: r}, {url: nonsense}]"
+    text = """
+    server: {port: x}
+    replicas: [{url: 'http://a', id: r}, {url: 'http://b', id: r}, {url: nonsense}]
+    """
     assert problems(text) == [
         "server.port: 'x'; must be a valid integer",
         "replicas[2].url: 'nonsense' must begin with http:// or https://",
@@ -518,8 +530,8 @@ def test_a_wrong_replica_in_a_request_is_answered_with_every_problem() -> None:
         read_replica({"url": "h:1", "sped": 1, "api_key": "two words"})
     assert caught.value.openai() == {
         "error": {
-            "message": "$.sped: unknown key; did you mean speed?; $.url: 'h:1' must begin with http:// or https://; "
-            "$.api_key: not shown; a key is 1 to 4096 visible ASCII characters, or ${NAME} and nothing around it",
+            "message": "$.sped: unknown key; did you mean speed?;"
+            f" $.url: 'h:1' must begin with http:// or https://; $.api_key: {NO_KEY}",
             "type": "invalid_request_error",
             "code": "invalid_value",
         }

@@ -1,4 +1,4 @@
-"""The engine's own metrics, from whatever it answers to a scrape."""
+"""The engine's own metrics, from whatever a scrape returns."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ def test_vllms_samples_are_summed_over_its_ranks() -> None:
 
 def test_older_vllm_and_sglang_name_them_differently() -> None:
     """Clusters are mixed while they are upgraded."""
-    old = b"vllm:num_requests_running 4\nvllm:num_requests_waiting 2\nvllm:gpu_cache_usage_perc 0.75\n"
+    old = (
+        b"vllm:num_requests_running 4\nvllm:num_requests_waiting 2\n"
+        b"vllm:gpu_cache_usage_perc 0.75\n"
+    )
     assert parse_engine_load(old) == EngineLoad(4, 2, 0.75)
-    sglang = b'sglang:num_running_reqs{model_name="m"} 8\nsglang:num_queue_reqs{model_name="m"} 4\nsglang:token_usage 0.5\n'
+    sglang = (
+        b'sglang:num_running_reqs{model_name="m"} 8\nsglang:num_queue_reqs{model_name="m"} 4\n'
+        b"sglang:token_usage 0.5\n"
+    )
     assert parse_engine_load(sglang) == EngineLoad(8, 4, 0.5)
 
 
@@ -97,7 +103,7 @@ def test_no_text_makes_it_fail(pieces: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "filler", [b"}", b"{", b" ", b"}\t", b"1", b"\nvllm:num_requests_running{"]
 )
-def test_the_largest_answer_is_read_in_no_time(filler: bytes) -> None:
+def test_the_largest_response_is_read_in_no_time(filler: bytes) -> None:
     """It is read on the event loop, where streams wait meanwhile; a slow pattern would be a way to
     stall the router."""
     text = b"vllm:num_requests_running{" + filler * (8 * 1024 * 1024 // len(filler))

@@ -1,4 +1,4 @@
-"""Small questions to replicas that are given up."""
+"""Small requests to replicas that are cancelled."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 
 import pytest
 
-from router.replicas.fetch import UpstreamFetch
+from router.replicas import UpstreamFetch
 from router.upstream import Origin, UpstreamClient, UpstreamError
 from tests.support.engine_stub import engines
 from tests.support.vllm_publisher import free_port
 
 
-async def test_a_question_given_up_while_it_fails_leaves_no_error_that_nobody_reads() -> None:
-    """At a shutdown beside a dead replica it stood in the log as a crash of the router."""
+async def test_a_request_cancelled_while_it_fails_leaves_no_unread_error() -> None:
+    """At a shutdown beside a dead replica it would be logged as a crash of the router."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     client = UpstreamClient()
-    fetch, nobody = UpstreamFetch(client), Origin.parse(f"http://127.0.0.1:{free_port()}")
+    fetch, no_server = UpstreamFetch(client), Origin.parse(f"http://127.0.0.1:{free_port()}")
     for passes in range(30):
-        question = asyncio.create_task(fetch(nobody, "/health", (), 1.0, 1024))
+        request = asyncio.create_task(fetch(no_server, "/health", (), 1.0, 1024))
         for _ in range(passes):
             await asyncio.sleep(0)
-        question.cancel()
+        request.cancel()
         with contextlib.suppress(asyncio.CancelledError, UpstreamError):
-            await question
+            await request
         gc.collect()
     await client.close()
     assert not complaints
 
 
-async def test_a_question_given_up_while_its_answer_comes_is_given_up() -> None:
+async def test_a_request_cancelled_while_its_response_arrives_is_cancelled() -> None:
     """Before Python 3.12 `asyncio.wait_for` swallows a cancellation that meets the end of what it
     waits for."""
     client = UpstreamClient()
@@ -46,15 +46,15 @@ async def test_a_question_given_up_while_its_answer_comes_is_given_up() -> None:
             await fetch(
                 origin, "/health", (), 5.0, 1024
             )  # the next takes its connection, which makes it quick
-            question = asyncio.create_task(fetch(origin, "/health", (), 5.0, 1024))
+            request = asyncio.create_task(fetch(origin, "/health", (), 5.0, 1024))
             for _ in range(passes):
                 await asyncio.sleep(0)
-            if question.cancel():
+            if request.cancel():
                 with pytest.raises(asyncio.CancelledError):
-                    await question
-                ends["given up"] += 1
+                    await request
+                ends["cancelled"] += 1
             else:
-                assert (await question)[0] == 200
-                ends["answered"] += 1
+                assert (await request)[0] == 200
+                ends["completed"] += 1
     await client.close()
-    assert min(ends["given up"], ends["answered"]) > 0
+    assert min(ends["cancelled"], ends["completed"]) > 0

@@ -50,7 +50,10 @@ FAST = HealthConfig(
     engine_load_stale_after_s=5,
 )
 
-GAUGES = b'vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc 0.5\n'
+METRICS = (
+    b'vllm:num_requests_running{engine="0"} 5\nvllm:num_requests_waiting{engine="0"} 2\n'
+    b"vllm:kv_cache_usage_perc 0.5\n"
+)
 
 
 def zmq_config(port: int, **more: object) -> dict[str, object]:
@@ -80,12 +83,12 @@ def models(*names: str, **adapters: str) -> dict[str, object]:
 
 
 class Engine:
-    """A small HTTP server with an engine's face. It can hang, die, and come back at the same
+    """A small HTTP server with an engine's endpoints. It can hang, die, and return at the same
     address."""
 
     def __init__(self) -> None:
         self.port = 0
-        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.responses: dict[str, tuple[int, bytes]] = {}
         self.hanging: set[str] = set()
         self.asked: Counter[str] = Counter()
         self.keys: set[str | None] = set()
@@ -93,17 +96,17 @@ class Engine:
         self._at_once: Counter[str] = Counter()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self.answer("/health", b"")
-        self.answer("/v1/models", models("gemma", sql="gemma"))
-        self.answer("/kv_event_sources", {"0": zmq_config(5557)})
-        self.answer("/metrics", GAUGES)
+        self.respond("/health", b"")
+        self.respond("/v1/models", models("gemma", sql="gemma"))
+        self.respond("/kv_event_sources", {"0": zmq_config(5557)})
+        self.respond("/metrics", METRICS)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def answer(self, path: str, body: object, status: int = 200) -> None:
-        self.answers[path] = (
+    def respond(self, path: str, body: object, status: int = 200) -> None:
+        self.responses[path] = (
             status,
             body if isinstance(body, bytes) else json.dumps(body).encode(),
         )
@@ -147,15 +150,15 @@ class Engine:
         self._at_once[path] += 1
         self.most_at_once[path] = max(self.most_at_once[path], self._at_once[path])
         if path in self.hanging:
-            await reader.read()  # for as long as the asker has patience
+            await reader.read()  # until the client gives up
         self._at_once[path] -= 1
-        status, body = self.answers.get(path, (404, b"{}"))
+        status, body = self.responses.get(path, (404, b"{}"))
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
         await writer.drain()
 
 
 class Diary:
-    """A listener that writes down what it hears."""
+    """A listener that records what it hears."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []
@@ -240,16 +243,16 @@ async def test_a_replica_needs_only_its_url() -> None:
         assert here.registry.models() == {"gemma": None, "sql": "gemma"}
 
 
-async def test_models_are_told_before_sources_and_sources_never_without_models() -> None:
+async def test_models_are_announced_before_sources_and_sources_never_without_models() -> None:
     """A source is put into its model's index, so the model must be known first."""
     async with setting() as here:
         engine = await here.engine()
-        engine.answer("/v1/models", b"", status=500)
+        engine.respond("/v1/models", b"", status=500)
         replica = here.add(engine, "r")
         await until(lambda: engine.asked["/kv_event_sources"] >= 2)
         assert replica.sources == ()
-        assert replica.notes == ("GET /v1/models: answered 500",)
-        engine.answer("/v1/models", models("gemma"))
+        assert replica.notes == ("GET /v1/models: returned 500",)
+        engine.respond("/v1/models", models("gemma"))
         await until(lambda: replica.sources)
         assert here.diary.entries == [
             ("state", "r", "starting", "healthy"),
@@ -306,16 +309,16 @@ async def test_configured_sources_wait_for_discovered_models() -> None:
 
 
 async def test_an_engine_that_does_not_know_the_question_has_no_sources() -> None:
-    """vLLM before 0.32: it serves, its cache stays unknown, and the operator is told what to do."""
+    """vLLM before 0.32: it serves, its cache stays unknown, and the notes say what to do."""
     async with setting() as here:
         engine = await here.engine()
-        del engine.answers["/kv_event_sources"]
+        del engine.responses["/kv_event_sources"]
         replica = here.add(engine, "r")
         await until(lambda: replica.discoveries)
         assert here.registry.serving("gemma") == (replica,)
         assert replica.sources == ()
         assert replica.notes == (
-            "GET /kv_event_sources answered 404: configure kv_events, or its cache stays unknown",
+            "GET /kv_event_sources returned 404: configure kv_events, or its cache stays unknown",
         )
         assert replica.failed_discoveries == 0
 
@@ -331,8 +334,8 @@ async def test_a_restart_on_other_ports_is_discovered() -> None:
         assert replica.sources[0].endpoint == "tcp://127.0.0.1:5557", (
             "while it is away, the streams may still come back"
         )
-        engine.answer("/kv_event_sources", {"0": zmq_config(6001), "1": zmq_config(6002)})
-        engine.answer("/v1/models", models("bamba"))
+        engine.respond("/kv_event_sources", {"0": zmq_config(6001), "1": zmq_config(6002)})
+        engine.respond("/v1/models", models("bamba"))
         await engine.start()
         await until(lambda: len(replica.sources) == 2)
         assert [source.endpoint for source in replica.sources] == [
@@ -349,7 +352,7 @@ async def test_an_adapter_loaded_later_is_found_without_a_restart() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: here.registry.serving("gemma"))
-        engine.answer("/v1/models", models("gemma", poems="gemma"))
+        engine.respond("/v1/models", models("gemma", poems="gemma"))
         await until(lambda: here.registry.serving("poems"))
         assert here.registry.serving("sql") == ()
         assert replica.state is ReplicaState.HEALTHY
@@ -364,8 +367,8 @@ async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: byt
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.sources)
-        engine.answer("/v1/models", nonsense)
-        engine.answer("/kv_event_sources", nonsense)
+        engine.respond("/v1/models", nonsense)
+        engine.respond("/kv_event_sources", nonsense)
         await until(lambda: replica.failed_discoveries)
         assert len(replica.notes) == 2
         assert max(map(len, replica.notes)) <= 300
@@ -408,7 +411,7 @@ async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: byt
 def test_event_sources_of_every_form_are_read(
     body: object, expected: tuple[EventSource, ...]
 ) -> None:
-    """As vLLM 0.32 answers, without events, with the address that port 0 became, and as its
+    """As vLLM 0.32 returns them, without events, with the address that port 0 became, and as its
     development branches did."""
     assert parse_sources(json.dumps(body).encode(), "host") == expected
 
@@ -468,8 +471,8 @@ def test_models_that_make_no_sense_are_refused_with_their_place(body: object, me
     body=st.binary(max_size=60)
     | st.text(alphabet='{}[]":,0123456789abdeint', max_size=60).map(str.encode)
 )
-def test_no_answer_raises_anything_else(parse: Callable[[bytes], object], body: bytes) -> None:
-    """One malformed answer must not end the task that watches the replica."""
+def test_no_response_raises_anything_else(parse: Callable[[bytes], object], body: bytes) -> None:
+    """One malformed response must not end the task that watches the replica."""
     with contextlib.suppress(ReplicaAnswerInvalid):
         parse(body)
 
@@ -487,7 +490,7 @@ def test_no_answer_raises_anything_else(parse: Callable[[bytes], object], body: 
     ],
 )
 def test_a_wildcard_becomes_the_replicas_host(endpoint: str, host: str, expected: str) -> None:
-    """Engines report the address that they bound; nobody can connect to `*`."""
+    """Engines report the address that they bound; no client can connect to `*`."""
     assert reachable(endpoint, host) == expected
 
 
@@ -513,15 +516,15 @@ async def test_a_dead_replica_leaves_and_is_back_within_one_interval_of_its_retu
 
 
 @pytest.mark.parametrize("status", [500, 503, 404, 301])
-async def test_only_a_2xx_is_well(status: int) -> None:
-    """vLLM answers 503 when its engine has died behind a living server; a redirect answers for
-    somebody else."""
+async def test_only_a_2xx_is_healthy(status: int) -> None:
+    """vLLM returns 503 when its engine has died behind a living server; a redirect speaks for
+    another server."""
     async with setting() as here:
         engine = await here.engine()
-        engine.answer("/health", b"", status=status)
+        engine.respond("/health", b"", status=status)
         replica = here.add(engine, "r")
         await until(is_in(replica, ReplicaState.UNHEALTHY))
-        assert replica.record.last_error == f"GET /health answered {status}"
+        assert replica.record.last_error == f"GET /health returned {status}"
         assert engine.asked["/v1/models"] == 0, "it is asked nothing else before it is well"
 
 
@@ -543,7 +546,7 @@ async def test_one_bad_replica_does_not_slow_the_others() -> None:
     """Nor does a replica whose details hang delay its own checks."""
     async with setting() as here:
         dead, half_dead, well = [await here.engine() for _ in range(3)]
-        dead.hanging.update(dead.answers)
+        dead.hanging.update(dead.responses)
         half_dead.hanging.update(["/v1/models", "/kv_event_sources", "/metrics"])
         for name, engine in (("dead", dead), ("half", half_dead), ("well", well)):
             here.add(engine, name)
@@ -563,7 +566,7 @@ async def test_an_unhealthy_replica_is_asked_for_its_health_only() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.engine_load)
-        engine.answer("/health", b"", status=503)
+        engine.respond("/health", b"", status=503)
         await until(is_in(replica, ReplicaState.UNHEALTHY))
         checks, others = engine.asked["/health"], engine.asked.total() - engine.asked["/health"]
         await until(lambda: engine.asked["/health"] >= checks + 4)
@@ -603,7 +606,7 @@ async def test_a_failed_request_asks_for_a_check_soon() -> None:
         assert replica.record.failed_requests == 1
 
 
-async def test_a_4xx_answer_counts_for_the_replica() -> None:
+async def test_a_4xx_response_counts_for_the_replica() -> None:
     """One client with a bad request could otherwise take every replica out of service."""
     async with setting() as here:
         engine = await here.engine()
@@ -616,15 +619,15 @@ async def test_a_4xx_answer_counts_for_the_replica() -> None:
         assert replica.record.failed_requests == 50
 
 
-async def test_reports_about_a_replica_that_is_gone_are_nothing() -> None:
+async def test_reports_about_a_removed_replica_are_ignored() -> None:
     """Requests outlive their replica's entry."""
     async with setting() as here:
         here.registry.report_failure("gone", "connection reset")
         here.registry.report_served("gone")
 
 
-def test_a_replica_is_starting_until_it_is_well_or_has_failed_often_enough() -> None:
-    """The state that nobody routes to, and that is no alarm."""
+def test_a_replica_is_starting_until_it_is_healthy_or_has_failed_often_enough() -> None:
+    """It gets no requests in this state, and raises no alarm."""
     record = HealthRecord(unhealthy_after=3, healthy_after=2)
     assert [
         record.check_failed("x"),
@@ -681,7 +684,7 @@ async def test_draining_overrules_health_and_ends_when_the_operator_says() -> No
 
 
 async def test_a_removed_replica_is_gone_at_once() -> None:
-    """Its sources end, its id and URL are free again, and nobody asks it any more."""
+    """Its sources end, its id and URL are free again, and it is not asked any more."""
     async with setting() as here:
         engine = await here.engine()
         first = here.add(engine, "r")
@@ -747,7 +750,7 @@ async def test_there_is_a_bound_on_replicas(monkeypatch: pytest.MonkeyPatch) -> 
             here.add(await here.engine(), "s")
 
 
-async def test_the_key_reaches_the_replica_and_nobody_else(
+async def test_the_key_reaches_the_replica_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Checks need it where the engine was started with --api-key; views and logs do not."""
@@ -772,8 +775,8 @@ async def test_the_key_reaches_the_replica_and_nobody_else(
 
 
 async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> None:
-    """The engine counts our own requests too, and counting them twice would make a busy replica look
-    twice as busy."""
+    """The engine counts our own requests too; counted twice, a busy replica would look twice as
+    busy."""
     async with setting() as here:
         engine = await here.engine()
         ours = [here.load.started("r", 100, 200) for _ in range(3)]
@@ -812,7 +815,7 @@ async def test_an_old_engine_load_is_not_believed() -> None:
             here.load.load_of("r"), replica.engine_load_at + 5.1, engine_load_stale_after_s=5
         )
         assert (stale.load.foreign_requests, stale.load.waiting_requests) == (0, 0)
-        engine.answer("/metrics", b"", status=404)
+        engine.respond("/metrics", b"", status=404)
         await until(lambda: replica.failed_scrapes)
         assert replica.state is ReplicaState.HEALTHY, "metrics are no matter of health"
 
@@ -827,7 +830,7 @@ async def test_metrics_are_not_scraped_where_that_is_switched_off() -> None:
 
 
 async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
-    """It is the answer of GET /replicas."""
+    """It is the response to GET /replicas."""
     async with setting() as here:
         engine = await here.engine()
         replica = here.add(engine, "r")
@@ -909,8 +912,8 @@ async def test_a_lost_cancellation_does_not_keep_the_router_from_ending() -> Non
     assert replica.state is ReplicaState.STARTING
 
 
-async def test_a_watcher_that_crashes_is_heard_of(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in a listener would otherwise leave a replica unwatched, and nobody would know why it
+async def test_a_watcher_that_crashes_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug in a listener would otherwise leave a replica unwatched, and nothing would say why it
     never returns."""
 
     class Broken(ReplicaListener):
