@@ -110,7 +110,7 @@ def work(options: argparse.Namespace) -> None:
     for busy in engines:
         groups = busy.engine.cache.statistics().pool.groups
         blocks += sum(group.stored + group.evicted for group in groups)
-    seqs = [busy.publisher.statistics().last_seq for busy in engines]  # type: ignore[attr-defined]
+    seqs = [busy.publisher.statistics().stream.last_seq for busy in engines]
     print(json.dumps({"steps": step, "blocks": blocks, "last_seqs": seqs}), flush=True)
     sys.stdin.readline()
     for busy in engines:
