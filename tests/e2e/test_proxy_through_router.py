@@ -171,7 +171,7 @@ async def test_small_events_are_not_held_back_for_larger_packets(router: RouterP
 
 
 async def test_an_answer_that_is_not_streamed_arrives_byte_for_byte(router: RouterProcess) -> None:
-    """Also one that is no JSON, with the length it was sent with."""
+    """Even one that is not JSON, with its original length."""
     content = bytes(range(256)) * 5000
 
     async def behave(exchange: Exchange) -> None:
@@ -368,7 +368,7 @@ async def left_within_a_second(client: HttpClient, stub: EngineStub, reset: bool
 
 
 @pytest.mark.parametrize("path", STREAMED_PATHS)
-async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_nobody_else_notices(
+async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_no_other_client_notices(
     router: RouterProcess, path: str
 ) -> None:
     """A client that meets a broken line of JSON throws; one whose stream just stops waits for

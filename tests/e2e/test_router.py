@@ -83,7 +83,7 @@ def locked() -> Iterator[RouterProcess]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: bool) -> None:
-    """The purpose of it all: the events of one replica decide, and the client is told where and how
+    """The purpose of it all: the events of one replica decide, and the client learns where and how
     much."""
     async with engines(3, has_events=True) as stubs, router.serving(*stubs):
         holder, ids = stubs[1], prompt_ids(80, 1)
@@ -227,7 +227,7 @@ async def _no_tokens(exchange: Any) -> None:
 
 
 async def test_a_replica_needs_only_its_url(router: RouterProcess) -> None:
-    """Models, adapters, event streams, load: it tells them itself."""
+    """Models, adapters, event streams, load: it reports them itself."""
     adapter = unique("adapter")
     async with EngineStub(unique("model"), adapters=(adapter,), has_events=True) as stub:
         added = await router.post("/replicas", {"url": stub.url})
@@ -400,7 +400,7 @@ async def test_readiness_follows_the_replicas_and_liveness_does_not(router: Rout
             stub.health_status = "200 OK"
             await until_health(router, stub, "healthy")
             assert (await router.get("/readyz")).status == 503, (
-                "it is healthy, but nobody knows what it serves"
+                "it is healthy, but its models are not known"
             )
             stub.silent_paths = ()
             await until_ready(router)
@@ -467,7 +467,7 @@ async def test_who_has_no_key_gets_401(
 
 
 async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
-    """The router's key is no engine's business; an engine's key is no client's. Neither belongs
+    """The router's key is not for engines, and an engine's key is not for clients. Neither belongs
     into any log or answer."""
     async with engines(2) as (plain, keyed):
         for stub, settings in ((plain, {}), (keyed, {"api_key": REPLICA_KEY})):
@@ -696,7 +696,7 @@ async def test_requests_over_the_bound_on_requests_are_told_to_come_again(
 async def test_bad_input_is_answered_with_place_and_rule(
     router: RouterProcess, path: str, body: bytes, place: str, rule: str
 ) -> None:
-    """Whoever wrote the client must be able to mend it from the answer alone; and operators see how
+    """Whoever wrote the client must be able to fix it with the response only; and operators see how
     often it happens."""
     before = await router.metrics()
     refused = await router.post(path, body)
@@ -721,18 +721,18 @@ async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(
     async with engines(1) as (stub,), router.serving(stub):
         await router.post(f"/replicas/{stub.name}/drain")
         for path in ("/v1/completions", "/route"):
-            nobody = await router.post(path, {"model": stub.model, "prompt": [1]})
-            assert (nobody.status, nobody.error["code"], nobody.headers["retry-after"]) == (
+            refused = await router.post(path, {"model": stub.model, "prompt": [1]})
+            assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (
                 503,
                 "no_replica",
                 "1",
             )
-            assert "1 draining" in nobody.error["message"]
+            assert "1 draining" in refused.error["message"]
         await stub.stop()
         await router.post(f"/replicas/{stub.name}/undrain")
-        nobody = await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
-        assert nobody.status in (502, 503)
-        assert nobody.headers["retry-after"] == "1"
+        refused = await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
+        assert refused.status in (502, 503)
+        assert refused.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -909,10 +909,10 @@ def serve_with(path: Path, config: object, *options: str) -> subprocess.Complete
 
 
 @pytest.mark.parametrize("options", [(), ("--check",)])
-def test_every_problem_of_a_configuration_is_told_at_once(
+def test_every_problem_of_a_configuration_is_reported_at_once(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Mending a file one restart per mistake is no way to spend an incident."""
+    """Fixing a file with one restart per mistake takes too long during an incident."""
     config = {
         "server": {
             "port": 99999,
@@ -944,7 +944,7 @@ def test_every_problem_of_a_configuration_is_told_at_once(
 def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
     tmp_path: Path,
 ) -> None:
-    """What only shows at the start is told like the rest: a place, a reason, exit code 2, no
+    """What only shows at the start is reported like the rest: a place, a reason, exit code 2, no
     traceback."""
     models = [{"name": "a", "tokenizer": "missing-a"}, {"name": "b", "tokenizer": "missing-b"}]
     done = serve_with(tmp_path / "models.yaml", {"server": {"port": 0}, "models": models})

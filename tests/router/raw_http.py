@@ -38,7 +38,7 @@ class RawRequest:
     body: bytes
 
     def header(self, name: str) -> str | None:
-        """The only value of that header; None if there is none."""
+        """The only value of that header; None if it is absent."""
         values = [value for key, value in self.headers if key.lower() == name]
         assert len(values) <= 1, values
         return values[0] if values else None
@@ -162,7 +162,7 @@ def full_listener() -> Iterator[Origin]:
     """An address where connections neither come about nor are refused, as with a host that drops
     packets.
 
-    Linux takes backlog + 1 connections that nobody accepts, and leaves further ones unanswered.
+    Linux takes backlog + 1 connections that are not accepted, and leaves further ones without a reply.
     """
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as listener,

@@ -50,7 +50,7 @@ def numbers(found: list[RoutedRequest]) -> list[int]:
 # --- what is held ---------------------------------------------------------------------------------
 
 
-def test_the_latest_change_comes_first_and_only_what_is_new_is_told() -> None:
+def test_the_latest_change_comes_first_and_only_what_is_new_is_returned() -> None:
     """A page asks once a second and must not get everything each time."""
     log = RequestLog()
     first, second = request(), request()
@@ -65,7 +65,7 @@ def test_the_latest_change_comes_first_and_only_what_is_new_is_told() -> None:
 
 
 def test_the_log_is_bounded_and_forgets_what_changed_longest_ago() -> None:
-    """Memory must not grow with traffic; a long request that just told something is not the
+    """Memory must not grow with traffic; a long request that has just changed is not the
     oldest."""
     log = RequestLog(max_requests=3)
     long = request()
@@ -92,7 +92,7 @@ def test_a_request_that_was_forgotten_while_it_ran_is_back_when_it_ends() -> Non
     assert log.statistics().held == 2
 
 
-def test_an_answer_is_bounded() -> None:
+def test_what_is_returned_is_bounded() -> None:
     """And what is left out is what changed longest ago."""
     log = RequestLog()
     for _ in range(10):
@@ -120,7 +120,7 @@ def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
     ("predicted", "actual", "verdict"),
     [(64, 64, "exact"), (64, 32, "over"), (32, 64, "under"), (64, None, None)],
 )
-def test_a_prediction_is_held_against_what_the_engine_tells(
+def test_a_prediction_is_compared_with_what_the_engine_reports(
     predicted: int, actual: int | None, verdict: str | None
 ) -> None:
     """`over` is the one that costs: a hit was promised that was not there."""
@@ -142,7 +142,7 @@ def test_a_prediction_is_held_against_what_the_engine_tells(
 def test_what_a_client_did_is_no_failure(
     status: int | None, end: str | None, has_failed: bool
 ) -> None:
-    """The figure must not light up because somebody closed a window."""
+    """The figure must not rise because a user closed a window."""
     assert request(status=status, end=end).has_failed is has_failed
 
 
@@ -168,7 +168,7 @@ def test_the_minute_sums_what_was_settled() -> None:
     assert (total.routed_tokens, total.promised_tokens) == (400, 160)
 
 
-def test_one_that_nobody_could_take_is_in_the_log() -> None:
+def test_a_request_that_no_replica_could_take_is_in_the_log() -> None:
     """It is what an operator looks for when clients see 503."""
     log = RequestLog()
     log.add_refused(request(), NoReplica("m", "1 draining"))

@@ -49,7 +49,7 @@ def attempt(server: RawServer, name: str = "r0") -> Attempt:
 
 
 def dead() -> Attempt:
-    """A candidate on whose port nobody listens."""
+    """A candidate whose port is closed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return Attempt("dead", Origin.parse(f"http://127.0.0.1:{free.getsockname()[1]}"))
 
@@ -195,7 +195,7 @@ async def test_a_body_with_a_length_keeps_it(size: int) -> None:
 
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
 async def test_an_answer_without_a_body_goes_through(status: str) -> None:
-    """A 304 may tell the length of a body it does not have."""
+    """A 304 may carry the length of a body that it leaves out."""
     raw = f"HTTP/1.1 {status}\r\netag: x\r\n".encode() + (
         b"content-length: 5\r\n\r\n" if "304" in status else b"\r\n"
     )
@@ -206,7 +206,7 @@ async def test_an_answer_without_a_body_goes_through(status: str) -> None:
 
 
 async def test_headers_go_through_but_for_those_of_the_hop() -> None:
-    """RFC 9110 7.6.1, both ways, with what Connection names; everything else is none of the proxy's
+    """RFC 9110 7.6.1, both ways, with what Connection names; everything else is not the proxy's
     business."""
     seen: list[RawRequest] = []
     hop = [
@@ -664,7 +664,7 @@ async def test_none_of_the_other_streams_notices_a_death() -> None:
 async def test_a_client_that_leaves_ends_the_work_at_the_replica_within_a_second(
     handler: Handler, how: str
 ) -> None:
-    """Before the first token, streaming or not, and in mid-stream: tokens nobody reads cost a
+    """Before the first token, streaming or not, and in mid-stream: tokens that are not read cost a
     GPU."""
     async with one_replica(handler) as (proxy, client, replica):
         await client.request()
@@ -805,7 +805,7 @@ async def test_a_thousand_concurrent_streams_finish() -> None:
         )
 
 
-async def test_first_byte_and_total_times_are_told() -> None:
+async def test_first_byte_and_total_times_are_reported() -> None:
     """Time to first token is what a router is judged by."""
 
     async def handle(connection: RawConnection) -> None:

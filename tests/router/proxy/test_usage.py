@@ -161,7 +161,7 @@ def test_a_count_that_is_no_count_is_ignored(count: object) -> None:
 
 
 def test_the_usage_behind_a_body_of_megabytes_is_found_in_the_tail() -> None:
-    """Embeddings are long; their usage stands at the end."""
+    """Embeddings are long; their usage is at the end."""
     numbers = ",".join(["0.25"] * 400_000)
     usage = '{"prompt_tokens":12,"total_tokens":12}'
     body = f'{{"data":[{{"embedding":[{numbers}]}}],"usage":{usage}}}'.encode()
@@ -211,7 +211,7 @@ def test_any_bytes_are_survived(pieces: list[bytes]) -> None:
 
 
 def test_data_events_are_counted_also_across_pieces_and_not_inside_text() -> None:
-    """The count stands in for decoded tokens while an answer is running."""
+    """The count stands in for decoded tokens while a response is running."""
     reader = UsageReader()
     for piece in (
         delta("a"),

@@ -26,7 +26,7 @@ def test_requests_over_the_bound_are_refused_until_one_ends() -> None:
 
 
 def test_a_request_that_fails_is_no_longer_under_way() -> None:
-    """Otherwise the bound would be reached by failures alone."""
+    """Otherwise failures would use the bound up."""
     admission = Admission(max_requests=1)
     with pytest.raises(ZeroDivisionError), admission:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""A request's body becomes a decision: model, prompt, ranking, and what is sent to which replica."""
+"""A request's body becomes a decision: model, prompt, ranking, and what is sent where."""
 
 from __future__ import annotations
 

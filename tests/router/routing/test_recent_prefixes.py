@@ -37,7 +37,7 @@ def test_only_the_common_beginning_counts() -> None:
 
 
 def test_an_entry_counts_until_its_time_is_over_and_no_longer() -> None:
-    """Later the events must have told; a speculation that outlives them would hide evictions."""
+    """By then the events must have arrived; a prediction that outlives them would hide evictions."""
     recent = RecentPrefixes(ttl_s=5)
     recent.remember("a", chain("x"), now=10)
     assert recent.match(chain("x"), STEP, now=14.999) == {"a": 16}
@@ -75,7 +75,7 @@ def test_a_forgotten_replica_has_nothing() -> None:
 
 
 def test_memory_is_given_back_when_time_has_passed() -> None:
-    """No sweep: what nobody asks for again goes with its generation."""
+    """No sweep: what is not asked for again is dropped with its generation."""
     recent = RecentPrefixes(ttl_s=5)
     for now in range(1000):
         recent.remember("a", chain(str(now), "y", "z"), now)
