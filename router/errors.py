@@ -3,7 +3,7 @@
     RouterError
     ├── ConfigError             the configuration: every problem found, each with its path
     ├── PolicyError             a policy is unknown, cannot be made, or broke a rule
-    ├── ReplicaAnswerInvalid    what a replica reported about itself makes no sense
+    ├── InvalidReplicaResponse  what a replica reported about itself makes no sense
     └── RequestError            the response to a client's or an operator's request is an error
         ├── BadRequest          400  the input breaks a rule: place, value, rule
         ├── Unauthorized        401  no API key, or a wrong one
@@ -57,7 +57,7 @@ class PolicyError(RouterError):
     """A routing policy is unknown, cannot be made, or returned something other than a ranking."""
 
 
-class ReplicaAnswerInvalid(RouterError):
+class InvalidReplicaResponse(RouterError):
     """What a replica reported about itself, its models or its event sources, makes no sense.
 
     Args:

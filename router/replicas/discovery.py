@@ -25,7 +25,7 @@ import msgspec
 
 from router.config import EventSourceConfig
 from router.config.schema import is_endpoint
-from router.errors import ReplicaAnswerInvalid
+from router.errors import InvalidReplicaResponse
 from router.replicas.types import EventSource, ServedModels
 
 SOURCES_PATH = "/kv_event_sources"
@@ -66,14 +66,14 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
         body: The response's.
         host: The replica's own, which replaces wildcards.
     Raises:
-        ReplicaAnswerInvalid: The body has another form, or names an address that cannot be
+        InvalidReplicaResponse: The body has another form, or names an address that cannot be
             connected to.
     """
     found: dict[str, _SourceEntry] | list[_SourceEntry] = _decode(
         SOURCES_PATH, body, dict[str, _SourceEntry] | list[_SourceEntry]
     )
     if len(found) > MAX_RANKS:
-        raise ReplicaAnswerInvalid(
+        raise InvalidReplicaResponse(
             SOURCES_PATH, f"{len(found)} ranks; at most {MAX_RANKS} are taken"
         )
     entries = found.items() if isinstance(found, dict) else _numbered(found)
@@ -81,7 +81,7 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
     sources.sort(key=lambda source: source.dp_rank)
     for before, after in pairwise(sources):
         if before.dp_rank == after.dp_rank:
-            raise ReplicaAnswerInvalid(SOURCES_PATH, f"rank {after.dp_rank} appears twice")
+            raise InvalidReplicaResponse(SOURCES_PATH, f"rank {after.dp_rank} appears twice")
     return tuple(sources)
 
 
@@ -89,21 +89,21 @@ def parse_models(body: bytes) -> ServedModels:
     """The models and adapters in a response to `GET /v1/models`.
 
     Raises:
-        ReplicaAnswerInvalid: The body has another form, or names no base model.
+        InvalidReplicaResponse: The body has another form, or names no base model.
     """
     listed: _Models = _decode(MODELS_PATH, body, _Models)
     if len(listed.data) > MAX_MODELS:
-        raise ReplicaAnswerInvalid(
+        raise InvalidReplicaResponse(
             MODELS_PATH, f"{len(listed.data)} models; at most {MAX_MODELS} are taken"
         )
     for index, model in enumerate(listed.data):
         if not 1 <= len(model.id) <= MAX_NAME_CHARS or len(model.parent or "") > MAX_NAME_CHARS:
-            raise ReplicaAnswerInvalid(
+            raise InvalidReplicaResponse(
                 f"{MODELS_PATH} data[{index}]", f"a name must have 1 to {MAX_NAME_CHARS} characters"
             )
     models = _unique(model.id for model in listed.data if not model.parent)
     if not models:
-        raise ReplicaAnswerInvalid(MODELS_PATH, "no base model; there must be one")
+        raise InvalidReplicaResponse(MODELS_PATH, "no base model; there must be one")
     adapters = {
         model.id: model.parent for model in listed.data if model.parent and model.id not in models
     }
@@ -147,7 +147,7 @@ def _decode(place: str, body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ReplicaAnswerInvalid(place, f"cannot be read: {str(error)[:200]}") from None
+        raise InvalidReplicaResponse(place, f"cannot be read: {str(error)[:200]}") from None
 
 
 def _numbered(entries: list[_SourceEntry]) -> Iterator[tuple[str, _SourceEntry]]:
@@ -157,12 +157,12 @@ def _numbered(entries: list[_SourceEntry]) -> Iterator[tuple[str, _SourceEntry]]
 
 def _source(rank: str, entry: _SourceEntry, host: str) -> EventSource:
     if not (rank.isascii() and rank.isdigit() and len(rank) <= 5 and int(rank) <= MAX_RANK):
-        raise ReplicaAnswerInvalid(
+        raise InvalidReplicaResponse(
             SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}"
         )
     place = f"{SOURCES_PATH} rank {rank}"
     if len(entry.topic) > MAX_TOPIC_CHARS:
-        raise ReplicaAnswerInvalid(
+        raise InvalidReplicaResponse(
             place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken"
         )
     replay = entry.replay_endpoint
@@ -177,7 +177,7 @@ def _source(rank: str, entry: _SourceEntry, host: str) -> EventSource:
 def _address(place: str, endpoint: str, host: str) -> str:
     # inproc:// has the right form, but only the engine's own process can reach it.
     if not is_endpoint(endpoint) or endpoint.startswith("inproc://"):
-        raise ReplicaAnswerInvalid(
+        raise InvalidReplicaResponse(
             place, f"{endpoint[:100]!r}; expected tcp://host:port or ipc://path"
         )
     return reachable(endpoint, host)

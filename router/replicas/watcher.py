@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from async_timeout import timeout
 
 from router.config import HealthConfig
-from router.errors import ReplicaAnswerInvalid
+from router.errors import InvalidReplicaResponse
 from router.replicas.discovery import (
     MAX_RESPONSE_BYTES,
     MODELS_PATH,
@@ -107,7 +107,7 @@ class WatchListener(Protocol):
         """
 
 
-class _Refused(ReplicaAnswerInvalid):
+class _Refused(InvalidReplicaResponse):
     """A response with another status than 200."""
 
     def __init__(self, path: str, status: int) -> None:
@@ -237,7 +237,7 @@ class Watcher:
         configured = self._replica.config.models
         try:
             served = parse_models(await self._body(MODELS_PATH, MAX_RESPONSE_BYTES))
-        except (*UNREACHABLE, ReplicaAnswerInvalid) as error:
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(MODELS_PATH, error))
             return None
         if configured is None:
@@ -260,7 +260,7 @@ class Watcher:
             )
             # An older engine does not have this endpoint, and will not have it next time.
             return () if refused.status in (404, 405) else None
-        except (*UNREACHABLE, ReplicaAnswerInvalid) as error:
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(SOURCES_PATH, error))
             return None
 

@@ -1,20 +1,75 @@
-"""Compares the tokenizer of every replica with the router's own, each time it becomes healthy.
+"""Do the router and its replicas tokenise alike? Each replica is asked whenever it becomes healthy.
 
-A router whose tokenizer differs from the engine's predicts hits that do not happen, and nothing
-else would show why.
+A router whose tokenizer differs from the engine's, by one token at the front, predicts hits that
+never happen, and nothing else would show why. The usual causes: another version of the model's
+files, a chat template given on the engine's command line, a BOS token that only one of them adds, a
+version of transformers that rebuilds Llama's tokenizer instead of reading it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from router.replicas import Replica
 from router.routing.models import Model
-from router.tokenize import LocalTokenizer, RemoteTokenizer, ReplicaAnswerError, find_disagreements
+from router.tokenize import (
+    ChatPrompt,
+    LocalTokenizer,
+    RemoteTokenizer,
+    ReplicaAnswerError,
+    TextPrompt,
+    UntokenizableError,
+)
 
 logger = logging.getLogger(__name__)
+
+_TEXT = "The answer is 42.\n\n  Isn't it?\tна́йден 日本語 🙂"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string"}},
+            "required": ["key"],
+        },
+    },
+}
+_USER = {"role": "user", "content": _TEXT}
+_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    _USER,
+    {"role": "assistant", "content": "Yes."},
+    _USER,
+]
+
+_PROBES: dict[str, TextPrompt | ChatPrompt] = {
+    "text": TextPrompt(_TEXT),
+    # Where SentencePiece models differ by the age of the library that converted them.
+    "text after a blank": TextPrompt("  " + _TEXT),
+    "text without special tokens": TextPrompt(_TEXT, add_special_tokens=False),
+    "one message": ChatPrompt([_USER]),
+    "several turns": ChatPrompt(_TURNS),
+    "tools": ChatPrompt([_USER], tools=[_TOOL]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """One probe that came out differently."""
+
+    probe: str
+    """Its name."""
+    first_difference: int
+    """Index of the first id that differs, or the length of the shorter list."""
+    local_count: int
+    """Ids in the router."""
+    remote_count: int
+    """Ids at the replica."""
 
 
 class TokenizerCheck:
@@ -83,3 +138,38 @@ class TokenizerCheck:
                 model,
                 names,
             )
+
+
+async def find_disagreements(
+    local: LocalTokenizer, remote: RemoteTokenizer, model: str | None
+) -> list[Disagreement]:
+    """Tokenise the probes on both sides and return where they differ.
+
+    Probes that one side cannot tokenise are left out.
+
+    Args:
+        local: The router's tokenizer.
+        remote: The replica's.
+        model: The model's name at the replica; None asks for its default.
+    Raises:
+        ReplicaAnswerError: The replica refused, or its response makes no sense.
+        OSError: The replica did not respond; asyncio.TimeoutError likewise.
+    """
+    found: list[Disagreement] = []
+    for name, prompt in _PROBES.items():
+        try:
+            here = local.finish(local.prepare(prompt, None))
+            there = await remote.tokenize(prompt, model=model, cache_salt=None)
+        except UntokenizableError:
+            continue
+        if here != there:
+            first = _first_difference(here, there)
+            found.append(Disagreement(name, first, len(here), len(there)))
+    return found
+
+
+def _first_difference(here: Sequence[int], there: Sequence[int]) -> int:
+    for index, (one, other) in enumerate(zip(here, there, strict=False)):
+        if one != other:
+            return index
+    return min(len(here), len(there))

@@ -23,11 +23,9 @@ The files; each imports only what is listed above it:
     truncation.py     truncate_prompt_tokens
     local/            text -> token ids in the router
     remote.py         tokenisation at a replica
-    agreement.py      do router and replica agree?
     tokenization.py   both for an event loop, with threads and counts
 """
 
-from router.tokenize.agreement import Disagreement, find_disagreements
 from router.tokenize.body.report_mode import strip_report_mode
 from router.tokenize.body.requests import parse_request
 from router.tokenize.chat.renderer import ChatSettings
@@ -61,7 +59,6 @@ __all__ = [
     "ChatPrompt",
     "ChatSettings",
     "Coverage",
-    "Disagreement",
     "Endpoint",
     "Fetch",
     "LocalStatistics",
@@ -85,7 +82,6 @@ __all__ = [
     "TokenizedPrompt",
     "Truncation",
     "UntokenizableError",
-    "find_disagreements",
     "parse_request",
     "read_model_files",
     "strip_report_mode",

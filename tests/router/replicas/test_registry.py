@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from router.config import HealthConfig, ReplicaConfig, read_replica
 from router.errors import (
     BadRequest,
-    ReplicaAnswerInvalid,
+    InvalidReplicaResponse,
     ReplicaExists,
     ShuttingDown,
     UnknownReplica,
@@ -443,7 +443,7 @@ def test_event_sources_that_make_no_sense_are_refused_with_their_place(
     body: object, message: str
 ) -> None:
     """The text goes to the operator; sockets are opened for what passes."""
-    with pytest.raises(ReplicaAnswerInvalid, match="/kv_event_sources.*" + message):
+    with pytest.raises(InvalidReplicaResponse, match="/kv_event_sources.*" + message):
         parse_sources(body if isinstance(body, bytes) else json.dumps(body).encode(), "host")
 
 
@@ -460,7 +460,7 @@ def test_event_sources_that_make_no_sense_are_refused_with_their_place(
 )
 def test_models_that_make_no_sense_are_refused_with_their_place(body: object, message: str) -> None:
     """Their names become metric labels and keys of indexes."""
-    with pytest.raises(ReplicaAnswerInvalid, match="/v1/models.*" + message):
+    with pytest.raises(InvalidReplicaResponse, match="/v1/models.*" + message):
         parse_models(json.dumps(body).encode())
 
 
@@ -473,7 +473,7 @@ def test_models_that_make_no_sense_are_refused_with_their_place(body: object, me
 )
 def test_no_response_raises_anything_else(parse: Callable[[bytes], object], body: bytes) -> None:
     """One malformed response must not end the task that watches the replica."""
-    with contextlib.suppress(ReplicaAnswerInvalid):
+    with contextlib.suppress(InvalidReplicaResponse):
         parse(body)
 
 

@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Model:
 
 async def result_of(check: TokenizerCheck, model: Model) -> dict[tuple[str, str], int]:
     """Start a check of one replica and wait until it is over."""
-    registry = ReplicaRegistry(_no_answer, HealthConfig(), LoadTracker())
+    registry = ReplicaRegistry(_refuse, HealthConfig(), LoadTracker())
     replica = registry.add(ReplicaConfig(url="http://127.0.0.1:9", id="r", models=("m",)))
     try:
         check.start(replica, model)
@@ -52,7 +52,7 @@ async def result_of(check: TokenizerCheck, model: Model) -> dict[tuple[str, str]
     return check.disagreements
 
 
-async def _no_answer(*_arguments: object) -> tuple[int, bytes]:
+async def _refuse(*_arguments: object) -> tuple[int, bytes]:
     raise ConnectionRefusedError
 
 
@@ -87,7 +87,7 @@ async def test_a_replica_with_another_tokenizer_is_named(
 
 async def test_a_replica_that_cannot_be_asked_proves_nothing(model: Model) -> None:
     """No result is not a good one."""
-    assert await result_of(TokenizerCheck(_no_answer), model) == {}
+    assert await result_of(TokenizerCheck(_refuse), model) == {}
 
 
 async def test_a_replica_that_is_gone_is_forgotten(model: Model, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from router.routing.tokenizer_check import find_disagreements
 from router.tokenize import (
     ChatPrompt,
     Coverage,
@@ -37,7 +38,6 @@ from router.tokenize import (
     TokenizedPrompt,
     Truncation,
     UntokenizableError,
-    find_disagreements,
     parse_request,
 )
 from tests.router.tokenize.bodies import bodies
