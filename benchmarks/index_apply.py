@@ -1,7 +1,7 @@
-"""How many blocks a second does the index apply, from bytes, by the number of blocks in an event?
+"""How many blocks per second does the index apply, from bytes, by the number of blocks per event?
 
 The peer in the same run is a group-blind index: one dictionary from block hash to the replicas that
-have it.
+hold it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,26 @@ from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
 from router.index import SourceId, create_index
 
 
-class GroupBlindIndex:
+class HashHolders:
     """What routers without groups keep: block hash -> replicas."""
 
     def __init__(self) -> None:
         self.holders: dict[int | bytes, set[str]] = {}
 
     def apply(self, replica: str, payload: bytes) -> None:
+        """Decode and apply a batch.
+
+        Args:
+            replica: Whose events they are.
+            payload: As received.
+        """
         for event in decode(payload).events:
             if isinstance(event, BlockStored):
-                for name in event.block_hashes:
-                    self.holders.setdefault(name, set()).add(replica)
+                for block_hash in event.block_hashes:
+                    self.holders.setdefault(block_hash, set()).add(replica)
             elif isinstance(event, BlockRemoved):
-                for name in event.block_hashes:
-                    self.holders.get(name, set()).discard(replica)
+                for block_hash in event.block_hashes:
+                    self.holders.get(block_hash, set()).discard(replica)
 
 
 def main() -> None:
@@ -47,7 +53,7 @@ def _measure(blocks: int, blocks_per_event: int) -> None:
     tokens = prompt_tokens(blocks * BLOCK_SIZE)
     stored = _payloads(list(stored_events(tokens, blocks_per_event)))
     removed = _payloads(list(removed_events(tokens, blocks_per_event)))
-    index, blind = create_index(), GroupBlindIndex()
+    index, blind = create_index(), HashHolders()
     for action, payloads in (("stored", stored), ("removed", removed)):
         ours = _seconds(payloads, lambda payload: index.apply(SourceId("replica"), payload))
         theirs = _seconds(payloads, lambda payload: blind.apply("replica", payload))

@@ -39,6 +39,7 @@ class AppliedEvents:
     """Times the source was emptied, to be rebuilt."""
 
     def add(self, result: ApplyResult) -> None:
+        """Count one batch."""
         self.stored += result.stored
         self.removed += result.removed
         self.skipped += result.skipped
@@ -47,7 +48,7 @@ class AppliedEvents:
 
 @dataclass(frozen=True, slots=True)
 class SourceFeedStatistics:
-    """One source: how its stream is, and what came of it."""
+    """One source: the state of its stream, and what its events did."""
 
     model: str
     state: SourceState
@@ -138,6 +139,7 @@ class Feed:
         return source in self._sources and self.state(source) is not SourceState.LIVE
 
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
+        """Of every source that is followed."""
         return {source: feed.statistics() for source, feed in self._sources.items()}
 
     def _subscriber(
@@ -246,7 +248,7 @@ class _SourceFeed:
         self._complain(self._source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """A subscriber ends only when it is cancelled; anything else is a bug of ours, and shows."""
+        """A subscriber ends only when it is cancelled; anything else is our bug, and shows."""
         self.state = SourceState.DEAD
         error = None if task.cancelled() else task.exception()
         if error is not None:

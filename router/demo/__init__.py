@@ -1,4 +1,4 @@
-"""`kvroute demo`: recorded engines behind a real router, and the score of its predictions.
+"""`kvroute demo`: small engines behind a real router, and what its predictions gain.
 
 The files; each imports only what is listed above it:
 

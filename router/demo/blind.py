@@ -1,8 +1,8 @@
-"""An index as routers have it that know no KV cache groups: a block is at a replica, or it is not.
+"""The index of a router that knows no KV cache groups: a replica holds a block or does not.
 
-It exists to be compared with. Every group's blocks count as blocks of one group of full attention,
-a block is there from the first event that stores it, whoever stored it, and gone with the first
-that removes it.
+It is there for comparison. The blocks of every group count as blocks of one full-attention group: a
+block is held from the first event that stores it, for whichever group, until the first one that
+removes it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from kvevents.codec import decode
 from kvevents.events import (
@@ -43,30 +44,35 @@ _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, i
 
 
 class GroupBlindIndex(PrefixIndex):
-    """Hands on to a real index what is left of the events without their groups."""
+    """Strips the groups off the events, and passes what is left on to a real index."""
 
     def __init__(self) -> None:
         self._index = create_index()
         self._copies: dict[SourceId, Counter[BlockHash]] = {}
 
+    @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
         self._copies.pop(source, None)
         self._index.add(source, hints)
 
+    @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         copies = self._copies.setdefault(source, Counter())
         events = list(_without_groups(copies, batch.events))
         return self._index.apply(source, msgspec.structs.replace(batch, events=events))
 
+    @override
     def clear(self, source: SourceId) -> None:
         self._copies.pop(source, None)
         self._index.clear(source)
 
+    @override
     def drop(self, source: SourceId) -> None:
         self._copies.pop(source, None)
         self._index.drop(source)
 
+    @override
     def prepare(
         self,
         token_ids: Sequence[int],
@@ -77,16 +83,20 @@ class GroupBlindIndex(PrefixIndex):
     ) -> HashedPrompt:
         return self._index.prepare(token_ids, lora_name, cache_salt, extra_keys, extra_steps)
 
+    @override
     def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
         return self._index.match_prompt(prompt)
 
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         return self._index.explain(prompt, source)
 
+    @override
     def export(self) -> Iterator[bytes]:
         yield msgspec.msgpack.encode(list(self._copies.items()))
         yield from self._index.export()
 
+    @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
         remaining = iter(records)
         try:
@@ -96,9 +106,11 @@ class GroupBlindIndex(PrefixIndex):
         self._index.restore(remaining)
         self._copies = {source: Counter(counts) for source, counts in copies}
 
+    @override
     def holds(self, source: SourceId) -> bool:
         return self._index.holds(source)
 
+    @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return self._index.statistics()
 

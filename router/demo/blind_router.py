@@ -1,5 +1,4 @@
-"""`kvroute serve` with an index that knows no groups, as a process of its own: what the demo
-compares with."""
+"""`kvroute serve` with a group-blind index: the process that the demo compares with."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _records(data: memoryview) -> Iterator[memoryview]:
 
 
 def _frame(data: memoryview, position: int) -> tuple[int, int, int]:
-    """Of the frame at *position*: the record's length, the checksum, and where the record starts."""
+    """Of the frame at *position*: the record's length, the checksum, the record's start."""
     start = position + _FRAME.size
     if start > len(data):
         raise DumpError(f"index dump: cut off at byte {len(data)}, inside a frame")

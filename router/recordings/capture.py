@@ -18,26 +18,22 @@ from router.recordings.format import Header, RecordingWriter
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """What to record, and when to stop.
-
-    Attributes:
-        endpoint: The publisher's PUB address.
-        replay_endpoint: Its ROUTER address; with it the recording starts with all the engine still
-            remembers.
-        topic: What to subscribe to; None takes every topic.
-        max_batches: Stop after so many; None: no such limit.
-        seconds: Stop after so long; None: no such limit.
-    """
+    """What to record, and when to stop."""
 
     endpoint: str
+    """The publisher's PUB address."""
     replay_endpoint: str | None = None
+    """Its ROUTER address; with it the recording starts with every batch the engine can replay."""
     topic: str | None = None
+    """The topic to subscribe to; None takes every topic."""
     max_batches: int | None = None
+    """Stop after this many; None: no limit."""
     seconds: float | None = None
+    """Stop after this long; None: no limit."""
 
 
 class _Recorder:
-    """Implements `Consumer`: every batch goes to the file, as it came."""
+    """The consumer of the subscriber: writes every batch to the file, unchanged."""
 
     def __init__(
         self, writer: RecordingWriter, options: CaptureOptions, progress: Callable[[str], None]
@@ -58,10 +54,9 @@ class _Recorder:
         return Effect.KEPT
 
     def clear(self, reason: str) -> None:
-        # A recording is one process's stream from its beginning; what follows a restart is another
-        # one.
+        # A recording is the stream of one process. What follows a restart would be another one.
         if self.batches:
-            self._progress(f"the publisher started anew ({reason}): the recording ends here")
+            self._progress(f"the publisher started again ({reason}): the recording ends here")
             self.done.set()
 
     def change(self, state: SourceState) -> None:
@@ -72,11 +67,14 @@ class _Recorder:
 
 
 async def capture(options: CaptureOptions, output: Path, progress: Callable[[str], None]) -> int:
-    """Record until a limit of *options* is reached or the task is cancelled; the number of batches
-    in the file.
+    """Record until a limit is reached or the task is cancelled; returns the number of batches.
 
+    Args:
+        options: What to record, and the limits.
+        output: The file to write; compressed where it ends in `.gz`.
+        progress: Takes a line for people now and then.
     Raises:
-        EndpointError: An address is none a socket can connect to.
+        EndpointError: A socket cannot connect to such an address.
         RecordingError: The file cannot be written.
     """
     with RecordingWriter(

@@ -1,11 +1,11 @@
-"""Recorded event streams: JSON lines, plain or gzip, one header and then frames and queries in the
-order they happened.
+"""The format of recorded event streams: JSON lines, plain or gzip.
 
-- The header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle`, and whatever else the
-  recorder noted.
+The first line is the header: `groups`, `hash_block_size`, `scheduler_block_size`, `eagle`, and
+whatever else the recorder noted. Frames and queries follow in the order in which they happened:
+
 - `{"frame": base64}`: the third frame of a message, as the publisher sent it.
-- `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: now the engine would reuse n
-  tokens of this prompt.
+- `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: at this point the engine
+  would reuse n tokens of this prompt.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ MAX_LINE_BYTES = 256 * 2**20
 
 
 class RecordingError(RouterError):
-    """A file that is no recording, or a damaged one."""
+    """A file that is not a recording, or a damaged one."""
 
 
 class Header(msgspec.Struct):
     """What the recorder knew of the engine."""
 
     groups: list[GroupSpec] = []
+    """By group index."""
     hash_block_size: int | None = None
     scheduler_block_size: int | None = None
     eagle: bool = False
     name: str | None = None
+    """Of the recording."""
     source: str | None = None
+    """The engine, as in `vllm 0.33.0`."""
 
     def hints(self, learn_layout: bool) -> LayoutHints:
-        """The layout as given; or, to learn it, only what no event of such an engine says.
+        """The layout of the header; or, if it is to be learned, only what no event says of it.
 
         Raises:
             RecordingError: The groups contradict themselves.
@@ -62,8 +65,8 @@ class Header(msgspec.Struct):
         )
 
     def _is_recent_vllm(self) -> bool:
-        """False for vLLM before 0.32, whose EAGLE look-ups end a token earlier; no event tells the
-        version."""
+        """False for vLLM before 0.32, whose EAGLE look-ups end one token earlier. No event carries
+        the version."""
         version = re.match(r"vllm (\d+)\.(\d+)", self.source or "")
         return version is None or tuple(map(int, version.groups())) >= (0, 32)
 
@@ -77,8 +80,7 @@ class Header(msgspec.Struct):
 
 
 def _known(spec: GroupSpec) -> GroupSpec:
-    """vLLM names a group `unknown` that is scratch space of a request: nothing of it is ever
-    shared."""
+    """vLLM calls a group `unknown` that is scratch space of a request, and is never shared."""
     return msgspec.structs.replace(spec, kind="not_cached") if spec.kind == "unknown" else spec
 
 
@@ -89,7 +91,9 @@ class Query(msgspec.Struct):
     """A prompt and how many of its tokens the engine reused."""
 
     query: list[_Token]
+    """The prompt's token ids."""
     hit: int
+    """Tokens reused."""
     salt: str | None = None
     lora: str | None = None
     extra_keys: list[Any] | None = None
@@ -119,7 +123,7 @@ class RecordingReader:
     """Reads one recording; iterate once for its records.
 
     Raises:
-        RecordingError: The file is no recording; the message names line and rule.
+        RecordingError: The file is not a recording; the message names the line and the rule.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +134,7 @@ class RecordingReader:
         except (*_UNREADABLE, *_DAMAGED) as error:
             self._file.close()
             raise RecordingError(
-                f"{path.name}, line 1: no header of a recording ({error})"
+                f"{path.name}, line 1: not the header of a recording ({error})"
             ) from None
 
     def __enter__(self) -> RecordingReader:
@@ -167,7 +171,7 @@ class RecordingReader:
 
 
 class RecordingWriter:
-    """Writes a recording line by line; every line is on disk before the next one is taken."""
+    """Writes a recording, each line to disk before the next."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self._file = _open(path, "wb")

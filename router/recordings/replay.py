@@ -1,5 +1,4 @@
-"""Feeds a recording to the index and holds every prediction against what the engine really
-reused."""
+"""Feeds a recording to the index and compares every prediction with what the engine reused."""
 
 from __future__ import annotations
 
@@ -19,10 +18,13 @@ class Prediction:
     """One query of a recording."""
 
     line: int
+    """Of the file."""
     tokens: int
+    """Length of the prompt."""
     predicted: int
-    """Tokens the index says are reused, all tiers."""
+    """Tokens the index predicts to be reused, from any tier."""
     predicted_gpu: int
+    """Of these, from the GPU."""
     hit: int
     """Tokens the engine reused."""
 
@@ -42,9 +44,11 @@ class ReplaySummary:
 
     @property
     def is_exact(self) -> bool:
+        """Every prediction was right, and every frame readable."""
         return self.exact == self.queries and not self.malformed
 
     def add(self, prediction: Prediction) -> None:
+        """Count one query."""
         self.queries += 1
         self.exact += prediction.predicted == prediction.hit
         self.hit_tokens += prediction.hit
@@ -52,10 +56,14 @@ class ReplaySummary:
 
 
 def replay(path: Path, learn_layout: bool, summary: ReplaySummary) -> Iterator[Prediction]:
-    """Predict every query of a recording; *summary* is complete when the iterator is.
+    """Predict every query of a recording.
 
+    Args:
+        path: The file, plain or `.gz`.
+        learn_layout: Learn the layout from the events; else it is the header's.
+        summary: Filled in along the way, and complete when the iterator ends.
     Raises:
-        RecordingError: The file is no recording.
+        RecordingError: The file is not a recording.
     """
     index = create_index()
     with RecordingReader(path) as reader:

@@ -46,7 +46,7 @@ def test_the_command_prints_a_line_per_query_and_a_summary() -> None:
 
 
 def test_the_command_fails_when_a_prediction_differs(tmp_path: Path) -> None:
-    """A check that cannot fail is none."""
+    """A check that cannot fail checks nothing."""
     recording = tmp_path / "wrong.jsonl"
     header = {
         "groups": [{"kind": "full_attention", "block_size": 16}],
@@ -68,7 +68,7 @@ def test_the_command_fails_when_a_prediction_differs(tmp_path: Path) -> None:
 def test_a_file_that_is_no_recording_is_refused_with_line_and_rule(
     tmp_path: Path, text: str
 ) -> None:
-    """The user hears what is wrong, not a traceback."""
+    """The user reads what is wrong, not a traceback."""
     recording = tmp_path / "broken.jsonl"
     recording.write_text(text)
     done = _kvroute("replay", str(recording))

@@ -33,7 +33,7 @@ LIMITS = SourceLimits(
     blocks=400, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100
 )
 RESTART_EVERY = 5000
-"""Payloads after which a source begins anew: a layout learned from garbage would make all that
+"""Payloads after which a source starts over: a layout learned from garbage would make all that
 follows easy."""
 LEARNING, ANNOUNCED = SourceId("learning"), SourceId("announced")
 

@@ -119,9 +119,8 @@ async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:
         assert not feed.is_suspect(A)
 
 
-async def test_a_source_nobody_follows_is_dead_and_has_no_hits_to_suspect(feed: Feed) -> None:
-    """Whoever asks for a replica that was just removed, or publishes nothing, gets an answer and no
-    exception."""
+async def test_a_source_that_is_not_followed_is_dead_and_has_no_hits_to_suspect(feed: Feed) -> None:
+    """A replica that was just removed, or that publishes nothing, can still be asked about."""
     assert feed.state(A) is SourceState.DEAD
     assert not feed.is_suspect(A)
 
@@ -144,7 +143,7 @@ async def test_a_removed_source_leaves_the_index(feed: Feed, models: Models) -> 
 async def test_a_source_that_is_removed_and_added_at_once_is_followed(
     feed: Feed, models: Models
 ) -> None:
-    """A replica is configured anew in one go; what ends late must not take the new one's blocks."""
+    """A replica is replaced in one go; a task that ends late must not take the new one's blocks."""
     with VllmPublisher() as publisher:
         follow(feed, A, publisher)
         publisher.publish(stored(64))
@@ -372,7 +371,7 @@ async def test_a_feed_that_breaks_is_dead_and_says_where_not_what(
 
 
 async def test_many_sources_fit() -> None:
-    """libzmq allows a thousand sockets where nobody asks for more, and each source takes
+    """libzmq allows a thousand sockets by default, and each source takes
     several."""
     models = Models()
     feed = Feed(models, QUICK)

@@ -6,7 +6,7 @@ The files; each imports only what is listed above it:
     keys.py             the router's own keys for prefixes
     extra_keys.py       what besides tokens decides a block: for our keys, and as engines hash it
     block_table.py      copies of each block by group and tier; which prefix a hash stands for
-    placing.py          runs of blocks whose tokens show their prefixes; those that wait for a parent
+    placing.py          runs of blocks with tokens: their keys, now or once the parent's is known
     layout_learner.py   what events say about the cache layout; what has to be assumed
     hash_finder.py      which hash function an engine uses
     source.py           one source: what a batch of events does to all of the above

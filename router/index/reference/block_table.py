@@ -1,8 +1,8 @@
 """The blocks of one source: how many copies are where, and which prefix each hash stands for.
 
 Copies are counted under the engine's own hashes, per group and tier. A block is *placed* once we
-know the key of the prefix that its hash stands for. Both last as long as the last copy, except
-that the keys of the blocks that went last are remembered for a while.
+know the key of the prefix that its hash stands for. Both are kept until the last copy is removed;
+the keys of blocks removed most recently are remembered for a while.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BlockTable:
         self.held: dict[GroupTier, dict[BlockHash, int]] = {}
         """(group, tier) -> hash -> copies."""
         self.hash_by_key: dict[int, BlockHash] = {}
-        """For placed blocks. Of two hashes that claim one prefix, the one that came last."""
+        """For placed blocks. Of two hashes that claim one prefix, the newer."""
         self.unplaced = 0
         """Distinct hashes held that are not placed."""
         self.ambiguous = 0
@@ -63,6 +63,7 @@ class BlockTable:
 
     @property
     def has_lower_tiers(self) -> bool:
+        """Some block is held below the GPU."""
         return any(tier != GPU for _, tier in self.held)
 
     def counts(self) -> dict[GroupTier, int]:

@@ -39,7 +39,7 @@ class _HeldBlocks(msgspec.Struct, array_like=True):
 class _WaitingRun(msgspec.Struct, array_like=True):
     parent: BlockHash
     age: int
-    """Batches since it came."""
+    """Batches applied since it was received."""
     run: BlockRun
 
 
@@ -68,7 +68,7 @@ def records_of(space: KeySpace, sources: dict[SourceId, SourceCache]) -> Iterato
 
     Args:
         space: The index's.
-        sources: As they are when their turn comes; one that is gone by then is left out.
+        sources: Each is written as it is at its turn; one dropped by then is left out.
     """
     yield msgspec.msgpack.encode(_IndexRecord("reference", space.modulus))
     for source_id in list(sources):

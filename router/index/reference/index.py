@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from kvevents.codec import decode
 from kvevents.events import EventBatch
 from router.index.base import (
@@ -43,24 +45,29 @@ class ReferenceIndex(PrefixIndex):
 
     # --- feeding ----------------------------------------------------------------------------------
 
+    @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
         self.sources[source] = SourceCache(self.keys, hints, self.limits)
 
+    @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
         if source not in self.sources:
             self.add(source)
         return self.sources[source].apply(batch)
 
+    @override
     def clear(self, source: SourceId) -> None:
         if source in self.sources:
             self.add(source, self.sources[source].learner.hints)
 
+    @override
     def drop(self, source: SourceId) -> None:
         self.sources.pop(source, None)
 
     # --- asking -----------------------------------------------------------------------------------
 
+    @override
     def prepare(
         self,
         token_ids: Sequence[int],
@@ -76,10 +83,12 @@ class ReferenceIndex(PrefixIndex):
             prompt.prefix_keys(step)
         return prompt
 
+    @override
     def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
         assert isinstance(prompt, PromptKeys)
         return {source_id: hit_of(source, prompt) for source_id, source in self.sources.items()}
 
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, PromptKeys)
         known = self.sources.get(source)
@@ -96,16 +105,20 @@ class ReferenceIndex(PrefixIndex):
 
     # --- keeping ----------------------------------------------------------------------------------
 
+    @override
     def export(self) -> Iterator[bytes]:
         return records_of(self.keys, self.sources)
 
+    @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
         self.keys, self.sources = sources_of(records, self.limits)
 
     # --- looking ----------------------------------------------------------------------------------
 
+    @override
     def holds(self, source: SourceId) -> bool:
         return source in self.sources
 
+    @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source_id: source.statistics() for source_id, source in self.sources.items()}

@@ -37,7 +37,7 @@ class BlockRun:
     """Tokens that the first hash covers beyond its block's share of *packed*."""
     marks: Sequence[Mark]
     batch: int
-    """Number of the batch it came with."""
+    """Number of the batch that carried it."""
 
     @classmethod
     def of(cls, event: BlockStored, block_size: int, lookahead: int, batch: int) -> BlockRun:
@@ -47,7 +47,7 @@ class BlockRun:
             event: With `block_size` tokens for every hash.
             block_size: In tokens.
             lookahead: Tokens behind a block that its hash covers too.
-            batch: Number of the batch it came with.
+            batch: Number of the batch that carried it.
         """
         tail = event.lookahead_token_ids[-1] if event.lookahead_token_ids else []
         # What the parent's key covers of this run already.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from kvevents.events import BlockHash, pack_tokens
 from kvevents.hashing import ExtraKeys, HashChain
 from router.index.base import HashedPrompt
@@ -48,6 +50,7 @@ class PromptKeys(HashedPrompt):
             self._keys[step, lookahead] = list(chain)
         return self._keys[step, lookahead]
 
+    @override
     def prefix_keys(self, step: int) -> Sequence[int]:
         if step not in self._prefix_keys:
             self._prefix_keys[step] = self._picked(step) or self.keys(step)

@@ -1,8 +1,8 @@
-"""What one source - one data-parallel rank of one replica - holds, as its events tell.
+"""What one source - one data-parallel rank of one replica - holds, as far as its events show.
 
 Every event is counted at once, under the engine's hashes. Prompts find a block once its place is
 known, and that is learned from dense events, which carry tokens for every hash. Everything else -
-a tier without tokens, a group with holes, a suffix whose parent has not come yet - becomes visible
+a tier without tokens, a group with holes, a suffix whose parent is not known yet - becomes visible
 when its hash is placed, or when the engine's hash function is known and a prompt hashes to it.
 """
 

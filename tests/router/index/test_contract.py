@@ -1,5 +1,5 @@
-"""What every index must do: what a batch does, what is bounded, what is said when a bound was hit, and
-what of its state can be kept."""
+"""What every index must do: what a batch does, what is bounded, and what is said when a bound was
+hit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def statistics(index: PrefixIndex) -> SourceStatistics:
 
 
 def orphan(number: int, blocks: int = 1) -> BlockStored:
-    """A run whose parent nobody has announced."""
+    """A run whose parent has not been announced."""
     prompt = Prefix(tokens(16 * (blocks + 1), first=100_000 * (number + 1)))
     return prompt.stored(0, FULL, 16)
 
@@ -272,7 +272,7 @@ def test_a_known_hash_function_needs_no_waiting(implementation: Implementation) 
 
 
 def test_a_child_of_its_own_block_waits_and_ends(implementation: Implementation) -> None:
-    """No engine sends it; nobody may hang the router with it either."""
+    """No engine sends it, and it must not hang the router."""
     index = index_with(implementation, waiting_runs=10)
     apply(index, BlockStored([1], 1, tokens(16), GPU, 0, block_size=16))
     apply(

@@ -230,7 +230,7 @@ def test_a_dump_that_was_cut_off_is_refused_wherever_that_was(filled: PrefixInde
 
 
 def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex) -> None:
-    """A wrong hash would be a wrong hit that nobody can explain."""
+    """A wrong hash would be a wrong hit without an explanation."""
     whole = dumped(filled)
     for position in [*range(40), *random.Random(2).sample(range(40, len(whole)), 200)]:
         damaged = bytearray(whole)

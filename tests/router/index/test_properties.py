@@ -73,7 +73,7 @@ prompts = st.builds(
 
 
 class Pair:
-    """A model and an index that hears of it only through encoded batches."""
+    """A model, and an index that sees it only through encoded batches."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ def runs_of(
 def test_stores_in_any_order_lead_to_the_same_hits(
     implementation: Implementation, name: str, seed: int
 ) -> None:
-    """A late join hears children first and their parents with the snapshot: no subtree may be lost
+    """A late join sees children first and their parents with the snapshot: no subtree may be lost
     for good."""
     rng, pair = random.Random(seed), Pair(implementation, LAYOUTS[name])
     prompts = [
@@ -394,7 +394,7 @@ def test_holes_and_offloaded_blocks_are_placed_whenever_the_dense_event_comes(
     assert pair.unplaced() == 0
 
 
-def test_a_block_that_was_evicted_while_its_parent_was_unknown_is_found_when_the_lower_tier_announces_it(
+def test_a_block_evicted_before_its_parent_was_known_is_found_when_a_lower_tier_announces_it(
     implementation: Implementation,
 ) -> None:
     """Its tokens were seen, and so was its parent in the end: the place is known, and the CPU's

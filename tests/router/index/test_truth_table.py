@@ -56,7 +56,7 @@ def test_a_hole_inside_the_window_that_matters_shortens_the_hit_to_before_it(
 
 
 def test_a_window_that_is_all_gone_leaves_no_hit(index: PrefixIndex, prompt: Prefix) -> None:
-    """Full attention alone cannot serve the prompt; a group-blind router says 160 here."""
+    """Full attention by itself cannot serve the prompt; a group-blind router says 160 here."""
     apply(
         index, prompt.stored(0, FULL), prompt.stored(1, W64), prompt.removed(1, range(16, 161, 16))
     )
@@ -426,7 +426,7 @@ def test_fact_11_a_hit_may_end_inside_a_block_where_states_are_kept_there(
 def test_blocks_of_a_model_without_a_dense_group_are_found_by_the_engines_own_hashes(
     index: PrefixIndex,
 ) -> None:
-    """Where no event tells which blocks it names, only the hash function does; its default seed is
+    """Where no event shows which blocks it names, only the hash function does; its default seed is
     known since 0.29."""
     prompt = Prefix(tokens(160), seed="vllm-none-hash")
     apply(index, prompt.kept(0, W64, [112, 128, 144, 160]))
@@ -435,7 +435,7 @@ def test_blocks_of_a_model_without_a_dense_group_are_found_by_the_engines_own_ha
     assert index.statistics()[SOURCE].hash_algorithm == "sha256"
 
 
-def test_blocks_nobody_can_place_are_said_to_be_so(index: PrefixIndex, prompt: Prefix) -> None:
+def test_blocks_that_cannot_be_placed_are_reported(index: PrefixIndex, prompt: Prefix) -> None:
     """An unknown seed and no dense group: the index must say what it does not know."""
     apply(index, prompt.kept(0, W64, [112, 128, 144, 160]))
     assert gpu_hit(index, prompt.tokens) == 0
@@ -479,7 +479,7 @@ def test_an_announced_layout_is_known_and_not_assumed(index: PrefixIndex, prompt
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_a_block_nobody_holds_is_gone_at_once(
+def test_a_block_without_holders_is_gone_at_once(
     implementation: Implementation, index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Memory follows what replicas hold, without a sweep."""
@@ -499,7 +499,7 @@ def test_dropping_a_source_leaves_nothing_of_it(index: PrefixIndex, prompt: Pref
 
 
 def test_clearing_a_source_keeps_its_configured_hints(index: PrefixIndex, prompt: Prefix) -> None:
-    """A restart of the engine is no change of the configuration."""
+    """A restarted engine is configured as before."""
     index.add(SOURCE, LayoutHints(eagle=True))
     apply(index, prompt.stored(0, FULL))
     index.clear(SOURCE)

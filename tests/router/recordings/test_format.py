@@ -93,7 +93,7 @@ def test_the_line_number_is_that_of_the_record_last_read(path: Path) -> None:
 def test_fields_of_other_recorders_are_ignored(tmp_path: Path) -> None:
     """They note seeds, counts, drafts of tomorrow."""
     lines = [
-        '{"groups": [{"kind": "mamba", "block_size": 8, "colour": "red"}], "queries": 500, "note": "x"}',
+        '{"groups": [{"kind": "mamba", "block_size": 8, "colour": "red"}], "note": "x"}',
         '{"frame": "aGk=", "at": 1.5}',
         '{"query": [1], "hit": 0, "took_s": 2}',
     ]
@@ -147,9 +147,11 @@ DAMAGED_HEADERS: dict[str, bytes] = {
 def test_a_file_without_a_header_is_refused_by_name_and_line(
     tmp_path: Path, content: bytes
 ) -> None:
-    """Somebody gave the wrong file; a traceback does not tell them so."""
+    """The file may simply be the wrong one, which a traceback does not say."""
     (tmp_path / "wrong.jsonl").write_bytes(content)
-    with pytest.raises(RecordingError, match=r"wrong\.jsonl, line 1: no header of a recording"):
+    with pytest.raises(
+        RecordingError, match=r"wrong\.jsonl, line 1: not the header of a recording"
+    ):
         RecordingReader(tmp_path / "wrong.jsonl")
 
 
@@ -164,9 +166,9 @@ DAMAGED_LINES: dict[str, bytes] = {
     "a hit of text": b'{"query": [1], "hit": "1"}',
     "a negative token": b'{"query": [-1], "hit": 0}',
     "a token over 32 bits": b'{"query": [4294967296], "hit": 0}',
-    "a frame that is no base64": b'{"frame": "a"}',
+    "a frame that is not base64": b'{"frame": "a"}',
     "a frame with other characters": b'{"frame": "aGk*"}',
-    "a frame that is no ascii": '{"frame": "aGké"}'.encode(),
+    "a frame that is not ascii": '{"frame": "aGké"}'.encode(),
     "no utf-8": b'{"salt": "\xff\xfe"}',
     "nested without end": b'{"x": ' + b"[" * 100_000,
     "a number over 64 bits": b'{"query": [123456789012345678901234567890], "hit": 0}',

@@ -1,4 +1,4 @@
-"""Which hash function an engine uses: found where it can be, never guessed, and given up in time."""
+"""Which hash function an engine uses: found where it can be, never guessed, given up in time."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_every_known_function_is_found_from_an_event(
 
 
 def test_a_function_is_found_from_a_prompt() -> None:
-    """Blocks of a model without a dense group tell nothing by themselves; the prompt that made them
-    comes again."""
+    """Blocks of a model without a dense group reveal nothing by themselves; the prompt that made
+    them may be sent again."""
     found, prompt = finder(), Prefix(tokens(160), seed=DEFAULT_SEED)
     found.try_prompt(prompt.tokens, [[]], 16, 0, {prompt.hash_at(112)})
     assert found.chain == HashChain.from_seed()

@@ -138,8 +138,8 @@ def test_tokens_cannot_imitate_a_mark(space: KeySpace, salt: str) -> None:
 
 
 def test_different_prefixes_have_different_keys() -> None:
-    """A thousand prompts of one block, and every prefix of a long one, under a modulus nobody
-    knows."""
+    """A thousand prompts of one block, and every prefix of a long one, under a secret
+    modulus."""
     space, rng = KeySpace(), random.Random(3)
     prompts = {tuple(rng.choices(range(2000), k=16)) for _ in range(1000)}
     assert len({chain(space, list(prompt), [16])[0] for prompt in prompts}) == len(prompts)
@@ -147,7 +147,7 @@ def test_different_prefixes_have_different_keys() -> None:
 
 
 def test_two_spaces_have_nothing_to_do_with_each_other() -> None:
-    """Nobody outside can craft two prompts with one key, since nobody knows the prime."""
+    """An outsider cannot craft two prompts with one key without knowing the prime."""
     one, other = KeySpace(), KeySpace()
     assert one.modulus != other.modulus
     assert chain(one, [1, 2, 3], [3]) != chain(other, [1, 2, 3], [3])

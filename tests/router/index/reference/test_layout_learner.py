@@ -264,7 +264,7 @@ def test_sizes_that_contradict_each_other_leave_no_layout_and_a_reason() -> None
 
 
 def test_only_chunked_groups_are_shown_with_a_chunk_size() -> None:
-    """An operator who reads one at a group of full attention looks for a mistake that is none."""
+    """A chunk size beside a full-attention group would look like a mistake to an operator."""
     chunked = KVCacheGroup(GroupKind.CHUNKED_LOCAL, 16, attention_chunk_size=64)
     events = [PROMPT.stored(index, group) for index, group in enumerate((FULL, chunked))]
     layout = learned(*events, hints=LayoutHints(groups=(FULL, chunked))).layout

@@ -18,7 +18,7 @@ PROMPT = Prefix(tokens(160))
 
 
 def source_with(**limits: int) -> SourceCache:
-    """A source with a hash function nobody can find, so that only its events place blocks."""
+    """A source whose hash function cannot be found, so that only its events place blocks."""
     return SourceCache(KeySpace(), LayoutHints(hash_seeds=()), SourceLimits(**limits))
 
 
