@@ -6,6 +6,7 @@ and `ReplicaConfig.model_json_schema()` describes it.
 The files; each imports only what is listed above it:
 
     document.py   YAML text -> plain data; pydantic's errors -> ours
+    values.py     what one value may be
     schema.py     the models, and the rules between their values
 """
 

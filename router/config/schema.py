@@ -6,18 +6,14 @@ Units are part of the names: `_s` is seconds, `_bytes` bytes, `_tokens` tokens.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     Field,
-    PlainSerializer,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -30,128 +26,38 @@ from kvevents.events import GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
 from router.config.document import (
     Location,
-    broken_rule,
     parse_document,
     problems_in,
     read_text,
     refusal,
 )
+from router.config.values import (
+    PLAIN,
+    Bytes,
+    Checks,
+    Count,
+    FilePath,
+    HeaderName,
+    Items,
+    Name,
+    PolicyName,
+    Port,
+    ReplicaId,
+    Seconds,
+    Secret,
+    Tokens,
+    Url,
+    UrlPath,
+    Window,
+    ZmqAddress,
+)
 from router.errors import BadRequest, ConfigError, ConfigProblem
 from router.index import LayoutHints
-from router.scoring.policies import BUILT_IN, policy_names
+from router.scoring.policies import BUILT_IN
 from router.scoring.types import Weights
-from router.upstream.origin import Origin, OriginError
+from router.upstream.origin import Origin
 
-MASK = "***"
 TOKENIZER_AT_REPLICA = "replica"
-
-_ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
-_REFERENCE = re.compile(r"\$\{([^}]*)\}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# What a header's value may hold without quoting: visible ASCII (RFC 9110 5.5).
-_KEY = re.compile(r"[\x21-\x7e]{1,4096}\Z")
-
-T = TypeVar("T")
-
-
-# --- kinds of values ------------------------------------------------------------------------------
-
-
-def _refuse_reference(data: object) -> object:
-    if isinstance(data, str) and _REFERENCE.search(data):
-        raise broken_rule("holds a ${...}; environment variables are for API keys only")
-    return data
-
-
-def _as_tuple(data: object) -> object:
-    return tuple(data) if isinstance(data, list) else data
-
-
-def _resolve_key(data: object, info: ValidationInfo) -> object:
-    """A key, or the value of the variable that `${NAME}` names.
-
-    No message repeats the data: what looks like the name of a variable may be the key itself.
-    """
-    if isinstance(data, SecretStr):
-        return data
-    if not isinstance(data, str):
-        raise broken_rule(
-            f"not shown ({type(data).__name__}); expected a key or ${{NAME}} in quotes"
-        )
-    reference = _REFERENCE.fullmatch(data)
-    value = data if reference is None else _variable(reference[1], info.context)
-    if not _KEY.match(value) or (reference is None and _REFERENCE.search(value)):
-        raise broken_rule(
-            "not shown; a key is 1 to 4096 visible ASCII characters,"
-            " or ${NAME} and nothing around it"
-        )
-    return value
-
-
-def _variable(name: str, context: Mapping[str, Mapping[str, str]] | None) -> str:
-    if context is None:
-        raise broken_rule(
-            "a ${...}; environment variables can be named in the configuration file only"
-        )
-    if not _VARIABLE.match(name):
-        raise broken_rule("not shown; ${...} must hold the name of an environment variable")
-    value = context["environ"].get(name)
-    if not value:
-        raise broken_rule(f"${{{name[:100]}}}; this environment variable is not set, or empty")
-    return value
-
-
-def _check_url(url: str) -> str:
-    try:
-        Origin.parse(url)
-    except OriginError as error:
-        raise broken_rule(str(error).removeprefix("url: ")) from None
-    return url
-
-
-def _check_endpoint(endpoint: str) -> str:
-    if not is_endpoint(endpoint):
-        raise broken_rule(f"{endpoint!r}; expected tcp://host:port or ipc://path")
-    return endpoint
-
-
-def _check_policy(name: str) -> str:
-    if name not in BUILT_IN and name not in policy_names():
-        raise broken_rule(f"{name!r}; expected one of {', '.join(policy_names())}")
-    return name
-
-
-def is_endpoint(text: str) -> bool:
-    """Whether *text* has the form of a ZMQ address; wildcards included."""
-    return bool(_ENDPOINT.match(text)) and len(text) <= 1024
-
-
-_PLAIN = BeforeValidator(_refuse_reference)
-Items = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
-Secret = Annotated[
-    SecretStr,
-    BeforeValidator(_resolve_key),
-    PlainSerializer(lambda _key: MASK, return_type=str),
-]
-"""An API key. It prints as asterisks; `get_secret_value` reveals it."""
-
-Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), _PLAIN]
-Count = Annotated[int, Field(ge=1, le=1_000_000), _PLAIN]
-Bytes = Annotated[int, Field(ge=1024, le=2**40), _PLAIN]
-Tokens = Annotated[int, Field(ge=1, le=2**20), _PLAIN]
-Window = Annotated[int, Field(ge=1, le=2**31), _PLAIN]
-Checks = Annotated[int, Field(ge=1, le=1000), _PLAIN]
-Name = Annotated[str, Field(min_length=1, max_length=256), _PLAIN]
-FilePath = Annotated[str, Field(min_length=1, max_length=4096), _PLAIN]
-UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), _PLAIN]
-Url = Annotated[str, Field(max_length=2048), _PLAIN, AfterValidator(_check_url)]
-ZmqAddress = Annotated[str, Field(max_length=1024), _PLAIN, AfterValidator(_check_endpoint)]
-HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), _PLAIN]
-ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), _PLAIN]
-"""Appears in headers, in metrics and in the path of a URL."""
-
-
-# --- sections -------------------------------------------------------------------------------------
 
 
 class Section(
@@ -191,7 +97,7 @@ class TimeoutsConfig(Section, frozen=True):
     """To connect to a replica. After it the next replica is tried, so it is short."""
     first_byte_s: Seconds = 600.0
     """From the request to the first byte of a streamed response: queue and prefill."""
-    whole_answer_s: Seconds = 3600.0
+    whole_response_s: Seconds = 3600.0
     """From the request to a response that is not streamed: its first byte arrives when all of it
     has been generated."""
     idle_s: Seconds = 120.0
@@ -208,7 +114,7 @@ class ServerConfig(Section, frozen=True):
     """Where the router listens, who may come in, and its limits."""
 
     host: Name = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65_535), _PLAIN] = 8000
+    port: Port = 8000
     """0 lets the system choose."""
     client_api_key: Secret | None = None
     """Required of everyone who sends prompts; null lets everyone in."""
@@ -254,7 +160,7 @@ class LayoutConfig(Section, frozen=True):
     """The groups are facts, whatever the events say."""
     assume_unseen: bool = LayoutHints().assume_unseen
     """Groups that no event has named yet exist all the same."""
-    hash_seeds: Items[Annotated[str, _PLAIN]] = LayoutHints().hash_seeds
+    hash_seeds: Items[Annotated[str, PLAIN]] = LayoutHints().hash_seeds
     """Values of PYTHONHASHSEED that the engines may run with."""
 
     def to_hints(self) -> LayoutHints:
@@ -337,8 +243,8 @@ class EventSourceConfig(Section, frozen=True):
     endpoint: ZmqAddress
     """`tcp://host:port`; a wildcard host means the replica's own."""
     replay_endpoint: ZmqAddress | None = None
-    topic: Annotated[str, Field(max_length=1024), _PLAIN] = ""
-    dp_rank: Annotated[int, Field(ge=0, le=65_535), _PLAIN] = 0
+    topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
+    dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
 
 
 class ReplicaConfig(Section, frozen=True):
@@ -354,7 +260,7 @@ class ReplicaConfig(Section, frozen=True):
     publishes none."""
     api_key: Secret | None = None
     """Sent to it in place of the client's key."""
-    speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), _PLAIN] = 1.0
+    speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
     """Relative to the other replicas; 2 is twice as fast."""
     max_concurrent_requests: Count | None = None
 
@@ -383,13 +289,13 @@ class ReplicaConfig(Section, frozen=True):
 class PolicyConfig(Section, frozen=True):
     """How a replica is chosen."""
 
-    name: Annotated[Name, AfterValidator(_check_policy)] = "prefix"
+    name: PolicyName = "prefix"
     weights: Weights = Weights()
     session_header: HeaderName = "x-session-id"
     """Names the session, for the policy `session`; in lower case."""
     recent_ttl_s: Seconds = 5.0
     """How long a prefix that was sent somewhere counts as cached there before any event says so."""
-    recent_max_entries: Annotated[int, Field(ge=1, le=100_000_000), _PLAIN] = 262_144
+    recent_max_entries: Annotated[int, Field(ge=1, le=100_000_000), PLAIN] = 262_144
     options: dict[str, Any] = Field(default_factory=dict)
     """For a plug-in; it checks them."""
 
@@ -406,7 +312,7 @@ class HealthConfig(Section, frozen=True):
     """How replicas are watched."""
 
     path: UrlPath = "/health"
-    interval_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False), _PLAIN] = 2.0
+    interval_s: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False), PLAIN] = 2.0
     """A replica that returns is back in rotation within this time."""
     timeout_s: Seconds = 2.0
     unhealthy_after: Checks = 3

@@ -81,7 +81,7 @@ class Gateway:
         self._proxy = proxy
         self._observers = observers
         timeouts = server.timeouts
-        self._patient = Timeouts(timeouts.connect_s, timeouts.whole_answer_s, timeouts.idle_s)
+        self._patient = Timeouts(timeouts.connect_s, timeouts.whole_response_s, timeouts.idle_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to a path of `PROXIED_PATHS`.

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from router.config import EventSourceConfig
-from router.config.schema import is_endpoint
+from router.config.values import is_endpoint
 from router.errors import InvalidReplicaResponse
 from router.replicas.types import EventSource, ServedModels
 

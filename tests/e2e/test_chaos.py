@@ -23,7 +23,7 @@ from tests.support.vllm_publisher import free_port
 
 MODEL = "model-of-chaos"
 HEALTH = {"interval_s": 1.0, "timeout_s": 1.0, "unhealthy_after": 2}
-TIMEOUTS = {"first_byte_s": 3.0, "whole_answer_s": 5.0, "idle_s": 60.0}
+TIMEOUTS = {"first_byte_s": 3.0, "whole_response_s": 5.0, "idle_s": 60.0}
 SPEED = {"step_overhead_s": 0.004, "prefill_tokens_per_s": 40_000, "decode_tokens_per_s": 10_000}
 
 

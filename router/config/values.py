@@ -1,0 +1,133 @@
+"""What one value of the configuration may be: its bounds, and what it may not hold.
+
+Environment variables can stand for API keys only. A URL from the environment would end up in logs
+and responses; a key never does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    ValidationInfo,
+)
+
+from router.config.document import broken_rule
+from router.scoring.policies import BUILT_IN, policy_names
+from router.upstream.origin import Origin, OriginError
+
+MASK = "***"
+_ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
+_REFERENCE = re.compile(r"\$\{([^}]*)\}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# What a header's value may hold without quoting: visible ASCII (RFC 9110 5.5).
+_KEY = re.compile(r"[\x21-\x7e]{1,4096}\Z")
+
+T = TypeVar("T")
+
+
+def _refuse_reference(data: object) -> object:
+    if isinstance(data, str) and _REFERENCE.search(data):
+        raise broken_rule("holds a ${...}; environment variables are for API keys only")
+    return data
+
+
+def _as_tuple(data: object) -> object:
+    return tuple(data) if isinstance(data, list) else data
+
+
+def _resolve_key(data: object, info: ValidationInfo) -> object:
+    """A key, or the value of the variable that `${NAME}` names.
+
+    No message repeats the data: what looks like the name of a variable may be the key itself.
+    """
+    if isinstance(data, SecretStr):
+        return data
+    if not isinstance(data, str):
+        raise broken_rule(
+            f"not shown ({type(data).__name__}); expected a key or ${{NAME}} in quotes"
+        )
+    reference = _REFERENCE.fullmatch(data)
+    value = data if reference is None else _variable(reference[1], info.context)
+    if not _KEY.match(value) or (reference is None and _REFERENCE.search(value)):
+        raise broken_rule(
+            "not shown; a key is 1 to 4096 visible ASCII characters,"
+            " or ${NAME} and nothing around it"
+        )
+    return value
+
+
+def _variable(name: str, context: Mapping[str, Mapping[str, str]] | None) -> str:
+    if context is None:
+        raise broken_rule(
+            "a ${...}; environment variables can be named in the configuration file only"
+        )
+    if not _VARIABLE.match(name):
+        raise broken_rule("not shown; ${...} must hold the name of an environment variable")
+    value = context["environ"].get(name)
+    if not value:
+        raise broken_rule(f"${{{name[:100]}}}; this environment variable is not set, or empty")
+    return value
+
+
+def _check_url(url: str) -> str:
+    try:
+        Origin.parse(url)
+    except OriginError as error:
+        raise broken_rule(str(error).removeprefix("url: ")) from None
+    return url
+
+
+def _check_endpoint(endpoint: str) -> str:
+    if not is_endpoint(endpoint):
+        raise broken_rule(f"{endpoint!r}; expected tcp://host:port or ipc://path")
+    return endpoint
+
+
+def _check_policy(name: str) -> str:
+    if name not in BUILT_IN and name not in policy_names():
+        raise broken_rule(f"{name!r}; expected one of {', '.join(policy_names())}")
+    return name
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether *text* has the form of a ZMQ address; wildcards included."""
+    return bool(_ENDPOINT.match(text)) and len(text) <= 1024
+
+
+PLAIN = BeforeValidator(_refuse_reference)
+"""Marks a value that is not a key."""
+Items = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+"""A list; kept as a tuple, since models are frozen."""
+Secret = Annotated[
+    SecretStr,
+    BeforeValidator(_resolve_key),
+    PlainSerializer(lambda _key: MASK, return_type=str),
+]
+"""An API key. It prints as asterisks; `get_secret_value` reveals it."""
+
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), PLAIN]
+Count = Annotated[int, Field(ge=1, le=1_000_000), PLAIN]
+Bytes = Annotated[int, Field(ge=1024, le=2**40), PLAIN]
+Tokens = Annotated[int, Field(ge=1, le=2**20), PLAIN]
+Port = Annotated[int, Field(ge=0, le=65_535), PLAIN]
+Window = Annotated[int, Field(ge=1, le=2**31), PLAIN]
+Checks = Annotated[int, Field(ge=1, le=1000), PLAIN]
+Name = Annotated[str, Field(min_length=1, max_length=256), PLAIN]
+PolicyName = Annotated[
+    str, Field(min_length=1, max_length=256), PLAIN, AfterValidator(_check_policy)
+]
+FilePath = Annotated[str, Field(min_length=1, max_length=4096), PLAIN]
+UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), PLAIN]
+Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
+ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]
+ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), PLAIN]
+"""Appears in headers, in metrics and in the path of a URL."""
