@@ -7,23 +7,33 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.running_router import AskFailed, RunningRouter, plain
+from router.cli.running_router import QueryFailed, RunningRouter, plain
+from router.http.views import RankedReplica, RouteView
+from router.observability.labels import group_label
 from router.upstream import Timeouts
 
 API_KEY_VARIABLE = "KVROUTE_API_KEY"
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=60)
+_HEADINGS = (
+    *("replica", "cost", "cached on GPU", "with lower tiers"),
+    *("longest prefix of each group", "reason"),
+)
+
+_Route = TypeVar("_Route")
 
 
 def add_to(commands: Any) -> None:
+    """Add the command to a parser's others."""
     parser = commands.add_parser(
         "route",
-        description=f"Shows where a prompt would go. A key is read from the environment variable {API_KEY_VARIABLE}.",
+        description="Shows where a prompt would go, and why. Nothing is sent to a replica. A key "
+        f"is read from the environment variable {API_KEY_VARIABLE}.",
     )
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)"
@@ -34,17 +44,18 @@ def add_to(commands: Any) -> None:
     given.add_argument("--chat", help="text of one user message")
     given.add_argument("--token-ids", help="JSON list of token ids, or comma-separated")
     given.add_argument("--body", type=Path, help="file with a whole request body")
-    parser.add_argument("--cache-salt")
-    parser.add_argument("--json", action="store_true", help="print the router's answer as JSON")
+    parser.add_argument("--cache-salt", help="keeps cached blocks of different tenants apart")
+    parser.add_argument("--json", action="store_true", help="print the router's response as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    answer = asyncio.run(_ask(arguments.url, _body(arguments)))
+    """Ask, and print the ranking."""
+    body = _body(arguments)
     if arguments.json:
-        print(json.dumps(answer))
+        print(json.dumps(asyncio.run(_ask(arguments.url, body, dict[str, Any]))))
     else:
-        _show(answer)
+        _show(asyncio.run(_ask(arguments.url, body, RouteView)))
     return 0
 
 
@@ -53,7 +64,7 @@ def _body(arguments: argparse.Namespace) -> bytes:
         try:
             return bytes(arguments.body.read_bytes())
         except OSError as error:
-            raise AskFailed(f"--body: {arguments.body}: {error.strerror}") from None
+            raise QueryFailed(f"--body: {arguments.body}: {error.strerror}") from None
     request: dict[str, Any] = {
         name: value for name, value in _fields(arguments).items() if value is not None
     }
@@ -73,47 +84,34 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.strip().strip("[]").split(",")]
     except ValueError:
-        raise AskFailed("--token-ids: expected integers, as 1,2,3 or [1, 2, 3]") from None
+        raise QueryFailed("--token-ids: expected integers, as 1,2,3 or [1, 2, 3]") from None
 
 
-async def _ask(url: str, body: bytes) -> dict[str, Any]:
+async def _ask(url: str, body: bytes, kind: type[_Route]) -> _Route:
     router = RunningRouter(url, API_KEY_VARIABLE, _TIMEOUTS)
     try:
-        return await router.ask("POST", "/route", dict[str, Any], body)
+        return await router.ask("POST", "/route", kind, body)
     finally:
         await router.close()
 
 
-def _show(answer: dict[str, Any]) -> None:
-    console = Console()
-    table = Table(
-        title=plain(
-            f"{answer['model']}, {answer['prompt_tokens']} prompt tokens, policy {answer['policy']}"
-        )
+def _show(route: RouteView) -> None:
+    title = f"{route.model}, {route.prompt_tokens} prompt tokens, policy {route.policy}"
+    table = Table(*_HEADINGS, title=plain(title))
+    for ranked in route.ranking:
+        table.add_row(*_row(ranked))
+    for excluded in route.excluded:
+        table.add_row(plain(excluded.replica), "-", "-", "-", "-", plain(excluded.reason))
+    Console().print(table)
+
+
+def _row(ranked: RankedReplica) -> tuple[Any, ...]:
+    hits = [group for prompt in ranked.groups for group in prompt]
+    return (
+        plain(ranked.replica),
+        f"{ranked.cost:g}",
+        f"{ranked.hit.gpu_cached_tokens}{' (suspect)' if ranked.hit.suspect else ''}",
+        str(ranked.hit.cached_tokens),
+        plain(", ".join(f"{group_label(hit.kind)} {hit.tokens}" for hit in hits)),
+        plain(ranked.reason),
     )
-    for heading in (
-        "replica",
-        "cost",
-        "cached on GPU",
-        "with lower tiers",
-        "longest prefix of each group",
-        "reason",
-    ):
-        table.add_column(heading)
-    for entry in answer["ranking"]:
-        groups = ", ".join(
-            f"{group['kind']} {group['tokens']}" for prompt in entry["groups"] for group in prompt
-        )
-        hit = entry["hit"]
-        doubt = " (suspect)" if hit["suspect"] else ""
-        table.add_row(
-            plain(entry["replica"]),
-            f"{entry['cost']:g}",
-            f"{hit['gpu_cached_tokens']}{doubt}",
-            str(hit["cached_tokens"]),
-            groups,
-            plain(entry["reason"]),
-        )
-    for entry in answer["excluded"]:
-        table.add_row(plain(entry["replica"]), "-", "-", "-", "-", plain(entry["reason"]))
-    console.print(table)

@@ -1,4 +1,4 @@
-"""A router that runs somewhere, asked over HTTP; and its words, fit for a terminal."""
+"""Queries to a running router over HTTP, and its text made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -11,87 +11,96 @@ from rich.text import Text
 from router.errors import RouterError
 from router.upstream import Header, Origin, OriginError, Timeouts, UpstreamClient, UpstreamError
 
-_MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
 
-class AskFailed(RouterError):
-    """The router could not be asked, or refused."""
+class QueryFailed(RouterError):
+    """The router did not respond, or refused the query."""
 
 
 class RunningRouter:
-    """Close it."""
+    """A router to query. Close it after use."""
 
     def __init__(self, url: str, key_variable: str, timeouts: Timeouts) -> None:
         """
         Args:
             url: Where it listens.
             key_variable: The environment variable that holds a key, if one is needed.
-            timeouts: Of every question.
-
+            timeouts: Of every query.
         Raises:
-            AskFailed: No such URL can be asked, or no such key be sent.
+            QueryFailed: The URL cannot be connected to, or the key cannot be sent in a header.
         """
         try:
             self._origin = Origin.parse(url, "--url")
         except OriginError as error:
-            raise AskFailed(str(error)) from None
+            raise QueryFailed(str(error)) from None
         self._url = url
         self._timeouts = timeouts
         self._key = os.environ.get(key_variable, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
-            raise AskFailed(f"{key_variable}: holds what no header can; a key is printable ASCII")
+            raise QueryFailed(f"{key_variable}: holds what no header can; a key is printable ASCII")
         self._client = UpstreamClient()
 
     async def close(self) -> None:
+        """Close every connection."""
         await self._client.close()
 
-    async def ask(self, method: str, target: str, kind: type[Answer], body: bytes = b"") -> Answer:
-        """The answer's JSON, as a *kind*.
+    async def ask(
+        self, method: str, target: str, kind: type[Response], body: bytes = b""
+    ) -> Response:
+        """Send one query and decode the JSON of its response.
 
+        Args:
+            method: Of the HTTP request.
+            target: Path and query string.
+            kind: The type to decode to, one of `router.http.views`.
+            body: JSON; empty for none.
         Raises:
-            AskFailed: No answer, none with status 200, or none of that kind.
+            QueryFailed: There was no response, its status was not 200, or it is not a *kind*.
         """
         try:
-            status, _, answer = await self._client.fetch(
+            status, _, response = await self._client.fetch(
                 self._origin,
                 method.encode(),
                 target.encode(),
                 body,
                 self._timeouts,
-                _MAX_ANSWER_BYTES,
+                _MAX_RESPONSE_BYTES,
                 self._headers(body),
             )
         except UpstreamError as error:
-            raise AskFailed(str(error)) from None
+            raise QueryFailed(str(error)) from None
         if status != 200:
-            raise AskFailed(f"{self._url}: status {status}: {_message(answer)}")
+            raise QueryFailed(f"{self._url}: status {status}: {_message(response)}")
         try:
-            return msgspec.json.decode(answer, type=kind)
+            return msgspec.json.decode(response, type=kind)
         except msgspec.MsgspecError as error:
-            raise AskFailed(
-                f"{self._url}: not the answer of a router of this version: {error}"
+            raise QueryFailed(
+                f"{self._url}: not the response of a router of this version: {error}"
             ) from None
 
     def _headers(self, body: bytes) -> list[Header]:
         headers = [(b"content-type", b"application/json")] if body else []
-        return (
-            [*headers, (b"authorization", b"Bearer " + self._key.encode())]
-            if self._key
-            else headers
-        )
+        if self._key:
+            headers.append((b"authorization", b"Bearer " + self._key.encode()))
+        return headers
 
 
-def _message(answer: bytes) -> str:
+def _message(response: bytes) -> str:
     try:
-        return str(msgspec.json.decode(answer)["error"]["message"])
+        return str(msgspec.json.decode(response)["error"]["message"])
     except (msgspec.MsgspecError, KeyError, TypeError):
-        return f"{len(answer)} bytes that are no error of a router"
+        return f"{len(response)} bytes that are not a router's error"
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Names come from elsewhere: what a terminal or a table would take for a command of its own is
-    shown as `?`."""
+    """Text that cannot command the terminal, nor rich: names come from outside.
+
+    Args:
+        value: What to show; every character that is not printable becomes `?`.
+        style: One of rich's styles for the whole text.
+    """
     return Text("".join(char if char.isprintable() else "?" for char in str(value)), style)

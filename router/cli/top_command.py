@@ -11,25 +11,27 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from router.cli.running_router import AskFailed, RunningRouter
+from router.cli.running_router import QueryFailed, RunningRouter
 from router.cli.signals import EndedBySignal, run_until_signal
-from router.cli.top_answers import Overview, Requests
-from router.cli.top_view import Glance, view
+from router.cli.top_view import Glance, render
+from router.http.views import Overview, RequestsView
 from router.upstream import Timeouts
 
 KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
 _MAX_REQUESTS = 60
 _PIPE_COLUMNS = 200
-"""Where the output is no terminal, nothing need be cut."""
+"""Wide enough that nothing is cut where the output is not a terminal."""
 _TIMEOUTS = Timeouts(connect_s=2, first_byte_s=3, idle_s=3)
-"""A router that hangs is soon said to."""
+"""Short, so that a router that hangs is soon reported."""
 
 
 def add_to(commands: Any) -> None:
+    """Add the command to a parser's others."""
     parser = commands.add_parser(
         "top",
-        description="What is wrong, the last minute, every replica with its blocks, and the requests routed last. Ctrl-C ends. "
-        f"A key is read from the environment variable {KEY_VARIABLE}.",
+        description="Shows what is wrong, the last minute, every replica with its blocks, and the "
+        "requests routed last. Ctrl-C ends it. A key is read from the environment variable "
+        f"{KEY_VARIABLE}.",
     )
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)"
@@ -38,12 +40,12 @@ def add_to(commands: Any) -> None:
         "--interval",
         type=_seconds,
         default=1.0,
-        help="seconds between looks (default: %(default)g)",
+        help="seconds between updates (default: %(default)g)",
     )
     parser.add_argument(
         "--once",
         action="store_true",
-        help="print one view and end; so too where the output is no terminal",
+        help="print one view and exit; implied where the output is not a terminal",
     )
     parser.set_defaults(run=run)
 
@@ -59,6 +61,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Show the router until a signal, or once."""
     is_live = sys.stdout.isatty() and not arguments.once
     with contextlib.suppress(EndedBySignal):
         console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
@@ -67,34 +70,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(console: Console, url: str, interval_s: float | None) -> None:
-    """Once without an interval."""
+    """Show the router every *interval_s*; once if that is None."""
     router = RunningRouter(url, KEY_VARIABLE, _TIMEOUTS)
     try:
         glance = await _look(router)
         if interval_s is None:
-            console.print(view(glance, console.width, None))
+            console.print(render(glance, console.width, None))
         else:
-            await _go_on(console, router, glance, interval_s)
+            await _keep_showing(console, router, glance, interval_s)
     finally:
         await router.close()
 
 
 async def _look(router: RunningRouter) -> Glance:
     overview = await router.ask("GET", "/overview", Overview)
-    requests = await router.ask("GET", f"/requests?limit={_MAX_REQUESTS}", Requests)
+    requests = await router.ask("GET", f"/requests?limit={_MAX_REQUESTS}", RequestsView)
     return Glance(overview, requests.requests)
 
 
-async def _go_on(
+async def _keep_showing(
     console: Console, router: RunningRouter, glance: Glance, interval_s: float
 ) -> None:
-    """A router that does not answer may come back: what it said last stays, with the reason
-    above."""
+    """Update the view for ever. While the router does not respond, the last view stays, with the
+    reason above it."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(view(glance, console.width, console.height), refresh=True)
+            live.update(render(glance, console.width, console.height), refresh=True)
             await asyncio.sleep(interval_s)
             try:
                 glance = await _look(router)
-            except AskFailed as error:
+            except QueryFailed as error:
                 glance.silence = str(error)

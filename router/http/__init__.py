@@ -5,8 +5,11 @@ The files; each imports only what is listed above it:
     uvicorn_protocol.py   uvicorn's protocol with an abort, and joined writes
     connection_guard.py   bounds on what a client's connection may cost
     gateway.py            the proxied paths: admit, read, decide, stream
-    views.py              decisions, replicas, requests and models as plain data
-    overview.py           the router at a glance, as plain data
-    live_page.py          the live page: its files, and what binds a browser to them
+    views.py              the bodies of the router's own responses, as types
+    responses.py          makes those bodies from the state of the parts
+    request_bodies.py     the bodies of requests, as types for the OpenAPI document
+    examples.py           examples of both
+    openapi.py            the OpenAPI document
+    live_page.py          the live page's files, and the headers that restrict a browser to them
     api.py                the router's own endpoints, on FastAPI
 """

@@ -3,23 +3,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+from fastapi.params import Depends as Dependency
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from router.config import RouterConfig, key_bytes, read_replica
-from router.errors import BadRequest, MethodNotAllowed, RequestError, UnknownPath
+from router.config import ReplicaConfig, RouterConfig, key_bytes, read_replica
+from router.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    ReplicaExists,
+    RequestError,
+    UnknownPath,
+    UnknownReplica,
+)
 from router.feed import Feed
 from router.http.gateway import PROXIED_PATHS, ClientLeft, check_key, read_body
 from router.http.live_page import add_page
-from router.http.overview import overview_answer
-from router.http.views import models_answer, replica_answer, request_answer, route_answer
+from router.http.openapi import (
+    JSON,
+    MSGPACK,
+    NOT_ROUTED,
+    REFUSED_BODY,
+    Access,
+    described,
+    document,
+    sends,
+    sends_text,
+    takes,
+)
+from router.http.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    MessagesBody,
+    ResponsesBody,
+    TokenIdsBody,
+)
+from router.http.responses import (
+    Fleet,
+    model_list,
+    overview,
+    replica_details,
+    requests_view,
+    route_view,
+)
+from router.http.views import (
+    ModelList,
+    Overview,
+    RemovedReplica,
+    ReplicaDetails,
+    ReplicaList,
+    RequestsView,
+    RouteView,
+    StatusView,
+)
 from router.observability.metrics import CONTENT_TYPE, RouterMetrics
 from router.observability.request_log import MAX_REQUESTS, RequestLog
 from router.replicas import ReplicaRegistry, ReplicaView
@@ -30,7 +78,6 @@ from router.routing.tokenizer_check import TokenizerCheck
 from router.tokenize import Endpoint
 
 MAX_OPERATOR_BODY_BYTES = 1_048_576
-MSGPACK = "application/msgpack"
 _MAX_NUMBER = 2**53 - 1
 """The largest that every JSON reader holds exactly."""
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
@@ -51,6 +98,23 @@ class ApiParts:
     metrics: RouterMetrics
     render_metrics: Callable[[], Awaitable[bytes]]
 
+    def fleet(self) -> Fleet:
+        """All replicas and their caches, now."""
+        return self._fleet_of(self.registry.snapshot())
+
+    def details(self, replica_id: str) -> ReplicaDetails:
+        """One replica, now."""
+        only = [view for view in self.registry.snapshot() if view.id == replica_id]
+        return replica_details(self._fleet_of(only))[0]
+
+    def _fleet_of(self, replicas: Sequence[ReplicaView]) -> Fleet:
+        return Fleet(
+            replicas,
+            self.models.index_statistics(),
+            self.feed.statistics(),
+            self.tokenizer_check.disagreements,
+        )
+
 
 def create_api(
     parts: ApiParts, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -63,38 +127,58 @@ def create_api(
     """
     app = FastAPI(
         title="kvroute",
+        version=version("kvroute"),
         summary="Exact prefix-cache routing for LLM inference engines.",
         lifespan=lifespan,
+        generate_unique_id_function=_operation_id,
+        default_response_class=Response,
+        openapi_url=None,
     )
-    _add_error_answers(app, parts)
-    _add_probes(app, parts)
-    _add_routing(app, parts)
-    _add_operation(app, parts)
-    _add_overview(app, parts)
+    server = parts.config.server
+    client = Access("client", key_bytes(server.client_api_key))
+    operator = Access("operator", key_bytes(server.operator_api_key))
+    _add_error_handlers(app, parts)
+    _add_probes(app, parts, operator)
+    _add_routing(app, parts, client)
+    _add_replicas(app, parts, operator)
+    _add_insight(app, parts, operator)
     add_page(app)
-    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    _add_description(app, client)
     return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
 
 
 # --- probes ---------------------------------------------------------------------------------------
 
 
-def _add_probes(app: FastAPI, parts: ApiParts) -> None:
-    @app.get("/healthz", tags=["operation"], summary="The process is alive")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    is_alive = sends(StatusView, "It is.")
+    ready, not_ready = sends(StatusView, "Yes."), sends(StatusView, "No, with the reason.")
 
-    @app.get("/readyz", tags=["operation"], summary="Some replica can take requests")
-    async def readyz(response: Response) -> dict[str, str]:
-        obstacle = parts.admission.why_not_ready(parts.registry.replicas())
-        response.status_code = 503 if obstacle else 200
-        return {"status": "not ready", "reason": obstacle} if obstacle else {"status": "ready"}
+    @app.get("/healthz", **described("operation", "Is the process alive?", {200: is_alive}))
+    async def healthz() -> Response:
+        return _json(StatusView(status="ok"))
+
+    @app.get(
+        "/readyz",
+        **described("operation", "Can some replica take requests?", {200: ready, 503: not_ready}),
+    )
+    async def readyz() -> Response:
+        reason = parts.admission.why_not_ready(parts.registry.replicas())
+        if reason:
+            return _json(StatusView(status="not ready", reason=reason), 503)
+        return _json(StatusView(status="ready"))
+
+    scraper = operator if parts.config.observability.metrics_need_key else None
+    text = sends_text("Every metric, in Prometheus's text format.", CONTENT_TYPE)
 
     @app.get(
         "/metrics",
-        tags=["operation"],
-        summary="Prometheus metrics",
-        dependencies=[Depends(_scraper(parts))],
+        dependencies=_wants_key(scraper),
+        **described("operation", "Prometheus metrics", {200: text}, access=scraper),
     )
     async def metrics() -> Response:
         return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
@@ -103,187 +187,192 @@ def _add_probes(app: FastAPI, parts: ApiParts) -> None:
 # --- routing --------------------------------------------------------------------------------------
 
 
-def _add_routing(app: FastAPI, parts: ApiParts) -> None:
+def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
+    server = parts.config.server
+    body = takes(
+        *(TokenIdsBody, ChatBody, CompletionBody, ResponsesBody, MessagesBody, EmbeddingsBody),
+        description="Token ids, or the body of any endpoint with a prompt. Messages and embeddings "
+        "need `endpoint`, their path, to be told from chats and responses.",
+        content_types=(JSON, MSGPACK),
+    )
+
     @app.post(
         "/route",
-        tags=["routing"],
-        summary="Where would this request go? Nothing is sent.",
-        description="The body of any proxied endpoint, or `{model, token_ids, lora_name?, cache_salt?}`; JSON or msgpack.",
-        dependencies=[Depends(_client(parts))],
-        openapi_extra=_body_schema("A request, or token ids"),
+        dependencies=_wants_key(client),
+        **described(
+            "routing",
+            "Where would this request go, and why? Nothing is sent.",
+            {200: sends(RouteView, "The ranking, with reasons.", (JSON, MSGPACK))},
+            access=client,
+            errors=(*REFUSED_BODY, *NOT_ROUTED),
+            requestBody=body,
+        ),
     )
     async def route(request: Request) -> Response:
-        body = await _body(
-            request,
-            parts.config.server.max_body_bytes,
-            parts.config.server.timeouts.client_body_s,
-        )
+        content = await _body(request, server.max_body_bytes, server.timeouts.client_body_s)
         session = request.headers.get(parts.config.policy.session_header)
         decision = await parts.dispatcher.dispatch(
-            Endpoint.ROUTE, body, session, _encoding(request)
+            Endpoint.ROUTE, content, session, _encoding(request)
         )
         parts.metrics.decided(decision.model.name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
-        return _answer(request, route_answer(decision))
+        return _encoded(request, route_view(decision))
 
     @app.get(
         "/v1/models",
-        tags=["routing"],
-        summary="Models and adapters",
-        dependencies=[Depends(_client(parts))],
-    )
-    async def models() -> Response:
-        return _json(
-            models_answer(
-                parts.models.names(),
-                parts.models.served_names(
-                    replica for replica in parts.registry.replicas() if replica.is_healthy
-                ),
-            )
-        )
-
-
-# --- operation ------------------------------------------------------------------------------------
-
-
-def _add_operation(app: FastAPI, parts: ApiParts) -> None:
-    operator = [Depends(_operator(parts))]
-
-    @app.get(
-        "/replicas",
-        tags=["operation"],
-        summary="Every replica: health, load, event streams",
-        dependencies=operator,
-    )
-    async def replicas() -> Response:
-        return _json({"replicas": _replicas(parts, parts.registry.snapshot())})
-
-    @app.get(
-        "/replicas/{replica_id}", tags=["operation"], summary="One replica", dependencies=operator
-    )
-    async def replica(replica_id: str) -> Response:
-        return _json(_replica(parts, parts.registry.get(replica_id).id))
-
-    @app.post(
-        "/replicas",
-        tags=["operation"],
-        summary="Add a replica; only its `url` is needed where it tells the rest",
-        status_code=201,
-        dependencies=operator,
-        openapi_extra=_body_schema(
-            "A replica as in the configuration: url, id, models, kv_events, ..."
+        dependencies=_wants_key(client),
+        **described(
+            "routing",
+            "Models and adapters that some healthy replica serves",
+            {200: sends(ModelList, "As in OpenAI's API.")},
+            access=client,
         ),
     )
-    async def add(request: Request) -> Response:
-        body = await _body(
-            request, MAX_OPERATOR_BODY_BYTES, parts.config.server.timeouts.client_body_s
-        )
-        added = parts.registry.add(read_replica(_decode_json(body)))
-        return _json(_replica(parts, added.id), 201)
+    async def models() -> Response:
+        healthy = (replica for replica in parts.registry.replicas() if replica.is_healthy)
+        return _json(model_list(parts.models.names(), parts.models.served_names(healthy)))
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    wants_key = _wants_key(operator)
+    describe = functools.partial(described, "operation", access=operator)
+    one = {200: sends(ReplicaDetails, "The replica.")}
+    unknown = UnknownReplica("replica-9")
+
+    @app.get(
+        "/replicas",
+        dependencies=wants_key,
+        **describe(
+            "Every replica: health, load, event streams",
+            {200: sends(ReplicaList, "All of them.")},
+        ),
+    )
+    async def replicas() -> Response:
+        return _json(ReplicaList(replicas=replica_details(parts.fleet())))
+
+    @app.get(
+        "/replicas/{replica_id}",
+        dependencies=wants_key,
+        **describe("One replica", one, errors=(unknown,)),
+    )
+    async def replica(replica_id: str) -> Response:
+        return _json(parts.details(parts.registry.get(replica_id).id))
+
+    _add_add_replica(app, parts, operator)
 
     @app.delete(
         "/replicas/{replica_id}",
-        tags=["operation"],
-        summary="Forget a replica",
-        dependencies=operator,
+        dependencies=wants_key,
+        **describe(
+            "Remove a replica",
+            {200: sends(RemovedReplica, "It is removed; its requests go on.")},
+            errors=(unknown,),
+        ),
     )
-    async def remove(replica_id: str) -> Response:
+    async def remove_replica(replica_id: str) -> Response:
         parts.registry.remove(replica_id)
-        return _json({"removed": replica_id})
+        return _json(RemovedReplica(removed=replica_id))
 
     @app.post(
         "/replicas/{replica_id}/drain",
-        tags=["operation"],
-        summary="Send it nothing new",
-        dependencies=operator,
+        dependencies=wants_key,
+        **describe("Send it nothing new", one, errors=(unknown,)),
     )
-    async def drain(replica_id: str) -> Response:
-        return _json(_replica(parts, parts.registry.drain(replica_id).id))
+    async def drain_replica(replica_id: str) -> Response:
+        return _json(parts.details(parts.registry.drain(replica_id).id))
 
     @app.post(
         "/replicas/{replica_id}/undrain",
-        tags=["operation"],
-        summary="Send it requests again",
-        dependencies=operator,
+        dependencies=wants_key,
+        **describe("Send it requests again", one, errors=(unknown,)),
     )
-    async def undrain(replica_id: str) -> Response:
-        return _json(_replica(parts, parts.registry.undrain(replica_id).id))
+    async def undrain_replica(replica_id: str) -> Response:
+        return _json(parts.details(parts.registry.undrain(replica_id).id))
+
+
+def _add_add_replica(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    body_s = parts.config.server.timeouts.client_body_s
+    taken = ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7")
+
+    @app.post(
+        "/replicas",
+        dependencies=_wants_key(operator),
+        **described(
+            "operation",
+            "Add a replica; only its `url` is needed where it reports the rest",
+            {201: sends(ReplicaDetails, "The replica, before its first health check.")},
+            access=operator,
+            errors=(*REFUSED_BODY, taken),
+            requestBody=takes(ReplicaConfig, description="As in the configuration's `replicas`."),
+        ),
+    )
+    async def add_replica(request: Request) -> Response:
+        content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s)
+        added = parts.registry.add(read_replica(_decode_json(content)))
+        return _json(parts.details(added.id), 201)
+
+
+# --- insight --------------------------------------------------------------------------------------
+
+
+def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    wants_key = _wants_key(operator)
+    describe = functools.partial(described, "operation", access=operator)
+
+    @app.get(
+        "/overview",
+        dependencies=wants_key,
+        **describe(
+            "What is wrong, the last minute, and every replica in brief",
+            {200: sends(Overview, "The router at a glance.")},
+        ),
+    )
+    async def overview_of_all() -> Response:
+        policy, under_way = parts.config.policy.name, parts.admission.under_way
+        return _json(overview(parts.fleet(), parts.request_log, policy, under_way))
+
+    @app.get(
+        "/requests",
+        dependencies=wants_key,
+        **describe(
+            "The requests routed last: prediction, report, reason; the latest change first",
+            {200: sends(RequestsView, "At most *limit* requests.")},
+            errors=(
+                BadRequest("after", "'-1'", f"must be a whole number from 0 to {_MAX_NUMBER}"),
+            ),
+            parameters=[
+                _parameter("after", "Only what changed after this change", 0, _MAX_NUMBER),
+                _parameter("limit", "At most this many", MAX_REQUESTS, MAX_REQUESTS),
+            ],
+        ),
+    )
+    async def requests(request: Request) -> Response:
+        after = _number(request, "after", 0, _MAX_NUMBER)
+        limit = _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS)
+        return _json(requests_view(parts.request_log, after, limit))
 
     @app.get(
         "/config",
-        tags=["operation"],
-        summary="The configuration, secrets masked",
-        dependencies=operator,
+        dependencies=wants_key,
+        **describe(
+            "The configuration, secrets masked",
+            {200: sends(RouterConfig, "As it was loaded, with all defaults.")},
+        ),
     )
     async def config() -> Response:
         return _json(parts.config.to_public_dict())
 
 
-def _replica(parts: ApiParts, replica_id: str) -> dict[str, Any]:
-    return _replicas(parts, [view for view in parts.registry.snapshot() if view.id == replica_id])[
-        0
-    ]
-
-
-def _replicas(parts: ApiParts, views: Iterable[ReplicaView]) -> list[dict[str, Any]]:
-    # Once for all of them: for each one anew, 256 replicas would hold up every stream for a second.
-    statistics, feeds = parts.models.index_statistics(), parts.feed.statistics()
-    return [replica_answer(view, statistics, feeds) for view in views]
-
-
-# --- what goes on ---------------------------------------------------------------------------------
-
-
-def _add_overview(app: FastAPI, parts: ApiParts) -> None:
-    operator = [Depends(_operator(parts))]
-
-    @app.get(
-        "/overview",
-        tags=["operation"],
-        summary="The last minute, and every replica in brief",
-        dependencies=operator,
-    )
-    async def overview() -> Response:
-        return _json(
-            overview_answer(
-                parts.config.policy.name,
-                parts.admission.under_way,
-                parts.request_log,
-                parts.registry.snapshot(),
-                parts.models.index_statistics(),
-                parts.feed.statistics(),
-                parts.tokenizer_check.disagreements,
-            )
-        )
-
-    @app.get(
-        "/requests",
-        tags=["operation"],
-        summary="The requests routed last, with prediction, truth and reason; the latest first",
-        dependencies=operator,
-        openapi_extra=_query_schema(
-            after="Only what changed after this change",
-            limit=f"At most so many, up to {MAX_REQUESTS}",
-        ),
-    )
-    async def requests(request: Request) -> Response:
-        log = parts.request_log
-        found = log.since(
-            _number(request, "after", 0, _MAX_NUMBER),
-            _number(request, "limit", MAX_REQUESTS, MAX_REQUESTS),
-        )
-        answers = [request_answer(routed) for routed in found]
-        return _json(
-            {
-                "started_at": round(log.started_at, 3),
-                "change": log.last_change,
-                "requests": answers,
-            }
-        )
+def _parameter(name: str, description: str, default: int, most: int) -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 0, "maximum": most, "default": default}
+    return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
 def _number(request: Request, name: str, default: int, most: int) -> int:
-    """A number of the query."""
+    """Read a number of the query."""
     given = request.query_params.get(name)
     if given is None:
         return default
@@ -292,35 +381,43 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
     return int(given)
 
 
-# --- keys, bodies, answers ------------------------------------------------------------------------
+# --- the description ------------------------------------------------------------------------------
 
 
-def _client(parts: ApiParts) -> Callable[[Request], Awaitable[None]]:
-    key = key_bytes(parts.config.server.client_api_key)
+def _add_description(app: FastAPI, client: Access) -> None:
+    """Serve the OpenAPI document and two views of it. Nobody needs a key for them."""
+
+    @functools.cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(app, PROXIED_PATHS, client))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        # Made once, in a thread: it takes longer than other streams should wait.
+        return Response(await asyncio.to_thread(encoded), media_type=JSON)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
+
+    @app.get("/redoc", include_in_schema=False)
+    async def redoc() -> Response:
+        return get_redoc_html(openapi_url="openapi.json", title=app.title)
+
+
+# --- keys, bodies, encodings ----------------------------------------------------------------------
+
+
+def _wants_key(access: Access | None) -> list[Dependency]:
+    """The check of the key, as FastAPI's `dependencies`."""
+    if access is None:
+        return []
+    key = access.key
 
     async def check(request: Request) -> None:
         check_key(dict(request.headers.raw), key)
 
-    return check
-
-
-def _operator(parts: ApiParts) -> Callable[[Request], Awaitable[None]]:
-    key = key_bytes(parts.config.server.operator_api_key)
-
-    async def check(request: Request) -> None:
-        check_key(dict(request.headers.raw), key)
-
-    return check
-
-
-def _scraper(parts: ApiParts) -> Callable[[Request], Awaitable[None]]:
-    needs_key = parts.config.observability.metrics_need_key
-    key = key_bytes(parts.config.server.operator_api_key) if needs_key else None
-
-    async def check(request: Request) -> None:
-        check_key(dict(request.headers.raw), key)
-
-    return check
+    return [Depends(check)]
 
 
 async def _body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
@@ -335,15 +432,12 @@ def _decode_json(body: bytes) -> Any:
 
 
 def _encoding(request: Request) -> Literal["json", "msgpack"]:
-    return (
-        "msgpack"
-        if request.headers.get("content-type", "").split(";")[0].strip() in _MSGPACK_NAMES
-        else "json"
-    )
+    named = request.headers.get("content-type", "").split(";")[0].strip()
+    return "msgpack" if named in _MSGPACK_NAMES else "json"
 
 
-def _answer(request: Request, value: Any) -> Response:
-    """In msgpack for those who ask for it, or who sent it and do not say."""
+def _encoded(request: Request, value: Any) -> Response:
+    """In msgpack where the client accepts it, or sent it and accepts anything."""
     accepted = request.headers.get("accept", "*/*")
     if any(name in accepted for name in _MSGPACK_NAMES) or (
         "json" not in accepted and _encoding(request) == "msgpack"
@@ -353,96 +447,35 @@ def _answer(request: Request, value: Any) -> Response:
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(
-        msgspec.json.encode(value),
-        status_code=status,
-        headers=headers,
-        media_type="application/json",
-    )
+    content = msgspec.json.encode(value)
+    return Response(content, status_code=status, headers=headers, media_type=JSON)
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def _add_error_answers(app: FastAPI, parts: ApiParts) -> None:
-    """Every error in the one shape, and on the books."""
+def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
+    """Give every error the one form, and count it."""
 
-    async def answer(_request: Request, error: Exception) -> Response:
+    async def refuse(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         parts.metrics.bad_requests.labels(error.code).inc()
         headers = {name.decode(): value.decode() for name, value in error.headers()}
         return _json(error.openai(), error.status, headers)
 
-    async def answer_http(request: Request, error: Exception) -> Response:
+    async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if request.url.path in PROXIED_PATHS:
-            return await answer(request, MethodNotAllowed("POST"))
+            return await refuse(request, MethodNotAllowed("POST"))
         if error.status_code == 405:
-            return await answer(
-                request, MethodNotAllowed((error.headers or {}).get("Allow", "other methods"))
-            )
-        return await answer(request, UnknownPath())
+            allowed = (error.headers or {}).get("Allow", "other methods")
+            return await refuse(request, MethodNotAllowed(allowed))
+        return await refuse(request, UnknownPath())
 
-    async def answer_nobody(_request: Request, _error: Exception) -> Response:
+    async def count_gone(_request: Request, _error: Exception) -> Response:
         parts.metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 
-    app.add_exception_handler(RequestError, answer)
-    app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(ClientLeft, answer_nobody)
-
-
-# --- the description ------------------------------------------------------------------------------
-
-
-def _body_schema(description: str) -> dict[str, Any]:
-    content = {"schema": {"type": "object"}}
-    return {
-        "requestBody": {
-            "required": True,
-            "description": description,
-            "content": {"application/json": content},
-        }
-    }
-
-
-def _query_schema(**descriptions: str) -> dict[str, Any]:
-    schema = {"type": "integer", "minimum": 0}
-    named = descriptions.items()
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "description": text, "schema": schema}
-            for name, text in named
-        ]
-    }
-
-
-def _schema(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with the proxied paths that FastAPI never sees."""
-    if app.openapi_schema is None:
-        app.openapi_schema = get_openapi(
-            title=app.title, version=app.version, summary=app.summary, routes=app.routes
-        )
-        for path in sorted(PROXIED_PATHS):
-            app.openapi_schema["paths"][path] = {"post": _proxied(path)}
-    return app.openapi_schema
-
-
-def _proxied(path: str) -> dict[str, Any]:
-    headers = {
-        "x-kv-replica": "The replica that answered",
-        "x-kv-hit-tokens": "Prompt tokens predicted to be cached there",
-        "x-request-id": "The client's, or a new one",
-    }
-    described = {
-        name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()
-    }
-    return {
-        "tags": ["proxy"],
-        "summary": f"{path}, streamed through to a replica",
-        "description": "The body goes to the replica as it came; see the engine's own documentation.",
-        **_body_schema("As the engine takes it"),
-        "responses": {
-            "200": {"description": "The replica's answer, byte for byte", "headers": described}
-        },
-    }
+    app.add_exception_handler(RequestError, refuse)
+    app.add_exception_handler(HTTPException, refuse_path)
+    app.add_exception_handler(ClientLeft, count_gone)

@@ -4,6 +4,7 @@ The files; each imports only what is listed above it:
 
     request_log.py        the requests routed last, and their totals over the last minute
     metrics.py            metrics written as things happen; rendering all of them
+    labels.py             words for kinds, shares, durations and tiers
     problems.py           what is wrong with a replica, in sentences
     collector.py          metrics read at a scrape, from the parts' statistics
     request_observer.py   one proxied request: load, health, metrics, log, prediction

@@ -9,6 +9,7 @@ import msgspec
 
 from router.feed import SourceFeedStatistics
 from router.index import SourceStatistics
+from router.observability.labels import duration
 from router.replicas import ReplicaView
 
 MAX_NOTES = 4
@@ -17,119 +18,125 @@ _RANKS_NAMED = 8
 
 
 class Level(str, Enum):
-    """How bad it is."""
+    """How bad it is; the worst first."""
 
     BAD = "bad"
     """It serves nothing, or its hits are not to be trusted."""
     WARN = "warn"
     """It is not as it should be."""
+    GOOD = "good"
+    """Nothing is wrong."""
+
+    @property
+    def severity(self) -> int:
+        """A sort key: 0 for the worst."""
+        return list(Level).index(self)
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """One thing that is wrong."""
+class ReplicaProblem(msgspec.Struct, frozen=True):
+    """One thing that is wrong with a replica."""
 
     level: Level
     text: str
+    """A sentence whose subject is the replica: "draining: gets no new requests"."""
 
 
-class SourceGlance(msgspec.Struct, frozen=True, kw_only=True):
+class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One event stream in brief."""
 
     dp_rank: int
     state: str | None
-    """As in `SourceState`; None: it is not followed yet."""
+    """As in `SourceState`; None before it is followed."""
     unplaced: int
     """Blocks that no prompt can find."""
     incomplete: bool
-    """Whether it holds blocks that the index does not know."""
+    """Whether the replica holds blocks that the index does not know."""
 
 
-def glance(
-    dp_rank: int, feed: SourceFeedStatistics | None, known: SourceStatistics | None
-) -> SourceGlance:
-    """A stream in brief; None: it is not followed, nothing is known of its cache."""
-    # By an engine's hash function, where it is known, blocks are found whose place is not.
-    unplaced = known.unplaced if known is not None and known.hash_algorithm is None else 0
-    return SourceGlance(
+def summarize_source(
+    dp_rank: int, feed: SourceFeedStatistics | None, cache: SourceStatistics | None
+) -> SourceSummary:
+    """One event stream in brief.
+
+    Args:
+        dp_rank: The data-parallel rank that publishes it.
+        feed: The stream; None before it is followed.
+        cache: What the index holds of it; None before it is followed.
+    """
+    # Where the engine's hash function is known, blocks without a known prefix are found by hash.
+    unplaced = cache.unplaced if cache is not None and cache.hash_algorithm is None else 0
+    return SourceSummary(
         dp_rank=dp_rank,
         state=None if feed is None else feed.state.value,
         unplaced=unplaced,
-        incomplete=known is not None and known.is_incomplete,
+        incomplete=cache is not None and cache.is_incomplete,
     )
 
 
-_OF_FEEDS = {
-    "suspect": Problem(Level.BAD, "events were lost for good: its hits are discounted"),
-    "dead": Problem(Level.BAD, "its events are not followed any more"),
-    "connecting": Problem(Level.WARN, "nobody publishes events at its address yet"),
-    "recovering": Problem(Level.WARN, "events were lost and are being asked for again"),
+_BY_SOURCE_STATE = {
+    "suspect": ReplicaProblem(Level.BAD, "events were lost for good: its hits are discounted"),
+    "dead": ReplicaProblem(Level.BAD, "its events are no longer followed"),
+    "connecting": ReplicaProblem(Level.WARN, "nothing publishes events at its address yet"),
+    "recovering": ReplicaProblem(Level.WARN, "events were lost and are being requested again"),
 }
 
 
 def problems_of(
-    view: ReplicaView, sources: Sequence[SourceGlance], tokenizer_disagreements: int
-) -> list[Problem]:
-    """What is wrong with a replica, the worst first; empty if it is well.
+    replica: ReplicaView, sources: Sequence[SourceSummary], tokenizer_disagreements: int
+) -> list[ReplicaProblem]:
+    """What is wrong with a replica, the worst first; empty if nothing is.
 
     Args:
-        view: The replica.
+        replica: The replica as of now.
         sources: Its event streams.
         tokenizer_disagreements: Probes that it tokenises differently from the router.
     """
-    found = [*_of_health(view), *_of_feeds(view, sources), *_of_cache(sources)]
+    found = [*_of_health(replica), *_of_streams(replica, sources), *_of_cache(sources)]
     if tokenizer_disagreements:
-        text = f"tokenises {tokenizer_disagreements:,} probes differently from the router: its hits are mispredicted"
-        found.append(Problem(Level.BAD, text))
-    return sorted(found, key=lambda problem: problem.level is not Level.BAD)
+        text = (
+            f"tokenises {tokenizer_disagreements:,} probes differently from the router: "
+            "its hits are mispredicted"
+        )
+        found.append(ReplicaProblem(Level.BAD, text))
+    return sorted(found, key=lambda problem: problem.level.severity)
 
 
-def _of_health(view: ReplicaView) -> Iterator[Problem]:
-    why = f"{duration(view.seconds_in_health)}{f': {view.last_error}' if view.last_error else ''}"
-    if view.health == "unhealthy":
-        yield Problem(Level.BAD, f"unhealthy for {why}")
-    if view.health == "starting":
-        yield Problem(Level.WARN, f"no health check has passed yet, for {why}")
-    if view.state == "draining":
-        yield Problem(Level.WARN, "draining: gets no new requests")
-    if view.health == "healthy" and not view.models:
-        yield Problem(Level.BAD, "has not said what it serves: gets no requests")
+def _of_health(replica: ReplicaView) -> Iterator[ReplicaProblem]:
+    error = f": {replica.last_error}" if replica.last_error else ""
+    how_long = duration(replica.seconds_in_health) + error
+    if replica.health == "unhealthy":
+        yield ReplicaProblem(Level.BAD, f"unhealthy for {how_long}")
+    if replica.health == "starting":
+        yield ReplicaProblem(Level.WARN, f"no health check has passed yet, for {how_long}")
+    if replica.state == "draining":
+        yield ReplicaProblem(Level.WARN, "draining: gets no new requests")
+    if replica.health == "healthy" and not replica.models:
+        yield ReplicaProblem(Level.BAD, "has not reported what it serves: gets no requests")
 
 
-def _of_feeds(view: ReplicaView, sources: Sequence[SourceGlance]) -> Iterator[Problem]:
-    for state, problem in _OF_FEEDS.items():
+def _of_streams(replica: ReplicaView, sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:
+    for state, problem in _BY_SOURCE_STATE.items():
         ranks = [source.dp_rank for source in sources if source.state == state]
         if ranks:
-            yield Problem(problem.level, problem.text + _of_ranks(ranks, sources))
-    if view.health == "healthy" and not sources and not view.sources_configured:
-        yield Problem(
-            Level.WARN,
-            "; ".join(["no event stream: it is routed by load", *view.notes[:MAX_NOTES]]),
-        )
+            yield ReplicaProblem(problem.level, problem.text + _name_ranks(ranks, sources))
+    if replica.health == "healthy" and not sources and not replica.sources_configured:
+        reasons = ["no event stream: it is routed by load", *replica.notes[:MAX_NOTES]]
+        yield ReplicaProblem(Level.WARN, "; ".join(reasons))
 
 
-def _of_cache(sources: Sequence[SourceGlance]) -> Iterator[Problem]:
+def _of_cache(sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:
     incomplete = [source.dp_rank for source in sources if source.incomplete]
     unplaced = sum(source.unplaced for source in sources)
     if incomplete:
-        yield Problem(
-            Level.WARN, f"some of its blocks are not known{_of_ranks(incomplete, sources)}"
-        )
+        text = f"some of its blocks are not known{_name_ranks(incomplete, sources)}"
+        yield ReplicaProblem(Level.WARN, text)
     if unplaced:
-        yield Problem(
-            Level.WARN, f"{unplaced:,} block{'' if unplaced == 1 else 's'} that no prompt can find"
-        )
+        text = f"{unplaced:,} block{'' if unplaced == 1 else 's'} that no prompt can find"
+        yield ReplicaProblem(Level.WARN, text)
 
 
-def _of_ranks(ranks: Sequence[int], sources: Sequence[SourceGlance]) -> str:
+def _name_ranks(ranks: Sequence[int], sources: Sequence[SourceSummary]) -> str:
     if len(sources) < 2:
         return ""
     more = " and more" if len(ranks) > _RANKS_NAMED else ""
     return f" (rank {', '.join(map(str, ranks[:_RANKS_NAMED]))}{more})"
-
-
-def duration(seconds: float) -> str:
-    """A time as a person says it."""
-    for limit, unit_s, word in ((90, 1, "s"), (90 * 60, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{int(max(0.0, seconds) // unit_s)} {word}"
-    return f"{int(seconds // 86400)} days"

@@ -1,45 +1,47 @@
-// Questions to the router, with the key of this tab where one is needed.
+// Requests to the router, with the key of this tab where one is needed.
 
 import { byId, write } from "./dom.js";
 
 const TIMEOUT_MS = 10000;
 const TITLES = { operator: "The operator's key", client: "The client's key" };
 const TEXTS = {
-  operator: "This router shows its replicas and requests to those who hold its operator key (server.operator_api_key).",
+  operator:
+    "This router shows its replicas and requests to those who hold its operator key " +
+    "(server.operator_api_key).",
   client: "This router explains routes to those who hold its client key (server.client_api_key).",
 };
 const REFUSED = "The router refused that key. ";
 
 export class NeedsKey extends Error {}
 
-// The router answered, and said what is wrong with the question.
+// The router responded, and said what is wrong with the request.
 export class Refused extends Error {}
 
 const nameOf = (role) => `kvroute.${role}-key`;
 const keyOf = (role) => sessionStorage.getItem(nameOf(role)) ?? "";
 
-// Answers the parsed body. Throws NeedsKey, Refused, or whatever `fetch` throws where nobody answers.
+// Returns the parsed body. Throws NeedsKey, Refused, or what `fetch` throws without a response.
 export async function ask(role, path, body) {
   const headers = { accept: "application/json" };
   if (keyOf(role)) headers.authorization = `Bearer ${keyOf(role)}`;
   const options = { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) };
   if (body !== undefined) Object.assign(options, { method: "POST", body });
-  const answer = await fetch(path, options);
-  if (answer.status === 401) throw new NeedsKey(role);
-  if (!answer.ok) throw new Refused(await messageIn(answer));
-  return answer.json();
+  const response = await fetch(path, options);
+  if (response.status === 401) throw new NeedsKey(role);
+  if (!response.ok) throw new Refused(await messageIn(response));
+  return response.json();
 }
 
-async function messageIn(answer) {
-  const text = await answer.text();
+async function messageIn(response) {
+  const text = await response.text();
   try {
     return JSON.parse(text).error.message;
   } catch {
-    return `the router answered ${answer.status}`;
+    return `the router responded with status ${response.status}`;
   }
 }
 
-// True once a key was given; false where the person would rather not.
+// True once a key was given; false where the dialog was dismissed.
 export function askForKey(role) {
   const dialog = byId("key-dialog");
   write(byId("key-title"), TITLES[role]);
@@ -48,17 +50,18 @@ export function askForKey(role) {
   dialog.returnValue = "cancel";
   dialog.showModal();
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(keep(role, dialog.returnValue)), { once: true });
+    const close = () => resolve(keep(role, dialog.returnValue));
+    dialog.addEventListener("close", close, { once: true });
   });
 }
 
-function keep(role, answer) {
+function keep(role, choice) {
   const key = byId("key-input").value.trim();
   byId("key-input").value = "";
-  if (answer !== "keep" || !isKey(key)) return false;
+  if (choice !== "keep" || !isKey(key)) return false;
   sessionStorage.setItem(nameOf(role), key);
   return true;
 }
 
-// A header can carry nothing else.
+// Printable ASCII: a header can carry nothing else.
 const isKey = (text) => /^[!-~]+$/.test(text);

@@ -1,4 +1,4 @@
-// The only ways in which this page writes into itself: text as text, and nothing that has not changed.
+// The only ways in which this page changes itself: text is written as text, and only if it differs.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -10,7 +10,7 @@ export function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// A title too, since the text may be cut.
+// With a tooltip, since the text may be cut.
 export function writeWhole(node, text) {
   write(node, text);
   if (node.title !== text) node.title = text;
@@ -36,14 +36,14 @@ export function element(tag, className, text = "") {
   return made;
 }
 
-// Exactly *length* children, made by *make* and kept from before where there are any.
+// Gives *parent* exactly *length* children: existing ones are kept, *make* makes the others.
 export function resize(parent, length, make) {
   while (parent.children.length > length) parent.lastElementChild.remove();
   while (parent.children.length < length) parent.append(make());
   return parent.children;
 }
 
-// Exactly *nodes*, in this order, behind the first *fixed* children; what stands right already is not touched.
+// Makes *nodes* the children after the first *fixed* ones, in this order, moving as few as it can.
 export function arrange(parent, nodes, fixed = 0) {
   nodes.forEach((node, index) => {
     const there = parent.children[index + fixed];

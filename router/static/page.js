@@ -1,51 +1,57 @@
-// The page: asks the router once a second, and says so when nobody answers.
+// The page: polls the router once a second, and says so when it does not respond.
 
 import { NeedsKey, ask, askForKey } from "./ask.js";
 import { byId, mark, show, write } from "./dom.js";
-import { showOnlyProblems, showReplicas, showTrouble, startReplicas } from "./replicas.js";
+import { showHeadline, showOnlyProblems, showReplicas, startReplicas } from "./replicas.js";
 import { forgetRequests, startRequests, takeRequests } from "./requests.js";
 import { offerModels, startRoute } from "./route.js";
 import { showTotals } from "./totals.js";
-import { duration, timeOfDay } from "./words.js";
+import { elapsed, learnKinds, timeOfDay } from "./words.js";
 
 const EVERY_MS = 1000;
 const AT_ONCE = 200;
 
 let startedAt = null; // of the router whose requests are shown
 let change = 0; // the last one seen
-let lastAnswerAt = null; // Unix time here
+let lastResponseAt = null; // Unix time of this machine
 
 async function poll() {
   if (document.hidden) return;
   try {
-    const [overview, journal] = await Promise.all([ask("operator", "overview"), ask("operator", `requests?after=${change}&limit=${AT_ONCE}`)]);
-    if (overview.started_at === journal.started_at) take(overview, journal);
+    const [overview, log] = await Promise.all([
+      ask("operator", "overview"),
+      ask("operator", `requests?after=${change}&limit=${AT_ONCE}`),
+    ]);
+    if (overview.started_at === log.started_at) take(overview, log);
   } catch (error) {
     await miss(error);
   }
 }
 
-function take(overview, journal) {
-  lastAnswerAt = Date.now() / 1000;
+function take(overview, log) {
+  lastResponseAt = Date.now() / 1000;
   document.body.classList.remove("stale");
   say("good", "live");
   if (startedAt !== overview.started_at) {
-    // Another process: its numbers begin anew, and this answer may have been asked with the old one's.
+    // Another process counts its changes from 0; this poll may have asked for those after the old
+    // process's last one.
     const isFirst = startedAt === null;
     startedAt = overview.started_at;
     change = 0;
     forgetRequests();
     if (!isFirst) return;
   }
-  change = journal.change;
+  change = log.change;
   showOverview(overview);
-  takeRequests(journal.requests, journal.requests.length === AT_ONCE);
+  takeRequests(log.requests, log.requests.length === AT_ONCE);
 }
 
 function showOverview(overview) {
-  write(byId("about"), `policy ${overview.policy} · up ${duration(overview.now - overview.started_at)}`);
+  learnKinds(overview.kinds);
+  write(byId("about"), `policy ${overview.policy} · up ${overview.uptime}`);
   showTotals(overview);
-  const wrong = showTrouble(showReplicas(overview));
+  showReplicas(overview);
+  const wrong = showHeadline(overview);
   document.title = wrong ? `(${wrong}) kvroute` : "kvroute";
   offerModels(overview.models);
 }
@@ -58,8 +64,13 @@ async function miss(error) {
     show(byId("give-key"), true);
     return;
   }
-  say("bad", lastAnswerAt === null ? "not connected" : `not connected since ${timeOfDay(lastAnswerAt)} (${duration(Date.now() / 1000 - lastAnswerAt)})`);
+  say("bad", lastResponseAt === null ? "not connected" : sinceWhen());
   document.title = "(!) kvroute";
+}
+
+function sinceWhen() {
+  const seconds = Date.now() / 1000 - lastResponseAt;
+  return `not connected since ${timeOfDay(lastResponseAt)} (${elapsed(seconds)})`;
 }
 
 function say(level, text) {
@@ -68,7 +79,7 @@ function say(level, text) {
   if (level === "good") show(byId("give-key"), false);
 }
 
-// The next question is asked when this one is answered, so a slow router is not asked more and more.
+// Each poll waits for the response to the one before, so requests to a slow router do not pile up.
 async function pollForever() {
   for (;;) {
     await poll();
@@ -77,7 +88,7 @@ async function pollForever() {
 }
 
 byId("give-key").addEventListener("click", () => askForKey("operator"));
-byId("trouble").addEventListener("click", () => {
+byId("headline").addEventListener("click", () => {
   showOnlyProblems();
   byId("replicas").scrollIntoView({ behavior: "smooth" });
 });

@@ -1,13 +1,24 @@
-// The table of replicas: a page of them at a time, those with problems first.
+// The table of replicas, page by page, in the order of the overview: the worst problems first.
 
-import { arrange, byId, element, fromTemplate, mark, resize, show, widen, write, writeWhole } from "./dom.js";
-import { byName, byTier, count, duration, kindOfGroup, plural, shortCount } from "./words.js";
+import {
+  arrange,
+  byId,
+  element,
+  fromTemplate,
+  mark,
+  resize,
+  show,
+  widen,
+  write,
+  writeWhole,
+} from "./dom.js";
+import { count, shortCount } from "./words.js";
 
 const PER_PAGE = 12;
-const SEVERITY = { bad: 0, warn: 1, good: 2 };
 
 const rows = new Map(); // id -> tbody; those on the page
-let replicas = []; // with the level of what is worst
+let replicas = [];
+let tiers = []; // the fastest first
 let page = 0;
 
 export function startReplicas() {
@@ -18,10 +29,8 @@ export function startReplicas() {
 }
 
 export function showReplicas(overview) {
-  replicas = overview.replicas.map((replica) => ({ ...replica, level: replica.problems[0]?.level ?? "good" }));
-  replicas.sort((left, right) => SEVERITY[left.level] - SEVERITY[right.level] || byName(left.id, right.id));
+  ({ replicas, tiers } = overview);
   draw();
-  return replicas;
 }
 
 export function showOnlyProblems() {
@@ -61,12 +70,17 @@ function drawPager(found, shown, pages) {
   byId("replicas-back").disabled = page === 0;
   byId("replicas-on").disabled = page === pages - 1;
   show(byId("replicas-none"), !found);
-  const why = byId("replicas-wrong").checked ? "No replica has a problem." : "No replica of that name.";
-  write(byId("replicas-none"), replicas.length ? why : "The router has no replicas. Add one with POST /replicas.");
+  write(byId("replicas-none"), whyNone());
+}
+
+function whyNone() {
+  if (!replicas.length) return "The router has no replicas. Add one with POST /replicas.";
+  const isFiltered = byId("replicas-wrong").checked;
+  return isFiltered ? "No replica has a problem." : "No replica of that name.";
 }
 
 function drawRows(shown) {
-  const scale = scaleOf(replicas);
+  const scale = makeScale();
   drawHead(scale);
   const ids = new Set(shown.map((replica) => replica.id));
   for (const id of [...rows.keys()]) if (!ids.has(id)) rows.delete(id);
@@ -78,24 +92,26 @@ function drawRows(shown) {
   arrange(byId("replica-table"), nodes, 1);
 }
 
-// One scale for each tier over all replicas: bars can be compared from row to row, and a large tier does not flatten a small one.
-function scaleOf(all) {
-  const most = { GPU: 1 };
+// One scale for each tier over all replicas: bars can be compared from row to row, and a large tier
+// does not flatten a small one.
+function makeScale() {
+  const most = Object.fromEntries(tiers.map((tier) => [tier, 1]));
   let groups = 1;
-  for (const replica of all) {
+  for (const replica of replicas) {
     groups = Math.max(groups, replica.groups.length);
-    for (const [, tier, blocks] of replica.blocks) most[tier] = Math.max(most[tier] ?? 1, blocks);
+    for (const { blocks } of replica.groups)
+      for (const tier in blocks) most[tier] = Math.max(most[tier], blocks[tier]);
   }
-  return { most, groups, tiers: Object.keys(most).sort(byTier) };
+  return { most, groups };
 }
 
 function drawHead(scale) {
   const table = byId("replica-table");
   const head = table.querySelector(".cache-head");
-  table.style.setProperty("--tiers", scale.tiers.length);
+  table.style.setProperty("--tiers", tiers.length);
   table.style.setProperty("--groups", scale.groups);
-  const cells = resize(head, scale.tiers.length + 1, () => element("span"));
-  scale.tiers.forEach((tier, index) => write(cells[index + 1], tier));
+  const cells = resize(head, tiers.length + 1, () => element("span"));
+  tiers.forEach((tier, index) => write(cells[index + 1], tier));
 }
 
 function drawReplica(row, replica, scale) {
@@ -105,57 +121,56 @@ function drawReplica(row, replica, scale) {
   row.querySelector(".id").title = `${replica.id} at ${replica.url}`;
   write(row.querySelector(".state"), stateOf(replica));
   drawLoad(row, replica);
-  drawFeed(row.querySelector(".feed .word"), replica);
+  drawStreams(row.querySelector(".feed .word"), replica);
   drawCache(row.querySelector(".cache-grid"), replica, scale);
   drawProblems(row.querySelector(".problems"), replica.problems);
 }
 
 function stateOf(replica) {
-  const since = replica.state === replica.health ? ` ${duration(replica.seconds_in_health)}` : `, ${replica.health}`;
-  return replica.state + since;
+  const isHealth = replica.state === replica.health;
+  return replica.state + (isHealth ? ` ${replica.health_duration}` : `, ${replica.health}`);
 }
 
 function drawLoad(row, replica) {
-  const tokens = replica.prefill_tokens ? ` · ${count(replica.prefill_tokens)} tokens to prefill` : "";
+  const waiting = replica.prefill_tokens;
+  const tokens = waiting ? ` · ${count(waiting)} tokens to prefill` : "";
   writeWhole(row.querySelector(".own"), `${count(replica.requests)} in flight${tokens}`);
-  writeWhole(row.querySelector(".engine"), engineLoad(replica.gauges));
+  writeWhole(row.querySelector(".engine"), engineLoad(replica.engine_load));
 }
 
-function engineLoad(gauges) {
-  if (!gauges) return "engine tells nothing";
-  const [running, waiting, usage] = gauges;
+function engineLoad(load) {
+  if (!load) return "engine reports no load";
+  const usage = load.kv_cache_usage;
   const kv = usage === null ? "" : ` · KV ${Math.round(usage * 100)} %`;
-  return `${count(running)} run · ${count(waiting)} wait${kv}`;
+  return `${count(load.running)} run · ${count(load.waiting)} wait${kv}`;
 }
 
 const WORST_FIRST = ["dead", "suspect", "recovering", "connecting", "live"];
-const FEED_LEVEL = { dead: "bad", suspect: "bad", recovering: "warn", connecting: "warn", live: "good" };
+const STREAM_LEVEL = {
+  dead: "bad",
+  suspect: "bad",
+  recovering: "warn",
+  connecting: "warn",
+  live: "good",
+};
 
-// A replica may be configured to have no events; then nothing is missing.
-function drawFeed(word, { sources, sources_configured: isMeant }) {
-  const worst = WORST_FIRST.find((state) => sources.some((source) => source.state === state));
-  const several = sources.length > 1 ? ` ${sources.filter((source) => source.state === worst).length}/${sources.length}` : "";
+// A replica may be configured to have no event stream; then none is missing.
+function drawStreams(word, { sources, sources_configured: isConfigured }) {
+  const having = (state) => sources.filter((source) => source.state === state).length;
+  const worst = WORST_FIRST.find(having);
+  const several = sources.length > 1 ? ` ${having(worst)}/${sources.length}` : "";
   write(word, worst ? worst + several : "none");
-  mark(word, "level", FEED_LEVEL[worst] ?? (isMeant && !sources.length ? "" : "warn"));
+  mark(word, "level", STREAM_LEVEL[worst] ?? (isConfigured && !sources.length ? "" : "warn"));
 }
 
-function drawCache(grid, replica, scale) {
-  const groups = groupsOf(replica);
-  const cells = resize(grid, groups.length * (scale.tiers.length + 1), () => element("span"));
+function drawCache(grid, { groups }, scale) {
+  const width = tiers.length + 1;
+  const cells = resize(grid, groups.length * width, () => element("span"));
   groups.forEach((group, line) => {
-    const start = line * (scale.tiers.length + 1);
-    drawLabel(cells[start], group.label);
-    scale.tiers.forEach((tier, column) => drawBar(cells[start + column + 1], group.blocks[tier] ?? 0, tier, scale));
-  });
-}
-
-// Groups of the layout, and those that hold blocks without being in it.
-function groupsOf(replica) {
-  const numbers = [...new Set([...replica.groups.keys(), ...replica.blocks.map(([group]) => group)])].sort((a, b) => a - b);
-  return numbers.map((number) => {
-    const known = replica.groups[number];
-    const held = replica.blocks.filter(([group]) => group === number).map(([, tier, blocks]) => [tier, blocks]);
-    return { label: known ? kindOfGroup(known.kind, known.reach) : `group ${number}`, blocks: Object.fromEntries(held) };
+    drawLabel(cells[line * width], group.label);
+    tiers.forEach((tier, column) => {
+      drawBar(cells[line * width + column + 1], group.blocks[tier] ?? 0, tier, scale);
+    });
   });
 }
 
@@ -174,7 +189,7 @@ function drawBar(cell, blocks, tier, scale) {
     cell.firstChild.append(element("i"));
   }
   const fill = cell.firstChild.firstChild;
-  mark(fill, "tier", String(Math.min(scale.tiers.indexOf(tier), 3)));
+  mark(fill, "tier", String(Math.min(tiers.indexOf(tier), 3)));
   widen(fill, blocks / scale.most[tier]);
   write(cell.lastChild, shortCount(blocks));
 }
@@ -188,15 +203,14 @@ function drawProblems(row, problems) {
   });
 }
 
-// The one line that says whether anything is wrong.
-export function showTrouble(found) {
-  const wrong = found.filter((replica) => replica.problems.length);
-  const line = byId("trouble");
-  mark(line, "level", found.length ? (wrong[0]?.level ?? "good") : "warn");
-  const first = wrong.slice(0, 3).map((replica) => `${replica.id} ${replica.problems[0].text}`);
-  const rest = wrong.length > first.length ? ` · and ${count(wrong.length - first.length)} more` : "";
-  const verb = wrong.length === 1 ? "has" : "have";
-  const text = wrong.length ? `${plural(wrong.length, "replica")} ${verb} problems: ${first.join(" · ")}${rest}` : "All replicas are well.";
-  writeWhole(line.querySelector(".text"), found.length ? text : "The router has no replicas.");
+// The one line that says whether anything is wrong. Returns how many replicas have problems.
+export function showHeadline({ headline, replicas: all }) {
+  const wrong = all.filter((replica) => replica.problems.length);
+  const first = wrong.slice(0, 3).map(({ id, problems }) => `${id} ${problems[0].text}`);
+  const more = wrong.length - first.length;
+  const named = [...first, ...(more ? [`and ${count(more)} more`] : [])].join(" · ");
+  const line = byId("headline");
+  mark(line, "level", headline.level);
+  writeWhole(line.querySelector(".text"), headline.text + (named ? `: ${named}` : ""));
   return wrong.length;
 }

@@ -1,12 +1,23 @@
-// The stream of requests: the latest first, each line filled in as more of it becomes known.
+// The list of requests, the latest first; each line is filled in as more of it becomes known.
 
-import { arrange, byId, element, fromTemplate, mark, resize, show, widen, write, writeWhole } from "./dom.js";
-import { count, endOf, milliseconds, plural, timeOfDay, whyUnknown } from "./words.js";
+import {
+  arrange,
+  byId,
+  element,
+  fromTemplate,
+  mark,
+  resize,
+  show,
+  widen,
+  write,
+  writeWhole,
+} from "./dom.js";
+import { count, endLabel, milliseconds, plural, timeOfDay, whyUnknown } from "./words.js";
 
 const KEPT = 512;
 const SHOWN = 60;
 
-const requests = new Map(); // number -> what the router said of it last
+const requests = new Map(); // number -> the router's last word on it
 const rows = new Map(); // number -> li
 let isPaused = false;
 let held = []; // the numbers shown while paused
@@ -23,9 +34,12 @@ export function forgetRequests() {
   pause(false);
 }
 
-// *isCut*: more has changed than is told here. What was seen running may have ended unseen, and must not stay for good.
+// *isCut*: more has changed than fits into this response. Requests seen running may have ended
+// unseen, and must not stay for good.
 export function takeRequests(changed, isCut) {
-  if (isCut) for (const request of requests.values()) if (request.end === null) requests.delete(request.number);
+  if (isCut) {
+    for (const { number, end } of requests.values()) if (end === null) requests.delete(number);
+  }
   for (const request of changed) requests.set(request.number, request);
   const numbers = [...requests.keys()].sort((left, right) => right - left);
   for (const number of numbers.slice(KEPT)) requests.delete(number);
@@ -39,7 +53,7 @@ function pause(isWanted) {
   draw();
 }
 
-// Another choice of what to show is made on what there is now, paused or not.
+// A new filter applies to the requests of now, paused or not.
 function redraw() {
   if (isPaused) held = latest().map((request) => request.number);
   draw();
@@ -56,18 +70,28 @@ function isWanted(request) {
   return (!words || named.includes(words)) && (!byId("requests-wrong").checked || isWrong(request));
 }
 
-const isWrong = (request) => request.failed || request.attempts > 1 || ["over", "under"].includes(request.verdict);
+const isMispredicted = ({ verdict }) => verdict === "over" || verdict === "under";
+const isWrong = (request) => request.failed || request.attempts > 1 || isMispredicted(request);
 
 function draw() {
   const now = latest();
   const shown = isPaused ? held.map((number) => requests.get(number)).filter(Boolean) : now;
   const numbers = new Set(shown.map((request) => request.number));
   for (const number of [...rows.keys()]) if (!numbers.has(number)) rows.delete(number);
-  arrange(byId("request-list"), shown.map((request) => rowOf(request)));
+  arrange(
+    byId("request-list"),
+    shown.map((request) => rowOf(request)),
+  );
   show(byId("requests-none"), !shown.length);
-  write(byId("requests-none"), requests.size ? "None of the last requests is like that." : "No request yet.");
+  const none = requests.size ? "None of the last requests matches." : "No request yet.";
+  write(byId("requests-none"), none);
   const newer = isPaused ? now.filter((request) => request.number > (held[0] ?? 0)).length : 0;
-  write(byId("requests-pause"), isPaused ? `Go on${newer ? ` (${newer >= SHOWN ? `${SHOWN}+` : newer} new)` : ""}` : "Pause");
+  write(byId("requests-pause"), isPaused ? resumeLabel(newer) : "Pause");
+}
+
+function resumeLabel(newer) {
+  if (!newer) return "Resume";
+  return `Resume (${newer >= SHOWN ? `${SHOWN}+` : newer} new)`;
 }
 
 function rowOf(request) {
@@ -85,7 +109,7 @@ function unfold(row, number) {
   const isOpen = row.lastElementChild.hidden;
   row.firstElementChild.setAttribute("aria-expanded", String(isOpen));
   show(row.lastElementChild, isOpen);
-  if (isOpen && !isPaused) pause(true); // who reads one must not lose it
+  if (isOpen && !isPaused) pause(true); // the line being read must stay
   fill(row, requests.get(number));
 }
 
@@ -94,7 +118,7 @@ function fill(row, request) {
   mark(row, "level", levelOf(request));
   const cell = (name) => row.querySelector(`.${name}`);
   write(cell("when"), timeOfDay(request.arrived_at));
-  writeWhole(cell("where"), request.replica ?? "nobody");
+  writeWhole(cell("where"), request.replica ?? "none");
   drawHit(cell("hit"), request);
   drawVerdict(cell("verdict"), request);
   write(cell("speed"), speedOf(request));
@@ -115,7 +139,8 @@ function drawHit(cell, request) {
   widen(cell.querySelector(".lower"), (cached - gpu) / all);
   const tick = cell.querySelector(".tick");
   show(tick, request.actual !== null);
-  if (request.actual !== null) tick.style.left = `${Math.min(100, (100 * request.actual) / all).toFixed(2)}%`;
+  const percent = Math.min(100, (100 * (request.actual ?? 0)) / all);
+  tick.style.left = `${percent.toFixed(2)}%`;
   writeWhole(cell.querySelector(".hit-text"), hitText(request));
 }
 
@@ -128,7 +153,7 @@ function drawVerdict(cell, request) {
   mark(cell, "verdict", request.verdict ?? "none");
   const by = Math.abs(request.predicted.cached_tokens - (request.actual ?? 0));
   const words = { exact: "exact", over: `over ${count(by)}`, under: `under ${count(by)}` };
-  write(cell, words[request.verdict] ?? (request.end === null ? "" : "not told"));
+  write(cell, words[request.verdict] ?? (request.end === null ? "" : "not reported"));
 }
 
 function speedOf(request) {
@@ -137,7 +162,7 @@ function speedOf(request) {
 }
 
 function drawStatus(cell, request) {
-  const end = request.end === null ? "running" : endOf(request.end);
+  const end = request.end === null ? "running" : endLabel(request.end);
   const retried = request.attempts > 1 ? `↻${request.attempts - 1}` : null;
   writeWhole(cell, [request.status, end, retried].filter((word) => word !== null).join(" "));
   mark(cell, "end", request.end ?? "running");
@@ -150,7 +175,9 @@ function reasonOf(request) {
 
 function drawMore(list, request) {
   const facts = factsOf(request);
-  const nodes = resize(list, 2 * facts.length, () => element(list.children.length % 2 ? "dd" : "dt"));
+  const nodes = resize(list, 2 * facts.length, () =>
+    element(list.children.length % 2 ? "dd" : "dt"),
+  );
   facts.forEach(([name, value], index) => {
     write(nodes[2 * index], name);
     write(nodes[2 * index + 1], value);
@@ -159,18 +186,23 @@ function drawMore(list, request) {
 
 function factsOf(request) {
   const { gpu_cached_tokens: gpu, cached_tokens: cached } = request.predicted;
+  const { actual, attempts, last_failure: failure } = request;
+  const split = `${count(gpu)} on the GPU, ${count(cached - gpu)} offloaded`;
   const facts = [
     ["Request id", request.request_id],
-    ["Asked", `${request.path}${request.stream ? ", streamed" : ""}`],
+    ["Path", `${request.path}${request.stream ? ", streamed" : ""}`],
     ["Model", request.model],
     ["Policy", request.policy],
     ["Why", reasonOf(request)],
-    ["Predicted", `${count(gpu)} on the GPU, ${count(cached - gpu)} offloaded, of ${plural(request.prompt_tokens, "token")}`],
-    ["Reported", request.actual === null ? "not told, or not of the same thing" : plural(request.actual, "token")],
+    ["Predicted", `${split}, of ${plural(request.prompt_tokens, "token")}`],
+    ["Reported", actual === null ? "nothing comparable" : plural(actual, "token")],
   ];
   if (request.dp_rank !== null) facts.push(["Rank", String(request.dp_rank)]);
   if (request.unknown) facts.push(["Prompt not known in full", whyUnknown(request.unknown)]);
-  if (request.last_failure) facts.push(["Failed attempts", `the last one: ${request.last_failure.replaceAll("_", " ")}; tried ${plural(request.attempts, "replica")}`]);
+  if (failure) {
+    const tried = `tried ${plural(attempts, "replica")}`;
+    facts.push(["Failed attempts", `the last one: ${failure.replaceAll("_", " ")}; ${tried}`]);
+  }
   if (request.total_ms !== null) facts.push(["Took", milliseconds(request.total_ms)]);
   return facts;
 }

@@ -1,12 +1,14 @@
-// The prompt box: asks /route, and says in words what it answers.
+// The prompt box: asks /route, and shows the response in words.
 
 import { NeedsKey, Refused, ask, askForKey } from "./ask.js";
 import { byId, element, mark, resize, show, widen, write } from "./dom.js";
-import { count, kindOfGroup, plural, whyUnknown } from "./words.js";
+import { count, kindLabel, plural, whyUnknown } from "./words.js";
 
 const SHOWN = 8;
+const TEXT_HINT = "Why is the sky blue?";
+const BODY_HINT = '{"model": "...", "messages": [{"role": "user", "content": "..."}]}';
 
-let answer = null;
+let route = null; // the last response
 let isWhole = false;
 
 export function startRoute() {
@@ -17,7 +19,7 @@ export function startRoute() {
   byId("route-kind").addEventListener("change", () => {
     const isBody = byId("route-kind").value === "body";
     byId("route-model").disabled = isBody;
-    byId("route-prompt").placeholder = isBody ? '{"model": "...", "messages": [{"role": "user", "content": "..."}]}' : "Why is the sky blue?";
+    byId("route-prompt").placeholder = isBody ? BODY_HINT : TEXT_HINT;
   });
   byId("route-more").addEventListener("click", () => {
     isWhole = true;
@@ -40,7 +42,7 @@ async function explain() {
   button.disabled = true;
   say("asking");
   try {
-    answer = await askWithKey(bodyOf());
+    route = await askWithKey(bodyOf());
     isWhole = false;
     draw();
     say("");
@@ -66,7 +68,8 @@ function bodyOf() {
   const model = byId("route-model").value;
   const kind = byId("route-kind").value;
   if (kind === "body") return text;
-  return JSON.stringify(kind === "chat" ? { model, messages: [{ role: "user", content: text }] } : { model, prompt: text });
+  if (kind === "prompt") return JSON.stringify({ model, prompt: text });
+  return JSON.stringify({ model, messages: [{ role: "user", content: text }] });
 }
 
 function say(text, level = "") {
@@ -75,14 +78,14 @@ function say(text, level = "") {
 }
 
 function sentenceOf(error) {
-  if (error instanceof NeedsKey) return "the router wants its client key for this";
-  return error instanceof Refused ? error.message : "the router does not answer";
+  if (error instanceof NeedsKey) return "this needs the router's client key";
+  return error instanceof Refused ? error.message : "the router does not respond";
 }
 
-// --- the answer ----------------------------------------------------------------------------------------------------------
+// --- the response --------------------------------------------------------------------------------
 
 function draw() {
-  show(byId("route-answer"), true);
+  show(byId("route-response"), true);
   write(byId("route-summary"), summary());
   const notes = [...promptNotes(), ...groupNotes(), ...excludedNotes()];
   const items = resize(byId("route-notes"), notes.length, () => element("li"));
@@ -91,50 +94,62 @@ function draw() {
 }
 
 function summary() {
-  const [best] = answer.ranking;
-  if (!best) return "Nobody can take it now.";
+  const [best] = route.ranking;
   const rank = best.dp_rank === null ? "" : `, rank ${best.dp_rank}`;
   return `It would go to ${best.replica}${rank}. ${hitSentence(best.hit)}`;
 }
 
+const offloadedTokens = (hit) => hit.cached_tokens - hit.gpu_cached_tokens;
+
 function hitSentence(hit) {
-  const all = answer.prompt_tokens;
+  const all = route.prompt_tokens;
   if (!all) return "Nothing is known of the prompt, so only load decides.";
   if (!hit.cached_tokens) return `None of its ${plural(all, "token")} is cached there.`;
-  const lower = hit.cached_tokens > hit.gpu_cached_tokens ? `, ${count(hit.cached_tokens - hit.gpu_cached_tokens)} of them in a lower tier` : " on the GPU";
-  return `${count(hit.cached_tokens)} of its ${plural(all, "token")} are cached there${lower}; ${count(all - hit.cached_tokens)} would be computed.`;
+  const offloaded = offloadedTokens(hit);
+  const where = offloaded ? `, ${count(offloaded)} of them in a lower tier` : " on the GPU";
+  const cached = `${count(hit.cached_tokens)} of its ${plural(all, "token")} are cached there`;
+  return `${cached}${where}; ${count(all - hit.cached_tokens)} would be computed.`;
 }
 
 function* promptNotes() {
-  for (const prompt of answer.prompts) {
-    if (prompt.reason) yield `Not all of the prompt is known (${prompt.coverage}): ${whyUnknown(prompt.reason)}.`;
+  for (const prompt of route.prompts) {
+    const { coverage, reason } = prompt;
+    if (reason) yield `Not all of the prompt is known (${coverage}): ${whyUnknown(reason)}.`;
     if (prompt.lora_name) yield `It runs with the adapter ${prompt.lora_name}.`;
   }
 }
 
 // Why the hit is as long as it is: the longest prefix that every group accepts.
 function* groupNotes() {
-  const [best] = answer.ranking;
-  const groups = best?.groups[0] ?? [];
+  const [best] = route.ranking;
+  const groups = best.groups[0] ?? [];
   if (groups.length > 1) {
-    const parts = groups.map((group) => `${kindOfGroup(group.kind)} (group ${group.group}) ${count(group.tokens)}`);
-    yield `Each KV cache group alone would allow, in tokens on the GPU: ${parts.join(", ")}. The hit is the longest prefix that all of them accept.`;
+    const parts = groups.map(
+      ({ group, kind, tokens }) => `${kindLabel(kind)} (group ${group}) ${count(tokens)}`,
+    );
+    yield (
+      `By itself, each KV cache group would allow, in tokens on the GPU: ${parts.join(", ")}. ` +
+      "The hit is the longest prefix that all of them accept."
+    );
   }
-  if (best?.hit.suspect) yield "Events of this replica were lost, so its hit is doubtful and counts in part.";
-  if (best?.recent_tokens) yield `${plural(best.recent_tokens, "token")} of this prompt were sent there just now.`;
+  if (best.hit.suspect) {
+    yield "Events of this replica were lost, so its hit is doubtful and counts in part.";
+  }
+  const recent = best.recent_tokens;
+  if (recent) yield `${plural(recent, "token")} of this prompt were sent there just now.`;
 }
 
 function* excludedNotes() {
   const reasons = {};
-  for (const found of answer.excluded) (reasons[found.reason] ??= []).push(found.replica);
+  for (const found of route.excluded) (reasons[found.reason] ??= []).push(found.replica);
   for (const [reason, ids] of Object.entries(reasons)) {
-    const named = ids.slice(0, 5).join(", ") + (ids.length > 5 ? ` and ${count(ids.length - 5)} more` : "");
-    yield `Left out, ${reason}: ${named}.`;
+    const more = ids.length > 5 ? ` and ${count(ids.length - 5)} more` : "";
+    yield `Left out, ${reason}: ${ids.slice(0, 5).join(", ")}${more}.`;
   }
 }
 
 function drawRanking() {
-  const { ranking } = answer;
+  const { ranking } = route;
   const shown = isWhole ? ranking : ranking.slice(0, SHOWN);
   const table = byId("route-table");
   show(table, ranking.length > 0);
@@ -156,17 +171,21 @@ function makeRow() {
 function drawRanked(row, ranked, index) {
   const [place, name, wait, hit, why] = row.children;
   write(place, String(index + 1));
-  write(name, ranked.dp_rank === null ? ranked.replica : `${ranked.replica} rank ${ranked.dp_rank}`);
+  const rank = ranked.dp_rank === null ? "" : ` rank ${ranked.dp_rank}`;
+  write(name, ranked.replica + rank);
   write(wait, count(ranked.cost));
-  const all = answer.prompt_tokens || 1;
+  const all = route.prompt_tokens || 1;
   widen(hit.querySelector(".gpu"), ranked.hit.gpu_cached_tokens / all);
-  widen(hit.querySelector(".lower"), (ranked.hit.cached_tokens - ranked.hit.gpu_cached_tokens) / all);
-  write(hit.querySelector(".hit-text"), groupsText(ranked));
+  widen(hit.querySelector(".lower"), offloadedTokens(ranked.hit) / all);
+  write(hit.querySelector(".hit-text"), hitText(ranked));
   write(why, ranked.reason);
 }
 
-function groupsText(ranked) {
-  const groups = (ranked.groups[0] ?? []).map((group) => `${kindOfGroup(group.kind)} ${count(group.tokens)}`);
-  const lower = ranked.hit.cached_tokens > ranked.hit.gpu_cached_tokens ? ` + ${count(ranked.hit.cached_tokens - ranked.hit.gpu_cached_tokens)} offloaded` : "";
-  return `${count(ranked.hit.gpu_cached_tokens)}${lower}${groups.length > 1 ? ` (${groups.join(", ")})` : ""}`;
+function hitText({ hit, groups: prompts }) {
+  const groups = prompts[0] ?? [];
+  const parts = groups.map((group) => `${kindLabel(group.kind)} ${count(group.tokens)}`);
+  const offloaded = offloadedTokens(hit);
+  const lower = offloaded ? ` + ${count(offloaded)} offloaded` : "";
+  const split = parts.length > 1 ? ` (${parts.join(", ")})` : "";
+  return count(hit.gpu_cached_tokens) + lower + split;
 }

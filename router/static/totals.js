@@ -1,7 +1,9 @@
-// The line of totals: the last minute, and how many replicas and streams are well.
+// The line of totals: the last minute, and how many replicas and event streams are well.
 
 import { byId, mark, write } from "./dom.js";
-import { count, plural, rate, share } from "./words.js";
+import { count, plural, rate } from "./words.js";
+
+const MANY_MISPREDICTED = 0.01;
 
 function total(id, figure, detail, level = "") {
   const card = byId(id);
@@ -12,46 +14,68 @@ function total(id, figure, detail, level = "") {
 
 export function showTotals(overview) {
   showReplicas(overview.replicas);
-  showFeeds(overview.replicas.flatMap((replica) => replica.sources));
+  showStreams(overview.replicas.flatMap((replica) => replica.sources));
   showTraffic(overview.minute, overview.under_way);
+  showHits(overview.minute);
+  showMispredicted(overview.minute);
+  showFailed(overview.minute);
 }
 
 function showReplicas(replicas) {
   const states = tally(replicas.map((replica) => replica.state));
   const healthy = states.healthy ?? 0;
-  const detail = wordsOf(states, ["unhealthy", "starting", "draining"]);
-  const level = states.unhealthy || !healthy ? "bad" : detail ? "warn" : "good";
-  total("total-replicas", `${count(healthy)} / ${count(replicas.length)}`, detail || "all of them", level);
+  const others = listed(states, ["unhealthy", "starting", "draining"]);
+  const level = states.unhealthy || !healthy ? "bad" : others ? "warn" : "good";
+  const figure = `${count(healthy)} / ${count(replicas.length)}`;
+  total("total-replicas", figure, others || "all of them", level);
 }
 
-function showFeeds(sources) {
+function showStreams(sources) {
   const states = tally(sources.map((source) => source.state ?? "unknown"));
-  const live = states.live ?? 0;
-  const detail = wordsOf(states, ["suspect", "dead", "recovering", "connecting", "unknown"]);
-  const level = states.suspect || states.dead ? "bad" : detail ? "warn" : sources.length ? "good" : "";
-  total("total-feeds", `${count(live)} / ${count(sources.length)}`, detail || (sources.length ? "all of them" : "none known"), level);
+  const others = listed(states, ["suspect", "dead", "recovering", "connecting", "unknown"]);
+  const figure = `${count(states.live ?? 0)} / ${count(sources.length)}`;
+  const detail = others || (sources.length ? "all of them" : "none known");
+  const isBad = states.suspect || states.dead;
+  const level = isBad ? "bad" : others ? "warn" : sources.length ? "good" : "";
+  total("total-feeds", figure, detail, level);
 }
 
 function showTraffic(minute, underWay) {
-  const since = minute.seconds < 59 ? `the last ${Math.round(minute.seconds)} s` : "the last minute";
-  total("total-rate", rate(minute.requests / minute.seconds), `${count(underWay)} under way · ${since}`);
-  showHits(minute);
-  const wrong = minute.over + minute.under;
-  const split = wrong ? `${count(minute.over)} promised too much, ${count(minute.under)} too little` : "every prediction exact";
-  total("total-wrong", minute.compared ? share(wrong, minute.compared) : "–", minute.compared ? split : "no answer tells", !minute.compared ? "" : wrong > minute.compared / 100 ? "bad" : wrong ? "warn" : "good");
-  total("total-failed", count(minute.failed), minute.failed ? `of ${plural(minute.requests, "request")}` : "in the last minute", minute.failed ? "bad" : "good");
+  const isWhole = minute.seconds >= 59;
+  const since = isWhole ? "the last minute" : `the last ${Math.round(minute.seconds)} s`;
+  const figure = rate(minute.requests / minute.seconds);
+  total("total-rate", figure, `${count(underWay)} under way · ${since}`);
 }
 
-// What engines report is the truth; what was predicted stands in where they report nothing.
+// The hits that engines reported; the predicted ones where none did.
 function showHits(minute) {
-  if (minute.compared_tokens) {
-    const predicted = `predicted ${share(minute.predicted_tokens, minute.compared_tokens)}`;
-    total("total-hits", share(minute.actual_tokens, minute.compared_tokens), `${predicted} · ${plural(minute.compared, "answer")}`);
-  } else if (minute.routed_tokens) {
-    total("total-hits", share(minute.promised_tokens, minute.routed_tokens), "predicted; no engine reports it");
+  if (minute.cached_share !== null) {
+    const responses = plural(minute.compared, "response");
+    const detail = `predicted ${minute.predicted_share} · ${responses}`;
+    total("total-hits", minute.cached_share, detail);
+  } else if (minute.promised_share !== null) {
+    total("total-hits", minute.promised_share, "predicted; no engine reports it");
   } else {
     total("total-hits", "–", "no prompt in the last minute");
   }
+}
+
+function showMispredicted(minute) {
+  if (minute.mispredicted_share === null) {
+    total("total-wrong", "–", "no engine reports cached tokens");
+    return;
+  }
+  const wrong = minute.over + minute.under;
+  const level = wrong > MANY_MISPREDICTED * minute.compared ? "bad" : wrong ? "warn" : "good";
+  const split = `${count(minute.over)} promised too much, ${count(minute.under)} too little`;
+  const detail = wrong ? split : "every prediction exact";
+  total("total-wrong", minute.mispredicted_share, detail, level);
+}
+
+function showFailed(minute) {
+  const all = `of ${plural(minute.requests, "request")}`;
+  const detail = minute.failed ? all : "in the last minute";
+  total("total-failed", count(minute.failed), detail, minute.failed ? "bad" : "good");
 }
 
 function tally(words) {
@@ -60,4 +84,7 @@ function tally(words) {
   return counts;
 }
 
-const wordsOf = (counts, words) => words.filter((word) => counts[word]).map((word) => `${count(counts[word])} ${word}`).join(" · ");
+function listed(counts, words) {
+  const found = words.filter((word) => counts[word]);
+  return found.map((word) => `${count(counts[word])} ${word}`).join(" · ");
+}

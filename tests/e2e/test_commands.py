@@ -193,7 +193,7 @@ async def test_top_says_soon_that_a_router_hangs() -> None:
         try:
             await terminal.until("The router has no replicas.")
             router.process.send_signal(signal.SIGSTOP)
-            await terminal.until("what follows is of ")
+            await terminal.until("showing the state of ")
         finally:
             router.process.send_signal(signal.SIGCONT)
             terminal.close()
@@ -249,7 +249,7 @@ async def test_top_says_that_an_answer_is_no_routers(answer: bytes) -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         done = await asyncio.to_thread(kvroute, "top", "--url", url)
     assert done.returncode == 2
-    assert "not the answer of a router of this version" in done.stderr
+    assert "not the response of a router of this version" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -269,11 +269,10 @@ async def test_the_overview_counts_blocks_by_group_and_tier(router: RouterProces
             for each in (await router.get("/overview")).json["replicas"]
             if each["id"] == stub.name
         ]
-        assert replica["blocks"] == [[0, "CPU", 2], [0, "GPU", 4], [1, "CPU", 2], [1, "GPU", 4]]
-        assert replica["groups"] == [
-            {"kind": "full_attention", "reach": None},
-            {"kind": "sliding_window", "reach": 64},
-        ]
+        blocks = {"GPU": 4, "CPU": 2}
+        full = {"number": 0, "label": "full", "kind": "full_attention", "reach": None}
+        window = {"number": 1, "label": "window 64", "kind": "sliding_window", "reach": 64}
+        assert replica["groups"] == [{**full, "blocks": blocks}, {**window, "blocks": blocks}]
         assert [source["state"] for source in replica["sources"]] == ["live"]
         assert (replica["state"], replica["serves"], replica["url"]) == ("healthy", 1, stub.url)
 
@@ -325,7 +324,7 @@ async def test_the_page_shows_replicas_and_requests_without_a_complaint(
         await expect(request.locator(".hit-text")).to_have_text("64 / 65")
         await expect(request.locator(".reason")).to_contain_text("64 of 65 tokens cached")
         await expect(page.locator("#total-replicas .figure")).to_have_text("1 / 1")
-        await expect(page.locator("#trouble .text")).to_have_text("All replicas are well.")
+        await expect(page.locator("#headline .text")).to_have_text("All replicas are well.")
         assert watch.complaints == []
         assert {address.startswith(router.url) for address in watch.addresses} == {True}
 
@@ -360,7 +359,7 @@ async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -
         browser_page() as (page, _),
     ):
         await page.goto(router.url)
-        await expect(page.locator("#trouble")).to_have_attribute("data-level", "good")
+        await expect(page.locator("#headline")).to_have_attribute("data-level", "good")
         sick, drained, _ = stubs
         sick.health_status = "500 Internal Server Error"
         await router.post(f"/replicas/{drained.name}/drain")
@@ -369,11 +368,11 @@ async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -
         await expect(row_of(page, sick).locator(".problems")).to_contain_text(
             "GET /health returned 500"
         )
-        await expect(page.locator("#trouble .text")).to_contain_text(
+        await expect(page.locator("#headline .text")).to_contain_text(
             f"2 replicas have problems: {sick.name} unhealthy"
         )
         await expect(page.locator("#total-replicas .figure")).to_have_text("1 / 3")
-        await page.click("#trouble")
+        await page.click("#headline")
         await expect(page.locator(".replica .id")).to_have_text([sick.name, drained.name])
 
 
@@ -462,7 +461,8 @@ async def test_the_prompt_box_explains_a_route(router: RouterProcess) -> None:
             await page.fill("#route-prompt", text)
             await page.click("#route-ask")
             await expect(page.locator("#route-summary")).to_have_text(
-                f"It would go to {holder.name}. 160 of its 176 tokens are cached there on the GPU; 16 would be computed."
+                f"It would go to {holder.name}. 160 of its 176 tokens are cached there on the GPU; "
+                "16 would be computed."
             )
             await expect(page.locator("#route-notes")).to_contain_text(
                 "full (group 0) 160, window (group 1) 160"
@@ -606,7 +606,7 @@ async def test_a_paused_stream_stands_still_and_counts_what_is_new(router: Route
         await page.click("#requests-pause")
         await complete(router, stub.model, [1, 2, 3])
         await complete(router, stub.model, [1, 2, 3])
-        await expect(page.locator("#requests-pause")).to_have_text("Go on (2 new)")
+        await expect(page.locator("#requests-pause")).to_have_text("Resume (2 new)")
         assert await page.locator("#request-list li").count() == 1
         await page.click("#requests-pause")
         await expect(page.locator("#request-list li")).to_have_count(3)

@@ -9,69 +9,114 @@ import pytest
 from rich.console import Console
 
 from router.cli.running_router import plain
-from router.cli.top_answers import Overview, Request
-from router.cli.top_view import Glance, view
+from router.cli.top_view import Glance, render
+from router.http.examples import RESPONSES
+from router.http.views import (
+    GroupSummary,
+    Headline,
+    HitView,
+    LastMinute,
+    Overview,
+    ReplicaSummary,
+    RequestsView,
+    RequestView,
+)
+from router.observability.labels import KIND_LABELS
+from router.observability.problems import Level, ReplicaProblem, SourceSummary
+from router.replicas.engine_load import EngineLoad
 
-MINUTE = {
+MINUTE: dict[str, Any] = {
     "requests": 120,
     "compared": 100,
-    "compared_tokens": 1000,
-    "predicted_tokens": 520,
-    "actual_tokens": 500,
     "over": 2,
+    "seconds": 60.0,
+    "cached_share": "50.0 %",
+    "predicted_share": "52.0 %",
+    "promised_share": "52.0 %",
+    "mispredicted_share": "2.0 %",
 }
+FULL = GroupSummary(number=0, label="full", kind="full_attention", reach=None, blocks={"GPU": 1200})
+WINDOW = GroupSummary(
+    number=1, label="window 64", kind="sliding_window", reach=64, blocks={"GPU": 4, "CPU": 8}
+)
 
 
-def replica(number: int, **changes: Any) -> dict[str, Any]:
+def source(dp_rank: int = 0, state: str | None = "live") -> SourceSummary:
+    return SourceSummary(dp_rank=dp_rank, state=state, unplaced=0, incomplete=False)
+
+
+def replica(number: int, **changes: Any) -> ReplicaSummary:
+    problems = changes.get("problems", [])
     values: dict[str, Any] = {
         "id": f"replica-{number}",
+        "url": "http://127.0.0.1:8000",
+        "level": problems[0].level if problems else Level.GOOD,
         "state": "healthy",
+        "health": "healthy",
+        "seconds_in_health": 200.0,
+        "health_duration": "3 min",
+        "serves": 1,
         "requests": 3,
-        "gauges": [2.0, 1.0, 0.5],
-        "sources": [{"dp_rank": 0, "state": "live", "unplaced": 0, "incomplete": False}],
-        "groups": [
-            {"kind": "full_attention", "reach": None},
-            {"kind": "sliding_window", "reach": 64},
-        ],
-        "blocks": [[0, "GPU", 1200], [1, "GPU", 4], [1, "CPU", 8]],
-        "problems": [],
+        "prefill_tokens": 0,
+        "engine_load": EngineLoad(2, 1, 0.5),
+        "sources_configured": True,
+        "sources": [source()],
+        "groups": [FULL, WINDOW],
+        "problems": problems,
     }
-    return {**values, **changes}
+    return ReplicaSummary(**{**values, **changes})
+
+
+def request() -> RequestView:
+    example = RESPONSES[RequestsView]
+    assert isinstance(example, RequestsView)
+    changes: dict[str, Any] = {
+        "replica": "replica-1",
+        "reason": "960 of 1000 tokens cached",
+        "prompt_tokens": 1000,
+        "attempts": 2,
+        "predicted": HitView(gpu_cached_tokens=960, cached_tokens=960, suspect=False),
+        "actual": 900,
+        "verdict": "over",
+        "first_byte_ms": 12.3,
+    }
+    return msgspec.structs.replace(example.requests[0], **changes)
 
 
 def glance(
-    *replicas: dict[str, Any], requests: int = 0, silence: str | None = None, **minute: Any
+    *replicas: ReplicaSummary,
+    requests: int = 0,
+    silence: str | None = None,
+    headline: Headline | None = None,
+    **minute: Any,
 ) -> Glance:
-    values = {
-        "now": 0.0,
-        "policy": "prefix",
-        "under_way": 7,
-        "minute": {**MINUTE, **minute},
-        "replicas": replicas,
-    }
-    request = {
-        "arrived_at": 0.0,
-        "prompt_tokens": 1000,
-        "replica": "replica-1",
-        "reason": "960 of 1000 tokens cached",
-        "attempts": 2,
-        "predicted": {"cached_tokens": 960},
-        "actual": 900,
-        "verdict": "over",
-        "failed": False,
-        "status": 200,
-        "end": "completed",
-        "first_byte_ms": 12.3,
-    }
-    return Glance(
-        msgspec.convert(values, Overview), [msgspec.convert(request, Request)] * requests, silence
+    overview = Overview(
+        started_at=0.0,
+        now=0.0,
+        uptime="3 min",
+        policy="prefix",
+        under_way=7,
+        headline=headline or Headline(level=Level.GOOD, text="All replicas are well."),
+        minute=LastMinute(**{**MINUTE, **minute}),
+        models=["m"],
+        tiers=[
+            "GPU",
+            *(
+                ["CPU"]
+                if any("CPU" in group.blocks for each in replicas for group in each.groups)
+                else []
+            ),
+        ],
+        kinds=KIND_LABELS,
+        replicas=list(replicas),
     )
+    return Glance(overview, [request()] * requests, silence)
 
 
 def shown(seen: Glance, width: int = 120, height: int | None = None) -> list[str]:
     console = Console(width=width, height=height or 1000, color_system=None)
     with console.capture() as capture:
-        console.print(view(seen, width, height))
+        console.print(render(seen, width, height))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -92,13 +137,14 @@ def test_everything_is_there_in_words() -> None:
     )
 
 
-def test_what_is_wrong_comes_first_and_the_worst_before_it() -> None:
+BAD, WARN = ReplicaProblem(Level.BAD, "unhealthy"), ReplicaProblem(Level.WARN, "draining")
+
+
+def test_every_problem_has_a_line_and_the_worst_come_first() -> None:
     """Of hundreds of replicas these are the ones that a person came for."""
-    drained = replica(1, problems=[{"level": "warn", "text": "draining"}])
-    sick = replica(
-        2, problems=[{"level": "bad", "text": "unhealthy"}, {"level": "warn", "text": "draining"}]
-    )
-    lines = shown(glance(replica(0), drained, sick))
+    sick, drained = replica(2, problems=[BAD, WARN]), replica(1, problems=[WARN])
+    headline = Headline(level=Level.BAD, text="2 replicas have problems")
+    lines = shown(glance(sick, drained, replica(0), headline=headline))
     assert lines[:4] == [
         "2 replicas have problems:",
         "  replica-2 unhealthy",
@@ -112,29 +158,24 @@ def test_what_is_wrong_comes_first_and_the_worst_before_it() -> None:
     ]
 
 
-def test_replicas_stand_in_the_order_of_their_numbers() -> None:
-    """As one counts."""
-    names = [
-        line.split()[0] for line in shown(glance(*map(replica, (10, 9, 1)))) if "healthy" in line
-    ]
-    assert names == ["replica-1", "replica-9", "replica-10"]
-
-
 def test_silence_is_said_with_the_time_of_what_is_shown() -> None:
     """An old picture that looks new would mislead."""
     first = shown(glance(replica(1), silence="no connection"))[0]
-    assert first.startswith("no connection; what follows is of ")
+    assert first.startswith("no connection; showing the state of ")
 
 
 @pytest.mark.parametrize(
     "minute",
-    [{"compared_tokens": 0, "routed_tokens": 100, "promised_tokens": 99}, {"compared_tokens": 0}],
+    [
+        {"cached_share": None, "promised_share": "99.0 %"},
+        {"cached_share": None, "promised_share": None},
+    ],
 )
-def test_hits_that_no_engine_reports_are_told_as_predicted(minute: dict[str, int]) -> None:
+def test_hits_that_no_engine_reports_are_shown_as_predicted(minute: dict[str, str | None]) -> None:
     """What is not known must not look like nothing."""
     expected = (
         "99.0 % of tokens predicted to be cached; no engine reports it"
-        if len(minute) > 1
+        if minute["promised_share"]
         else "no prompt in the last minute"
     )
     assert shown(glance(replica(1), **minute))[2] == expected
@@ -142,7 +183,8 @@ def test_hits_that_no_engine_reports_are_told_as_predicted(minute: dict[str, int
 
 def test_a_router_without_replicas_says_so() -> None:
     """An empty table would leave one guessing."""
-    assert shown(glance())[0] == "The router has no replicas."
+    headline = Headline(level=Level.WARN, text="The router has no replicas.")
+    assert shown(glance(headline=headline))[0] == "The router has no replicas."
 
 
 @pytest.mark.parametrize("height", [16, 24, 50])
@@ -151,11 +193,9 @@ def test_a_router_without_replicas_says_so() -> None:
 @pytest.mark.parametrize("windows", [1, 5])
 def test_it_fits_the_terminal(height: int, count: int, wrong: int, windows: int) -> None:
     """What does not fit would push the first line out."""
-    groups = [
-        {"kind": "full_attention", "reach": None},
-        *[{"kind": "sliding_window", "reach": 64}] * windows,
-    ]
-    problems = [{"level": "bad", "text": "events were lost for good: its hits are discounted " * 3}]
+    groups = [FULL, *[WINDOW] * windows]
+    text = "events were lost for good: its hits are discounted " * 3
+    problems = [ReplicaProblem(Level.BAD, text)]
     replicas = [
         replica(number, groups=groups, problems=problems if number < wrong else [])
         for number in range(count)
@@ -183,7 +223,8 @@ def test_printed_once_nothing_that_is_wrong_is_cut() -> None:
     reason = (
         "unhealthy for 3 min: GET /health: no connection: Connect call failed ('10.244.12.7', 8000)"
     )
-    wrong = glance(replica(1, problems=[{"level": "bad", "text": reason}]))
+    headline = Headline(level=Level.BAD, text="1 replica has problems")
+    wrong = glance(replica(1, problems=[ReplicaProblem(Level.BAD, reason)]), headline=headline)
     assert f"  replica-1 {reason}" in shown(wrong, 200)
     assert " ".join(" ".join(shown(wrong, 80)).split()).startswith(
         f"1 replica has problems: replica-1 {reason}"
@@ -192,12 +233,9 @@ def test_printed_once_nothing_that_is_wrong_is_cut() -> None:
 
 def test_layouts_that_are_not_known_and_several_ranks_have_a_line() -> None:
     """Blocks may come before the layout; a source may not be followed yet."""
-    states = ["live", "live", None]
-    sources = [
-        {"dp_rank": rank, "state": state, "unplaced": 0, "incomplete": False}
-        for rank, state in enumerate(states)
-    ]
-    lines = shown(glance(replica(1, groups=[], sources=sources, gauges=None)))
+    sources = [source(rank, state) for rank, state in enumerate(["live", "live", None])]
+    unknown = GroupSummary(number=0, label="group 0", kind=None, reach=None, blocks={"GPU": 1200})
+    lines = shown(glance(replica(1, groups=[unknown, WINDOW], sources=sources, engine_load=None)))
     (row,) = [line.split() for line in lines if "healthy" in line]
     assert row == [
         "replica-1",
@@ -217,7 +255,7 @@ def test_layouts_that_are_not_known_and_several_ranks_have_a_line() -> None:
     ]
     nothing = [
         line.split()
-        for line in shown(glance(replica(1, groups=[], blocks=[], sources=[])))
+        for line in shown(glance(replica(1, groups=[], sources=[])))
         if "healthy" in line
     ]
     assert nothing == [["replica-1", "healthy", "3", "2", "1", "50%", "none", "-", "0"]]
@@ -226,5 +264,5 @@ def test_layouts_that_are_not_known_and_several_ranks_have_a_line() -> None:
 def test_names_cannot_command_the_terminal() -> None:
     """Models, replicas and errors come from elsewhere."""
     assert plain("a\x1b[31m\x07\u202e[bold]b").plain == "a?[31m??[bold]b"
-    problem = {"level": "bad", "text": "unhealthy: \x1b]0;pwned\x07[red]"}
+    problem = ReplicaProblem(Level.BAD, "unhealthy: \x1b]0;pwned\x07[red]")
     assert "  replica-1 unhealthy: ?]0;pwned?[red]" in shown(glance(replica(1, problems=[problem])))

@@ -259,9 +259,8 @@ async def test_an_offer_to_upgrade_hides_no_framing_that_makes_no_sense(framing:
     9112 6.3)."""
     async with guarded_server() as app, connect(app.port) as client:
         app.go.set()
-        await client.write(
-            f"POST /x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n{framing}\r\n\r\n0\r\n\r\n".encode()
-        )
+        head = f"POST /x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: x\r\n{framing}\r\n\r\n"
+        await client.write(head.encode() + b"0\r\n\r\n")
         assert await client.is_closed()
         assert app.refusals == ["malformed_http"]
 

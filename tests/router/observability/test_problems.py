@@ -13,11 +13,10 @@ from kvevents.publisher import announce
 from router.index import create_index
 from router.observability.problems import (
     Level,
-    Problem,
-    SourceGlance,
-    duration,
-    glance,
+    ReplicaProblem,
+    SourceSummary,
     problems_of,
+    summarize_source,
 )
 from router.replicas import ReplicaView
 from router.replicas.types import ReplicaLoad
@@ -55,8 +54,11 @@ def replica(**changes: Any) -> ReplicaView:
 
 def source(
     state: str | None = "live", dp_rank: int = 0, unplaced: int = 0, incomplete: bool = False
-) -> SourceGlance:
-    return SourceGlance(dp_rank=dp_rank, state=state, unplaced=unplaced, incomplete=incomplete)
+) -> SourceSummary:
+    return SourceSummary(dp_rank=dp_rank, state=state, unplaced=unplaced, incomplete=incomplete)
+
+
+LOST = "bad events were lost for good: its hits are discounted"
 
 
 @pytest.mark.parametrize(
@@ -66,31 +68,56 @@ def source(
         ({}, [source(None)], 0, []),
         ({"sources_configured": True}, [], 0, []),
         ({"health": "unhealthy", "state": "unhealthy"}, [source()], 0, ["bad unhealthy for 3 min"]),
-        ({"health": "unhealthy", "last_error": "no connection"}, [source()], 0, ["bad unhealthy for 3 min: no connection"]),
+        (
+            {"health": "unhealthy", "last_error": "no connection"},
+            [source()],
+            0,
+            ["bad unhealthy for 3 min: no connection"],
+        ),
         ({"health": "starting"}, [], 0, ["warn no health check has passed yet, for 3 min"]),
         ({"state": "draining"}, [source()], 0, ["warn draining: gets no new requests"]),
-        ({"models": ()}, [source()], 0, ["bad has not said what it serves: gets no requests"]),
-        ({"notes": ("no list", "no scrape")}, [], 0, ["warn no event stream: it is routed by load; no list; no scrape"]),
-        ({}, [source("connecting")], 0, ["warn nobody publishes events at its address yet"]),
-        ({}, [source("recovering")], 0, ["warn events were lost and are being asked for again"]),
-        ({}, [source("dead")], 0, ["bad its events are not followed any more"]),
-        ({}, [source(), source("suspect", 1)], 0, ["bad events were lost for good: its hits are discounted (rank 1)"]),
+        (
+            {"models": ()},
+            [source()],
+            0,
+            ["bad has not reported what it serves: gets no requests"],
+        ),
+        (
+            {"notes": ("no list", "no scrape")},
+            [],
+            0,
+            ["warn no event stream: it is routed by load; no list; no scrape"],
+        ),
+        ({}, [source("connecting")], 0, ["warn nothing publishes events at its address yet"]),
+        ({}, [source("recovering")], 0, ["warn events were lost and are being requested again"]),
+        ({}, [source("dead")], 0, ["bad its events are no longer followed"]),
+        ({}, [source(), source("suspect", 1)], 0, [f"{LOST} (rank 1)"]),
         ({}, [source(incomplete=True)], 0, ["warn some of its blocks are not known"]),
         ({}, [source(unplaced=1)], 0, ["warn 1 block that no prompt can find"]),
-        ({}, [source(unplaced=700), source(dp_rank=1, unplaced=400)], 0, ["warn 1,100 blocks that no prompt can find"]),
-        ({}, [source()], 3, ["bad tokenises 3 probes differently from the router: its hits are mispredicted"]),
+        (
+            {},
+            [source(unplaced=700), source(dp_rank=1, unplaced=400)],
+            0,
+            ["warn 1,100 blocks that no prompt can find"],
+        ),
+        (
+            {},
+            [source()],
+            3,
+            ["bad tokenises 3 probes differently from the router: its hits are mispredicted"],
+        ),
         (
             {"state": "draining"},
             [source("suspect")],
             0,
-            ["bad events were lost for good: its hits are discounted", "warn draining: gets no new requests"],
+            [LOST, "warn draining: gets no new requests"],
         ),
     ],
-)  # fmt: skip
+)
 def test_each_problem_has_its_sentence(
-    view: dict[str, Any], sources: list[SourceGlance], disagreements: int, expected: list[str]
+    view: dict[str, Any], sources: list[SourceSummary], disagreements: int, expected: list[str]
 ) -> None:
-    """A person is to know what to do next, and what first."""
+    """A person must know what to do next, and what first."""
     found = problems_of(replica(**view), sources, disagreements)
     assert [f"{problem.level.value} {problem.text}" for problem in found] == expected
 
@@ -98,8 +125,8 @@ def test_each_problem_has_its_sentence(
 def test_of_many_ranks_some_are_named() -> None:
     """A line stays a line."""
     (found,) = problems_of(replica(), [source("dead", rank) for rank in range(9)], 0)
-    assert found == Problem(
-        Level.BAD, "its events are not followed any more (rank 0, 1, 2, 3, 4, 5, 6, 7 and more)"
+    assert found == ReplicaProblem(
+        Level.BAD, "its events are no longer followed (rank 0, 1, 2, 3, 4, 5, 6, 7 and more)"
     )
 
 
@@ -116,21 +143,4 @@ def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown
     index.apply(SOURCE, EventBatch(0.0, [announcement, prefix.stored(1, window(64), start=80)]))
     known = index.statistics()[SOURCE]
     assert known.unplaced == 3
-    assert glance(0, None, known).unplaced == unplaced
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (-1, "0 s"),
-        (0.9, "0 s"),
-        (89.9, "89 s"),
-        (90, "1 min"),
-        (5399, "89 min"),
-        (5400, "1 h"),
-        (172_800, "2 days"),
-    ],
-)
-def test_times_are_said_in_one_unit(seconds: float, words: str) -> None:
-    """For whom seconds of days would have to be divided."""
-    assert duration(seconds) == words
+    assert summarize_source(0, None, known).unplaced == unplaced

@@ -1,0 +1,117 @@
+"""Bodies of requests to the proxied paths and to `/route`, and an engine's response: as far as the
+router reads them. Only for the OpenAPI document; `tokenize.body` does the reading.
+
+Every body may have more fields, which go to the engine unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_ONE_OR_MORE = [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]
+
+# msgspec allows one kind of list in a union, so what the lists hold is written out.
+TokenIds: TypeAlias = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": _ONE_OR_MORE})]
+"""Of one prompt or several."""
+TextOrTokenIds: TypeAlias = Annotated[
+    str | list[Any],
+    msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, _TEXTS, *_ONE_OR_MORE]}),
+]
+"""One prompt or several."""
+
+
+class EngineBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What all of them have in common."""
+
+    model: str | None = None
+    """A model, an alias or an adapter; needed where the router serves several."""
+
+
+class PromptBody(EngineBody, frozen=True, kw_only=True):
+    """A body that holds a prompt."""
+
+    cache_salt: str | None = None
+    """Keeps cached blocks of different tenants apart."""
+    stream: bool = False
+
+
+class ChatBody(PromptBody, frozen=True, kw_only=True):
+    """A chat, as in OpenAI's API."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(PromptBody, frozen=True, kw_only=True):
+    """A completion, as in OpenAI's API."""
+
+    prompt: TextOrTokenIds
+    """One prompt or several."""
+
+
+class ResponsesBody(PromptBody, frozen=True, kw_only=True):
+    """A request to OpenAI's responses API."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+
+
+class MessagesBody(PromptBody, frozen=True, kw_only=True):
+    """Messages, as in Anthropic's API."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: int
+
+
+class EmbeddingsBody(EngineBody, frozen=True, kw_only=True):
+    """Texts to embed, as in OpenAI's API."""
+
+    input: TextOrTokenIds
+
+
+class TokenizeBody(EngineBody, frozen=True, kw_only=True):
+    """Text or a chat to tokenise, as in vLLM."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(EngineBody, frozen=True, kw_only=True):
+    """Token ids to turn into text, as in vLLM."""
+
+    tokens: list[int]
+
+
+class TokenIdsBody(EngineBody, frozen=True, kw_only=True):
+    """Token ids to find a route for."""
+
+    token_ids: TokenIds
+    lora_name: str | None = None
+    """The adapter they are for, where `model` names the base model."""
+    cache_salt: str | None = None
+
+
+class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The counts from which the router learns what was cached: each API has its own."""
+
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    """Anthropic's cached tokens."""
+    prompt_tokens_details: dict[str, Any] | None = None
+    """OpenAI's; its `cached_tokens` is compared with the prediction."""
+    input_tokens_details: dict[str, Any] | None = None
+    """The same in the responses API."""
+
+
+class EngineResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's response. The router passes it through and reads only the usage."""
+
+    usage: EngineUsage | None = None

@@ -1,0 +1,357 @@
+"""Makes the bodies of responses from the state of the router's parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from router.feed import SourceFeedStatistics
+from router.http.views import (
+    BlockCount,
+    CacheView,
+    ExcludedReplica,
+    FeedView,
+    GroupSummary,
+    Headline,
+    HitView,
+    LastMinute,
+    ModelEntry,
+    ModelList,
+    Overview,
+    PromptView,
+    RankedReplica,
+    ReplicaDetails,
+    ReplicaSummary,
+    RequestsView,
+    RequestView,
+    RouteView,
+    SourceView,
+)
+from router.index import SourceId, SourceStatistics
+from router.observability.labels import (
+    KIND_LABELS,
+    duration,
+    group_label,
+    natural_order,
+    share,
+    tier_order,
+)
+from router.observability.problems import Level, problems_of, summarize_source
+from router.observability.request_log import RequestLog, RollingTotals, RoutedRequest
+from router.replicas import ReplicaView
+from router.routing.dispatcher import Decision
+from router.scoring import Ranked
+
+MAX_MODELS = 100
+"""In an overview."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fleet:
+    """All replicas and their caches, as of one moment.
+
+    Taken once for a whole response: taken again for each of 256 replicas, it would hold up every
+    stream for a second.
+    """
+
+    replicas: Sequence[ReplicaView]
+    caches: Mapping[SourceId, SourceStatistics]
+    feeds: Mapping[SourceId, SourceFeedStatistics]
+    tokenizer_disagreements: Mapping[tuple[str, str], int]
+    """By model and replica: probes that it tokenises differently from the router."""
+
+
+# --- a route --------------------------------------------------------------------------------------
+
+
+def route_view(decision: Decision) -> RouteView:
+    """A decision with its reasons: who would serve the request, and how much of it is cached
+    where. Some replica must be able to."""
+    ranking = [_ranked(decision, ranked) for ranked in decision.ranking.ranked]
+    return RouteView(
+        replica=ranking[0].replica,
+        dp_rank=ranking[0].dp_rank,
+        model=decision.model.name,
+        policy=decision.policy,
+        prompt_tokens=decision.prompt_tokens,
+        prompts=[
+            PromptView(
+                tokens=len(prompt.token_ids),
+                coverage=prompt.coverage.value,
+                reason=prompt.reason,
+                lora_name=prompt.lora_name,
+            )
+            for prompt in decision.tokenized
+        ],
+        ranking=ranking,
+        excluded=[
+            ExcludedReplica(replica=candidate.replica_id, reason=candidate.obstacle or "")
+            for candidate in decision.ranking.excluded
+        ],
+        routing_seconds=round(decision.routing_s, 6),
+    )
+
+
+def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
+    index, candidate = decision.model.index, ranked.candidate
+    source = decision.source_of(candidate)
+    prompts = decision.prompts if index.holds(source) else ()
+    return RankedReplica(
+        replica=candidate.replica_id,
+        dp_rank=candidate.dp_rank,
+        cost=round(ranked.cost, 3),
+        reason=ranked.reason,
+        hit=HitView(
+            gpu_cached_tokens=candidate.gpu_cached_tokens,
+            cached_tokens=candidate.cached_tokens,
+            suspect=candidate.suspect,
+        ),
+        recent_tokens=candidate.recent_tokens,
+        groups=[index.explain(prompt, source) for prompt in prompts],
+    )
+
+
+def model_list(names: Mapping[str, str | None], served: Iterable[str]) -> ModelList:
+    """The models that clients may ask for.
+
+    Args:
+        names: Every known model and adapter, with the model that an adapter is for.
+        served: Those that some healthy replica serves.
+    """
+    created = int(time.time())
+    alive = set(served)
+    return ModelList(
+        data=[
+            ModelEntry(id=name, created=created, root=parent or name, parent=parent)
+            for name, parent in sorted(names.items())
+            if name in alive
+        ]
+    )
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def requests_view(log: RequestLog, after: int, limit: int) -> RequestsView:
+    """The requests that changed last.
+
+    Args:
+        log: Where requests are recorded.
+        after: Only those that changed after this change.
+        limit: At most this many.
+    """
+    return RequestsView(
+        started_at=round(log.started_at, 3),
+        change=log.last_change,
+        requests=[_request(request) for request in log.since(after, limit)],
+    )
+
+
+def _request(request: RoutedRequest) -> RequestView:
+    return RequestView(
+        number=request.number,
+        change=request.change,
+        arrived_at=round(request.arrived_at, 3),
+        request_id=request.request_id,
+        path=request.path,
+        model=request.model,
+        policy=request.policy,
+        stream=request.stream,
+        prompt_tokens=request.prompt_tokens,
+        unknown=request.unknown,
+        replica=request.replica,
+        dp_rank=request.dp_rank,
+        reason=request.reason,
+        attempts=request.attempts,
+        last_failure=request.last_failure,
+        predicted=HitView(
+            gpu_cached_tokens=request.gpu_cached_tokens,
+            cached_tokens=request.cached_tokens,
+            suspect=request.suspect,
+        ),
+        actual=request.actual_tokens,
+        verdict=request.verdict,
+        failed=request.has_failed,
+        status=request.status,
+        end=request.end,
+        first_byte_ms=_milliseconds(request.first_byte_s),
+        total_ms=_milliseconds(request.seconds),
+    )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
+
+
+# --- replicas in full -----------------------------------------------------------------------------
+
+
+def replica_details(fleet: Fleet) -> list[ReplicaDetails]:
+    """Every replica: its state, its load, and each of its event streams with what is known of the
+    cache and what is assumed."""
+    return [_details(replica, fleet) for replica in fleet.replicas]
+
+
+def _details(replica: ReplicaView, fleet: Fleet) -> ReplicaDetails:
+    sources = []
+    for source in replica.sources:
+        place = SourceId(replica.id, source.dp_rank)
+        feed, cache = fleet.feeds.get(place), fleet.caches.get(place)
+        sources.append(
+            SourceView(
+                **msgspec.structs.asdict(source),
+                feed=None if feed is None else _feed(feed),
+                cache=None if cache is None else _cache(cache),
+            )
+        )
+    return ReplicaDetails(**{**msgspec.structs.asdict(replica), "sources": tuple(sources)})
+
+
+def _feed(feed: SourceFeedStatistics) -> FeedView:
+    applied = dataclasses.asdict(feed.applied)
+    return FeedView(model=feed.model, state=feed.state, stream=feed.stream, **applied)
+
+
+def _cache(cache: SourceStatistics) -> CacheView:
+    layout = cache.layout
+    return CacheView(
+        blocks=[
+            BlockCount(group=group, tier=tier, blocks=count)
+            for (group, tier), count in sorted(cache.blocks.items())
+        ],
+        unplaced_blocks=cache.unplaced,
+        waiting_runs=cache.waiting.runs,
+        given_up_runs=cache.waiting.given_up,
+        is_incomplete=cache.is_incomplete,
+        hash_algorithm=cache.hash_algorithm,
+        groups=() if layout is None else layout.groups,
+        hash_block_size=None if layout is None else layout.hash_block_size,
+        scheduler_block_size=None if layout is None else layout.scheduler_block_size,
+        eagle=None if layout is None else layout.eagle,
+        assumptions=cache.assumptions,
+    )
+
+
+# --- the overview ---------------------------------------------------------------------------------
+
+
+def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Overview:
+    """The router at a glance: what is wrong, the last minute, and of each replica what a person
+    looks for first. Every open page asks for it once a second; all of `/replicas` would be a
+    megabyte for some hundred replicas.
+
+    Args:
+        fleet: All replicas.
+        log: Where requests are recorded.
+        policy: The name of the routing policy.
+        under_way: Requests admitted and not ended.
+    """
+    now = time.time()
+    disagreements = _by_replica(fleet.tokenizer_disagreements)
+    replicas = [
+        _summary(replica, fleet, disagreements.get(replica.id, 0)) for replica in fleet.replicas
+    ]
+    replicas.sort(key=lambda replica: (replica.level.severity, natural_order(replica.id)))
+    return Overview(
+        started_at=round(log.started_at, 3),
+        now=round(now, 3),
+        uptime=duration(now - log.started_at),
+        policy=policy,
+        under_way=under_way,
+        headline=_headline(replicas),
+        minute=_minute(log.totals),
+        models=sorted({model for replica in fleet.replicas for model in replica.models})[
+            :MAX_MODELS
+        ],
+        tiers=sorted(
+            {tier for replica in replicas for group in replica.groups for tier in group.blocks}
+            | {"GPU"},
+            key=tier_order,
+        ),
+        kinds=KIND_LABELS,
+        replicas=replicas,
+    )
+
+
+def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Disagreements of each replica, over all its models."""
+    sums: dict[str, int] = {}
+    for (_, replica_id), count in disagreements.items():
+        sums[replica_id] = sums.get(replica_id, 0) + count
+    return sums
+
+
+def _headline(replicas: Sequence[ReplicaSummary]) -> Headline:
+    if not replicas:
+        return Headline(level=Level.WARN, text="The router has no replicas.")
+    wrong = sum(bool(replica.problems) for replica in replicas)
+    if not wrong:
+        return Headline(level=Level.GOOD, text="All replicas are well.")
+    text = "1 replica has problems" if wrong == 1 else f"{wrong:,} replicas have problems"
+    return Headline(level=replicas[0].level, text=text)
+
+
+def _minute(totals: RollingTotals) -> LastMinute:
+    total = totals.total()
+    wrong = total.over + total.under
+    compared, routed = total.compared_tokens, total.routed_tokens
+    return LastMinute(
+        **msgspec.structs.asdict(total),
+        seconds=round(totals.seconds, 1),
+        cached_share=share(total.actual_tokens, compared) if compared else None,
+        predicted_share=share(total.predicted_tokens, compared) if compared else None,
+        promised_share=share(total.promised_tokens, routed) if routed else None,
+        mispredicted_share=share(wrong, total.compared) if total.compared else None,
+    )
+
+
+def _summary(replica: ReplicaView, fleet: Fleet, disagreements: int) -> ReplicaSummary:
+    ids = [SourceId(replica.id, source.dp_rank) for source in replica.sources]
+    caches = [fleet.caches[source_id] for source_id in ids if source_id in fleet.caches]
+    sources = [
+        summarize_source(source_id.dp_rank, fleet.feeds.get(source_id), fleet.caches.get(source_id))
+        for source_id in ids
+    ]
+    problems = problems_of(replica, sources, disagreements)
+    return ReplicaSummary(
+        id=replica.id,
+        url=replica.url,
+        level=problems[0].level if problems else Level.GOOD,
+        state=replica.state,
+        health=replica.health,
+        seconds_in_health=round(replica.seconds_in_health, 1),
+        health_duration=duration(replica.seconds_in_health),
+        serves=len(replica.models),
+        requests=replica.load.requests,
+        prefill_tokens=replica.load.prefill_tokens,
+        engine_load=replica.engine_load,
+        sources_configured=replica.sources_configured,
+        sources=sources,
+        groups=_groups(caches),
+        problems=problems,
+    )
+
+
+def _groups(caches: Sequence[SourceStatistics]) -> list[GroupSummary]:
+    """The groups of the first rank whose layout is known, since all ranks serve the same model; and
+    groups that hold blocks before the layout is known."""
+    layout = next((cache.layout for cache in caches if cache.layout is not None), None)
+    known = layout.groups if layout else ()
+    held: dict[int, dict[str, int]] = {number: {} for number in range(len(known))}
+    for cache in caches:
+        for (number, tier), count in cache.blocks.items():
+            tiers = held.setdefault(number, {})
+            tiers[tier] = tiers.get(tier, 0) + count
+    summaries = []
+    for number, blocks in sorted(held.items()):
+        group = known[number] if 0 <= number < len(known) else None
+        kind = group.kind.value if group else None
+        reach = (group.sliding_window or group.attention_chunk_size) if group else None
+        label = group_label(kind, reach) if kind else f"group {number}"
+        summaries.append(
+            GroupSummary(number=number, label=label, kind=kind, reach=reach, blocks=blocks)
+        )
+    return summaries
