@@ -31,17 +31,22 @@ from kvevents.messages import Batch
 from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
 from kvevents.replay import ReplayClient, ReplayEndpoint
 from kvevents.sequence import fingerprint
-from kvevents.stream_state import ON_A_BATCH, RESULTS, Action, Input, State, StreamRepair
+from kvevents.stream_state import (
+    CLEAR_REASONS,
+    ON_A_BATCH,
+    RESULTS,
+    Action,
+    Input,
+    State,
+    StreamRepair,
+)
 
 MAX_ROUNDS = 16
-"""Replays in a row that may break off, as long as each brings something. A ROUTER drops what a slow
-reader does not take."""
+"""Replays that may break off, as long as each brings something, before there is a pause. A ROUTER
+drops what a slow reader does not take."""
 STUCK_ROUNDS = 2
 """Replays in a row that may break off at the same place. What comes next does not get through then:
 a batch above the limit, for one."""
-QUESTIONS_AT_ONCE = 64
-"""Questions of one recovery that are asked without a pause; more are not needed of an endpoint that
-keeps to the protocol."""
 
 
 class Result(NamedTuple):
@@ -218,9 +223,11 @@ class Questions:
         self._rounds += 1
         if self._stuck_rounds < STUCK_ROUNDS and self._rounds < MAX_ROUNDS:
             return Input.CUT_SHORT
-        given = Input.LOST if self._stuck_rounds == STUCK_ROUNDS else Input.NO_ANSWER
-        self._rounds = self._stuck_rounds = 0
-        return given
+        if self._stuck_rounds == STUCK_ROUNDS:
+            self._stuck_rounds = 0
+            return Input.LOST
+        self._rounds = 0
+        return Input.NO_ANSWER
 
     async def _take_snapshot(self) -> AsyncIterator[Result]:
         assert self._next is not None
@@ -264,17 +271,6 @@ class Questions:
             self._delivery.report(problem)
 
 
-_REASONS = {
-    Input.FOREIGN: "restart",
-    Input.BACKWARDS: "restart",
-    Input.IDENTITY_CHANGED: "restart",
-    Input.RING_FROM_0: "rebuild",
-    Input.SNAPSHOT_BEGINS: "snapshot",
-    Input.SNAPSHOT_BROKEN: "broken snapshot",
-}
-"""Why a consumer is cleared, by the input that leads to it."""
-
-
 class Recovery:
     """Carries out what the table says of one stream, connection after connection.
 
@@ -284,7 +280,7 @@ class Recovery:
         counters: What to count in.
         replay: Where to ask; None: nowhere.
         work: Shares the event loop.
-        silence: Started anew by every batch and every recovery.
+        silence: When to look at the tail; put off by every batch and every recovery.
         retry: Delays between questions without an answer.
         patience_s: How long live batches wait for an endpoint that does not answer.
         spacing_s: Between two recoveries.
@@ -338,16 +334,15 @@ class Recovery:
         if fate is Input.GAP and batch.seq != self._gap_seq:
             self._gap_seq = batch.seq
             self._counters.gaps += 1
-        question = self._carry_out(live, fate, batch)
-        if question is not None:
-            await self._recover(live, question)
-        self._delivery.show(self._stream.shown)
+        await self._follow_up(live, self._carry_out(live, fate, batch))
         if self._stream.state is State.LIVE:
             self._silence.heard()
 
-    async def _do(self, live: LiveStream, given: Input, batch: Batch | None = None) -> None:
-        """Do what follows from *given*, until the stream is at rest again."""
-        question = self._carry_out(live, given, batch)
+    async def _do(self, live: LiveStream, given: Input) -> None:
+        await self._follow_up(live, self._carry_out(live, given))
+
+    async def _follow_up(self, live: LiveStream, question: Action | None) -> None:
+        """Ask until the stream is at rest again."""
         if question is not None:
             await self._recover(live, question)
         self._delivery.show(self._stream.shown)
@@ -390,7 +385,7 @@ class Recovery:
             live.drop_old(self._delivery.tracker.last)
 
     def _clear(self, live: LiveStream, given: Input) -> None:
-        reason = _REASONS[given]
+        reason = CLEAR_REASONS[given]
         self._counters.restarts += reason == "restart"
         self._delivery.clear(reason)
         live.forget_answers()
@@ -413,16 +408,14 @@ class Recovery:
     async def _ask(self, live: LiveStream, questions: Questions, first: Action) -> None:
         await asyncio.sleep(max(0.0, self._ended_at + self._spacing_s - monotonic()))
         question: Action | None = first
-        asked = 0
         while question is not None:
             self._delivery.show(self._stream.shown)
-            asked += 1
-            if asked > QUESTIONS_AT_ONCE:
-                await asyncio.sleep(self._spacing_s)
-            if question is Action.WAIT:
+            asked = question
+            if asked is Action.WAIT:
                 question = self._carry_out(live, await self._wait(live))
                 continue
-            async for given, batch in questions.ask(question):
+            async for given, batch in questions.ask(asked):
+                assert given in RESULTS[asked], (asked, given)
                 question = self._carry_out(live, given, batch)
 
     async def _wait(self, live: LiveStream) -> Input:

@@ -8,7 +8,8 @@ After an input that raises no question the stream is at rest and takes live batc
 batch inside a replay or a snapshot is the exception: the answer is read on.
 
 `kvevents.delivery` finds the fates, `kvevents.recovery` asks the questions, `kvevents.subscriber`
-brings silences and connections; the decisions are all here. Two examples:
+brings silences and connections; all decisions are here. The *ring* is the publisher's store of its
+last batches, which a replay reads. Two examples:
 
     a gap that the ring can fill          a gap that it cannot fill, and no snapshots
 
@@ -123,7 +124,7 @@ class Input(Enum):
     # The connection.
     CONNECTED = "connected"
     CONNECTED_WITHOUT_REPLAY = "connected without replay"
-    """Connected to a publisher of which no replay endpoint is known."""
+    """Connected, and there is no replay endpoint to ask."""
     DISCONNECTED = "disconnected"
     CLOSED = "closed"
     """The subscriber ends."""
@@ -149,9 +150,10 @@ class Input(Enum):
 
     # Time.
     SILENCE = "silence"
-    """It is time to look whether something was lost at the tail."""
+    """It is time to check whether something was lost at the tail."""
     TRY_AGAIN = "try again"
     PATIENCE_OVER = "patience over"
+    """Live batches have waited long enough."""
 
     # A replay from the batch applied last.
     NOTHING_HELD = "nothing held"
@@ -173,12 +175,12 @@ class Input(Enum):
     VACANT = "vacant"
     """The ring is empty although something was published: perhaps it keeps nothing at all."""
     NO_ANSWER = "no answer"
-    """No answer, or none that keeps to the protocol. To any question."""
+    """No answer to a question, or one that breaks the protocol."""
 
     # A snapshot.
     SNAPSHOT_BEGINS = "snapshot begins"
     NO_SNAPSHOT = "no snapshot"
-    """The publisher makes none."""
+    """The publisher makes none, or refuses for now."""
     SNAPSHOT_END = "snapshot end"
     SNAPSHOT_BROKEN = "snapshot broken"
 
@@ -187,31 +189,31 @@ class Input(Enum):
     RING_LATER = "ring from later"
     """The ring begins with a later batch."""
     RING_EMPTY = "ring empty"
-    """Nothing was published, as far as anyone knows."""
+    """The ring is empty, and no live batch waits: nothing was published yet."""
 
 
 class Action(Enum):
-    """What to do about an input. Where it speaks of *the batch*, the input was a batch's fate."""
+    """What to do about an input. *The batch* is the one whose fate the input was."""
 
     PUT_BACK = "put back"
-    """Let the live batch come again, after the questions."""
+    """Let the batch come again as a live one, after the questions."""
     HAND_ON = "hand on"
     """Hand the batch on, although something before it is missing. Its fate is an input again."""
     SKIP = "skip"
-    """Go on behind the batch."""
+    """Pass over the batch; the next number is expected after it."""
     CLEAR = "clear"
-    """Let the consumer forget everything."""
+    """Make the consumer forget everything."""
     DROP_COVERED = "drop covered"
-    """Drop the live batches that wait and were there before a replay that was read to its end: it
-    had each of them, or the publisher never sent it."""
+    """Drop the waiting live batches that came before a replay was asked for, which was then read to
+    its end: each of them was in it, or was never sent by the publisher."""
     DROP_OLD = "drop old"
-    """Drop the live batches that wait and whose numbers were handed on."""
+    """Drop the waiting live batches with numbers up to the one handed on last."""
     START_PATIENCE = "start patience"
-    """From now on, live batches may wait for an answer as long as the options say."""
+    """Begin the time that live batches may wait for an answer."""
 
     # Questions.
     ASK_FROM_LAST = "ask from last"
-    """Ask for a replay from the batch applied last, one more than is missing, to compare it."""
+    """Ask for a replay from the batch applied last: one more than is missing, to compare it."""
     FOLLOW = "follow"
     """Hand the replay on, up to its end or its first hole."""
     FOLLOW_PAST_HOLES = "follow past holes"
@@ -225,7 +227,17 @@ class Action(Enum):
 
 
 ON_A_BATCH = frozenset({Action.PUT_BACK, Action.HAND_ON, Action.SKIP})
-"""The actions that concern one batch: it comes with its fate."""
+"""The actions that concern one batch, so they only follow its fate."""
+
+CLEAR_REASONS: Mapping[Input, str] = {
+    Input.FOREIGN: "restart",
+    Input.BACKWARDS: "restart",
+    Input.IDENTITY_CHANGED: "restart",
+    Input.RING_FROM_0: "rebuild",
+    Input.SNAPSHOT_BEGINS: "snapshot",
+    Input.SNAPSHOT_BROKEN: "broken snapshot",
+}
+"""Why the consumer is cleared, by the input that leads to it."""
 
 _APPLIED = frozenset({Input.BEGINNING, Input.PARTLY_KEPT, Input.ALL_KNOWN})
 _REFUSED = frozenset({Input.GAP, Input.IDENTITY_CHANGED, Input.MALFORMED})
@@ -269,8 +281,8 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
     ),
     Action.WAIT: frozenset({Input.TRY_AGAIN, Input.PATIENCE_OVER, Input.DISCONNECTED}),
 }
-"""The questions, and the inputs that can follow each of them. Batches that go on as they should are
-left out: `NEXT` changes nothing in a replay."""
+"""The questions and the inputs that each can bring. The fate `NEXT` is not among them: inside an
+answer it is the ordinary case and is not reported."""
 
 AT_REST = FATES | {Input.SILENCE, Input.DISCONNECTED}
 """The inputs that can come while no question is under way and the stream is connected."""
@@ -292,8 +304,7 @@ _Row = dict[Input, Transition]
 _LOOK = (Action.START_PATIENCE, Action.ASK_FROM_LAST)
 _LOOK_FIRST = (Action.START_PATIENCE, Action.PUT_BACK, Action.ASK_FROM_LAST)
 
-# Parts of rows. Those with a state as parameter belong to states that differ only in where an input
-# leads.
+# Parts of rows. Functions stand for states that differ only in where an input leads.
 
 _RING_CANNOT_HELP: _Row = {
     Input.FOREIGN: _to(State.REBUILDING, Action.CLEAR, Action.ASK_SNAPSHOT),
@@ -570,6 +581,7 @@ class StreamRepair:
 
     @property
     def is_connected(self) -> bool:
+        """False while there is no connection, or none any more."""
         return self.shown not in (SourceState.CONNECTING, SourceState.DEAD)
 
     def advance(self, given: Input) -> tuple[Action, ...]:

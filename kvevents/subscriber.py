@@ -218,7 +218,7 @@ class Subscriber:
                 await recovery.take(live, batch)
             elif live.is_down:
                 self._enter(Input.DISCONNECTED)
-            # Of a live stream only silence is a reason to look; what waits in the socket is none.
+            # A live stream is looked at only after a silence, so not while batches wait.
             if batch is None or self._stream.state is not State.LIVE:
                 await self._look_or_wait(live, recovery, is_silent=batch is None)
 

@@ -61,7 +61,7 @@ class Router:
         await until(lambda: self.feed.state(SOURCE) is SourceState.LIVE, "a first connection")
 
     def assert_exact(self, engine: RandomEngine) -> None:
-        """The same blocks, and the same answer to every prompt."""
+        """The same blocks, and the same hits for every prompt."""
         assert copies_held(self.index) == copies_held(self.true)
         hits = [
             (self.index.match(prompt)[SOURCE], self.true.match(prompt)[SOURCE])
@@ -87,7 +87,7 @@ class VllmEngine:
         self.publisher, self.engine, self.true = publisher, engine, true
 
     async def run(self, steps: int) -> int:
-        """So many steps, and a prompt that stays reusable; returns the last number."""
+        """Run *steps* steps and prefill a prompt that stays reusable; returns the last number."""
         for step in range(steps):
             self.emit(self.engine.step())
             await asyncio.sleep(0.001 if step % 4 == 0 else 0)
@@ -117,7 +117,7 @@ async def run_ours(
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_a_long_ring_makes_up_for_every_loss(seed: int) -> None:
-    """By replay alone, from a publisher that knows nothing of us."""
+    """Only by replay, from a publisher that knows nothing of us."""
     async with router() as routing:
         with (
             VllmPublisher(with_topic=seed % 2 == 0) as publisher,
@@ -207,7 +207,7 @@ async def test_a_router_that_starts_late_ends_in_the_same_state(ours: bool) -> N
 async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleared(
     seed: int,
 ) -> None:
-    """What cannot be known is said to be unknown, and known again when nothing is left of it."""
+    """What cannot be known is shown as unknown, until nothing is left of it."""
     async with router() as routing:
         with (
             VllmPublisher(ring=5) as publisher,
@@ -229,7 +229,7 @@ async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleare
 
 
 async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> None:
-    """`AllBlocksCleared` speaks of the GPU alone; what the CPU tier lost meanwhile stays unknown
+    """`AllBlocksCleared` concerns only the GPU; what the CPU tier lost meanwhile stays unknown
     until a restart."""
     async with router() as routing:
         with VllmPublisher(ring=5) as publisher:
@@ -259,7 +259,7 @@ async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> No
 async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(
     steps: int, seed: int
 ) -> None:
-    """On the same address, with the old number still ahead or already passed when we hear of it."""
+    """At the same address, with the old number still ahead or already passed when it is noticed."""
     async with router() as routing:
         with VllmPublisher() as publisher:
             relay = LossyRelay(publisher.endpoint, seed, Faults())
@@ -310,7 +310,7 @@ async def test_our_restarted_engine_is_known_by_its_name() -> None:
 
 
 async def test_a_frame_of_100_megabytes_is_refused_and_then_made_up_for() -> None:
-    """The connection ends, the next one asks for a snapshot, and nothing is missing in the end."""
+    """The connection ends, the next one asks for a snapshot, and nothing is missing afterwards."""
     async with router() as routing:
         engine = RandomEngine(17)
         with ZmqEventPublisher(LOOPBACK, LAYOUT, CHAIN) as publisher, VllmPublisher() as plain:

@@ -26,7 +26,7 @@ def tracker_at(last: int, first: int = 0, remembered: int = 4096) -> SequenceTra
 
 
 def test_a_stream_begins_with_zero() -> None:
-    """Whoever comes later than the first batch has missed something."""
+    """A later first batch means that something was missed."""
     tracker = SequenceTracker()
     assert tracker.classify(0, mark(0)) is Input.NEXT
     assert tracker.classify(1, mark(1)) is Input.GAP
@@ -48,15 +48,15 @@ def test_an_old_number_with_the_same_payload_is_a_duplicate() -> None:
     assert all(tracker.classify(seq, mark(seq)) is Input.DUPLICATE for seq in range(8))
 
 
-def test_an_old_number_with_another_payload_is_a_restart() -> None:
-    """A restarted engine counts from 0 again, and says other things."""
+def test_an_old_number_with_another_payload_is_backwards() -> None:
+    """A restarted engine counts from 0 again, with other contents."""
     tracker = tracker_at(7)
     assert tracker.classify(3, mark(3, "b")) is Input.BACKWARDS
     assert tracker.classify(7, mark(7, "b")) is Input.BACKWARDS
 
 
-def test_an_old_number_that_is_no_longer_remembered_is_a_restart() -> None:
-    """Nothing tells it from another process, and looking is cheap."""
+def test_an_old_number_that_is_no_longer_remembered_is_backwards() -> None:
+    """It cannot be told from another process's, and asking is cheap."""
     tracker = tracker_at(20, remembered=8)
     assert tracker.classify(13, mark(13)) is Input.DUPLICATE
     assert tracker.classify(12, mark(12)) is Input.BACKWARDS
@@ -71,7 +71,7 @@ def test_after_a_loss_nothing_before_it_is_remembered() -> None:
     assert [tracker.recall(seq) for seq in (7, 8, 9, 11)] == [None] * 4
 
 
-def test_a_snapshot_is_a_place_without_a_fingerprint_until_one_is_learned() -> None:
+def test_a_snapshot_has_a_number_without_a_fingerprint_until_one_is_learned() -> None:
     """A snapshot stands for a batch that was never seen."""
     tracker = tracker_at(7)
     tracker.jump(100)
@@ -92,7 +92,7 @@ def test_after_forgetting_a_stream_begins_with_zero_again() -> None:
 
 
 def test_classifying_changes_nothing() -> None:
-    """A verdict is asked for before it is known whether the batch can be applied at all."""
+    """A batch is classified before it is known whether it can be applied at all."""
     tracker = tracker_at(7)
     for seq in (0, 7, 8, 9, 100):
         tracker.classify(seq, mark(seq))
@@ -101,8 +101,8 @@ def test_classifying_changes_nothing() -> None:
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """Python's own hash differs between processes, and collides on purpose-made input once its key
-    is known."""
+    """Python's own hash differs between processes, and collides on crafted input once its key is
+    known."""
     code = "from kvevents.sequence import fingerprint; print(fingerprint(b'batch').hex())"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from kvevents.stream_state import (
     AT_REST,
+    CLEAR_REASONS,
     FATES,
     IMPOSSIBLE,
     ON_A_BATCH,
@@ -129,7 +131,7 @@ MEETINGS = list(walk())
 
 
 def test_every_pair_that_can_meet_stands_in_the_table_or_says_why_it_cannot() -> None:
-    """A combination nobody thought of is where a stream would hang or lie."""
+    """An overlooked combination is where a stream would hang, or claim what is not so."""
     unknown = {
         (meeting.place.state.value, meeting.given.value)
         for meeting, _ in MEETINGS
@@ -139,7 +141,7 @@ def test_every_pair_that_can_meet_stands_in_the_table_or_says_why_it_cannot() ->
 
 
 def test_every_pair_of_the_table_can_meet() -> None:
-    """A row that nothing leads to is a decision that nobody can check."""
+    """A dead row is a decision that cannot be checked."""
     met = {(meeting.place.state, meeting.given) for meeting, _ in MEETINGS}
     assert [
         (s.value, given.value) for s in TABLE for given in TABLE[s] if (s, given) not in met
@@ -183,7 +185,7 @@ def test_an_input_that_cannot_come_is_an_error(state: State) -> None:
 
 
 def test_a_source_is_shown_live_only_if_nothing_is_missing() -> None:
-    """The one promise to whoever reads the index."""
+    """The one promise to the readers of the index."""
     with_holes = {after for _, after in MEETINGS if after is not None and after.has_holes}
     assert len({place.state for place in with_holes}) > 5
     assert not [place for place in with_holes if SHOWN[place.state] is SourceState.LIVE]
@@ -207,7 +209,7 @@ def test_at_most_one_question_is_raised_and_it_comes_last() -> None:
 
 
 def test_only_the_fate_of_a_batch_is_answered_with_something_to_do_with_it() -> None:
-    """There is no batch otherwise."""
+    """Other inputs come without a batch."""
     for state, row in TABLE.items():
         for given, (_, actions) in row.items():
             assert given in FATES or not ON_A_BATCH.intersection(actions), (state, given)
@@ -228,6 +230,30 @@ def test_live_batches_are_put_back_before_anyone_is_asked_about_them() -> None:
         for given in (Input.GAP, Input.BACKWARDS, Input.IDENTITY_CHANGED, Input.MALFORMED):
             actions = row[given].actions if given in row else ()
             assert (Action.ASK_FROM_LAST in actions) == (Action.PUT_BACK in actions), state
+
+
+def test_a_consumer_that_is_cleared_is_given_a_reason() -> None:
+    """It stands in the log, next to a cache that just became empty."""
+    clearing = {
+        given
+        for row in TABLE.values()
+        for given, (_, actions) in row.items()
+        if Action.CLEAR in actions
+    }
+    assert clearing == set(CLEAR_REASONS)
+
+
+def test_a_recovery_ends_unless_answers_break_off_or_fail_to_come() -> None:
+    """Both are counted or timed where the questions are asked; what an endpoint answers to its end,
+    however false, cannot keep a stream from its live batches."""
+    bounded = FATES | {Input.CUT_SHORT, Input.TRY_AGAIN}
+    following: dict[Place, set[Place]] = {}
+    for meeting, after in MEETINGS:
+        if meeting.place.question and after and after.question and meeting.given not in bounded:
+            following.setdefault(meeting.place, set()).add(after)
+    order = graphlib.TopologicalSorter(following)
+    order.prepare()
+    assert len(following) > 20
 
 
 def run_through(*story: Input) -> list[State]:
@@ -288,7 +314,7 @@ def test_the_drawing_says_what_the_table_says() -> None:
 
 
 def test_architecture_shows_the_drawing_of_this_table() -> None:
-    """Write it anew with `python -m kvevents.stream_state` after a change of the table."""
+    """After a change of the table, replace it by what `python -m kvevents.stream_state` prints."""
     text = (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
     shown = re.search(
         r"<!-- stream-state -->\n+```mermaid\n(.*?)\n```\n+<!-- stream-state -->", text, re.DOTALL
@@ -298,7 +324,7 @@ def test_architecture_shows_the_drawing_of_this_table() -> None:
 
 
 def test_the_module_prints_the_drawing() -> None:
-    """The way to renew it that its test names."""
+    """ARCHITECTURE.md is renewed with it."""
     command = [sys.executable, "-W", "ignore", "-m", "kvevents.stream_state"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == diagram() + "\n"

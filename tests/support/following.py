@@ -1,4 +1,4 @@
-"""A subscriber under test, with everything it hands on written down."""
+"""A subscriber under test, and a consumer that records everything."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ QUICK = SubscriberOptions(
 
 
 class Notebook:
-    """A consumer that writes down what it gets. Payloads that begin with `bad` are malformed, with
-    `clear` make all known."""
+    """A consumer that records what it gets.
+
+    Payloads that begin with `bad` are malformed; those that begin with `clear` make all known.
+    """
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -62,7 +64,7 @@ class Notebook:
 
 @asynccontextmanager
 async def following(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
-    """Run *subscriber*; at the end its task must have ended by being told to, and nothing else."""
+    """Run *subscriber*; its task must end by being cancelled and in no other way."""
     task = asyncio.get_running_loop().create_task(subscriber.run())
     try:
         yield subscriber
@@ -79,7 +81,14 @@ async def until(
     timeout_s: float = 10.0,
     show: Callable[[], object] = str,
 ) -> None:
-    """Wait for a condition; fail with *what* and what *show* says when it does not come."""
+    """Wait for a condition.
+
+    Args:
+        condition: What to wait for.
+        what: Names it in the failure.
+        timeout_s: Fail after this time.
+        show: Its result is part of the failure.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -88,13 +97,28 @@ async def until(
 
 
 async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: float = 10.0) -> None:
-    """Wait until everything up to *last_seq* was handed on and nothing is missing."""
+    """Wait until everything up to *last_seq* was handed on and nothing is missing.
+
+    Args:
+        subscriber: Whom to watch.
+        last_seq: The number applied last; None: no batch yet.
+        timeout_s: Fail after this time.
+    """
     await until_state(subscriber, SourceState.LIVE, last_seq, timeout_s)
 
 
 async def until_state(
     subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 10.0
 ) -> None:
+    """Wait until the consumer knows of *state*, with *last_seq* applied last.
+
+    Args:
+        subscriber: Whom to watch.
+        state: The state shown.
+        last_seq: The number applied last; None: no batch yet.
+        timeout_s: Fail after this time.
+    """
+
     def is_there() -> bool:
         statistics = subscriber.statistics()
         return statistics.state is state and statistics.last_seq == last_seq
