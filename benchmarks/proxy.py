@@ -23,7 +23,10 @@ from async_timeout import timeout
 from benchmarks.figures import report
 from benchmarks.load import Load, run_load, stub_replica
 
-_JSON_HEAD = b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+_JSON_HEAD = (
+    b"POST %s HTTP/1.1\r\nHost: bench\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
 
 
 def main() -> None:

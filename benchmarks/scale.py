@@ -219,7 +219,8 @@ def _configuration(addresses: list[tuple[str, str]], port: int) -> str:
     for number, (endpoint, replay) in enumerate(addresses):
         events = f"[{{endpoint: '{endpoint}', replay_endpoint: '{replay}', topic: kv-events}}]"
         lines.append(
-            f"  - {{id: r{number}, url: 'http://127.0.0.1:{port}/r{number}', models: [{MODEL}], kv_events: {events}}}"
+            f"  - {{id: r{number}, url: 'http://127.0.0.1:{port}/r{number}', "
+            f"models: [{MODEL}], kv_events: {events}}}"
         )
     return "\n".join(lines) + "\n"
 

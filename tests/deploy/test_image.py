@@ -146,7 +146,10 @@ def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
         str(target),
         str(tmp_path / "source"),
     )
-    script = "import sys; sys.path.insert(0, sys.argv.pop(1)); from router.cli import main; print(main); sys.exit(main.main())"
+    script = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+        "from router.cli import main; print(main); sys.exit(main.main())"
+    )
     config = str(DEPLOY / "compose/kvroute.yaml")
     said = succeeds(
         sys.executable,

@@ -130,7 +130,10 @@ def labels_of(samples: dict[str, list[dict[str, str]]], metric: str) -> set[str]
 
 def test_an_expression_is_read_whole() -> None:
     """The tests below see only what this finds."""
-    text = 'sum by (a, le) (rate(m_one{x="1", y=~"2|3"}[5m])) / 1e7 > 0.5 unless on (b) m:two == 0 or vector(0) * m_three'
+    text = (
+        'sum by (a, le) (rate(m_one{x="1", y=~"2|3"}[5m])) / 1e7 > 0.5 '
+        "unless on (b) m:two == 0 or vector(0) * m_three"
+    )
     matchers = (("m_one", "x", "1"), ("m_one", "y", "2"), ("m_one", "y", "3"))
     assert asked_by(text) == Asked(
         matchers, frozenset(("m_one", "m:two", "m_three")), frozenset(("a", "le", "b"))

@@ -228,7 +228,8 @@ async def test_deep_nesting_is_refused(router: RouterProcess, path: str, unit: s
             assert refused.status in (400, 413), "an operator's body may be 1 MiB"
             assert len(refused.body) < 1000
         closed = depth + "1" + unit.translate(str.maketrans("[{", "]}", 'a":'))[::-1] * 200_000
-        whole = f'{{"model": "{stub.model}", "prompt": [1], "vllm_xargs": {{"kv_cache_report_mode": {closed}}}}}'
+        arguments = f'{{"kv_cache_report_mode": {closed}}}'
+        whole = f'{{"model": "{stub.model}", "prompt": [1], "vllm_xargs": {arguments}}}'
         assert (await router.post(path, whole.encode())).status in (400, 413)
 
 

@@ -26,7 +26,10 @@ from tests.support.blocks import FULL, Prefix
 BLOCK = FULL.block_size
 DONE = b"data: [DONE]\n\n"
 TOPIC = "kv-events"
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
 PROMPT_PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -107,7 +110,10 @@ class Exchange:
         self, body: bytes, status: str = "200 OK", content_type: str = "application/json"
     ) -> None:
         """A whole answer with its length."""
-        head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
         await self.send(head.encode() + body)
 
     async def wait(self, event: asyncio.Event) -> None:
@@ -500,7 +506,10 @@ class EngineStub:
         }
 
     def _gauges(self) -> str:
-        return f"vllm:num_requests_running {self.active}\nvllm:num_requests_waiting {self.waiting_requests}\n"
+        return (
+            f"vllm:num_requests_running {self.active}\n"
+            f"vllm:num_requests_waiting {self.waiting_requests}\n"
+        )
 
     # --- what its connections tell ----------------------------------------------------------------
 

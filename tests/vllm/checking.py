@@ -56,8 +56,10 @@ class Outcome:
         return self.full_attention is not None and self.full_attention > self.cached
 
     def __str__(self) -> str:
-        counts = f"header {self.header}, /route {self.explained}, full attention {self.full_attention}, server {self.cached}"
-        return f"{self.kind} at {self.replica}: {counts} of {self.prompt_tokens}"
+        return (
+            f"{self.kind} at {self.replica}: header {self.header}, /route {self.explained}, "
+            f"full attention {self.full_attention}, server {self.cached} of {self.prompt_tokens}"
+        )
 
 
 @dataclass
@@ -108,8 +110,9 @@ class Ledger:
         exact = asked - len(self.wrong)
         mean_prompt = sum(outcome.prompt_tokens for outcome in self.outcomes) / asked
         return (
-            f"{asked} requests, {exact} exact ({exact / asked:.0%}), {self.over} over, {self.under} under, "
-            f"{self.hits} with hits; mean error {self.mean_error_tokens:.1f} tokens of {mean_prompt:.0f}"
+            f"{asked} requests, {exact} exact ({exact / asked:.0%}), {self.over} over, "
+            f"{self.under} under, {self.hits} with hits; "
+            f"mean error {self.mean_error_tokens:.1f} tokens of {mean_prompt:.0f}"
         )
 
     def __str__(self) -> str:
@@ -126,8 +129,8 @@ class Ledger:
             return ""
         naive = sum(outcome.full_attention == outcome.cached for outcome in self.outcomes)
         return (
-            f"; {self.shortened} shorter than full attention alone, {self.shortened_hits} of them hits: "
-            f"that would be exact on {naive}"
+            f"; {self.shortened} shorter than with full attention only, {self.shortened_hits} of "
+            f"them hits: that would be exact on {naive}"
         )
 
 

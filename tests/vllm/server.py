@@ -110,9 +110,10 @@ class VllmServer:
             "replay_endpoint": f"tcp://*:{self.replay_port}",
             "topic": "kv-events",
         }
-        command = f"""-m vllm.entrypoints.cli.main serve {model} --served-model-name {model.name} --host 127.0.0.1
-            --port {self.port} --load-format dummy --dtype bfloat16 --enforce-eager --block-size {BLOCK_SIZE}
-            --num-gpu-blocks-override {blocks} --max-model-len 1024 --max-num-seqs 4 --enable-prefix-caching
+        command = f"""-m vllm.entrypoints.cli.main serve {model} --served-model-name {model.name}
+            --host 127.0.0.1 --port {self.port} --load-format dummy --dtype bfloat16
+            --enforce-eager --block-size {BLOCK_SIZE} --num-gpu-blocks-override {blocks}
+            --max-model-len 1024 --max-num-seqs 4 --enable-prefix-caching
             --enable-prompt-tokens-details --kv-events-config"""
         return [sys.executable, *command.split(), json.dumps(events), *arguments]
 
