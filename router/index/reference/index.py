@@ -96,11 +96,12 @@ class ReferenceIndex(PrefixIndex):
 
     def _steps(self) -> set[tuple[int, int]]:
         """`(hash block size, lookahead)` of all layouts known."""
-        sources = list(self.sources.values())  # at once: another thread may add one
+        # A list, in one go: events may be applied in another thread.
+        learners = [source.learner for source in list(self.sources.values())]
         return {
-            (source.layout.hash_block_size, source.learner.lookahead)
-            for source in sources
-            if source.layout
+            (layout.hash_block_size, learner.lookahead)
+            for learner in learners
+            if (layout := learner.layout) is not None
         }
 
     # --- keeping ----------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class LayoutLearner:
         """Take back what an earlier learner knew.
 
         Args:
-            announced: Its attributes of these names, as for the others.
+            announced: See the attribute of that name, as for the other arguments.
             seen: By group index.
             smallest_step: In tokens.
             lookahead: In tokens.
