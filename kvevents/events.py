@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
 from typing import Any, NewType, TypeAlias
 
 import msgspec
@@ -170,46 +172,77 @@ class EventBatch(msgspec.Struct, frozen=True):
     """Events of unknown type, left out on reading."""
 
 
+@dataclass(slots=True)
+class _Report:
+    """The n-th time that an event was reported."""
+
+    order: int
+    workers: set[int]
+
+
 class KVEventAggregator:
     """Collects the events that all workers of one engine reported.
 
     Tensor-parallel workers each report their own transfers, and a block is usable once every worker
     has it. With two workers:
 
-        aggregator.add_events([stored_a, stored_b])     # worker 0
-        aggregator.add_events([stored_a])               # worker 1
+        aggregator.add_events(0, [stored_a, stored_b])
+        aggregator.add_events(1, [stored_a])
         aggregator.pop_common_events()                  # [stored_a]; stored_b waits for worker 1
+
+    A worker that reports an event twice is still one worker: the second report waits until every
+    other worker has reported the event twice as well.
     """
 
     def __init__(self, num_workers: int) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}: at least one worker reports events")
         self._num_workers = num_workers
-        self._counts: Counter[Event] = Counter()
+        self._reports: dict[Event, list[_Report]] = {}
+        """Of each event its first report, its second, ...: who has made it so far."""
+        self._order = count()
 
-    def add_events(self, events: Iterable[Event]) -> None:
-        """Add the events of one worker."""
-        self._counts.update(events)
+    def add_events(self, worker: int, events: Iterable[Event]) -> None:
+        """Add the events of one worker, in the order in which they happened.
+
+        Args:
+            worker: Its rank, or any other number that no other worker has.
+            events: What it has done since its last report.
+        """
+        for event in events:
+            reports = self._reports.setdefault(event, [])
+            missing = next((each for each in reports if worker not in each.workers), None)
+            if missing is None:
+                missing = _Report(next(self._order), set())
+                reports.append(missing)
+            missing.workers.add(worker)
 
     def get_common_events(self) -> list[Event]:
         """The events that every worker reported, in the order of their first report."""
-        return [event for event, count in self._counts.items() if count >= self._num_workers]
+        return [event for _, event in sorted(self._common(), key=itemgetter(0))]
 
     def get_all_events(self) -> list[Event]:
         """Every event, as often as it was reported."""
-        return list(self._counts.elements())
+        return [
+            event
+            for event, reports in self._reports.items()
+            for report in reports
+            for _ in report.workers
+        ]
 
     def pop_common_events(self) -> list[Event]:
         """Return the common events and remove them; the others wait for workers that are behind."""
         common = self.get_common_events()
-        for event in common:
-            self._counts[event] -= self._num_workers
-        self._counts = +self._counts
+        waiting = {
+            event: [each for each in reports if not self._is_common(each)]
+            for event, reports in self._reports.items()
+        }
+        self._reports = {event: reports for event, reports in waiting.items() if reports}
         return common
 
     def clear_events(self) -> None:
         """Remove all events."""
-        self._counts.clear()
+        self._reports.clear()
 
     def increment_workers(self, count: int = 1) -> None:
         """Expect events of *count* more workers."""
@@ -224,3 +257,13 @@ class KVEventAggregator:
     def get_number_of_workers(self) -> int:
         """How many workers are expected to report."""
         return self._num_workers
+
+    def _common(self) -> Iterator[tuple[int, Event]]:
+        """`(order, event)` of each report that every worker has made."""
+        for event, reports in self._reports.items():
+            for report in reports:
+                if self._is_common(report):
+                    yield report.order, event
+
+    def _is_common(self, report: _Report) -> bool:
+        return len(report.workers) >= self._num_workers
