@@ -52,8 +52,8 @@ def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) 
     """Hold a policy, possibly a plug-in, to the rules of `Policy`."""
     name = type(policy).__name__
     given = {candidate.replica_id for candidate in able}
-    answered = {entry.candidate.replica_id for entry in ranked}
-    if len(ranked) != len(able) or given != answered:
+    returned = {entry.candidate.replica_id for entry in ranked}
+    if len(ranked) != len(able) or given != returned:
         names = [entry.candidate.replica_id for entry in ranked]
         raise PolicyError(
             f"policy {name}: ranked {names}; it must rank each of {sorted(given)} exactly once"

@@ -13,6 +13,8 @@ Cost = Annotated[float, Field(strict=True, ge=0, le=1_000_000, allow_inf_nan=Fal
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
 
+# Slots, since policies read eight weights for every candidate: 6 ns each, where an attribute of a
+# pydantic model takes 24 ns.
 @dataclass(
     frozen=True,
     slots=True,

@@ -497,7 +497,7 @@ async def test_idle_connections_are_bounded_in_number_and_age() -> None:
 
 
 async def test_connections_are_bounded_and_idle_ones_make_room() -> None:
-    """The bound holds over all origins; a connection nobody uses must not keep a replica out."""
+    """The bound holds over all origins; an unused connection must not keep a replica out."""
     client = UpstreamClient(PoolLimits(max_connections=2), tick_s=0.02)
 
     async def hang(connection: RawConnection) -> None:
@@ -818,7 +818,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_an_https_origin_is_reached_over_verified_tls(certificate: Path) -> None:
-    """A replica behind a gateway is https; an unverified one is nobody's replica."""
+    """A replica behind a gateway is https; an unverified server may be any."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(certificate)
     client = UpstreamClient(ssl_context=ssl.create_default_context(cafile=f"{certificate}.cert"))
