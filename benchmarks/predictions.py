@@ -14,8 +14,8 @@ import asyncio
 
 from benchmarks.figures import report
 from offload.engine.core.presets import preset as model_preset
-from router.demo.phase import Tally
-from router.demo.play import WAYS, DemoSettings, play
+from router.demo.phase import PhaseResult
+from router.demo.play import MODES, DemoSettings, play
 from router.demo.workload import WorkloadSizes
 
 
@@ -51,28 +51,28 @@ def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
         engine_arguments=engine,
         at_a_time=at_a_time,
         sizes=WorkloadSizes(conversations=options.conversations, documents=options.documents),
-        ways=[way for way in WAYS if way.policy == "prefix"],
+        modes=[mode for mode in MODES if mode.policy == "prefix"],
     )
     scene = asyncio.run(play(settings, lambda _scene: None))
-    for tally in scene.tallies:
-        _report(preset, at_a_time, tally)
+    for result in scene.results:
+        _report(preset, at_a_time, result)
 
 
-def _report(preset: str, at_a_time: int, tally: Tally) -> None:
-    over = [error for error in tally.errors if error > 0]
-    under = [-error for error in tally.errors if error < 0]
+def _report(preset: str, at_a_time: int, result: PhaseResult) -> None:
+    over = [error for error in result.errors if error > 0]
+    under = [-error for error in result.errors if error < 0]
     report(
         "predictions",
         preset=preset,
         at_a_time=at_a_time,
-        routed_by=tally.name,
-        requests=tally.requests,
-        exact_share=round(1 - tally.mispredicted / tally.requests, 3),
+        routed_by=result.name,
+        requests=result.requests,
+        exact_share=round(1 - result.mispredicted / result.requests, 3),
         over=len(over),
         under=len(under),
-        mean_error_tokens=round((sum(over) + sum(under)) / tally.requests, 1),
-        mean_prompt_tokens=round(tally.prompt_tokens / tally.requests),
-        reused_share=round(tally.hit_share, 3),
+        mean_error_tokens=round((sum(over) + sum(under)) / result.requests, 1),
+        mean_prompt_tokens=round(result.prompt_tokens / result.requests),
+        reused_share=round(result.hit_share, 3),
     )
 
 

@@ -2,12 +2,12 @@
 
 The files; each imports only what is listed above it:
 
-    workload.py       what the demo's clients say
+    workload.py       the prompts of the demo
     blind.py          an index that knows no groups
     blind_router.py   a router with it, as a process
-    processes.py      engines and a router, started and ended
-    client.py         a streamed completion, timed
-    phase.py          one run of the workload, counted
-    fleet.py          what engines say of their caches
-    play.py           the play
+    processes.py      engines and a router as processes
+    client.py         an HTTP client; a streamed completion, timed
+    phase.py          one run of the workload, and its results
+    fleet.py          caches of the engines, states of their streams
+    play.py           the demo from start to end
 """

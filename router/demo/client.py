@@ -1,4 +1,5 @@
-"""The demo's clients: a streamed completion, timed, and questions about the state of things."""
+"""An HTTP client for the demo's engines and router: small queries, and streamed completions with
+their times."""
 
 from __future__ import annotations
 
@@ -12,49 +13,70 @@ from router.demo.processes import DemoFailed
 from router.upstream import Origin, Timeouts, UpstreamClient
 
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=120, idle_s=120)
-_MAX_ANSWER_BYTES = 64 * 1024 * 1024
+_MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 _JSON = ((b"content-type", b"application/json"),)
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer."""
+class TimedCompletion:
+    """One completion, with its time and its cached tokens."""
 
     replica: str
     predicted_tokens: int
-    """What the router said would be reused."""
+    """Prompt tokens that the router predicted to be cached."""
     cached_tokens: int
-    """What the replica reused."""
+    """Prompt tokens that the engine reported as cached."""
     prompt_tokens: int
     ttft_s: float
 
 
 class Client:
-    """Talks to one server. Close it."""
+    """A client of one server. Close it after use."""
 
     def __init__(self, url: str) -> None:
         self._origin = Origin.parse(url)
         self._upstream = UpstreamClient()
 
     async def close(self) -> None:
+        """Close every connection."""
         await self._upstream.close()
 
     async def get(self, path: str) -> bytes:
-        """The body of an answer with status 200."""
+        """The body of the response.
+
+        Raises:
+            DemoFailed: Its status is not 200.
+        """
         return await self._fetch(b"GET", path, b"")
 
     async def get_json(self, path: str) -> Any:
+        """The decoded body of the response; raises as `get` does."""
         return msgspec.json.decode(await self.get(path))
 
     async def post(self, path: str, value: object = None) -> bytes:
-        """The body of an answer with status 200."""
+        """The body of the response.
+
+        Args:
+            path: Where to post.
+            value: Sent as JSON; None for an empty body.
+        Raises:
+            DemoFailed: Its status is not 200.
+        """
         return await self._fetch(
             b"POST", path, b"" if value is None else msgspec.json.encode(value)
         )
 
-    async def complete(self, model: str, prompt: list[int], max_tokens: int) -> Completion:
-        """A streamed completion of token ids."""
-        body = {
+    async def complete(self, model: str, prompt: list[int], max_tokens: int) -> TimedCompletion:
+        """Request a streamed completion and read it to its end.
+
+        Args:
+            model: The model's name.
+            prompt: Token ids.
+            max_tokens: Exactly this many are generated.
+        Raises:
+            DemoFailed: The status of the response is not 200.
+        """
+        request = {
             "model": model,
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -64,37 +86,42 @@ class Client:
         }
         started = time.monotonic()
         response = await self._upstream.send(
-            self._origin, b"POST", b"/v1/completions", _JSON, msgspec.json.encode(body), _TIMEOUTS
+            self._origin,
+            b"POST",
+            b"/v1/completions",
+            _JSON,
+            msgspec.json.encode(request),
+            _TIMEOUTS,
         )
         ttft_s = time.monotonic() - started
-        said = bytearray()
+        body = bytearray()
         while chunk := await response.read_chunk():
-            said += chunk
-        if response.status != 200:
-            raise DemoFailed(
-                f"POST /v1/completions: status {response.status}: {bytes(said[:300]).decode(errors='replace')}"
-            )
+            body += chunk
+        _require_ok("POST /v1/completions", response.status, bytes(body))
         headers = {name.lower(): value for name, value in response.headers}
-        return _completion(bytes(said), headers, ttft_s)
+        return _completion(bytes(body), headers, ttft_s)
 
     async def _fetch(self, method: bytes, path: str, body: bytes) -> bytes:
-        status, _, answer = await self._upstream.fetch(
+        status, _, response = await self._upstream.fetch(
             self._origin,
             method,
             path.encode(),
             body,
             _TIMEOUTS,
-            _MAX_ANSWER_BYTES,
+            _MAX_RESPONSE_BYTES,
             _JSON if body else (),
         )
-        if status != 200:
-            raise DemoFailed(
-                f"{method.decode()} {path}: status {status}: {answer[:200].decode(errors='replace')}"
-            )
-        return answer
+        _require_ok(f"{method.decode()} {path}", status, response)
+        return response
 
 
-def _completion(stream: bytes, headers: dict[bytes, bytes], ttft_s: float) -> Completion:
+def _require_ok(request: str, status: int, body: bytes) -> None:
+    if status != 200:
+        shown = body[:300].decode(errors="replace")
+        raise DemoFailed(f"{request}: status {status}: {shown}")
+
+
+def _completion(stream: bytes, headers: dict[bytes, bytes], ttft_s: float) -> TimedCompletion:
     events = [
         line[6:]
         for line in stream.splitlines()
@@ -102,7 +129,7 @@ def _completion(stream: bytes, headers: dict[bytes, bytes], ttft_s: float) -> Co
     ]
     chunks = [msgspec.json.decode(event) for event in events]
     usage = next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage"))
-    return Completion(
+    return TimedCompletion(
         replica=headers[b"x-kv-replica"].decode(),
         predicted_tokens=int(headers[b"x-kv-hit-tokens"]),
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],

@@ -1,4 +1,4 @@
-"""What the demo asks engines and router while it runs: blocks, evictions, states of streams."""
+"""The state of engines and router while the demo runs: blocks, evictions, event streams."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvevents.stream_state import SourceState
 from router.demo.client import Client
 from router.demo.processes import DemoFailed, Running
+from router.http.views import ReplicaList
 from router.upstream import UpstreamError
 
 _LIVE_S = 30.0
 
 
 @dataclass(slots=True)
-class GroupView:
-    """One KV cache group of one replica."""
+class GroupCounts:
+    """One KV cache group of one engine."""
 
     kind: str
     blocks: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    """What has grown since the engine began, by the names of `_COUNTS`."""
+    """Totals since the engine started, by the names of `_COUNTS`."""
 
-    def count(self, name: str, base: GroupView | None = None) -> int:
-        """One of the counts; since *base* was seen, if there is one."""
+    def count(self, name: str, base: GroupCounts | None = None) -> int:
+        """One of the counts.
+
+        Args:
+            name: One of the names in `_COUNTS`.
+            base: An earlier state; the result is the growth since. None: since the engine started.
+        """
         return self.counts.get(name, 0) - (base.count(name) if base else 0)
 
 
@@ -39,16 +47,21 @@ _COUNTS = {
 
 
 @dataclass(slots=True)
-class ReplicaView:
-    """One replica as it is now."""
+class EngineCache:
+    """One engine's cache as it is now."""
 
     name: str
-    groups: list[GroupView] = field(default_factory=list)
+    groups: list[GroupCounts] = field(default_factory=list)
 
 
-async def look_at(name: str, engine: Client) -> ReplicaView:
-    """What an engine says of its cache."""
-    groups: dict[int, GroupView] = {}
+async def look_at(name: str, engine: Client) -> EngineCache:
+    """Read the state of an engine's cache from its metrics.
+
+    Args:
+        name: The replica's id.
+        engine: A client of it.
+    """
+    groups: dict[int, GroupCounts] = {}
     for family in text_string_to_metric_families((await engine.get("/metrics")).decode()):
         for sample in family.samples:
             count = _COUNTS.get((sample.name, sample.labels.get("cause")))
@@ -56,24 +69,32 @@ async def look_at(name: str, engine: Client) -> ReplicaView:
                 _group(groups, sample.labels).counts[count] = int(sample.value)
             elif sample.name == "kvroute_engine_cached_blocks":
                 _group(groups, sample.labels).blocks = int(sample.value)
-    return ReplicaView(name, [groups[index] for index in sorted(groups)])
+    return EngineCache(name, [groups[index] for index in sorted(groups)])
 
 
-async def look_at_all(replicas: Sequence[Running], engines: Sequence[Client]) -> list[ReplicaView]:
-    """Every replica, in their order."""
+async def look_at_all(replicas: Sequence[Running], engines: Sequence[Client]) -> list[EngineCache]:
+    """The state of every engine's cache, in the order of *replicas*.
+
+    Args:
+        replicas: The engines.
+        engines: A client of each.
+    """
     pairs = zip(replicas, engines, strict=True)
     return list(await asyncio.gather(*(look_at(replica.name, client) for replica, client in pairs)))
 
 
-def _group(groups: dict[int, GroupView], labels: dict[str, str]) -> GroupView:
-    return groups.setdefault(int(labels["group"]), GroupView(labels["kind"]))
+def _group(groups: dict[int, GroupCounts], labels: dict[str, str]) -> GroupCounts:
+    return groups.setdefault(int(labels["group"]), GroupCounts(labels["kind"]))
 
 
 async def until_live(router: Client, replicas: int) -> None:
-    """Until the router follows the streams of all replicas.
+    """Wait until the router follows the event streams of all replicas.
 
+    Args:
+        router: A client of it.
+        replicas: How many there are.
     Raises:
-        DemoFailed: It did not in time.
+        DemoFailed: It does not follow all of them in time.
     """
     deadline = time.monotonic() + _LIVE_S
     while not await _all_live(router, replicas):
@@ -84,19 +105,17 @@ async def until_live(router: Client, replicas: int) -> None:
 
 async def _all_live(router: Client, replicas: int) -> bool:
     try:
-        found = (await router.get_json("/replicas"))["replicas"]
+        found = msgspec.json.decode(await router.get("/replicas"), type=ReplicaList).replicas
     except (UpstreamError, DemoFailed):
         return False
-    feeds = [
-        source["feed"]
-        for replica in found
-        if replica["state"] == "healthy"
-        for source in replica["sources"]
-    ]
-    return len(feeds) == replicas and all(feed and feed["state"] == "live" for feed in feeds)
+    healthy = [replica for replica in found if replica.state == "healthy"]
+    feeds = [source.feed for replica in healthy for source in replica.sources]
+    return len(feeds) == replicas and all(
+        feed is not None and feed.state is SourceState.LIVE for feed in feeds
+    )
 
 
 async def empty_caches(engines: Sequence[Client]) -> None:
-    """Every phase starts from nothing."""
+    """Empty the cache of every engine, so that each phase starts from nothing."""
     for engine in engines:
         await engine.post("/reset_prefix_cache")

@@ -1,5 +1,5 @@
-"""One run of the workload under one way of routing: what was reused, how long answers took to
-begin, what was mispredicted."""
+"""One run of the workload under one routing mode: tokens reused, times to the first token,
+mispredictions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from router.demo.client import Client, Completion
+from router.demo.client import Client, TimedCompletion
 from router.demo.workload import Dialogue, Workload
 
 
 @dataclass(slots=True)
-class ReplicaTally:
-    """Answers of one replica."""
+class ReplicaResult:
+    """The completions of one replica."""
 
     requests: int = 0
     predicted_tokens: int = 0
@@ -23,19 +23,20 @@ class ReplicaTally:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Answers of one phase."""
+class PhaseResult:
+    """The completions of one phase."""
 
     name: str
-    replicas: dict[str, ReplicaTally]
+    replicas: dict[str, ReplicaResult]
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     errors: list[int] = field(default_factory=list)
-    """Of each answer, tokens that the router announced as cached less those that were."""
+    """Of each completion, the tokens predicted to be cached minus the tokens reported as cached."""
     ttfts_s: list[float] = field(default_factory=list)
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: TimedCompletion) -> None:
+        """Count one completion."""
         replica = self.replicas[completion.replica]
         replica.requests += 1
         replica.predicted_tokens += completion.predicted_tokens
@@ -49,12 +50,12 @@ class Tally:
 
     @property
     def mispredicted(self) -> int:
-        """Answers whose cached tokens were not those that the router announced."""
+        """Completions whose cached tokens differ from the prediction."""
         return sum(error != 0 for error in self.errors)
 
     @property
     def hit_share(self) -> float:
-        """Of all prompt tokens, those that were not computed."""
+        """Share of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def ttft_s(self, percent: int) -> float:
@@ -63,23 +64,36 @@ class Tally:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """0 where there is nothing to look at."""
+    """A percentile, interpolated between neighbours; 0 if there are no values.
+
+    Args:
+        values: In any order.
+        percent: From 1 to 99.
+    """
     if len(values) < 2:
         return values[0] if values else 0.0
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 async def run_phase(
-    tally: Tally,
+    result: PhaseResult,
     client: Client,
     model: str,
     workload: Workload,
     at_a_time: int,
     show: Callable[[], None],
 ) -> None:
-    """Send the whole workload, *at_a_time* requests under way; *tally* grows and *show* is called
-    with every answer."""
-    under_way: dict[asyncio.Task[Completion], Dialogue] = {}
+    """Send the whole workload.
+
+    Args:
+        result: Where completions are counted.
+        client: Of the router.
+        model: The model's name.
+        workload: What to send.
+        at_a_time: Requests under way at any time.
+        show: Called after every completion.
+    """
+    under_way: dict[asyncio.Task[TimedCompletion], Dialogue] = {}
     while True:
         while len(under_way) < at_a_time and (dialogue := workload.next()):
             under_way[
@@ -92,5 +106,5 @@ async def run_phase(
         done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             workload.answered(under_way.pop(task))
-            tally.add(task.result())
+            result.add(task.result())
         show()

@@ -1,4 +1,4 @@
-"""The demo's processes: engines and a router, started, awaited and ended."""
+"""Engines and a router as processes: started, awaited and ended."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _KEPT_OUTPUT_BYTES = 4000
 
 
 class DemoFailed(RouterError):
-    """The demo could not go on; the message says what did not happen."""
+    """The demo cannot continue; the message says what failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A process that listens."""
+    """A process that listens for requests."""
 
     name: str
     url: str
@@ -34,7 +34,14 @@ class Running:
 
 @asynccontextmanager
 async def running(name: str, *command: str) -> AsyncIterator[Running]:
-    """A Python module with its arguments; it has said where it listens, and ends with the block."""
+    """Run a Python module until the block ends; inside it, the process listens.
+
+    Args:
+        name: For messages and routing.
+        command: The module and its arguments.
+    Raises:
+        DemoFailed: It ended, or did not listen in time.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -50,7 +57,14 @@ async def running(name: str, *command: str) -> AsyncIterator[Running]:
 
 @asynccontextmanager
 async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Running]]:
-    """*count* engines of one kind, started together."""
+    """Run engines of one kind, started together, until the block ends.
+
+    Args:
+        count: How many.
+        arguments: For each of them, as for `kvroute engine`.
+    Raises:
+        DemoFailed: One of them did not start.
+    """
     async with AsyncExitStack() as stack:
         command = (
             "router.cli.main",
@@ -64,8 +78,7 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
         starting = [
             running(f"replica-{index + 1}", *command, *replay, *arguments) for index in range(count)
         ]
-        # All of them to their end: one that fails must not leave another behind that has only just
-        # started.
+        # Wait for all of them: one that fails must not leave behind another that has just started.
         started = await asyncio.gather(
             *(stack.enter_async_context(engine) for engine in starting), return_exceptions=True
         )
@@ -79,7 +92,15 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
 async def router(
     config: Path, text: str, module: str = "router.cli.main"
 ) -> AsyncIterator[Running]:
-    """A router with the configuration *text*, written to *config*."""
+    """Run a router until the block ends.
+
+    Args:
+        config: Where to write its configuration.
+        text: The configuration, in YAML.
+        module: `kvroute`, or a module that takes the configuration's path as its only argument.
+    Raises:
+        DemoFailed: It did not start.
+    """
     config.write_text(text)
     options = ("serve", "--config") if module == "router.cli.main" else ()
     async with running("router", module, *options, str(config)) as process:
@@ -87,23 +108,23 @@ async def router(
 
 
 async def _announced(name: str, process: asyncio.subprocess.Process) -> str:
-    """The URL a process says that it listens on; from then on what it says is passed on."""
+    """Wait for the URL that a process prints when it listens; from then on pass on its output."""
     assert process.stderr is not None
-    said = b""
+    output = b""
     try:
         async with timeout(_START_S):
             while line := await process.stderr.readline():
                 if b"listens on" in line:
                     asyncio.create_task(_pass_on(process.stderr))  # noqa: RUF006 (it ends with the pipe)
                     return line.split()[-1].decode()
-                said = (said + line)[-_KEPT_OUTPUT_BYTES:]
+                output = (output + line)[-_KEPT_OUTPUT_BYTES:]
     except asyncio.TimeoutError:
         raise DemoFailed(f"{name} did not listen within {_START_S:.0f} s") from None
-    raise DemoFailed(f"{name} did not start: {said.decode(errors='replace')}")
+    raise DemoFailed(f"{name} did not start: {output.decode(errors='replace')}")
 
 
 async def _pass_on(pipe: asyncio.StreamReader) -> None:
-    """So that the pipe never fills."""
+    """Copy a process's output to ours; unread, it would fill the pipe and block the process."""
     while line := await pipe.readline():
         sys.stderr.buffer.write(line)
 

@@ -1,4 +1,4 @@
-"""What the demo's clients say: conversations with shared system prompts, and questions about long
+"""The prompts of the demo: conversations with shared system prompts, and questions about long
 documents."""
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 VOCABULARY = 256
-"""Token ids below this: the bytes that the small engine's tokenizer begins with."""
+"""Token ids are below this: the small engine's tokenizer starts with the 256 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSizes:
-    """How much is said. All lengths in tokens."""
+    """The size of the workload. All lengths in tokens."""
 
     system_prompts: int = 3
     system_prompt_tokens: int = 320
@@ -30,7 +30,7 @@ class WorkloadSizes:
 
 @dataclass(slots=True)
 class Dialogue:
-    """One client: what it says next builds on what was said before."""
+    """One client, whose next prompt extends its last one."""
 
     name: str
     history: list[int]
@@ -39,14 +39,14 @@ class Dialogue:
     random: random.Random = field(repr=False)
 
     def prompt(self) -> list[int]:
-        """Everything said so far, and something new."""
+        """Take the next turn: the history so far, extended by new tokens."""
         self.history += [self.random.randrange(VOCABULARY) for _ in range(self.turn_tokens)]
         self.turns_left -= 1
         return list(self.history)
 
 
 class Workload:
-    """Dialogues that take turns; the same for every policy, whoever answers first."""
+    """Dialogues that take turns; the prompts are the same whichever replica responds first."""
 
     def __init__(self, sizes: WorkloadSizes) -> None:
         chance = random.Random(sizes.seed)
@@ -63,8 +63,8 @@ class Workload:
             for index in range(sizes.conversations)
         ]
         for index, document in enumerate(documents):
-            # Each question stands alone behind the document: the answers before it are not part of
-            # the prompt.
+            # Each question follows the document directly: earlier questions and their answers are
+            # not part of its prompt.
             found += [
                 Dialogue(
                     f"document-{index}", list(document), 1, sizes.question_tokens, _own(chance)
@@ -77,11 +77,11 @@ class Workload:
         self._ready = deque(found)
 
     def next(self) -> Dialogue | None:
-        """Whoever speaks next; None if all that is left is under way, or said."""
+        """The dialogue whose turn it is; None if every one is under way or over."""
         return self._ready.popleft() if self._ready else None
 
     def answered(self, dialogue: Dialogue) -> None:
-        """A dialogue got its answer and goes on behind the others."""
+        """Queue a dialogue for its next turn, if it has one."""
         if dialogue.turns_left:
             self._ready.append(dialogue)
 

@@ -12,9 +12,8 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
-from fastapi.params import Depends as Dependency
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
@@ -28,7 +27,7 @@ from router.errors import (
     UnknownReplica,
 )
 from router.feed import Feed
-from router.http.gateway import PROXIED_PATHS, ClientLeft, check_key, read_body
+from router.http.gateway import PROXIED_PATHS, ClientLeft, read_body
 from router.http.live_page import add_page
 from router.http.openapi import (
     JSON,
@@ -43,12 +42,12 @@ from router.http.openapi import (
     takes,
 )
 from router.http.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    EmbeddingsBody,
-    MessagesBody,
-    ResponsesBody,
-    TokenIdsBody,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenIdsRequest,
 )
 from router.http.responses import (
     Fleet,
@@ -141,6 +140,8 @@ def create_api(
     _add_probes(app, parts, operator)
     _add_routing(app, parts, client)
     _add_replicas(app, parts, operator)
+    _add_adding(app, parts, operator)
+    _add_draining(app, parts, operator)
     _add_insight(app, parts, operator)
     add_page(app)
     _add_description(app, client)
@@ -177,7 +178,6 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get(
         "/metrics",
-        dependencies=_wants_key(scraper),
         **described("operation", "Prometheus metrics", {200: text}, access=scraper),
     )
     async def metrics() -> Response:
@@ -190,7 +190,14 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
     server = parts.config.server
     body = takes(
-        *(TokenIdsBody, ChatBody, CompletionBody, ResponsesBody, MessagesBody, EmbeddingsBody),
+        *(
+            TokenIdsRequest,
+            ChatRequest,
+            CompletionRequest,
+            ResponsesRequest,
+            MessagesRequest,
+            EmbeddingsRequest,
+        ),
         description="Token ids, or the body of any endpoint with a prompt. Messages and embeddings "
         "need `endpoint`, their path, to be told from chats and responses.",
         content_types=(JSON, MSGPACK),
@@ -198,7 +205,6 @@ def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
 
     @app.post(
         "/route",
-        dependencies=_wants_key(client),
         **described(
             "routing",
             "Where would this request go, and why? Nothing is sent.",
@@ -220,7 +226,6 @@ def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
 
     @app.get(
         "/v1/models",
-        dependencies=_wants_key(client),
         **described(
             "routing",
             "Models and adapters that some healthy replica serves",
@@ -236,70 +241,49 @@ def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
 # --- replicas -------------------------------------------------------------------------------------
 
 
-def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
-    wants_key = _wants_key(operator)
-    describe = functools.partial(described, "operation", access=operator)
-    one = {200: sends(ReplicaDetails, "The replica.")}
-    unknown = UnknownReplica("replica-9")
+_ONE = {200: sends(ReplicaDetails, "The replica.")}
+_UNKNOWN = UnknownReplica("replica-9")
 
-    @app.get(
-        "/replicas",
-        dependencies=wants_key,
-        **describe(
-            "Every replica: health, load, event streams",
-            {200: sends(ReplicaList, "All of them.")},
-        ),
-    )
+
+def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    describe = functools.partial(described, "operation", access=operator)
+    everything = {200: sends(ReplicaList, "All of them.")}
+    removed = {200: sends(RemovedReplica, "It is removed; the requests it has go on.")}
+
+    @app.get("/replicas", **describe("Every replica: health, load, event streams", everything))
     async def replicas() -> Response:
         return _json(ReplicaList(replicas=replica_details(parts.fleet())))
 
-    @app.get(
-        "/replicas/{replica_id}",
-        dependencies=wants_key,
-        **describe("One replica", one, errors=(unknown,)),
-    )
+    @app.get("/replicas/{replica_id}", **describe("One replica", _ONE, errors=(_UNKNOWN,)))
     async def replica(replica_id: str) -> Response:
         return _json(parts.details(parts.registry.get(replica_id).id))
 
-    _add_add_replica(app, parts, operator)
-
     @app.delete(
-        "/replicas/{replica_id}",
-        dependencies=wants_key,
-        **describe(
-            "Remove a replica",
-            {200: sends(RemovedReplica, "It is removed; its requests go on.")},
-            errors=(unknown,),
-        ),
+        "/replicas/{replica_id}", **describe("Remove a replica", removed, errors=(_UNKNOWN,))
     )
     async def remove_replica(replica_id: str) -> Response:
         parts.registry.remove(replica_id)
         return _json(RemovedReplica(removed=replica_id))
 
-    @app.post(
-        "/replicas/{replica_id}/drain",
-        dependencies=wants_key,
-        **describe("Send it nothing new", one, errors=(unknown,)),
-    )
+
+def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    describe = functools.partial(described, "operation", access=operator, errors=(_UNKNOWN,))
+
+    @app.post("/replicas/{replica_id}/drain", **describe("Send it nothing new", _ONE))
     async def drain_replica(replica_id: str) -> Response:
         return _json(parts.details(parts.registry.drain(replica_id).id))
 
-    @app.post(
-        "/replicas/{replica_id}/undrain",
-        dependencies=wants_key,
-        **describe("Send it requests again", one, errors=(unknown,)),
-    )
+    @app.post("/replicas/{replica_id}/undrain", **describe("Send it requests again", _ONE))
     async def undrain_replica(replica_id: str) -> Response:
         return _json(parts.details(parts.registry.undrain(replica_id).id))
 
 
-def _add_add_replica(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     body_s = parts.config.server.timeouts.client_body_s
     taken = ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7")
 
     @app.post(
         "/replicas",
-        dependencies=_wants_key(operator),
         **described(
             "operation",
             "Add a replica; only its `url` is needed where it reports the rest",
@@ -319,12 +303,10 @@ def _add_add_replica(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
 
 def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
-    wants_key = _wants_key(operator)
     describe = functools.partial(described, "operation", access=operator)
 
     @app.get(
         "/overview",
-        dependencies=wants_key,
         **describe(
             "What is wrong, the last minute, and every replica in brief",
             {200: sends(Overview, "The router at a glance.")},
@@ -336,7 +318,6 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get(
         "/requests",
-        dependencies=wants_key,
         **describe(
             "The requests routed last: prediction, report, reason; the latest change first",
             {200: sends(RequestsView, "At most *limit* requests.")},
@@ -356,7 +337,6 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get(
         "/config",
-        dependencies=wants_key,
         **describe(
             "The configuration, secrets masked",
             {200: sends(RouterConfig, "As it was loaded, with all defaults.")},
@@ -405,19 +385,7 @@ def _add_description(app: FastAPI, client: Access) -> None:
         return get_redoc_html(openapi_url="openapi.json", title=app.title)
 
 
-# --- keys, bodies, encodings ----------------------------------------------------------------------
-
-
-def _wants_key(access: Access | None) -> list[Dependency]:
-    """The check of the key, as FastAPI's `dependencies`."""
-    if access is None:
-        return []
-    key = access.key
-
-    async def check(request: Request) -> None:
-        check_key(dict(request.headers.raw), key)
-
-    return [Depends(check)]
+# --- bodies and encodings -------------------------------------------------------------------------
 
 
 async def _body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:

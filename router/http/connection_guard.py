@@ -1,9 +1,9 @@
-"""Bounds on what one client's connection may cost before any application sees a request, and after
-it has answered.
+"""Bounds on what one client's connection may cost before the application sees a request, and after
+it has responded.
 
 uvicorn bounds neither the size of a head or of trailers, nor the time that a request takes to
-arrive, nor the time for which a finished answer waits to be read, nor how many requests may stand
-in a row behind a slow one.
+arrive, nor the time for which a finished response waits to be read, nor how many pipelined requests
+may wait behind a slow one.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from router.proxy.errors import error_body
 from router.proxy.types import Dialect
 
 MAX_PIPELINED = 64
-"""Requests that may wait behind the one that is being answered. Few clients pipeline at all."""
+"""Requests that may wait behind the one being served. Few clients pipeline at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """What a client may take, for each of its connections."""
+    """Bounds on each connection of a client."""
 
     head_bytes: int = 64 * 1024
-    """Request line and headers; and everything else between two pieces of a body: chunk extensions,
-    trailers."""
+    """Of request line and headers; and of everything between two pieces of a body: chunk
+    extensions, trailers."""
     request_s: float = 60.0
     """For a head to arrive, and as long again for the body."""
     stall_s: float = 60.0
-    """For which nothing is read of an answer that waits."""
+    """For which a client may read nothing of a response that waits."""
     slack_s: float = 5.0
-    """More time in what the application watches as well: it ends such requests with an answer, this
-    file without one."""
+    """Added to the times that the application watches as well: it ends such requests with a
+    response, and this file without one."""
 
 
 class Refusal(str):
-    """Why a connection was ended: a word for a metric, from the fixed set below."""
+    """Why a connection was ended: a metric's label, one of the fixed set below."""
 
     __slots__ = ()
 
@@ -50,7 +50,7 @@ MALFORMED = Refusal("malformed_http")
 HEAD_TOO_LARGE = Refusal("headers_too_large")
 PIPELINED = Refusal("too_many_pipelined")
 SLOW_REQUEST = Refusal("slow_request")
-NOT_READ = Refusal("answer_not_read")
+NOT_READ = Refusal("response_not_read")
 
 _STATUS_LINES = {
     MALFORMED: b"HTTP/1.1 400 Bad Request\r\n",
@@ -63,15 +63,14 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class _OverBound(Exception):
-    """Raised through the parser, to stop it."""
+    """Raised through the parser to stop it."""
 
 
 class GuardedHttpProtocol(AbortableHttpProtocol):
-    """`AbortableHttpProtocol` within `ClientLimits`. Somebody has to call `look_after` about once a
-    second.
+    """`AbortableHttpProtocol` within `ClientLimits`. Call `look_after` about once a second.
 
-    A refused connection is told why, and what else its client sends is thrown away for a moment:
-    closed at once, it would be reset under the client's hands before the answer was read.
+    A refused connection gets an error response, and whatever else its client sends is discarded for
+    a moment: if it were closed at once, the client would see a reset before it read the response.
     """
 
     limits: ClassVar[ClientLimits] = ClientLimits()
@@ -104,10 +103,10 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self._refuse(HEAD_TOO_LARGE)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn tells only the last request it has read, which may stand far behind the one that
-        # is being answered.
+        # uvicorn marks only the last request it has read as disconnected, which may be far behind
+        # the one being served.
         if self._running is not None and not self._running.response_complete:
-            _tell_disconnected(self._running)
+            _mark_disconnected(self._running)
         super().connection_lost(exc)
 
     def look_after(self, now: float) -> None:
@@ -146,8 +145,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self._running = self.cycle
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
-        # What follows are trailers, which are no headers (RFC 9110 6.5.1): they must not get into
-        # the scope.
+        # Trailers follow, which must not be merged into the headers (RFC 9110 6.5.1), so not into
+        # the scope either.
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
@@ -156,7 +155,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # this is the end of the head only, see `_BodyReader`
+            return  # only the head is complete, see `_BodyReader`
         self._unframed_bytes = 0
         self._receiving_since = None
         self._is_in_head = True
@@ -169,7 +168,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
     # --- steps ------------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> bool:
-        """Parse *data*; False if it is no HTTP, or over a bound."""
+        """Parse *data*; False if it is malformed or over a bound."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -179,8 +178,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return True
 
     def _feed_body(self, data: bytes) -> bool:
-        """Parse the body behind a declined upgrade; nothing can follow it but bytes that are
-        ignored."""
+        """Parse the body behind a declined upgrade; whatever follows it is ignored."""
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -188,12 +186,12 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return True
 
     def _decline_upgrade(self) -> bool:
-        """Put a parser in place that stands right behind the head. It reads one body; the
-        connection is not kept.
+        """Install a parser that starts right behind the head. It reads one body; the connection is
+        not kept.
 
         Returns:
-            False if the framing makes no sense: httptools has not looked at it, with a head that
-                asks for an upgrade.
+            False if the framing is invalid, which httptools does not check where a head asks for
+                an upgrade.
         """
         if self._has_declined_upgrade:
             return False
@@ -210,8 +208,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _refuse(self, reason: Refusal) -> None:
-        """Answer with an error and take nothing more. While another request is being answered,
-        there is no place for one."""
+        """Respond with an error and take nothing more. If another request is being served, there
+        is no place for a response: the connection is closed."""
         type(self).on_refusal(reason)
         self._refused_at = self.loop.time()
         running = self._running
@@ -219,15 +217,15 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             if running.response_started or not running.more_body:
                 self.abort()
                 return
-            # It is this request's own body that is wrong.
-            _tell_disconnected(running)
+            # The malformed bytes are the body of the running request itself.
+            _mark_disconnected(running)
         body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             % len(body)
         )
         self.transport.write(_STATUS_LINES[reason] + head + body)
-        # Behind what the transport may still hold back for this turn of the loop.
+        # After what the transport still holds back for this turn of the loop.
         self.loop.call_soon(self._end_writing)
 
     def _end_writing(self) -> None:
@@ -235,14 +233,17 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self._raw_transport.write_eof()
 
     @property
-    def _is_answering(self) -> bool:
+    def _is_serving(self) -> bool:
         return self._running is not None and not self._running.response_complete
 
     def _message(self, reason: Refusal) -> str:
         if reason is HEAD_TOO_LARGE:
             return f"headers: longer than the limit of {self.limits.head_bytes} bytes"
         if reason is PIPELINED:
-            return f"request: more than {MAX_PIPELINED} requests wait on this connection; wait for answers"
+            return (
+                f"request: more than {MAX_PIPELINED} requests wait on this connection; "
+                "wait for responses"
+            )
         return "request: not a well-formed HTTP/1.1 request"
 
     def _overdue(self, now: float) -> Refusal | None:
@@ -251,11 +252,11 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             return MALFORMED if now - self._refused_at > limits.slack_s else None
         if (
             self._receiving_since is not None
-            and self._is_answering
+            and self._is_serving
             and (self._is_in_head or self.pipeline)
         ):
-            # The next request may wait as long as this one is being answered: it is this side that
-            # does not take it.
+            # The next request may wait for as long as this one is being served: it is the router
+            # that does not read it.
             self._receiving_since = now
         allowed_s = limits.request_s if self._is_in_head else 2 * limits.request_s + limits.slack_s
         if self._receiving_since is not None and now - self._receiving_since > allowed_s:
@@ -263,29 +264,35 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return NOT_READ if self._is_stalled(now) else None
 
     def _is_stalled(self, now: float) -> bool:
-        """Whether what waits to be read has not become less for too long. Where more is being
-        written, the writer watches."""
+        """Whether the client has read nothing of what waits for it for too long.
+
+        The clock restarts whenever the client reads, and while the application can still write:
+
+            unsent   2 MB       4 MB       4 MB   3 MB       3 MB   ...   3 MB
+            writing  yes        yes        no     no         no           no
+            clock    starts     restarts   runs   restarts   runs   ...   past the bound: stalled
+        """
         before, self._unsent_bytes = self._unsent_bytes, self._raw_transport.get_write_buffer_size()
         if not self._unsent_bytes:
             self._stalled_since = None
             return False
-        is_writing = self._is_answering and not self.flow.write_paused
+        is_writing = self._is_serving and not self.flow.write_paused
         if self._stalled_since is None or self._unsent_bytes < before or is_writing:
             self._stalled_since = now
         return now - self._stalled_since > self.limits.stall_s + self.limits.slack_s
 
 
-def _tell_disconnected(request: RequestResponseCycle) -> None:
+def _mark_disconnected(request: RequestResponseCycle) -> None:
     request.disconnected = True
     request.message_event.set()
 
 
 class _BodyReader:
-    """What a parser calls for the body behind a head that asked for an upgrade.
+    """The callbacks of a parser for the body behind a head that asked for an upgrade.
 
-    httptools takes such a head for the whole message, and what follows for another protocol's. But
-    nothing is offered to upgrade to, so the body follows (RFC 9110 7.8): Java's own client asks for
-    HTTP/2 in this way with every first request.
+    httptools takes such a head for the whole message, and the bytes after it for another protocol.
+    But the router offers no upgrade, so they are the body (RFC 9110 7.8). Java's own client asks
+    for HTTP/2 in this way with every first request.
     """
 
     def __init__(self, protocol: GuardedHttpProtocol) -> None:
@@ -305,8 +312,12 @@ class _BodyReader:
 def guarded_protocol(
     client_limits: ClientLimits, on_refusal: Callable[[Refusal], None]
 ) -> type[GuardedHttpProtocol]:
-    """The protocol with these limits, for `uvicorn.Config(http=...)`; *on_refusal* is told of every
-    connection it ends."""
+    """Make the protocol class for `uvicorn.Config(http=...)`.
+
+    Args:
+        client_limits: Of every connection.
+        on_refusal: Called with the reason for each connection that is ended.
+    """
 
     class Configured(GuardedHttpProtocol):
         limits = client_limits

@@ -10,14 +10,14 @@ from typing import Any
 
 from router.config import ReplicaConfig
 from router.http.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingsBody,
-    MessagesBody,
-    ResponsesBody,
-    TokenIdsBody,
-    TokenizeBody,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenIdsRequest,
+    TokenizeRequest,
 )
 from router.http.views import (
     ExcludedReplica,
@@ -37,17 +37,17 @@ from router.index import GroupHit
 
 _CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
 BODIES: dict[type[Any], dict[str, dict[str, Any]]] = {
-    ChatBody: {"chat": {"model": "gemma-3", "messages": _CHAT, "stream": True}},
-    CompletionBody: {
+    ChatRequest: {"chat": {"model": "gemma-3", "messages": _CHAT, "stream": True}},
+    CompletionRequest: {
         "text": {"model": "gemma-3", "prompt": "The sky is", "max_tokens": 16},
         "token-ids-batch": {"model": "gemma-3", "prompt": [[2, 651, 7217], [2, 1596]]},
     },
-    ResponsesBody: {"response": {"model": "gemma-3", "input": "Why is the sky blue?"}},
-    MessagesBody: {"messages": {"model": "gemma-3", "messages": _CHAT, "max_tokens": 64}},
-    EmbeddingsBody: {"texts": {"model": "gemma-embed", "input": ["blue", "sky"]}},
-    TokenizeBody: {"text-to-tokenise": {"model": "gemma-3", "prompt": "The sky is"}},
-    DetokenizeBody: {"tokens": {"model": "gemma-3", "tokens": [2, 651, 7217]}},
-    TokenIdsBody: {
+    ResponsesRequest: {"response": {"model": "gemma-3", "input": "Why is the sky blue?"}},
+    MessagesRequest: {"messages": {"model": "gemma-3", "messages": _CHAT, "max_tokens": 64}},
+    EmbeddingsRequest: {"texts": {"model": "gemma-embed", "input": ["blue", "sky"]}},
+    TokenizeRequest: {"text-to-tokenise": {"model": "gemma-3", "prompt": "The sky is"}},
+    DetokenizeRequest: {"tokens": {"model": "gemma-3", "tokens": [2, 651, 7217]}},
+    TokenIdsRequest: {
         "token-ids": {"model": "gemma-3", "token_ids": [2, 651, 7217, 603]},
         "token-ids-of-an-adapter": {
             "model": "gemma-3",

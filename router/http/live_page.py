@@ -15,9 +15,9 @@ from router.errors import UnknownPath
 from router.http.openapi import described, sends_text
 
 HEADERS = {
-    # Names of models and replicas come from outside. The page shows them as text. Should one ever be
-    # taken for HTML all the same, the browser refuses to parse it (trusted types), to run any script
-    # in it and to load anything from it.
+    # Names of models and replicas come from outside. The page shows them as text. Should one ever
+    # be taken for HTML all the same, the browser refuses to parse it (trusted types), to run any
+    # script in it and to load anything from it.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

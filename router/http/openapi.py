@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any, get_args, get_type_hints
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
@@ -30,15 +30,16 @@ from router.errors import (
     UnknownModel,
 )
 from router.http import examples
+from router.http.gateway import check_key
 from router.http.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingsBody,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
     EngineResponse,
-    MessagesBody,
-    ResponsesBody,
-    TokenizeBody,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeRequest,
 )
 from router.http.views import AnthropicErrorView, ErrorView, ReplicaDetails, View
 from router.proxy import Dialect, error_body
@@ -66,11 +67,15 @@ class Access:
     name: str
     """`client` or `operator`."""
     key: bytes | None
-    """None: it is open."""
+    """None: the endpoint is open."""
+
+    async def check(self, request: Request) -> None:
+        """Raise `Unauthorized` unless the request carries the key; a FastAPI dependency."""
+        check_key(dict(request.headers.raw), self.key)
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
-        """The alternatives, as in OpenAPI: either header; or neither, where no key is configured."""
+        """The alternatives, as in OpenAPI: either header; or neither where no key is configured."""
         either: list[dict[str, list[str]]] = [
             {f"{self.name}Bearer": []},
             {f"{self.name}Header": []},
@@ -90,13 +95,13 @@ def described(
     errors: Sequence[RequestError] = (),
     **operation: Any,
 ) -> dict[str, Any]:
-    """Arguments for FastAPI's decorators that describe an endpoint.
+    """Arguments for FastAPI's decorators: an endpoint's description, and the check of its key.
 
     Args:
         tag: The section it stands in.
         summary: One line.
         responses: By status, from `sends`; the first one is the usual one.
-        access: Whose key it wants; None for nobody's.
+        access: Whose key it wants; None for no key.
         errors: One example of every error it may respond with, besides a refused key.
         operation: More of the OpenAPI operation: `requestBody`, `parameters`.
     """
@@ -108,6 +113,7 @@ def described(
         "summary": summary,
         "status_code": next(iter(responses)),
         "responses": {**responses, **_error_responses(errors)},
+        "dependencies": [] if access is None else [Depends(access.check)],
         "openapi_extra": operation,
     }
 
@@ -129,7 +135,12 @@ def sends(
 
 
 def sends_text(description: str, content_type: str) -> dict[str, Any]:
-    """A response that is text of some kind."""
+    """A response that is text.
+
+    Args:
+        description: What it says, in one line.
+        content_type: Its type; parameters are left out.
+    """
     return {
         "description": description,
         "content": {content_type.partition(";")[0]: {"schema": {"type": "string"}}},
@@ -213,13 +224,13 @@ def document(app: FastAPI, proxied_paths: Iterable[str], client: Access) -> dict
 
 
 _PROXIED: dict[str, tuple[type[Any], str]] = {
-    "/v1/chat/completions": (ChatBody, "OpenAI's chat completions"),
-    "/v1/completions": (CompletionBody, "OpenAI's completions"),
-    "/v1/responses": (ResponsesBody, "OpenAI's responses"),
-    "/v1/messages": (MessagesBody, "Anthropic's messages"),
-    "/v1/embeddings": (EmbeddingsBody, "OpenAI's embeddings"),
-    "/tokenize": (TokenizeBody, "vLLM's tokenizer"),
-    "/detokenize": (DetokenizeBody, "vLLM's detokenizer"),
+    "/v1/chat/completions": (ChatRequest, "OpenAI's chat completions"),
+    "/v1/completions": (CompletionRequest, "OpenAI's completions"),
+    "/v1/responses": (ResponsesRequest, "OpenAI's responses"),
+    "/v1/messages": (MessagesRequest, "Anthropic's messages"),
+    "/v1/embeddings": (EmbeddingsRequest, "OpenAI's embeddings"),
+    "/tokenize": (TokenizeRequest, "vLLM's tokenizer"),
+    "/detokenize": (DetokenizeRequest, "vLLM's detokenizer"),
 }
 _PROXY_HEADERS = {
     "x-kv-replica": "The replica that responded.",
@@ -242,7 +253,7 @@ def _proxied(path: str, client: Access) -> dict[str, Any]:
         success["content"][EVENT_STREAM] = {"schema": {"type": "string"}}
     errors = _error_responses(
         (*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), Overloaded(4096), ShuttingDown()),
-        Dialect.ANTHROPIC if body is MessagesBody else Dialect.OPENAI,
+        Dialect.ANTHROPIC if body is MessagesRequest else Dialect.OPENAI,
     )
     return {
         "tags": ["proxy"],
@@ -276,12 +287,14 @@ def _security_schemes() -> dict[str, Any]:
     return schemes
 
 
-# --- examples and schemas --------------------------------------------------------------------------------------
+# --- examples and schemas -------------------------------------------------------------------------
 
 
 def _examples() -> dict[str, dict[str, Any]]:
-    """Of bodies by their names, of responses by their types. Referred to from the paths, whose nulls
-    FastAPI would leave out."""
+    """Of bodies by their names, of responses by their types.
+
+    The paths only refer to them: from examples inside a path, FastAPI would drop every null.
+    """
     bodies = {name: body for named in examples.BODIES.values() for name, body in named.items()}
     responses = {kind.__name__: value for kind, value in examples.RESPONSES.items()}
     return {

@@ -24,14 +24,14 @@ TextOrTokenIds: TypeAlias = Annotated[
 """One prompt or several."""
 
 
-class EngineBody(msgspec.Struct, frozen=True, kw_only=True):
+class ProxiedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What all of them have in common."""
 
     model: str | None = None
     """A model, an alias or an adapter; needed where the router serves several."""
 
 
-class PromptBody(EngineBody, frozen=True, kw_only=True):
+class PromptRequest(ProxiedRequest, frozen=True, kw_only=True):
     """A body that holds a prompt."""
 
     cache_salt: str | None = None
@@ -39,7 +39,7 @@ class PromptBody(EngineBody, frozen=True, kw_only=True):
     stream: bool = False
 
 
-class ChatBody(PromptBody, frozen=True, kw_only=True):
+class ChatRequest(PromptRequest, frozen=True, kw_only=True):
     """A chat, as in OpenAI's API."""
 
     messages: list[dict[str, Any]]
@@ -47,21 +47,21 @@ class ChatBody(PromptBody, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionBody(PromptBody, frozen=True, kw_only=True):
+class CompletionRequest(PromptRequest, frozen=True, kw_only=True):
     """A completion, as in OpenAI's API."""
 
     prompt: TextOrTokenIds
     """One prompt or several."""
 
 
-class ResponsesBody(PromptBody, frozen=True, kw_only=True):
+class ResponsesRequest(PromptRequest, frozen=True, kw_only=True):
     """A request to OpenAI's responses API."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
 
 
-class MessagesBody(PromptBody, frozen=True, kw_only=True):
+class MessagesRequest(PromptRequest, frozen=True, kw_only=True):
     """Messages, as in Anthropic's API."""
 
     messages: list[dict[str, Any]]
@@ -69,13 +69,13 @@ class MessagesBody(PromptBody, frozen=True, kw_only=True):
     max_tokens: int
 
 
-class EmbeddingsBody(EngineBody, frozen=True, kw_only=True):
+class EmbeddingsRequest(ProxiedRequest, frozen=True, kw_only=True):
     """Texts to embed, as in OpenAI's API."""
 
     input: TextOrTokenIds
 
 
-class TokenizeBody(EngineBody, frozen=True, kw_only=True):
+class TokenizeRequest(ProxiedRequest, frozen=True, kw_only=True):
     """Text or a chat to tokenise, as in vLLM."""
 
     prompt: str | None = None
@@ -83,13 +83,13 @@ class TokenizeBody(EngineBody, frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(EngineBody, frozen=True, kw_only=True):
+class DetokenizeRequest(ProxiedRequest, frozen=True, kw_only=True):
     """Token ids to turn into text, as in vLLM."""
 
     tokens: list[int]
 
 
-class TokenIdsBody(EngineBody, frozen=True, kw_only=True):
+class TokenIdsRequest(ProxiedRequest, frozen=True, kw_only=True):
     """Token ids to find a route for."""
 
     token_ids: TokenIds

@@ -1,12 +1,12 @@
-"""uvicorn's protocol with two things it lacks: an abort, and one system call for what is written
+"""uvicorn's protocol with two additions: an abort, and one system call for everything written
 together.
 
-ASGI knows no abort. uvicorn ends an unfinished answer with ``transport.close()``, which waits until
-what is buffered was sent: for a client that never reads, that is never, and the socket is lost. And
-uvloop writes at once, so that headers and body of a short answer would be two system calls, two
-packets and two wake-ups of the client.
+ASGI has no abort. uvicorn ends an unfinished response with `transport.close()`, which first sends
+everything buffered: to a client that never reads, that takes for ever, and the socket leaks. And
+uvloop writes at once, so the headers and the body of a short response would be two system calls,
+two packets and two wake-ups of the client.
 
-To be used as ``uvicorn.Config(http=AbortableHttpProtocol)``.
+Use it as `uvicorn.Config(http=AbortableHttpProtocol)`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ABORT_EXTENSION = "kvroute.abort"
 
 
 class JoiningTransport:
-    """Writes what was written in one turn of the event loop at the turn's end; is uvicorn's
-    transport in all it uses."""
+    """Collects the writes of one turn of the event loop and sends them together at its end. Has
+    every method of a transport that uvicorn calls."""
 
     __slots__ = ("_loop", "_pieces", "_transport")
 
@@ -49,8 +49,7 @@ class JoiningTransport:
 
     def _flush(self) -> None:
         pieces, self._pieces = self._pieces, []
-        # It may have been lost since they were written; uvloop raises where asyncio would only
-        # count.
+        # The connection may have been lost since; uvloop raises where asyncio would only count.
         if not pieces or self._transport.is_closing():
             return
         if len(pieces) == 1:
@@ -58,9 +57,15 @@ class JoiningTransport:
         else:
             self._transport.writelines(pieces)
 
-    # A __getattr__ for these would slow every look-up down, also those of the methods above.
+    # A __getattr__ for these would slow down every attribute access, also to the methods above.
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """As `asyncio.BaseTransport` has it.
+
+        Args:
+            name: What to look up: `peername`, `sockname`, `socket` ...
+            default: Returned where the transport does not have it.
+        """
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
@@ -74,8 +79,7 @@ class JoiningTransport:
 
 
 class AbortableHttpProtocol(HttpToolsProtocol):
-    """Puts the transport's ``abort`` among the extensions of every request's scope, and joins
-    writes."""
+    """Adds the transport's `abort` to the extensions of every request's scope, and joins writes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
@@ -86,7 +90,6 @@ class AbortableHttpProtocol(HttpToolsProtocol):
 
 
 def client_abort(scope: Mapping[str, Any]) -> Callable[[], object] | None:
-    """The abort of this request's client, if the server offers one: for
-    `ProxyRequest.abort_client`."""
+    """What closes the connection of this request's client at once; None if the server cannot."""
     extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
     return None if extension is None else extension["abort"]

@@ -30,9 +30,12 @@ def group_label(kind: str, reach: int | None = None) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Part of a whole in percent.
+    """Part of a whole in percent, never rounded up to all or down to nothing: "100 %" of almost all
+    would hide what is wrong.
 
-    Never rounded up to all or down to nothing: "100 %" of almost all would hide what is wrong.
+    Args:
+        part: At least 0; more than *whole* is shown as such.
+        whole: 0 gives "0 %".
     """
     percent = 100 * part / max(whole, 1)
     if 0 < part < whole:

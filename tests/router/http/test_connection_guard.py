@@ -181,7 +181,7 @@ async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
         app.look(LIMITS.stall_s + LIMITS.slack_s - 1)
         assert not app.refusals
         app.look(LIMITS.stall_s + LIMITS.slack_s + 2)
-        assert app.refusals == ["answer_not_read"]
+        assert app.refusals == ["response_not_read"]
 
 
 async def test_an_answer_that_is_read_slowly_is_not_taken_for_one_that_is_not_read() -> None:

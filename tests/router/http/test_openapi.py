@@ -16,14 +16,14 @@ from router.app import RouterApp
 from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.http import examples
 from router.http.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingsBody,
-    MessagesBody,
-    ResponsesBody,
-    TokenIdsBody,
-    TokenizeBody,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenIdsRequest,
+    TokenizeRequest,
 )
 from router.service import RouterService
 from router.tokenize import Endpoint, parse_request
@@ -226,12 +226,12 @@ async def test_every_example_fits_its_schema(document: dict[str, Any]) -> None:
 
 
 FORMS = {
-    ChatBody: Endpoint.CHAT,
-    CompletionBody: Endpoint.COMPLETIONS,
-    ResponsesBody: Endpoint.RESPONSES,
-    MessagesBody: Endpoint.MESSAGES,
-    EmbeddingsBody: Endpoint.EMBEDDINGS,
-    TokenIdsBody: Endpoint.ROUTE,
+    ChatRequest: Endpoint.CHAT,
+    CompletionRequest: Endpoint.COMPLETIONS,
+    ResponsesRequest: Endpoint.RESPONSES,
+    MessagesRequest: Endpoint.MESSAGES,
+    EmbeddingsRequest: Endpoint.EMBEDDINGS,
+    TokenIdsRequest: Endpoint.ROUTE,
 }
 
 
@@ -243,7 +243,7 @@ def test_every_example_of_a_body_is_one_that_the_router_reads() -> None:
                 assert read_replica(body).url == body["url"], name
             elif kind in FORMS:
                 assert parse_request(FORMS[kind], json.dumps(body).encode()).prompts, name
-    assert set(examples.BODIES) == {*FORMS, ReplicaConfig, TokenizeBody, DetokenizeBody}
+    assert set(examples.BODIES) == {*FORMS, ReplicaConfig, TokenizeRequest, DetokenizeRequest}
 
 
 @pytest.mark.parametrize(
