@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import signal
 import sys
@@ -57,27 +56,11 @@ async def _capture(arguments: argparse.Namespace) -> int:
         arguments.batches,
         arguments.seconds,
     )
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, done.set)
     progress = (lambda _text: None) if arguments.json else _say
-    recording = asyncio.create_task(capture(options, arguments.output, progress))
-    waiting = asyncio.create_task(stopped.wait())
-    await asyncio.wait((recording, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    return await _finish(recording)
-
-
-async def _finish(recording: asyncio.Task[int]) -> int:
-    """The number of batches; 1 where Ctrl-C ended it, whose recording is whole up to its last
-    line."""
-    if not recording.done():
-        recording.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await recording
-        return 1
-    return recording.result()
+    return await capture(options, arguments.output, progress, done)
 
 
 def _say(text: str) -> None:

@@ -36,10 +36,14 @@ class _Recorder:
     """The consumer of the subscriber: writes every batch to the file, unchanged."""
 
     def __init__(
-        self, writer: RecordingWriter, options: CaptureOptions, progress: Callable[[str], None]
+        self,
+        writer: RecordingWriter,
+        options: CaptureOptions,
+        progress: Callable[[str], None],
+        done: asyncio.Event,
     ) -> None:
         self.batches = 0
-        self.done = asyncio.Event()
+        self.done = done
         self._writer = writer
         self._options = options
         self._progress = progress
@@ -66,13 +70,19 @@ class _Recorder:
         self._progress(f"refused: {problem}")
 
 
-async def capture(options: CaptureOptions, output: Path, progress: Callable[[str], None]) -> int:
-    """Record until a limit is reached or the task is cancelled; returns the number of batches.
+async def capture(
+    options: CaptureOptions,
+    output: Path,
+    progress: Callable[[str], None],
+    done: asyncio.Event | None = None,
+) -> int:
+    """Record until a limit is reached or *done* is set; returns the number of batches.
 
     Args:
         options: What to record, and the limits.
         output: The file to write; compressed where it ends in `.gz`.
         progress: Takes a line for people now and then.
+        done: Ends the recording; None leaves that to the limits.
     Raises:
         EndpointError: A socket cannot connect to such an address.
         RecordingError: The file cannot be written.
@@ -80,7 +90,7 @@ async def capture(options: CaptureOptions, output: Path, progress: Callable[[str
     with RecordingWriter(
         output, Header(name=output.name.split(".")[0], source="captured by kvroute")
     ) as writer:
-        recorder = _Recorder(writer, options, progress)
+        recorder = _Recorder(writer, options, progress, done or asyncio.Event())
         subscriber = Subscriber(
             options.endpoint, recorder, replay_endpoint=options.replay_endpoint, topic=options.topic
         )

@@ -26,11 +26,12 @@ from tests.support.recorded_publisher import RecordedStreamPublisher
 from tests.support.router_process import router_process
 from tests.support.signals import heed_signals
 
+COMMAND = [sys.executable, "-m", "router.cli.main"]
 STREAM = Path(__file__).parents[1] / "conformance" / "streams" / "real_full.jsonl.gz"
 
 
 def kvroute(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "router.cli.main", *arguments]
+    command = [*COMMAND, *arguments]
     inherited = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
     return subprocess.run(
         command,
@@ -80,6 +81,37 @@ def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
     assert frames(output) == published
     summary = json.loads(kvroute("replay", str(output)).stdout)
     assert (summary["frames"], summary["malformed"]) == (40, 0)
+
+
+def test_a_recording_that_is_interrupted_keeps_and_counts_what_it_has(tmp_path: Path) -> None:
+    """Ctrl-C is the usual end of a recording."""
+    published = frames(STREAM)[:5]
+    output = tmp_path / "stream.jsonl"
+    config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    with RecordedStreamPublisher(config) as publisher:
+        for payload in published:
+            publisher.publish_raw(payload)
+        addresses = (
+            "--endpoint",
+            publisher.endpoint,
+            "--replay-endpoint",
+            publisher.replay_endpoint,
+        )
+        command = [*COMMAND, "capture", *map(str, addresses), "--output", str(output)]
+        recording = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=heed_signals,
+        )
+        assert recording.stderr is not None
+        while "live" not in recording.stderr.readline():
+            assert recording.poll() is None
+        recording.send_signal(signal.SIGINT)
+        said, _ = recording.communicate(timeout=30)
+    assert (recording.returncode, said) == (0, f"5 batches in {output}\n")
+    assert frames(output) == published
 
 
 def test_an_engine_that_says_nothing_gives_an_empty_recording_and_a_failure(tmp_path: Path) -> None:
@@ -268,7 +300,7 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         os.set_blocking(self._ours, False)
-        command = [sys.executable, "-m", "router.cli.main", *arguments]
+        command = [*COMMAND, *arguments]
         environ = {**os.environ, "TERM": "xterm"}
         self.process = subprocess.Popen(
             command,
