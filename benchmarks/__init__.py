@@ -1,1 +1,1 @@
-"""One script a question; each prints one JSON line per figure."""
+"""One script per question; each prints one JSON line per figure."""

@@ -1,11 +1,11 @@
-"""How many accesses does each eviction policy of the CPU tier hit, and how far is that from the
+"""How many accesses hit under each eviction policy of the CPU tier, and how far is that from the
 best possible?
 
-A trace is a list of prompts, each a list of blocks; a synthetic prompt is one block. What a tier
-has of a prompt is touched and the rest is stored in one call. The peer in the same run is Belady's
-OPT, which knows the future and evicts what is needed last: no policy that stores every miss hits
-more. `prefix_hit_ratio` counts only hits without a miss before them in their prompt: what full
-attention can use.
+A trace is a list of prompts, each a list of blocks; a synthetic prompt is one block. The blocks of
+a prompt that the tier has are touched, and the rest are stored in one call. The peer in the same
+run is Belady's OPT, which knows the future and evicts the block needed last: no policy that stores
+every miss has more hits. `prefix_hit_ratio` counts only hits without a miss before them in their
+prompt: those that full attention can use.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def main() -> None:
 
 
 def _zipf(accesses: int, blocks: int, _capacity: int) -> Trace:
-    """Block i is asked for in proportion to 1 / i."""
+    """Block i is accessed in proportion to 1 / i."""
     weights = list(itertools.accumulate(1 / rank for rank in range(1, blocks + 1)))
     return [[block] for block in Random(1).choices(range(blocks), cum_weights=weights, k=accesses)]
 
 
 def _zipf_with_scans(accesses: int, blocks: int, capacity: int) -> Trace:
-    """As often as not a run of twice the capacity passes that nobody ever asks for again."""
+    """Half of the accesses are scans of twice the capacity whose blocks are never accessed
+    again."""
     popular = iter(_zipf(accesses, blocks, capacity))
     fresh = itertools.count(blocks)
     turns = itertools.cycle(["popular", "scan"])
@@ -89,13 +90,13 @@ def _zipf_with_scans(accesses: int, blocks: int, capacity: int) -> Trace:
 
 
 def _loop(accesses: int, _blocks: int, capacity: int) -> Trace:
-    """A quarter more blocks than there is room for, in turn."""
+    """A quarter more blocks than fit, accessed in turn."""
     return [[turn % (capacity * 5 // 4)] for turn in range(accesses)]
 
 
 def _shifting(accesses: int, blocks: int, capacity: int) -> Trace:
-    """A working set of the capacity's size, replaced by another one five times, in a tenth of
-    passing blocks."""
+    """A working set as large as the capacity, replaced five times, with a tenth of one-time
+    blocks."""
     draw = Random(2)
     passing = itertools.count(10 * capacity + blocks)
     phases = (turn * 5 // accesses for turn in range(accesses))
@@ -142,7 +143,7 @@ def _measure(name: str, trace: Trace, capacity: int, policies: list[str]) -> Non
 
 
 def _tier_hits(trace: Trace, capacity: int, policy: str) -> tuple[int, int]:
-    """Hits, and those of them without a miss before."""
+    """Count the hits, and those without a miss before them in their prompt."""
     tier = CPUOffloadingManager(capacity, policy, enable_events=False)
     hits = prefix_hits = 0
     for prompt in trace:
@@ -155,8 +156,8 @@ def _tier_hits(trace: Trace, capacity: int, policy: str) -> tuple[int, int]:
 
 
 def _use(tier: CPUOffloadingManager, keys: list[OffloadKey]) -> None:
-    """Touch what is there, from the tail to the head, and store the rest, as far as it fits at
-    all."""
+    """Touch the blocks that are present, from the tail to the head, and store as many of the rest
+    as fit."""
     tier.touch(reversed(keys), REQUEST)
     output = tier.prepare_store(keys, REQUEST)
     if output is not None:
@@ -168,8 +169,8 @@ def _key(block: int) -> OffloadKey:
 
 
 def _belady_hits(accesses: list[int], capacity: int) -> int:
-    """Hits of a cache that evicts what is asked for last (L. A. Belady, IBM Systems Journal 5(2),
-    1966)."""
+    """Count the hits of a cache that evicts the block accessed last (L. A. Belady, IBM Systems
+    Journal 5(2), 1966)."""
     next_use: dict[int, int] = {}
     furthest: list[tuple[int, int]] = []
     hits = 0
@@ -194,7 +195,7 @@ def _evict_furthest(next_use: dict[int, int], furthest: list[tuple[int, int]]) -
 
 
 def _next_uses(accesses: list[int]) -> list[int]:
-    """For every access, when its block is asked for again; never: at the end."""
+    """For every access, the index of the next one to its block; past the end if there is none."""
     following: dict[int, int] = {}
     uses = []
     for now in range(len(accesses) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a line per figure, a timer, and caches to measure on."""
+"""Shared by the benchmarks: one line per figure, a timer, and caches to measure on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt_tokens(count: int, seed: int = 0) -> list[int]:
 def stored_events(
     tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0
 ) -> Iterator[BlockStored]:
-    """Dense events that announce a prompt in runs of *blocks_per_event*."""
+    """Events without holes that announce a prompt in runs of *blocks_per_event*."""
     total = len(tokens) // BLOCK_SIZE
     for first in range(0, total, blocks_per_event):
         last = min(first + blocks_per_event, total)
@@ -58,7 +58,7 @@ def stored_events(
 def removed_events(
     tokens: list[int], blocks_per_event: int, group: int = 0, seed: int = 0
 ) -> Iterator[BlockRemoved]:
-    """The removals of what `stored_events` announced."""
+    """The removals of the blocks that `stored_events` announces."""
     total = len(tokens) // BLOCK_SIZE
     for first in range(0, total, blocks_per_event):
         yield BlockRemoved(
@@ -72,7 +72,7 @@ def removed_events(
 
 
 def block_hash(seed: int, index: int) -> int:
-    """A 64-bit hash as an engine would name the block."""
+    """A 64-bit hash, as an engine would compute it for the block."""
     return hash((seed, index, "block")) & (2**64 - 1)
 
 

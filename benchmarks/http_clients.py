@@ -1,8 +1,8 @@
-"""How much processor time does one request cost the sender, by HTTP client?
+"""How much CPU time does one request cost the sender, by HTTP client?
 
-Ours (`router.upstream`) beside aiohttp, httpx and httpx2, each where it is installed: POST requests
-over kept connections to a stub replica in a process of its own, the response read whole. On uvloop,
-as the router runs. Processor time rather than wall time, since other load on the machine blurs it
+Ours (`router.upstream`) compared with aiohttp, httpx and httpx2, as far as they are installed: POST
+requests over kept connections to a stub replica in another process, reading whole responses. On
+uvloop, like the router. CPU time rather than wall time, since other load on the machine affects it
 less.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.load import stub_replica
 from router.upstream import Origin, Timeouts, UpstreamClient
 
 Send = Callable[[bytes], Awaitable[bytes]]
-"""Posts a body; returns the response's."""
+"""Posts a body and returns the body of the response."""
 
 _PATH = "/v1/completions"
 _HEADERS = {"content-type": "application/json"}
@@ -134,7 +134,7 @@ async def _send_all(send: Send, body: bytes, count: int, concurrency: int) -> No
 
 @contextmanager
 def _stub_in_another_process() -> Any:
-    """Run a stub replica; its URL."""
+    """Run a stub replica; yield its URL."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)

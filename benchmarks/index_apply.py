@@ -1,4 +1,5 @@
-"""How many blocks per second does the index apply, from bytes, by the number of blocks per event?
+"""How many blocks per second does the index apply, decoding included, by the number of blocks per
+event?
 
 The peer in the same run is a group-blind index: one dictionary from block hash to the replicas that
 hold it.
@@ -17,7 +18,7 @@ from router.index import SourceId, create_index
 
 
 class HashHolders:
-    """What routers without groups keep: block hash -> replicas."""
+    """What a router without groups keeps: block hash -> replicas."""
 
     def __init__(self) -> None:
         self.holders: dict[int | bytes, set[str]] = {}

@@ -1,7 +1,7 @@
 """How long does one match take, by prompt length and number of replicas?
 
 Replica i of n holds the first (i + 1) / n of the prompt, in a full-attention and a sliding-window
-group. The peer in the same run walks a group-blind index, block hash -> replicas, and has the
+group. The peer in the same run walks a group-blind index (block hash -> replicas) and gets the
 hashes of the prompt for free.
 """
 

@@ -1,5 +1,5 @@
-"""A load generator and a stub replica on bare asyncio protocols, so that neither is what is
-measured."""
+"""A load generator and a stub replica on bare asyncio protocols, so that neither dominates the
+measurement."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Load:
         return len(self.latencies) / self.seconds
 
     def quantile(self, share: float) -> float:
-        """Latency in seconds."""
+        """The latency at a quantile, in seconds."""
         ordered = sorted(self.latencies)
         return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
 class _Client(asyncio.Protocol):
-    """One connection that sends the next request as soon as the last is answered."""
+    """One connection that sends the next request as soon as it has the response to the last one."""
 
     def __init__(
         self, load: Load, next_request: Callable[[], bytes | None], done: Callable[[], None]
@@ -98,7 +98,7 @@ def _is_whole(data: bytes) -> bool:
 async def run_load(
     port: int, make: Callable[[int], bytes], concurrency: int, seconds: float
 ) -> Load:
-    """Send requests over *concurrency* connections for that long."""
+    """Send requests over *concurrency* connections for a time."""
     loop = asyncio.get_running_loop()
     load = Load()
     ended = asyncio.Event()
@@ -126,7 +126,7 @@ async def run_load(
 
 
 class _Stub(asyncio.Protocol):
-    """Answers whatever comes, once it is whole."""
+    """Responds to every request once it is complete."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -160,7 +160,7 @@ class _Stub(asyncio.Protocol):
 
 
 async def stub_replica() -> int:
-    """Start a stub that answers at once; its port."""
+    """Start a stub that responds at once; return its port."""
     server = await asyncio.get_running_loop().create_server(_Stub, "127.0.0.1", 0, backlog=4096)
     port: int = server.sockets[0].getsockname()[1]
     return port

@@ -1,13 +1,13 @@
-"""What does the cache manager cost an engine's scheduler, by layout and prompt length, beside
-vLLM's own in the same run?
+"""What does the cache manager cost an engine's scheduler, by layout and prompt length, compared
+with vLLM's own in the same run?
 
-- `allocate_cache_free`: a prompt that misses is looked up, given blocks in chunks of prefill,
-  cached and freed, in a pool that is full of older prompts, so that every block evicts one. With
-  events: they are taken after every request.
+- `allocate_cache_free`: a prompt that misses is looked up, gets blocks in prefill chunks, is cached
+  and freed, in a pool full of older prompts, so that every new block evicts one. With events, these
+  are taken after every request.
 - `hit_lookup`: a prompt that is cached but for its last token is looked up.
 
-Run it with the environment of `make interop`, where vLLM is; elsewhere it prints our figures alone.
-Hashing is no part of it: requests bring their hashes.
+Run it in the environment of `make interop`, which has vLLM; elsewhere it prints only our figures.
+Hashing is not included: requests bring their hashes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ LAYOUTS = {
 }
 PREFILL_TOKENS = 8192
 HELD_PROMPTS = 2
-"""How many prompts the pool holds; one more takes turns, so each finds its own blocks evicted."""
+"""How many prompts the pool holds. One more than that take turns, so each finds its blocks
+evicted."""
 
 
 class Peer(Protocol):
@@ -179,8 +180,10 @@ def _lookups(peer: Peer, tokens: int) -> Callable[[], None]:
 
 
 def _medians(actions: Sequence[Callable[[], None]], seconds: float) -> list[float]:
-    """Median time of each, taking turns so that a busy machine is busy for all."""
-    # Engines freeze what lives as long as they do: the collector walks neither manager's blocks.
+    """The median time of each; they take turns, so that other load on the machine affects all of
+    them."""
+    # Engines freeze objects that live as long as they do: the garbage collector then skips the
+    # blocks of both managers.
     gc.collect()
     gc.freeze()
     for action in actions:

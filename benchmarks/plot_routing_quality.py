@@ -1,9 +1,10 @@
-"""Tables and plots of what `routing_quality` and `policy_weights` printed, written into a document.
+"""Tables and plots of the output of `routing_quality` and `policy_weights`, written into a
+document.
 
     python -m benchmarks.plot_routing_quality figures.jsonl --document docs/routing-quality.md
 
-Tables go between `<!-- NAME -->` and `<!-- end -->` in the document; plots that it shows go next to
-it under `images/`. Needs matplotlib, which nothing else does: pip install '.[bench]'.
+Tables go between `<!-- NAME -->` and `<!-- end -->` in the document; plots that it shows go into
+`images/` next to it. This is the only script that needs matplotlib: pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Figures = dict[str, Any]
 """One line of a benchmark."""
 
 UNCHANGED = 1.1
-"""A time up to this many times that at the lowest rate counts as unchanged, a throughput as the
-best one's if this many times as much would reach it."""
+"""A time counts as unchanged up to this multiple of the time at the lowest rate; a throughput
+counts as the best if this multiple of it reaches the best."""
 COLOURS = {
     "prefix": "#1b6ca8",
     "group_blind": "#d1495b",
@@ -41,7 +42,7 @@ HEADLINE = ("prefix", "group_blind", "group_blind_no_recent", "round_robin")
 
 
 class Place(NamedTuple):
-    """What the policies are compared within, the rate aside."""
+    """What the compared runs have in common, apart from the rate."""
 
     workload: str
     layout: str
@@ -101,7 +102,7 @@ def _mean(group: Sequence[Figures]) -> Figures:
 
 
 def places(lines: Iterable[Figures]) -> list[Place]:
-    """Every place there are figures of, as they come."""
+    """Every place with figures, in order of appearance."""
     return list(dict.fromkeys(place_of(line) for line in lines))
 
 
@@ -115,7 +116,7 @@ def within(lines: Iterable[Figures], place: Place) -> list[Figures]:
 
 
 def image_name(place: Place) -> str:
-    """Of its plot, without the suffix."""
+    """The file name of its plot, without the suffix."""
     return f"{place.workload}-{place.layout}-{place.replicas}-{place.cache:g}"
 
 
@@ -123,7 +124,7 @@ def image_name(place: Place) -> str:
 
 
 def fill(document: Path, tables: dict[str, str]) -> None:
-    """Put every table in its place; a table without one is left out."""
+    """Put every table between its markers; tables without markers are left out."""
     text = document.read_text(encoding="utf-8")
     for name, table in tables.items():
         marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -186,8 +187,8 @@ def _headline_cells(chosen: Sequence[Figures]) -> list[str]:
 
 
 def unchanged(lines: Sequence[Figures]) -> str:
-    """Per place and policy: up to which rate the mean TTFT is that of the lowest rate, and up to
-    which it keeps up."""
+    """Per place and policy: the highest rate at which the mean TTFT is that of the lowest rate, and
+    the highest at which the throughput is the best."""
     policies = [policy for policy in POLICIES if any(line["policy"] == policy for line in lines)]
     rows = []
     for place in places(lines):
@@ -225,12 +226,12 @@ def _kept_up(curve: Sequence[Figures], everybody: Sequence[Figures]) -> str:
 
 
 def _served(line: Figures) -> float:
-    """Of what was offered: seeds differ in that."""
+    """The share of the offered load that was served: seeds differ in what they offer."""
     return float(line["requests_per_s"] / line["offered_requests_per_s"])
 
 
 def _last(curve: Sequence[Figures], holds: Callable[[Figures], bool]) -> str:
-    """The rate of the last line before one for which it does not hold."""
+    """The rate of the last line before the first one for which the condition fails."""
     rates = [f"{line['rate']:g}" for line in takewhile(holds, curve)]
     return rates[-1] if rates else "-"
 
@@ -323,7 +324,7 @@ def plot(place: Place, lines: Sequence[Figures], path: Path) -> None:
         frameon=False,
     )
     figure.tight_layout(rect=(0, 0.07, 1, 1))
-    # Text as text is small; without a date and with fixed ids the same figures are the same file.
+    # Text kept as text is small; without a date and with fixed ids, equal figures give equal files.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.stem})
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

@@ -1,8 +1,9 @@
-"""What does each weight of the default policy cost where it is off by two, by four, or left out?
+"""What does it cost if a weight of the default policy is off by a factor of two or four, or left
+out?
 
 The simulation of `routing_quality`, with one weight changed at a time. The peer in the same run is
-the policy with its defaults. One JSON line per situation, weight and value; the ratios are to the
-defaults' own times, above 1 is worse.
+the policy with its defaults. One JSON line per situation, weight and value; the ratios are relative
+to the times of the defaults; above 1 is worse.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A workload that some weight matters for."""
+    """A workload in which some weight matters."""
 
     layout: str
     cache: float
     rate: float
-    """Of what cold replicas can serve."""
+    """Relative to what cold replicas can serve."""
     options: ConversationOptions
     memory_tier: float = 0.0
-    """Its size, as a multiple of the GPU's."""
+    """The size of the memory tier, as a multiple of the GPU's."""
 
 
 _SHORT = ConversationOptions(
@@ -73,7 +74,7 @@ TUNED: dict[str, tuple[float, ...]] = {
     "recent_trust": (1.0,),
     "lower_tier_token": (1.0,),
 }
-"""Weights, with values to try beside the multiples of their defaults."""
+"""Weights, with values to try in addition to multiples of their defaults."""
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ def compare(name: str, situation: Situation, options: argparse.Namespace) -> Non
 
 
 def values(weight: str) -> Iterator[float]:
-    """What to try; a share cannot exceed 1."""
+    """The values to try; a share cannot exceed 1."""
     default = getattr(Weights(), weight)
     multiples = [default * factor for factor in FACTORS]
     yield from (

@@ -1,10 +1,10 @@
 """How many predictions are exact while requests overlap, and how far off are the others?
 
-Small engines without tensors as processes, a router before them, real sockets: the demo's
-conversations and documents, with more and more requests under way. One at a time but without a
-pause, a request may overtake the events of the one before; several at a time, what a request finds
-is decided after the router has answered for it. The peer in the same run is an index that ignores
-groups under the same policy.
+Simulated small engines run as processes, with a router in front of them and real sockets. The
+requests are the demo's conversations and documents, with a growing number of them in flight. With
+one request at a time but no pause, a request may overtake the events of the previous one. With
+several, what a request finds is determined after the router has made its prediction. The peer in
+the same run is an index that ignores groups, with the same policy.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One router process; stub replicas and the load generator share another. Compared in the same run
 with the same load sent straight to a stub replica. Prompts are token ids, all different, so every
-request is parsed, hashed, matched and ranked. `router_cpu_us` is the processor time of the router
-per request, which other load on the machine does not blur.
+request is parsed, hashed, matched and ranked. `router_cpu_us` is the CPU time of the router per
+request, which other load on the machine affects little.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _figures(through: Load, alone: Load) -> dict[str, float]:
 
 
 def _body_maker(kilobytes: int, stream: bool) -> Callable[[int], bytes]:
-    """Bodies of about that size, all different from their first token on."""
+    """Make bodies of about a size, all different from their first token on."""
     count = kilobytes * 1024 // 7
     common = ",".join(str(10_000 + index % 90_000) for index in range(count))
     tail = b'],"max_tokens":1,"stream":true}' if stream else b'],"max_tokens":1}'
@@ -145,7 +145,7 @@ class RouterProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-bench-")
 
     def cpu_seconds(self) -> float:
-        """Processor time it has used (Linux)."""
+        """CPU time it has used (Linux)."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,8 +1,8 @@
 """What does sparse retention cost in hits, and what does it save in memory?
 
 Conversations with shared system prompts run one after the other through the cache manager, once
-with room for everything and once under pressure. The peer in the same run is dense caching: every
-block that can serve a hit is kept.
+with room for everything and once under pressure. The peer in the same run is dense caching, which
+keeps every block that can serve a hit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ STEP_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run ended with."""
+    """The result of one run."""
 
     hit_share: float
     sparse_blocks: int
-    """Most blocks that the sparsely kept groups had cached at a time."""
+    """The peak number of cached blocks in the sparsely kept groups."""
     evicted: int
 
 
@@ -76,7 +76,7 @@ def main() -> None:
 def run(
     groups: list[KVCacheGroup], num_blocks: int, interval: int | None, options: argparse.Namespace
 ) -> Outcome:
-    """Every turn of every conversation, in a random order that is the same each time."""
+    """Run every turn of every conversation, in a random order that is the same each time."""
     size = math.lcm(*(group.block_size for group in groups))
     config = CacheConfig.build(
         groups,
@@ -98,7 +98,7 @@ def run(
 
 
 def turns(conversations: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompt and answer of each turn; a prompt holds everything said before."""
+    """Prompt and response of each turn; a prompt contains everything before it."""
     rng = random.Random(0)
     systems = [[rng.randrange(1000) for _ in range(1500)] for _ in range(4)]
     histories = [list(rng.choice(systems)) for _ in range(conversations)]
@@ -112,7 +112,7 @@ def turns(conversations: int, count: int) -> Iterator[tuple[list[int], list[int]
 
 
 def compute(cache: CacheManager, request: CacheRequest, answer: list[int], block_size: int) -> None:
-    """Prefill in chunks that end with blocks, then a token at a time."""
+    """Prefill in chunks that end at block boundaries, then one token at a time."""
     cache.start_step()
     computed = cache.get_computed_blocks(request)
     if (
@@ -137,7 +137,7 @@ def compute(cache: CacheManager, request: CacheRequest, answer: list[int], block
 
 
 def chunk(request: CacheRequest, start: int, block_size: int) -> int:
-    """How many tokens the next step computes: to the end of a block where it can."""
+    """How many tokens the next step computes: up to the end of a block where possible."""
     end = min(start + STEP_TOKENS, request.num_tokens)
     aligned = end // block_size * block_size
     return (aligned if aligned > start else end) - start

@@ -1,10 +1,10 @@
-"""What does routing by exact, group-aware hits bring, and at which request rates?
+"""What does routing by exact, group-aware hits gain, and at which request rates?
 
 Simulated replicas in virtual time behind the router's own decision code: the same engine,
-scheduler, cache and events as `kvroute engine --simulate`, a model's time in place of a model. The
-peers in the same run are an index that ignores groups under the same policy, sessions, the least
-loaded, round robin and chance. Prints one JSON line per workload, layout, cache, rate and policy;
-`plot_routing_quality` makes tables and plots of them.
+scheduler, cache and events as `kvroute engine --simulate`, with a time model instead of a language
+model. The peers in the same run are an index that ignores groups with the same policy, sessions,
+least loaded, round robin and random. Prints one JSON line per workload, layout, cache, rate and
+policy; `plot_routing_quality` makes tables and plots of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.simulation.trace import RecordedTrace, TraceOptions, read_trace
 from benchmarks.simulation.workload import Workload
 
 MakeWorkload = Callable[[float], Workload]
-"""At a number of requests per second."""
+"""Makes a workload for a number of requests per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked of what; the policies are compared within one."""
+    """One workload, layout, cache and rate; the policies are compared within it."""
 
     workload: str
     make: MakeWorkload
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the defaults end in a few minutes."""
+    """Parse the command line; the defaults take a few minutes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -109,7 +109,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def workloads(options: argparse.Namespace) -> Iterator[tuple[str, int, MakeWorkload]]:
-    """Name, seed, and what makes it; the recorded one is the same for every seed."""
+    """Name, seed and factory of each workload; the recorded one is the same for every seed."""
     if options.conversations:
         for seed in options.seed:
             chosen = ConversationOptions(
@@ -126,7 +126,7 @@ def workloads(options: argparse.Namespace) -> Iterator[tuple[str, int, MakeWorkl
 
 
 def measure(case: Case, policy: str, options: argparse.Namespace) -> None:
-    """One simulation, one line."""
+    """Run one simulation and print one line."""
     size = case.make(1.0).size
     requests_per_s = case.rate * cold_requests_per_s(size, case.replicas, TIME_MODEL)
     config = replica_config(case.layout, size, case.replicas, case.cache)

@@ -1,12 +1,12 @@
 """How many replicas can one router follow? Simulated engines publish over real sockets; the router
-applies and decides.
+applies their events and decides.
 
     python -m benchmarks.scale --replicas 256
 
-Engines are those of `kvroute engine --simulate`, in a few processes, each at a steady rate of
-steps, every one of which is published. One small HTTP server stands for all their faces. Figures:
-batches and changed blocks per second, how far the router is behind at the end, its processor time
-and memory, and how long a decision takes, as clients see it.
+The engines are those of `kvroute engine --simulate`, in a few processes, each with a steady rate of
+steps, all of which are published. One small HTTP server serves the HTTP side of all of them.
+Figures: batches and changed blocks per second, how far the router is behind at the end, its CPU
+time and memory, and how long a decision takes, as clients see it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 class Busy:
-    """One engine with more to do than it can: prompts that share beginnings."""
+    """One engine with more work than it can do: prompts with shared prefixes."""
 
     def __init__(self, options: argparse.Namespace, number: int) -> None:
         self.config = EngineConfig(
@@ -92,8 +92,8 @@ class Busy:
 
 
 def work(options: argparse.Namespace) -> None:
-    """A process of engines: say their addresses, run while stdin is open, say how many batches each
-    published."""
+    """Run a process of engines: print their addresses, run while stdin is open, print how many
+    batches each published."""
     engines = [
         Busy(options, options.worker * 10_000 + number) for number in range(options.replicas[0])
     ]
@@ -166,7 +166,7 @@ async def measure(replicas: int, options: argparse.Namespace) -> None:
 
 
 async def _decide(client: Client, options: argparse.Namespace) -> list[float]:
-    """Ask for routes, evenly, while the engines publish; milliseconds of each."""
+    """Ask for routes at an even rate while the engines publish; return the milliseconds of each."""
     chance, took = random.Random(5), []
     until = time.monotonic() + options.seconds
     while (now := time.monotonic()) < until:
@@ -270,7 +270,7 @@ def _say(worker: asyncio.subprocess.Process) -> None:
 
 
 def _pid_listening(url: str) -> int:
-    """The process behind a port of this machine."""
+    """The process that listens on a port of this machine."""
     port = int(url.rpartition(":")[2])
     inodes = {
         line.split()[9]
@@ -278,7 +278,7 @@ def _pid_listening(url: str) -> int:
         if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
     }
     for path in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it may be closed by now
+        with contextlib.suppress(OSError):  # it may have been closed meanwhile
             if path.readlink().name.removeprefix("socket:[").removesuffix("]") in inodes:
                 return int(path.parts[2])
     raise RuntimeError(f"nobody listens on {port}")

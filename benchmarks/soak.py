@@ -1,11 +1,11 @@
-"""Do memory and requests/s stay flat? Many requests with unique prompts through a real router,
+"""Do memory and requests/s stay flat? Many requests with unique prompts pass through a real router,
 whose replicas store and evict.
 
     python -m benchmarks.soak --requests 200000
 
-The replicas and the clients are this process, the router is another one. Everything a router keeps
-by prompt is at work: index and recently sent prefixes, and with --text-share the cache of token
-ids, which fills up to its bound.
+The replicas and clients run in this process, the router in another. This exercises everything that
+a router keeps per prompt: the index, recently sent prefixes, and with --text-share the cache of
+token ids, which fills up to its limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIG = {
 
 
 class Slice(NamedTuple):
-    """What a share of the requests cost."""
+    """What one slice of the requests cost."""
 
     requests: int
     requests_per_s: float
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
 
 
 class Replica:
-    """Keeps the last *held* prompts it was sent, and tells the router so."""
+    """Holds the last *held* prompts that it was sent, and publishes that."""
 
     def __init__(self, model: str, held: int) -> None:
         self.stub = EngineStub(
@@ -62,7 +62,7 @@ class Replica:
         self._prompts: deque[list[int]] = deque()
 
     async def serve(self, exchange: Exchange) -> None:
-        """Answer, and take the prompt up."""
+        """Respond, and store the prompt."""
         body = exchange.request.json
         self.stub.requests.clear()
         if isinstance(body["prompt"], list):
@@ -81,7 +81,7 @@ class Replica:
 
 @dataclass
 class Requests:
-    """Bodies, none like another."""
+    """Request bodies, all different."""
 
     model: str
     tokens: int
@@ -93,7 +93,7 @@ class Requests:
         self._made = 0
 
     def take(self, count: int) -> Iterator[dict[str, Any]]:
-        """The next *count* of them."""
+        """Return the next *count* of them."""
         for _ in range(count):
             self._made += 1
             yield {
@@ -110,7 +110,7 @@ class Requests:
 
 
 async def work(client: HttpClient, bodies: Iterator[dict[str, Any]]) -> None:
-    """One client: a request at a time, as long as there are any."""
+    """Act as one client: one request at a time, as long as there are any."""
     for body in bodies:
         answer = await client.ask("POST", "/v1/completions", body)
         if answer.status != 200:
@@ -120,7 +120,7 @@ async def work(client: HttpClient, bodies: Iterator[dict[str, Any]]) -> None:
 async def run_slice(
     router: RouterProcess, requests: Requests, count: int, concurrency: int
 ) -> Slice:
-    """Send *count* of the requests, and look at the router afterwards."""
+    """Send *count* of the requests, then measure the router."""
     began = time.perf_counter()
     bodies = requests.take(count)
     await asyncio.gather(*(run_client(router, bodies) for _ in range(concurrency)))
@@ -134,15 +134,14 @@ async def run_client(router: RouterProcess, bodies: Iterator[dict[str, Any]]) ->
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the line through *points* with the least squares."""
+    """The slope of the least-squares line through *points*."""
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
 def summary(slices: list[Slice]) -> dict[str, float]:
-    """How memory and speed change along the way; the first fifth, in which caches fill, is left
-    out."""
+    """How memory and speed change over time, without the first fifth, in which caches fill."""
     counted = slices[len(slices) // 5 :]
     thousands = [
         sum(part.requests for part in slices[: slices.index(part) + 1]) / 1000 for part in counted
@@ -162,7 +161,7 @@ def summary(slices: list[Slice]) -> dict[str, float]:
 
 
 async def soak(arguments: argparse.Namespace) -> None:
-    """The whole run."""
+    """Run the whole benchmark."""
     model = unique("model")
     replicas = [Replica(model, arguments.held_prompts) for _ in range(arguments.replicas)]
     stubs = [replica.stub for replica in replicas]

@@ -1,11 +1,11 @@
-"""How fast do blocks move between the GPU and the lower tiers? Beside a plain copy of as many
-bytes, in the same run.
+"""How fast do blocks move between the GPU and the lower tiers? Compared with a plain copy of as
+many bytes in the same run.
 
-Without a GPU the cache is in host memory: then the CPU tier is measured against one large copy by
-all cores (a transfer takes one, see `--copy-threads`), and the disk tier against one large file.
-With a GPU it is measured against one large copy to and from pinned memory, too. `ratio` is the
-tier's speed by the plain copy's. Files are written to and read from the system's page cache, unless
-`--durable` makes writes wait for the disk.
+Without a GPU the cache is in host memory: then the CPU tier is compared with one large copy by all
+cores (a transfer takes one, see `--copy-threads`), and the disk tier with one large file. With a
+GPU, also with one large copy to and from pinned memory. `ratio` is the tier's speed relative to the
+plain copy's. Files are written to and read from the system's page cache, unless `--durable` makes
+writes wait for the disk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Lower: TypeAlias = Callable[[Direction], LowerTierSpec]
 
 @dataclass(frozen=True)
 class Layout:
-    """A cache to copy from: how many tensors, and what part of a row each group uses."""
+    """A cache to copy from: the number of tensors, and the part of a row that each group uses."""
 
     name: str
     tensors: int
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def copied_bytes(self) -> int:
-        """What the job moves."""
+        """The bytes that the job moves."""
         return sum(
             size * page
             for size, page in zip(self.gpu.group_sizes, self.cache.page_bytes, strict=True)
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def payload_bytes(self) -> list[int]:
-        """Per group, the bytes of an offloaded block."""
+        """The bytes of an offloaded block, per group."""
         return [self.k * page for page in self.cache.page_bytes]
 
 
@@ -116,7 +116,7 @@ def make_case(layout: Layout, page_bytes: int, k: int, total_bytes: int, device:
 
 
 def run(worker: OffloadingWorker, case: Case, direction: Direction, lower: Lower) -> None:
-    """One job from its submission to its end."""
+    """Run one job from its submission to its end."""
     job_id = next(_JOB_IDS)
     worker.submit(TransferJob(job_id, direction, case.gpu, lower(direction)))
     worker.wait([job_id])
@@ -155,7 +155,7 @@ def measure(
 def measure_cpu_tier(
     case: Case, plain: dict[Direction, float], options: argparse.Namespace
 ) -> None:
-    """Slots in order, which is what a fresh tier hands out, and scattered, which is what a used one
+    """Measure with slots in order, as a fresh tier provides them, and scattered, as a used one
     does."""
     slots = list(range(case.lower_count))
     scattered = random.Random(2).sample(slots, len(slots))
@@ -168,7 +168,7 @@ def measure_cpu_tier(
 def measure_disk_tier(
     case: Case, plain: dict[Direction, float], options: argparse.Namespace
 ) -> None:
-    """Files in a directory that is removed afterwards."""
+    """Measure with files in a directory that is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         store = BlockStore(Path(directory), case.payload_bytes, durable=options.durable)
         worker = FileTransferWorker(case.cache, store, case.factors, options.io_threads)
@@ -247,13 +247,13 @@ def _rate(total_bytes: int, copy: Callable[[], None], repeats: int) -> float:
 
 
 def cases(options: argparse.Namespace, device: str) -> Iterator[Case]:
-    """Every layout, block size and k asked for."""
+    """Every requested layout, block size and k."""
     for layout, block_kib, k in itertools.product(LAYOUTS, options.block_kib, options.k):
         yield make_case(layout, block_kib * 1024, k, options.megabytes * 1_000_000, device)
 
 
 def parse_options() -> argparse.Namespace:
-    """Sizes and places."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="how much a job copies")
     parser.add_argument(
@@ -278,7 +278,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every case on every device there is."""
+    """Measure every case on every available device."""
     options = parse_options()
     total_bytes = options.megabytes * 1_000_000
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):

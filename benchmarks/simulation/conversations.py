@@ -1,5 +1,5 @@
-"""Made-up conversations: shared system prompts, documents that several ask about, turns that append
-to what was said."""
+"""Synthetic conversations: shared system prompts, documents that several conversations ask about,
+turns that append to the previous ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 128_000
 
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
-    """How many, how long, how popular; ranges are of tokens, bounds included."""
+    """Numbers, lengths and popularity; ranges are in tokens, bounds included."""
 
     conversations: int = 250
     systems: int = 6
@@ -22,14 +22,14 @@ class ConversationOptions:
     documents: int = 24
     document_tokens: tuple[int, int] = (2000, 10_000)
     document_share: float = 0.5
-    """Of the conversations, those about a document."""
+    """Share of the conversations that are about a document."""
     turns: tuple[int, int] = (1, 6)
     message_tokens: tuple[int, int] = (30, 500)
     answer_tokens: tuple[int, int] = (16, 64)
     think_share: float = 0.12
-    """From an answer's end to the next message: the mean of an exponential distribution, as a share
-    of the time in which all conversations begin. So another request rate is the same workload,
-    faster or slower, and as many are under way at a time."""
+    """From the end of a response to the next message: the mean of an exponential distribution, as a
+    share of the time in which all conversations begin. So a different request rate is the same
+    workload, faster or slower, with the same number of concurrent conversations."""
     seed: int = 0
 
 
@@ -45,12 +45,12 @@ class _Conversation:
 
 @dataclass(slots=True)
 class Conversations:
-    """Conversations that begin at random times (Poisson); each message waits for the answer to the
-    one before."""
+    """Conversations that begin at random times (Poisson); each message waits for the response to
+    the previous one."""
 
     options: ConversationOptions
     requests_per_s: float
-    """Of all turns, while conversations begin."""
+    """The rate of all turns, while conversations begin."""
     size: WorkloadSize = field(init=False)
     _conversations: list[_Conversation] = field(init=False)
     _span_s: float = field(init=False)
@@ -101,7 +101,7 @@ def _plan(options: ConversationOptions) -> list[_Conversation]:
     random = Random(options.seed)
     systems = [_tokens(random, options.system_tokens) for _ in range(options.systems)]
     documents = [_tokens(random, options.document_tokens) for _ in range(options.documents)]
-    # Popularity falls as 1 / rank, as it does in most collections.
+    # Popularity falls as 1 / rank, as in most collections.
     return [
         _conversation(random, options, _popular(random, systems), _popular(random, documents))
         for _ in range(options.conversations)

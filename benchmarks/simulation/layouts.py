@@ -1,5 +1,5 @@
-"""Which caches are compared: layer patterns with the windows and block sizes of models people
-serve."""
+"""Which caches are compared: layer patterns with the windows and block sizes of widely served
+models."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ three groups of states, one a block, hence the large blocks."""
 LONGEST_TOKENS = 131_072
 STEP_TOKENS = 2048
 TIME_MODEL = TimeModel(slowdown=2.5)
-"""8,000 prefill tokens/s: of the order of a model of 30B on one accelerator."""
+"""8,000 prefill tokens/s: roughly a 30B model on one accelerator."""
 
 
 def layout_names() -> list[str]:
-    """All that `replica_config` knows."""
+    """All layouts that `replica_config` knows."""
     return list(_LAYOUTS)
 
 
 TRANSFER_TOKENS_PER_S = 200_000.0
-"""What a lower tier brings back: 128 KiB a token over PCIe at 25 GB/s."""
+"""The rate of loads from a lower tier: 128 KiB per token over PCIe at 25 GB/s."""
 
 
 def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
@@ -66,7 +66,7 @@ def replica_config(
     together.
 
     At 1 there is room for every token once, in every group. No cache is smaller than one and a half
-    times what the longest request needs.
+    times the need of the longest request.
     """
     config = _LAYOUTS[layout]
     model = replace(config, max_model_len=LONGEST_TOKENS).model()

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's way, times in seconds of virtual time."""
+    """What happened to one request; times in seconds of virtual time."""
 
     request_id: str
     replica_id: str
     arrived_s: float
     prompt_tokens: int
     predicted_tokens: int
-    """Of the prompt, as the router saw it when it decided."""
+    """Of the prompt, as the router predicted when it decided."""
     cached_tokens: int = 0
-    """Of the prompt, as the engine admitted it."""
+    """Of the prompt, when the engine admitted it."""
     answer: list[int] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
-    """Between the tokens of the answer."""
+    """Between the tokens of the response."""
     is_finished: bool = False
 
     @property
@@ -34,17 +34,17 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Outcome:
-    """One simulation, over."""
+    """The result of one simulation."""
 
     records: list[RequestRecord]
     busy_s: dict[str, float]
     preemptions: int
     arrivals_end_s: float
-    """When the last request came, or the last conversation began: then the load falls."""
+    """When the last request arrived, or the last conversation began: then the load falls."""
 
     def figures(self, warm_up: float = 0.0) -> dict[str, float | int]:
-        """All figures, of the requests that came between *warm_up*, a share of the time, and the
-        end of the arrivals."""
+        """Compute all figures from the requests that arrived between *warm_up*, a share of the
+        time, and the end of the arrivals."""
         start_s = warm_up * self.arrivals_end_s
         counted = [
             record for record in self.records if start_s <= record.arrived_s <= self.arrivals_end_s
@@ -94,8 +94,8 @@ def variation(values: Sequence[float]) -> float:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Of values in ascending order, the smallest that *percent* of them do not exceed; 0 without
-    any."""
+    """The smallest of the ascending values that *percent* of them do not exceed; 0 if there are
+    none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 

@@ -1,5 +1,5 @@
-"""One simulated engine on the common timeline: its steps take their time, its events arrive a
-little later."""
+"""One simulated engine on the common timeline: its steps take time, and its events arrive a little
+later."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TakeOutputs = Callable[[Sequence[StepOutput]], None]
 
 
 class StuckReplica(RuntimeError):
-    """An engine has requests and does nothing."""
+    """An engine has requests but makes no progress."""
 
 
 class DelayedPublisher(EventPublisher):
-    """Hands batches on, some time after the end of their step."""
+    """Passes batches on some time after the end of their step."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DelayedPublisher(EventPublisher):
         return True
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to stop."""
 
     def statistics(self) -> PublisherStatistics:
         """See `EventPublisher`."""
@@ -90,7 +90,7 @@ class SimulatedReplica:
             self._step()
 
     def _step(self) -> None:
-        # The engine does a whole step at once; what it said is heard when the step's time has
+        # The engine does a whole step at once; its events are delivered when the step's time has
         # passed.
         start_s = self._timeline.now_s
         self._clock.sleep(max(0.0, start_s - self._clock.now_s()))

@@ -20,7 +20,7 @@ from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
 
 MODEL = "simulated"
 GROUP_BLIND = "group_blind"
-"""The default policy over an index that ignores groups."""
+"""The default policy with an index that ignores groups."""
 BLIND_AND_FORGETFUL = "group_blind_no_recent"
 """The same in a router that does not remember what it has just sent where."""
 POLICIES = (
@@ -71,8 +71,8 @@ class SimulatedRouter:
         )
 
     def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, InFlight]:
-        """Where a request goes, the tokens it is predicted to reuse there, and its share of
-        the load, which counts from now on."""
+        """Decide where a request goes; return the replica, the tokens predicted to be reused there,
+        and its share of the load, which counts from now on."""
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         ranking = self._planner.rank(request, self.index, prompts, self._replicas)

@@ -25,7 +25,7 @@ class Setting:
     replica: ReplicaConfig
     event_delay_s: float = 0.001
     scrape_interval_s: float = 2.0
-    """Of the engines' gauges, as the router's default."""
+    """How often the engines' gauges are scraped; the router's default."""
     weights: Weights | None = None
     seed: int = 0
 
@@ -38,7 +38,7 @@ class _Served:
 
 
 class Simulation:
-    """Everything wired; `run` it once."""
+    """All parts of a simulation; `run` may be called once."""
 
     def __init__(self, setting: Setting, workload: Workload) -> None:
         self.timeline = Timeline()
@@ -54,7 +54,7 @@ class Simulation:
         self._to_come = 0
 
     def run(self) -> Outcome:
-        """Let all requests be served."""
+        """Serve all requests."""
         arrivals = self._workload.arrivals()
         for arrival in arrivals:
             self._expect(arrival)

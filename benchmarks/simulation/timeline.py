@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen when, earliest first."""
+"""Virtual time: actions and their times, earliest first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import count
 
 
 class TimelineError(RuntimeError):
-    """Something was to happen in the past."""
+    """An action was planned in the past."""
 
 
 class Timeline:
-    """Actions by time; what is planned for one moment happens in the order in which it was
+    """Actions by time; those planned for the same moment happen in the order in which they were
     planned."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Timeline:
         heapq.heappush(self._planned, (time_s, next(self._turns), action))
 
     def run(self) -> None:
-        """Let everything happen, also what is planned meanwhile."""
+        """Run all actions, including those planned meanwhile."""
         while self._planned:
             self.now_s, _, action = heapq.heappop(self._planned)
             action()
 
     def now(self) -> float:
-        """The present, in seconds, for whoever wants a clock."""
+        """The present time in seconds, as a clock."""
         return self.now_s

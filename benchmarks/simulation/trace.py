@@ -1,6 +1,6 @@
-"""A recorded service's requests: their times, lengths and shared prefixes, with made-up tokens.
+"""A recorded service's requests: their times, lengths and shared prefixes, with synthetic tokens.
 
-The format is Mooncake's: one JSON object a line with `timestamp` (ms), `input_length`,
+The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input_length`,
 `output_length`, and `hash_ids`, one id per 512 tokens of the prompt. Equal leading ids are a shared
 prefix.
 """
@@ -28,9 +28,9 @@ class TraceOptions:
 
     requests: int
     longest_prompt: int
-    """Longer ones are left out, tokens."""
+    """In tokens; longer prompts are left out."""
     answer_share: float
-    """Answers are cut to this share of their length: simulated decoding costs real time for every
+    """Responses are cut to this share of their length: simulated decoding costs real time for every
     token."""
 
 
@@ -84,7 +84,7 @@ def read_trace(path: Path, options: TraceOptions) -> list[dict[str, Any]]:
 
 
 def trace_size(rows: Sequence[dict[str, Any]], options: TraceOptions) -> WorkloadSize:
-    """What these requests ask for in all."""
+    """The total size of these requests."""
     answers = [_answer_tokens(row, options.answer_share) for row in rows]
     return WorkloadSize(
         requests=len(rows),
@@ -99,7 +99,7 @@ def trace_size(rows: Sequence[dict[str, Any]], options: TraceOptions) -> Workloa
 
 @lru_cache(maxsize=50_000)
 def tokens_of(hash_id: int) -> tuple[int, ...]:
-    """The tokens that stand for an id, the same every time."""
+    """The tokens for an id, the same every time."""
     return tuple(Random(hash_id).choices(range(VOCABULARY), k=ID_TOKENS))
 
 

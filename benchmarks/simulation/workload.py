@@ -1,4 +1,4 @@
-"""What is asked of the replicas: requests with a time, a session and a prompt."""
+"""The requests to the replicas, each with a time, a session and a prompt."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class Arrival:
     session: str
     answer_tokens: int
     place: int
-    """What the workload finds its prompt by."""
+    """The key under which the workload finds its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSize:
-    """What a workload asks for in all."""
+    """The total size of a workload."""
 
     requests: int
     prompt_tokens: int
     answer_tokens: int
     distinct_tokens: int
-    """Prompt tokens of all requests, those of a shared prefix once."""
+    """Prompt tokens of all requests, with shared prefixes counted once."""
     longest_tokens: int
-    """Of a prompt with its answer."""
+    """The longest prompt with its response."""
 
 
 class Workload(Protocol):
-    """Requests, some of which wait for the answers of earlier ones. Used once."""
+    """Requests, some of which wait for the responses to earlier ones. Can be used once."""
 
     size: WorkloadSize
 
     def arrivals(self) -> Sequence[Arrival]:
-        """Those whose times are known from the start."""
+        """The requests whose times are known from the start."""
         ...
 
     def prompt(self, arrival: Arrival) -> list[int]:
-        """Its tokens; asked for when it arrives."""
+        """The tokens of a request; called when it arrives."""
         ...
 
     def answered(self, arrival: Arrival, answer: Sequence[int], now_s: float) -> Arrival | None:
-        """The request that follows on this one's answer, if one does."""
+        """The request that follows the response to this one, if any."""
         ...
