@@ -95,7 +95,7 @@ def _loop(accesses: int, _blocks: int, capacity: int) -> Trace:
 
 
 def _shifting(accesses: int, blocks: int, capacity: int) -> Trace:
-    """A working set as large as the capacity, replaced five times, with a tenth of one-time
+    """Five working sets in turn, each as large as the capacity, with a tenth of one-time
     blocks."""
     draw = Random(2)
     passing = itertools.count(10 * capacity + blocks)
