@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,8 @@ class Dispatcher:
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
+        if encoding == "json":
+            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
             return await self._dispatch_without_prompt(body)
         return await self._dispatch_prompt(endpoint, body, session, encoding)

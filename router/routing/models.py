@@ -103,12 +103,12 @@ class ModelSet:
     def resolve(self, name: str | None) -> tuple[Model, str | None]:
         """Return the base model that a request's `model` stands for, and the adapter if it is one.
 
-        None stands for the only model there is.
+        None, or an empty name, stands for the only model there is, as in the engines.
 
         Raises:
             UnknownModel: No replica serves it, or there are several and the request names none.
         """
-        if name is None and len(self._models) == 1:
+        if not name and len(self._models) == 1:
             return next(iter(self._models.values())), None
         found = self._names.get(name or "")
         if found is None:

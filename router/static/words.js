@@ -67,6 +67,7 @@ const UNKNOWN = {
   busy: "too many prompts waited for the tokenizer",
   prompt_too_long: "it is longer than the router tokenises",
   replica_failed: "no replica gave a usable response to /tokenize",
+  replica_refused: "the replica asked refused it at /tokenize, or has no /tokenize",
   not_unicode: "it holds half a character",
   no_chat_template: "the router has no chat template for the model",
   no_local_tokenizer: "the router has no tokenizer for the model",

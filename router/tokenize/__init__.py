@@ -32,6 +32,7 @@ from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
     ModelFilesError,
     ReplicaAnswerError,
+    ReplicaRefusedError,
     RequestBodyError,
     TokenizeError,
     UntokenizableError,
@@ -71,6 +72,7 @@ __all__ = [
     "RemoteStatistics",
     "RemoteTokenizer",
     "ReplicaAnswerError",
+    "ReplicaRefusedError",
     "RequestBodyError",
     "SegmentCacheStatistics",
     "TextPrompt",

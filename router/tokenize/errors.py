@@ -4,7 +4,8 @@
     |-- RequestBodyError      the client's body: a place, what is there, the rule it breaks
     |-- ModelFilesError       the operator's model directory cannot be used
     |-- UntokenizableError    the prompt is valid, but its token ids cannot be known here
-    `-- ReplicaAnswerError    a replica's `/tokenize` refused, or its response is malformed
+    `-- ReplicaAnswerError    a replica's `/tokenize` failed, or its response is malformed
+        `-- ReplicaRefusedError   it refused this prompt
 
 Messages never quote a prompt, a token or a key: they describe values by type and size.
 """
@@ -55,10 +56,15 @@ class UntokenizableError(TokenizeError):
 
 
 class ReplicaAnswerError(TokenizeError):
-    """A replica responded to `/tokenize` with an error or without a valid token list."""
+    """A replica responded to `/tokenize` with an error, or without a valid token list."""
 
     def __init__(self, place: str, found: str, rule: str) -> None:
         super().__init__(f"{place}: {found}; {rule}")
         self.place = place
         self.found = found
         self.rule = rule
+
+
+class ReplicaRefusedError(ReplicaAnswerError):
+    """A replica refused to tokenise this prompt, or has no `/tokenize`: nothing is wrong with
+    it."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
 from router.tokenize.chat.conversation import has_media
-from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
+from router.tokenize.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics
 from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
@@ -31,6 +31,8 @@ _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
 # Ten digits, a comma and a blank for every id, and the other fields.
 _MAX_BYTES_PER_TOKEN = 12
 _MAX_OTHER_BYTES = 65_536
+
+_RESPONSES_TEXTS = ("input_text", "output_text")
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -122,6 +124,8 @@ class RemoteTokenizer:
 
     def _read(self, status: int, answer: bytes) -> TokenIds:
         """Check a response; its text may hold the prompt and is never quoted."""
+        if 400 <= status < 500:
+            raise ReplicaRefusedError(_PATH, f"status {status}", "the replica must take the prompt")
         if status != 200:
             raise ReplicaAnswerError(_PATH, f"status {status}", "must answer 200")
         if len(answer) > self._limits.max_prompt_tokens * _MAX_BYTES_PER_TOKEN + _MAX_OTHER_BYTES:
@@ -159,7 +163,7 @@ def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:
         # The endpoint has no field for them, but its template arguments take them.
         arguments["documents"] = prompt.documents
     fields: dict[str, Any] = {
-        "messages": prompt.messages,
+        "messages": [_chat_message(message) for message in prompt.messages],
         "add_generation_prompt": prompt.add_generation_prompt,
         "continue_final_message": prompt.continue_final_message,
     }
@@ -168,3 +172,17 @@ def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:
     if arguments:
         fields["chat_template_kwargs"] = arguments
     return fields
+
+
+def _chat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give the parts of a responses request the type that text has in a chat, the only one that
+    `/tokenize` takes. The engine's own endpoint treats both alike."""
+    content = message.get("content")
+    if not isinstance(content, list) or not any(map(_is_responses_text, content)):
+        return message
+    parts = [{**part, "type": "text"} if _is_responses_text(part) else part for part in content]
+    return {**message, "content": parts}
+
+
+def _is_responses_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in _RESPONSES_TEXTS

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from router.tokenize.errors import ReplicaAnswerError, UntokenizableError
+from router.tokenize.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer, PreparedPrompt
 from router.tokenize.prompts import (
     ChatPrompt,
@@ -204,6 +204,8 @@ class Tokenization:
             ids = await self._remote.tokenize(prompt, model=spec.model, cache_salt=spec.cache_salt)
         except UntokenizableError as error:
             return error
+        except ReplicaRefusedError:
+            return UntokenizableError("replica_refused")
         except (ReplicaAnswerError, OSError, asyncio.TimeoutError):
             return UntokenizableError("replica_failed")
         return ids, Coverage.WHOLE

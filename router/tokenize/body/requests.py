@@ -6,6 +6,7 @@ ignored: the proxy forwards the body unchanged.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -34,6 +35,7 @@ _MAX_SESSION_CHARS = 512
 _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
+_HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
@@ -102,11 +104,24 @@ def _decode(body: bytes, encoding: str) -> dict[str, Any]:
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         # ValueError: text that is not UTF-8. TypeError: msgpack types without a JSON equivalent.
         # The messages hold offsets and type names, but no content.
-        found = "not UTF-8" if isinstance(error, UnicodeError) else str(error)
+        found = _fault(body, error) if encoding == "json" else str(error)
         raise RequestBodyError("$", found, f"the body must be valid {encoding}") from None
     if not isinstance(fields, dict):
         raise RequestBodyError("$", describe(fields), "the body must be an object")
     return fields
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """What is wrong with JSON, where the decoder's own words would mislead."""
+    if isinstance(error, UnicodeError):
+        return "not UTF-8"
+    text = str(error)
+    if not body.strip():
+        return "an empty body"
+    # A high surrogate is called truncated where the body ends before the other half could follow.
+    if "surrogate" in text or ("truncated" in text and _HIGH_SURROGATE.search(body[-16:])):
+        return "half of a surrogate pair in an escape, which is no character"
+    return text
 
 
 def _route_form(fields: Mapping[str, Any]) -> Endpoint:
@@ -282,18 +297,23 @@ def _token_ids(values: list[Any], place: str, limits: PromptLimits) -> TokenIds:
             place, describe(values), f"must have at most {limits.max_prompt_tokens} token ids"
         )
     # The array takes true for 1, so the types are looked at first; both run in C over the whole
-    # list.
-    if set(map(type, values)) <= {int}:
+    # list. Engines take 1.0 for 1.
+    types = set(map(type, values))
+    if types == {int} or (types <= {int, float} and all(map(_is_whole, values))):
         try:
-            return array("I", values)
+            return array("I", values if types == {int} else map(int, values))
         except OverflowError:
             pass
     raise _bad_token_id(values, place)
 
 
+def _is_whole(value: int | float) -> bool:
+    return isinstance(value, int) or value.is_integer()
+
+
 def _bad_token_id(values: list[Any], place: str) -> RequestBodyError:
     for index, value in enumerate(values):
-        if type(value) is not int:
+        if type(value) is not int and not (type(value) is float and value.is_integer()):
             return RequestBodyError(f"{place}[{index}]", describe(value), _TOKEN_RULE)
         if not 0 <= value < 2**32:
             return RequestBodyError(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)

@@ -79,6 +79,25 @@ async def test_an_attempt_carries_the_replicas_own_headers_and_what_the_client_i
     assert decision.prompt_tokens == 3
 
 
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, None])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "", "prompt": [1]}',
+        b'{"prompt": [1]}',
+        b'\xef\xbb\xbf{"model": "m", "prompt": [1]}',
+    ],
+)
+async def test_what_engines_take_is_taken(
+    setting: Setting, endpoint: Endpoint | None, body: bytes
+) -> None:
+    """An empty name stands for the only model, and a byte order mark for nothing."""
+    setting.add("r0")
+    decision = await setting.dispatcher.dispatch(endpoint, body)
+    assert decision.model.name == "m"
+    assert decision.body == body.removeprefix(b"\xef\xbb\xbf")
+
+
 async def test_a_rank_is_asked_for_only_where_it_holds_the_prefix(setting: Setting) -> None:
     """The engine balances its ranks better than the router, unless one of them has the prefix."""
     setting.add("r0", ranks=2)

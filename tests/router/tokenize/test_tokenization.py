@@ -250,6 +250,43 @@ async def test_a_replica_gets_all_that_shapes_the_prompt(replica: _Replica) -> N
     ]
 
 
+_INPUT_TEXT = {"type": "input_text", "text": "hello"}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": [_INPUT_TEXT]},
+        {"type": "message", "role": "user", "content": [_INPUT_TEXT]},
+        {"role": "user", "content": [_INPUT_TEXT, {"type": "input_text", "text": "there"}]},
+        {"role": "developer", "content": [_INPUT_TEXT]},
+        {"type": "function_call_output", "call_id": "c", "output": [_INPUT_TEXT]},
+    ],
+)
+async def test_a_replica_is_asked_for_typed_input_as_text_parts(
+    replica: _Replica, item: dict[str, Any]
+) -> None:
+    """vLLM's `/tokenize` takes the parts of a chat only, and the OpenAI SDK sends these."""
+    tokenization = Tokenization(remote=RemoteTokenizer(replica.fetch))
+    spec = _spec(Endpoint.RESPONSES, {"model": "m", "input": [item]})
+    (result,) = await tokenization.tokenize(spec)
+    assert result.exact
+    parts = replica.bodies[0]["messages"][-1]["content"]
+    assert {part["type"] for part in parts} == {"text"}
+    assert parts[0]["text"] == "hello"
+
+
+async def test_a_refused_prompt_is_not_called_the_replicas_failure(
+    local: LocalTokenizer,
+) -> None:
+    """An operator would look at the replica, which is fine."""
+    remote = RemoteTokenizer(_Replica(local, Response("no", status_code=400)).fetch)
+    (result,) = await Tokenization(remote=remote).tokenize(
+        _spec(Endpoint.COMPLETIONS, {"prompt": "text"})
+    )
+    assert (result.coverage, result.reason) == (Coverage.UNKNOWN, "replica_refused")
+
+
 async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
     """A round trip is saved, but not across tenants."""
     remote = RemoteTokenizer(replica.fetch)
@@ -263,7 +300,6 @@ async def test_an_answer_is_remembered_by_salt(replica: _Replica) -> None:
     "answer",
     [
         Response("no", status_code=500),
-        Response("no", status_code=404),
         Response("no"),
         Response("[]"),
         Response('{"tokens": [1, -1]}'),

@@ -154,6 +154,8 @@ def test_a_template_in_the_request_is_never_run() -> None:
         ([1, 2], [[1, 2]]),
         ([[1], [2, 3], []], [[1], [2, 3], []]),
         (["a", [1]], [TextPrompt("a"), [1]]),
+        ([1.0, 2, 3e0], [[1, 2, 3]]),  # engines take whole numbers however they are written
+        ([[1.0]], [[1]]),
     ],
 )
 def test_prompts_are_text_tokens_or_batches_of_them(
@@ -195,7 +197,9 @@ def test_a_million_token_ids_are_taken() -> None:
         ([1, 2**32], "$.prompt[1]"),
         ([1, 2**70], "$.prompt[1]"),
         ([0, True], "$.prompt[1]"),
-        ([0, 1.0], "$.prompt[1]"),
+        ([0, 1.5], "$.prompt[1]"),
+        ([0, 1e300], "$.prompt[1]"),
+        ([1.0, -1.0], "$.prompt[1]"),
         ([0, "secret"], "$.prompt[1]"),
         ([0, None], "$.prompt[1]"),
         ([None], "$.prompt[0]"),
@@ -327,6 +331,24 @@ def test_sizes_are_bounded(endpoint: Endpoint, body: object, limits: PromptLimit
     """One request must not make the router hold or compute without end."""
     with pytest.raises(RequestBodyError, match="at most 2"):
         _parse(endpoint, body, limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"", "an empty body"),
+        (b" \n", "an empty body"),
+        (b'{"a": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"a": "\\ud800 and what follows it"}', "half of a surrogate pair"),
+        (b'{"a": "\\udc00"}', "half of a surrogate pair"),
+        (b'{"a": "\\u0041', "truncated"),
+    ],
+)
+def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -> None:
+    """An empty body and half a character were both called truncated."""
+    with pytest.raises(RequestBodyError) as error:
+        parse_request(Endpoint.COMPLETIONS, body)
+    assert found in error.value.found
 
 
 @pytest.mark.parametrize(
