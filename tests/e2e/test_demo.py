@@ -22,7 +22,8 @@ from kvevents.publisher import announce
 from router.demo.blind import GroupBlindIndex
 from router.demo.processes import DemoFailed, engines
 from router.demo.workload import Workload, WorkloadSizes
-from router.index import PrefixIndex, SourceId, create_index
+from router.index import DumpError, PrefixIndex, SourceId, create_index
+from router.index.dump import dump, load
 from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
 from tests.support.signals import heed_signals
@@ -168,3 +169,20 @@ def test_a_group_blind_index_takes_a_window_that_slid_for_a_lost_block() -> None
     assert told(GroupBlindIndex(), hybrid, stored(0)) == 64
     for index in (create_index(), GroupBlindIndex()):
         assert told(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32
+
+
+def test_a_group_blind_index_can_be_kept_like_any_other() -> None:
+    """A router keeps its indexes over a restart, whichever it was started with."""
+    index, copy = GroupBlindIndex(), GroupBlindIndex()
+    assert told(index, [KVCacheGroup(GroupKind.FULL, 16)], stored(0), stored(1)) == 64
+    kept = b"".join(dump(index))
+    load(kept, copy)
+    removed = EventBatch(0.0, [BlockRemoved([HASHES[2]], GPU, 1)])
+    for each in (index, copy):
+        assert each.apply(SOURCE, removed).removed == 2
+        assert each.match(PROMPT)[SOURCE].gpu_cached_tokens == 32
+    with pytest.raises(DumpError, match="implementation"):
+        load(kept, create_index())
+    with pytest.raises(DumpError, match="group-blind"):
+        load(b"".join(dump(create_index())), copy)
+    assert copy.match(PROMPT)[SOURCE].gpu_cached_tokens == 32
