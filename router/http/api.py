@@ -199,7 +199,7 @@ def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
             EmbeddingsRequest,
         ),
         description="Token ids, or the body of any endpoint with a prompt. Messages and embeddings "
-        "need `endpoint`, their path, to be told from chats and responses.",
+        "need `endpoint`, their path, to be distinguished from chats and responses.",
         content_types=(JSON, MSGPACK),
     )
 
