@@ -25,6 +25,7 @@ class RouterApp:
         parts = ApiParts(
             config=service.config,
             admission=service.admission,
+            readiness=service.readiness,
             dispatcher=service.dispatcher,
             models=service.models,
             registry=service.registry,

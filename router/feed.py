@@ -26,6 +26,9 @@ _MAX_SOCKETS = 16_384
 """Five for a source that is being repaired; libzmq's own bound of 1023 would end at 200 sources."""
 
 
+_CATCHING_UP = (SourceState.CONNECTING, SourceState.RECOVERING)
+
+
 @dataclass(slots=True)
 class AppliedEvents:
     """What a source's batches did to the index so far, in blocks unless it says otherwise."""
@@ -133,6 +136,11 @@ class Feed:
         """How far a source's hits can be trusted; one that is not followed is dead."""
         feed = self._sources.get(source)
         return feed.state if feed else SourceState.DEAD
+
+    def has_caught_up(self, source: SourceId) -> bool:
+        """Whether all that can be known of a source is known. Of one that is suspect or whose feed
+        has died there is no more to come; of one that is not followed yet there is."""
+        return source in self._sources and self.state(source) not in _CATCHING_UP
 
     def is_suspect(self, source: SourceId) -> bool:
         """Whether a source's hits should be discounted; one that is not followed has no hits."""

@@ -22,6 +22,7 @@ from router.feed import Feed
 from router.index import PrefixIndex, SourceId, create_index
 from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
+from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
 from router.proxy import Proxy, ProxySettings, RetryLimits
@@ -83,6 +84,13 @@ class RouterService:
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
         self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
+        self.readiness = Readiness(
+            self.admission,
+            self.registry,
+            self.feed,
+            [replica.replica_id for replica in config.replicas],
+            config.health.ready_wait_s,
+        )
         policy = make_policy(config.policy.name, _policy_settings(config))
         stale_after_s = config.health.engine_load_stale_after_s
         planner = RoutePlanner(policy, load, self._recent, self.feed.is_suspect, stale_after_s)

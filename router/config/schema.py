@@ -334,6 +334,9 @@ class HealthConfig(Section, frozen=True):
     """Passed checks in a row. Above 1 a return takes as many intervals."""
     discovery_interval_s: Seconds = 30.0
     """How often a healthy replica is asked again for its models and event sources."""
+    ready_wait_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 30.0
+    """After a start: how long `/readyz` waits for the event streams of each configured replica to
+    catch up; 0 does not wait."""
     scrape_metrics: bool = True
     metrics_path: UrlPath = "/metrics"
     engine_load_stale_after_s: Seconds = 10.0

@@ -69,6 +69,7 @@ from router.http.views import (
     StatusView,
 )
 from router.observability.metrics import CONTENT_TYPE, RouterMetrics
+from router.observability.readiness import Readiness
 from router.observability.request_log import MAX_REQUESTS, RequestLog
 from router.replicas import ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
@@ -89,6 +90,7 @@ class ApiParts:
 
     config: RouterConfig
     admission: Admission
+    readiness: Readiness
     dispatcher: Dispatcher
     models: ModelSet
     registry: ReplicaRegistry
@@ -170,7 +172,7 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         **described("operation", "Can some replica take requests?", {200: ready, 503: not_ready}),
     )
     async def readyz() -> Response:
-        reason = parts.admission.why_not_ready(parts.registry.replicas())
+        reason = parts.readiness.why_not_ready()
         if reason:
             return _json(StatusView(status="not ready", reason=reason), 503)
         return _json(StatusView(status="ready"))

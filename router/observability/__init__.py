@@ -7,5 +7,6 @@ The files; each imports only what is listed above it:
     labels.py             words for kinds, shares, durations and tiers
     problems.py           what is wrong with a replica, in sentences
     collector.py          metrics read at a scrape, from the parts' statistics
+    readiness.py          is the router ready, and whom does it wait for?
     request_observer.py   one proxied request: load, health, metrics, log, prediction
 """

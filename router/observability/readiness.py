@@ -1,0 +1,89 @@
+"""Is the router ready, and if not, whom does it wait for?
+
+A router that has just started knows no cache, so it would send its first requests anywhere. It is
+ready only when the event streams of its configured replicas have caught up. The wait is bounded
+for each replica, and happens once: later a replica that comes or returns is waited for by nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from router.feed import Feed
+from router.index import SourceId
+from router.replicas import Replica, ReplicaRegistry, ReplicaState
+from router.routing.admission import Admission
+
+_NAMED = 8
+"""Replicas in one reason."""
+
+
+class Readiness:
+    """Answers `/readyz`."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        registry: ReplicaRegistry,
+        feed: Feed,
+        configured: Collection[str],
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the parts that know.
+
+        Args:
+            admission: Says whether some replica can serve at all.
+            registry: All replicas.
+            feed: How far their streams have caught up.
+            configured: Ids of the replicas to wait for.
+            wait_s: The longest wait for one of them, from its first check and again from the
+                moment it is healthy; 0 waits for none.
+            clock: The registry's.
+        """
+        self._admission = admission
+        self._registry = registry
+        self._feed = feed
+        self._configured = frozenset(configured)
+        self._wait_s = wait_s
+        self._clock = clock
+        self._has_been_ready = False
+
+    def why_not_ready(self) -> str | None:
+        """Return what keeps the router from being ready; None if it is."""
+        replicas = self._registry.replicas()
+        reason = self._admission.why_not_ready(replicas)
+        if reason is None and not self._has_been_ready:
+            reason = self._waits_for(replicas)
+        self._has_been_ready |= reason is None
+        return reason
+
+    def _waits_for(self, replicas: Collection[Replica]) -> str | None:
+        now = self._clock()
+        waiting = [
+            (self._wait_s - (now - replica.health_since), f"{replica.id} ({lag})")
+            for replica in replicas
+            if replica.id in self._configured and now - replica.health_since < self._wait_s
+            for lag in self._lags(replica)
+        ]
+        if not waiting:
+            return None
+        names = ", ".join(name for _, name in waiting[:_NAMED])
+        more = f" and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
+        return f"waiting at most {max(waiting)[0]:.0f} s for the caches of {names}{more}"
+
+    def _lags(self, replica: Replica) -> Iterator[str]:
+        """What is not known of a replica yet; nothing of one that gets no requests anyhow."""
+        if replica.state is ReplicaState.STARTING and not replica.record.failed_checks:
+            yield "not checked yet"
+        if replica.state is not ReplicaState.HEALTHY:
+            return
+        asks = replica.config.models is None or replica.configured_sources is None
+        if asks and not replica.discoveries:
+            yield "its event streams are not known yet"
+        for source in replica.sources:
+            if not self._feed.has_caught_up(SourceId(replica.id, source.dp_rank)):
+                state = self._feed.state(SourceId(replica.id, source.dp_rank))
+                rank = f"rank {source.dp_rank} " if len(replica.sources) > 1 else ""
+                yield f"{rank}{state.value}"
