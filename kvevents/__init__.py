@@ -18,7 +18,7 @@ The files; each imports only what is listed above it:
 
     errors.py             exception tree
     plugins.py            implementations by name: built-in, registered, from entry points
-    events.py             BlockStored, BlockRemoved, AllBlocksCleared, CacheLayout, batches, the
+    events.py             BlockStored, BlockRemoved, the clears, CacheLayout, batches, the
                           aggregator of workers
     layout.py             the groups of a cache, checked
     hit_rule.py           how much of a prompt such a cache can serve
@@ -72,6 +72,7 @@ from kvevents.events import (
     GroupIdx,
     GroupSpec,
     KVEventAggregator,
+    TierBlocksCleared,
 )
 from kvevents.hashing import HashChain, hash_algorithms
 from kvevents.hit_rule import longest_extended_hit, longest_hit
@@ -139,6 +140,7 @@ __all__ = [
     "Subscriber",
     "SubscriberOptions",
     "SubscriberStatistics",
+    "TierBlocksCleared",
     "ZmqEventPublisher",
     "create_publisher",
     "decode",

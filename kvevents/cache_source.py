@@ -115,7 +115,6 @@ class CacheSource:
 
 def _is_valid(event: Event) -> bool:
     try:
-        decode(encode(EventBatch(0.0, [event])))
+        return not decode(encode(EventBatch(0.0, [event]))).unreadable
     except (*_ENCODING_ERRORS, MalformedBatch):
         return False
-    return True

@@ -25,6 +25,7 @@ from kvevents.events import (
     BlockStored,
     CacheLayout,
     Event,
+    TierBlocksCleared,
     pack_tokens,
     unpack_tokens,
 )
@@ -47,13 +48,15 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
     shows_extra_keys: bool
     extra_keys: Any
     lookahead: tuple[int, ...] | None
+    cache_salt: str | None
 
     @property
-    def run_key(self) -> tuple[int, str | None, bool, bool]:
+    def run_key(self) -> tuple[int, str | None, str | None, bool, bool]:
         """Neighbours that agree in this can share one event."""
         return (
             len(self.packed_tokens),
             self.lora_name,
+            self.cache_salt,
             self.shows_extra_keys,
             self.lookahead is None,
         )
@@ -103,19 +106,20 @@ class _Group:
     def remove(self, event: BlockRemoved) -> int:
         """Take a copy of each block away; return how many blocks left the tier."""
         copies = self.copies.get(event.tier, {})
-        before = len(copies)
-        for block_hash in event.block_hashes:
+        before, left = len(copies), event.remaining_copy_counts
+        for index, block_hash in enumerate(event.block_hashes):
             count = copies.get(block_hash, 0)
-            if count > 1:
-                copies[block_hash] = count - 1
+            remaining = count - 1 if left is None else left[index]
+            if count and remaining > 0:
+                copies[block_hash] = remaining
             elif count:
                 del copies[block_hash]
                 self._release_content(block_hash)
         return before - len(copies)
 
-    def clear_gpu(self) -> int:
-        """Empty the GPU tier; return how many blocks it had."""
-        copies = self.copies.pop(GPU, {})
+    def clear(self, tier: str) -> int:
+        """Empty one tier; return how many blocks it had."""
+        copies = self.copies.pop(tier, {})
         for block_hash in copies:
             self._release_content(block_hash)
         return len(copies)
@@ -175,6 +179,7 @@ def _contents(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, 
                 shows_extra_keys=event.extra_keys is not None,
                 extra_keys=extra_keys[index] if index < len(extra_keys) else None,
                 lookahead=tuple(lookaheads[index]) if index < len(lookaheads) else None,
+                cache_salt=event.cache_salt,
             ),
         )
         parent = block_hash
@@ -199,8 +204,8 @@ class CacheState:
             elif isinstance(event, BlockRemoved):
                 group = self._groups.get(event.group_idx or 0)
                 self.blocks -= group.remove(event) if group else 0
-            elif isinstance(event, AllBlocksCleared):
-                self.blocks -= sum(group.clear_gpu() for group in self._groups.values())
+            elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)):
+                self.blocks -= sum(group.clear(event.tier) for group in self._groups.values())
             else:
                 self.layout = event
 
@@ -345,6 +350,7 @@ def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
         lookahead_token_ids=None
         if first.lookahead is None
         else [list(content.lookahead or ()) for content in contents],
+        cache_salt=first.cache_salt,
     )
 
 

@@ -1,15 +1,18 @@
 """Bytes to `EventBatch` and back; no sockets.
 
 Written: the native form, events as msgpack maps. Read: that, vLLM's maps (>= 0.24) and positional
-arrays of all versions, and SGLang's arrays; unknown fields and trailing elements are ignored. Two
-typed decoders read the homogeneous batches that real engines send. A batch that they refuse is read
-event by event (`_read_batch`), with error messages that name the place.
+arrays of all versions, and SGLang's maps (>= 0.5.20) and arrays; unknown fields and trailing
+elements are ignored. Two typed decoders read the homogeneous batches that real engines send. A
+batch that they refuse is read event by event (`_read_batch`): an event of an unknown type, or one
+that breaks the format, is left out and counted, and an error message names its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -23,6 +26,7 @@ from kvevents.events import (
     CacheLayout,
     Event,
     EventBatch,
+    TierBlocksCleared,
 )
 
 MAX_TOKEN_ID = 2**32 - 1
@@ -43,16 +47,34 @@ _STORED_POSITIONS = (
     "kv_cache_spec_sliding_window",
 )
 _REMOVED_POSITIONS = ("block_hashes", "medium", "group_idx")
+_POSITIONS = {
+    "BlockRemoved": _REMOVED_POSITIONS,
+    "TierBlocksCleared": ("medium",),
+    "AllBlocksCleared": (),
+}
+"""By event type; all others are read as `BlockStored`."""
+
+_TAKING_AWAY = re.compile(
+    "clear|reset|flush|purge|wipe|evict|remov|delet|drop|invalidat|expir", re.IGNORECASE
+)
+"""Of an unknown event's type: its name says that blocks go, and it does not say which."""
 
 
 class _MapBatch(msgspec.Struct, array_like=True):
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared | CacheLayout]
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared | CacheLayout]
     data_parallel_rank: int | None = None
 
 
+class _SglangMetadata(msgspec.Struct):
+    """What SGLang 0.5.18 and 0.5.19 write where vLLM has the adapter's name."""
+
+    cache_salt: str | None = None
+
+
 class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """`BlockStored` as vLLM 0.9 to 0.23 and SGLang write it; shorter in older versions."""
+    """`BlockStored` as vLLM 0.9 to 0.23 and SGLang up to 0.5.19 write it; shorter in older
+    versions."""
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
@@ -60,7 +82,7 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     block_size: int | None = None
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: str | _SglangMetadata | None = None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -77,13 +99,25 @@ class _ClearedArray(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
     pass
 
 
-_ArrayEvent: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray
+class _TierClearedArray(msgspec.Struct, array_like=True, tag="TierBlocksCleared"):
+    medium: str
+
+
+_ArrayEvent: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray | _TierClearedArray
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[_ArrayEvent]
     data_parallel_rank: int | None = None
+
+
+class _MapTag(msgspec.Struct):
+    type: str
+
+
+class _ArrayTag(msgspec.Struct, array_like=True):
+    type: str
 
 
 class _WireBatch(msgspec.Struct, array_like=True):
@@ -96,6 +130,10 @@ _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
 _array_decoder = msgspec.msgpack.Decoder(_ArrayBatch)
 _wire_decoder = msgspec.msgpack.Decoder(_WireBatch)
+_tag_decoders: tuple[msgspec.msgpack.Decoder[_MapTag | _ArrayTag], ...] = (
+    msgspec.msgpack.Decoder(_MapTag),
+    msgspec.msgpack.Decoder(_ArrayTag),
+)
 _any_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 
 _Decoded = TypeVar("_Decoded")
@@ -111,14 +149,15 @@ def decode(payload: bytes) -> EventBatch:
     """Read one batch in any dialect.
 
     Raises:
-        MalformedBatch: The payload breaks the format. Nothing of it may be applied.
+        MalformedBatch: The payload is not a batch. Nothing of it may be applied.
     """
     batch = _decode_typed(payload)
     return _read_batch(payload) if batch is None else batch
 
 
 def _decode_typed(payload: bytes) -> EventBatch | None:
-    """A homogeneous batch, all maps or all arrays; None for any other."""
+    """A homogeneous batch, all maps or all arrays, with nothing to leave out; None for any
+    other."""
     batch: _MapBatch | _ArrayBatch | None = _try(_map_decoder, payload)
     if isinstance(batch, _MapBatch):
         events: list[Event] = batch.events
@@ -127,8 +166,11 @@ def _decode_typed(payload: bytes) -> EventBatch | None:
         if batch is None:
             return None
         events = [_from_array(event) for event in batch.events]
-    for index, event in enumerate(events):
-        _check(event, f"events[{index}]")
+    try:
+        for index, event in enumerate(events):
+            _check(event, f"events[{index}]")
+    except MalformedBatch:
+        return None
     return EventBatch(ts=batch.ts, events=events, data_parallel_rank=batch.data_parallel_rank)
 
 
@@ -145,25 +187,69 @@ def _try(decoder: msgspec.msgpack.Decoder[_Decoded], data: bytes | msgspec.Raw) 
 
 def _from_array(event: _ArrayEvent) -> Event:
     if type(event) is _StoredArray:
-        return BlockStored(**{name: getattr(event, name) for name in _STORED_POSITIONS})
+        fields = {name: getattr(event, name) for name in _STORED_POSITIONS}
+        if isinstance(event.lora_name, _SglangMetadata):
+            fields |= {"lora_name": None, "cache_salt": event.lora_name.cache_salt}
+        return BlockStored(**fields)
     if type(event) is _RemovedArray:
         return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+    if type(event) is _TierClearedArray:
+        return TierBlocksCleared(event.medium)
     return AllBlocksCleared()
 
 
 def _read_batch(payload: bytes) -> EventBatch:
-    """Read one event at a time: unknown types are skipped, errors name their place."""
+    """Read one event at a time; those that cannot be read are left out."""
     batch = _try(_wire_decoder, payload)
     if batch is None:
         raise MalformedBatch(f"payload of {len(payload)} bytes: {_why_no_batch(payload)}")
-    read = [_read_event(raw, f"events[{index}]") for index, raw in enumerate(batch.events)]
-    events = [event for event in read if event is not None]
+    reading = _Reading()
+    for index, raw in enumerate(batch.events):
+        reading.take(raw, f"events[{index}]")
     return EventBatch(
         ts=batch.ts,
-        events=events,
+        events=reading.events,
         data_parallel_rank=batch.data_parallel_rank,
-        skipped=len(read) - len(events),
+        skipped=reading.skipped,
+        unreadable=reading.unreadable,
+        hides_removals=reading.hides_removals,
+        problem=reading.problem,
     )
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What has been read of a batch so far; see `EventBatch`."""
+
+    events: list[Event] = field(default_factory=list)
+    skipped: int = 0
+    unreadable: int = 0
+    hides_removals: bool = False
+    problem: str | None = None
+
+    def take(self, raw: msgspec.Raw, place: str) -> None:
+        """Read one event, or count it."""
+        kind = None
+        try:
+            kind, fields = _tag_and_fields(raw, place)
+            reader = _READERS.get(kind)
+            if reader is not None:
+                event = reader(fields, place)
+                _check(event, place)
+                self.events.append(event)
+                return
+        except MalformedBatch as error:
+            self.unreadable += 1
+            # A store that is missing costs hits, and no more than that.
+            self._note(str(error), takes_away=(kind or _tag_of(raw)) != "BlockStored")
+            return
+        self.skipped += 1
+        if _TAKING_AWAY.search(kind):
+            self._note(f"{place}: of an unknown type that takes blocks away", takes_away=True)
+
+    def _note(self, problem: str, takes_away: bool) -> None:
+        self.hides_removals |= takes_away
+        self.problem = self.problem or problem
 
 
 def _why_no_batch(payload: bytes) -> str:
@@ -181,25 +267,23 @@ def _without_values(error: Exception) -> str:
     return str(error).split("value '", 1)[0]
 
 
-def _read_event(raw: msgspec.Raw, place: str) -> Event | None:
-    value = _try(_any_decoder, raw)
-    kind, fields = _tag_and_fields(value, place)
-    reader = _READERS.get(kind)
-    if reader is None:
-        return None
-    event = reader(fields, place)
-    _check(event, place)
-    return event
+def _tag_of(raw: msgspec.Raw) -> str | None:
+    """The type of an event that cannot be read as a whole, where that much can be read."""
+    tags = (_try(decoder, raw) for decoder in _tag_decoders)
+    return next((tag.type for tag in tags if tag is not None), None)
 
 
-def _tag_and_fields(value: Any, place: str) -> tuple[str, dict[str, Any]]:
+def _tag_and_fields(raw: msgspec.Raw, place: str) -> tuple[str, dict[str, Any]]:
     """An event's type and its fields by name, of a map or an array."""
+    value = _try(_any_decoder, raw)
     if isinstance(value, dict):
         kind = value.get("type")
         fields = {name: field for name, field in value.items() if isinstance(name, str)}
     elif isinstance(value, list) and value:
         kind = value[0]
-        names = _REMOVED_POSITIONS if kind == "BlockRemoved" else _STORED_POSITIONS
+        names: Sequence[str] = _STORED_POSITIONS
+        if isinstance(kind, str):
+            names = _POSITIONS.get(kind, names)
         fields = dict(zip(names, value[1:], strict=False))
     else:
         raise MalformedBatch(
@@ -212,6 +296,8 @@ def _tag_and_fields(value: Any, place: str) -> tuple[str, dict[str, Any]]:
 
 def _read_stored(fields: dict[str, Any], place: str) -> Event:
     known = {name: fields[name] for name in BlockStored.__struct_fields__ if name in fields}
+    if isinstance(known.get("lora_name"), dict):
+        known |= {"lora_name": None, "cache_salt": known["lora_name"].get("cache_salt")}
     token_ids = known.get("token_ids")
     known["token_ids"] = [] if token_ids is None else _plain_tokens(token_ids, place)
     known.setdefault("block_hashes", None)
@@ -230,12 +316,16 @@ def _plain_tokens(token_ids: Any, place: str) -> Any:
 
 
 def _read_removed(fields: dict[str, Any], place: str) -> Event:
-    known = {name: fields.get(name) for name in _REMOVED_POSITIONS}
+    known = {name: fields.get(name) for name in BlockRemoved.__struct_fields__}
     return _convert(known, BlockRemoved, place)
 
 
-def _read_cleared(_fields: dict[str, Any], _place: str) -> Event:
-    return AllBlocksCleared()
+def _read_cleared(fields: dict[str, Any], place: str) -> Event:
+    return _convert({"medium": fields.get("medium")}, AllBlocksCleared, place)
+
+
+def _read_tier_cleared(fields: dict[str, Any], place: str) -> Event:
+    return _convert({"medium": fields.get("medium")}, TierBlocksCleared, place)
 
 
 def _read_layout(fields: dict[str, Any], place: str) -> Event:
@@ -247,6 +337,7 @@ _READERS: dict[str, Callable[[dict[str, Any], str], Event]] = {
     "BlockStored": _read_stored,
     "BlockRemoved": _read_removed,
     "AllBlocksCleared": _read_cleared,
+    "TierBlocksCleared": _read_tier_cleared,
     "CacheLayout": _read_layout,
 }
 
@@ -267,9 +358,12 @@ def _check(event: Event, place: str) -> None:
         _check_stored(event, place)
     if isinstance(event, CacheLayout):
         _check_layout(event, place)
+        return
+    _check_name(event.medium, f"{place}.medium")
     if isinstance(event, (BlockStored, BlockRemoved)):
         _check_range(event.group_idx, 0, MAX_GROUP_IDX, f"{place}.group_idx")
-        _check_name(event.medium, f"{place}.medium")
+    if isinstance(event, BlockRemoved):
+        _check_removed(event, place)
 
 
 def _check_stored(event: BlockStored, place: str) -> None:
@@ -286,6 +380,19 @@ def _check_stored(event: BlockStored, place: str) -> None:
     if event.lookahead_token_ids:
         for token in _flat(event.lookahead_token_ids):
             _check_range(token, 0, MAX_TOKEN_ID, f"{place}.lookahead_token_ids")
+
+
+def _check_removed(event: BlockRemoved, place: str) -> None:
+    counts = event.remaining_copy_counts
+    if counts is None:
+        return
+    if len(counts) != len(event.block_hashes):
+        raise MalformedBatch(
+            f"{place}.remaining_copy_counts has {len(counts)} entries: "
+            f"it must have one for each of {len(event.block_hashes)} hashes"
+        )
+    for count in counts:
+        _check_range(count, 0, 2**31, f"{place}.remaining_copy_counts")
 
 
 def _check_layout(event: CacheLayout, place: str) -> None:

@@ -90,6 +90,8 @@ class BlockStored(_Event, frozen=True):
     """Read if an engine sends it; superseded by `lora_name`."""
     lookahead_token_ids: list[list[int]] | None = None
     """vLLM >= 0.33 with speculative decoding: tokens after each block that its hash also covers."""
+    cache_salt: str | None = None
+    """SGLang's name for the salt of the request; ours stands in `extra_keys`, as vLLM's does."""
 
     __hash__ = _Event.__hash__
 
@@ -117,6 +119,8 @@ class BlockRemoved(_Event, frozen=True):
     block_hashes: list[BlockHash]
     medium: str | None
     group_idx: int | None = None
+    remaining_copy_counts: list[int] | None = None
+    """By hash: how many copies are left there. Read if an engine sends it."""
 
     __hash__ = _Event.__hash__
 
@@ -127,9 +131,30 @@ class BlockRemoved(_Event, frozen=True):
 
 
 class AllBlocksCleared(_Event, frozen=True):
-    """The GPU tier of the source is empty; lower tiers keep their blocks."""
+    """One tier of the source is empty, the GPU where none is named; other tiers keep their
+    blocks."""
+
+    medium: str | None = None
 
     __hash__ = _Event.__hash__
+
+    @property
+    def tier(self) -> str:
+        """The tier in upper case."""
+        return (self.medium or GPU).upper()
+
+
+class TierBlocksCleared(_Event, frozen=True):
+    """One tier of the source is empty. Read if an engine sends it; ours send `AllBlocksCleared`."""
+
+    medium: str
+
+    __hash__ = _Event.__hash__
+
+    @property
+    def tier(self) -> str:
+        """The tier in upper case."""
+        return self.medium.upper()
 
 
 class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -158,7 +183,7 @@ class CacheLayout(_Event, frozen=True):
     __hash__ = _Event.__hash__
 
 
-Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | CacheLayout
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | TierBlocksCleared | CacheLayout
 
 
 class EventBatch(msgspec.Struct, frozen=True):
@@ -170,6 +195,12 @@ class EventBatch(msgspec.Struct, frozen=True):
     data_parallel_rank: int | None = None
     skipped: int = 0
     """Events of unknown type, left out on reading."""
+    unreadable: int = 0
+    """Events that break the format, left out on reading."""
+    hides_removals: bool = False
+    """One of those left out took blocks away, or may have: some that seem to be held are not."""
+    problem: str | None = None
+    """Place and rule of the first event left out that matters."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from kvevents.delivery import Effect
-from kvevents.errors import KVEventsError
+from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
 from kvevents.stream_state import SourceState
@@ -38,6 +38,8 @@ class AppliedEvents:
     skipped: int = 0
     """See `ApplyResult`, as for *overflow*."""
     overflow: int = 0
+    unreadable: int = 0
+    """Events that break the format, left out of their batch."""
     cleared: int = 0
     """Times the source was emptied, to be rebuilt."""
 
@@ -47,6 +49,7 @@ class AppliedEvents:
         self.removed += result.removed
         self.skipped += result.skipped
         self.overflow += result.overflow
+        self.unreadable += result.unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,8 @@ class _SourceFeed:
     def apply(self, batch: Batch) -> Effect:
         result = self.index.apply(self._source, batch.payload)
         self._applied.add(result)
+        if result.problem is not None:
+            self.report(MalformedBatch(result.problem))
         self._has_had_lower_tiers |= result.has_lower_tiers
         if result.is_incomplete:
             return Effect.INCOMPLETE

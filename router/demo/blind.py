@@ -25,6 +25,7 @@ from kvevents.events import (
     Event,
     EventBatch,
     GroupSpec,
+    TierBlocksCleared,
 )
 from kvevents.layout import GroupKind
 from router.index import (
@@ -131,7 +132,7 @@ def _without_groups(copies: Counter[BlockHash], events: Sequence[Event]) -> Iter
         elif isinstance(event, BlockRemoved) and event.medium in (None, GPU):
             gone = [block for block in event.block_hashes for _ in range(copies.pop(block, 0))]
             yield BlockRemoved(gone, GPU, 0)
-        elif isinstance(event, AllBlocksCleared):
+        elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)) and event.tier == GPU:
             copies.clear()
             yield event
 

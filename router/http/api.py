@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from router.config import ReplicaConfig, RouterConfig, key_bytes, read_replica
 from router.errors import (
     BadRequest,
-    BodyTooLarge,
     MethodNotAllowed,
     ReplicaExists,
     RequestError,
@@ -45,8 +44,8 @@ from router.http.openapi import (
 from router.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingsToRoute,
-    MessagesToRoute,
+    EmbeddingsRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenIdsRequest,
 )
@@ -141,8 +140,7 @@ def create_api(
     operator = Access("operator", key_bytes(server.operator_api_key))
     _add_error_handlers(app, parts)
     _add_probes(app, parts, operator)
-    _add_route(app, parts, client)
-    _add_models(app, parts, client)
+    _add_routing(app, parts, client)
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)
     _add_draining(app, parts, operator)
@@ -191,16 +189,21 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 # --- routing --------------------------------------------------------------------------------------
 
 
-_ROUTABLE = takes(
-    *(TokenIdsRequest, ChatRequest, CompletionRequest),
-    *(ResponsesRequest, MessagesToRoute, EmbeddingsToRoute),
-    description="Token ids, or the body of any endpoint with a prompt.",
-    content_types=(JSON, MSGPACK),
-)
-
-
-def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
+def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
     server = parts.config.server
+    body = takes(
+        *(
+            TokenIdsRequest,
+            ChatRequest,
+            CompletionRequest,
+            ResponsesRequest,
+            MessagesRequest,
+            EmbeddingsRequest,
+        ),
+        description="Token ids, or the body of any endpoint with a prompt. Messages and embeddings "
+        "need `endpoint`, their path, to be told from chats and responses.",
+        content_types=(JSON, MSGPACK),
+    )
 
     @app.post(
         "/route",
@@ -210,7 +213,7 @@ def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
             {200: sends(RouteView, "The ranking, with reasons.", (JSON, MSGPACK))},
             access=client,
             errors=(*REFUSED_BODY, *NOT_ROUTED),
-            requestBody=_ROUTABLE,
+            requestBody=body,
         ),
     )
     async def route(request: Request) -> Response:
@@ -223,8 +226,6 @@ def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
         decision.require_replica()
         return _encoded(request, route_view(decision))
 
-
-def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
     @app.get(
         "/v1/models",
         **described(
@@ -281,11 +282,7 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     body_s = parts.config.server.timeouts.client_body_s
-    refused = (
-        BadRequest("$.sped", "unknown key", "did you mean speed?"),
-        BodyTooLarge(MAX_OPERATOR_BODY_BYTES),
-        ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7"),
-    )
+    taken = ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7")
 
     @app.post(
         "/replicas",
@@ -294,7 +291,7 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
             "Add a replica; only its `url` is needed where it reports the rest",
             {201: sends(ReplicaDetails, "The replica, before its first health check.")},
             access=operator,
-            errors=refused,
+            errors=(*REFUSED_BODY, taken),
             requestBody=takes(ReplicaConfig, description="As in the configuration's `replicas`."),
         ),
     )

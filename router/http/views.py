@@ -220,7 +220,7 @@ class CacheView(View, frozen=True, kw_only=True):
     """Events that wait for their parent block."""
     given_up_runs: int
     is_incomplete: bool
-    """Blocks were refused or given up."""
+    """Blocks were refused or given up, or an event that took blocks away could not be read."""
     hash_algorithm: str | None
     """The engine's hash function, where it is known."""
     groups: Sequence[KVCacheGroup]
@@ -246,12 +246,14 @@ class FeedView(View, frozen=True, kw_only=True):
     """Events of unknown type, removals of unknown blocks, blocks over a bound."""
     overflow: int
     """Part of *skipped*: blocks over a bound."""
+    unreadable: int
+    """Events that break the format, left out of their batch."""
     cleared: int
     """Times the source was emptied, to be rebuilt."""
 
 
 class SourceView(EventSource, frozen=True, kw_only=True):
-    """One event stream and the cache it describes."""
+    """One event stream and the cache it tells of."""
 
     feed: FeedView | None
     """Null before it is followed."""

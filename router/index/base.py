@@ -97,6 +97,10 @@ class ApplyResult:
     """Events of unknown type, removals of unknown blocks, and what went over a limit."""
     overflow: int = 0
     """Part of *skipped*: blocks over a limit."""
+    unreadable: int = 0
+    """Events that break the format, left out of the batch."""
+    problem: str | None = None
+    """Place and rule of the first event left out that matters."""
     given_up: int = 0
     """Runs that waited too long, or were too many, to still learn their prefix."""
     cleared: bool = False
@@ -105,8 +109,9 @@ class ApplyResult:
     has_lower_tiers: bool = False
     """The source now holds blocks below the GPU."""
     is_incomplete: bool = False
-    """This batch lost blocks: refused, or given up and out of reach of every look-up. Only a
-    rebuild of the source brings them back."""
+    """From this batch on the picture is wrong: blocks were refused, or given up and out of reach
+    of every look-up, or an event that took blocks away could not be read. Only a rebuild of the
+    source mends it."""
 
 
 class Hit(NamedTuple):
@@ -156,7 +161,7 @@ class SourceStatistics:
     assumptions: tuple[str, ...]
     """What is assumed rather than known, one sentence each, for an operator."""
     is_incomplete: bool
-    """Since it was added or cleared, blocks were lost (see `ApplyResult`)."""
+    """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
 
 
 # --- the index ------------------------------------------------------------------------------------

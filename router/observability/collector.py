@@ -159,6 +159,11 @@ _FEED_COUNTERS: _Table[SourceFeedStatistics] = (
         "Unknown event types, removals of unknown blocks, blocks over a bound.",
         lambda found: found.applied.skipped,
     ),
+    (
+        "kvroute_events_unreadable",
+        "Events that break the format, left out of their batch.",
+        lambda found: found.applied.unreadable,
+    ),
 )
 
 

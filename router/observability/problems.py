@@ -50,7 +50,9 @@ class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
     unplaced: int
     """Blocks that no prompt can find."""
     incomplete: bool
-    """Whether the replica holds blocks that the index does not know."""
+    """Whether the replica holds blocks that the index does not know, or the reverse."""
+    unreadable: int
+    """Events that break the format, left out of their batches."""
 
 
 def summarize_source(
@@ -70,6 +72,7 @@ def summarize_source(
         state=None if feed is None else feed.state.value,
         unplaced=unplaced,
         incomplete=cache is not None and cache.is_incomplete,
+        unreadable=0 if feed is None else feed.applied.unreadable,
     )
 
 
@@ -127,8 +130,12 @@ def _of_streams(replica: ReplicaView, sources: Sequence[SourceSummary]) -> Itera
 def _of_cache(sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:
     incomplete = [source.dp_rank for source in sources if source.incomplete]
     unplaced = sum(source.unplaced for source in sources)
+    unreadable = sum(source.unreadable for source in sources)
     if incomplete:
         text = f"some of its blocks are not known{_name_ranks(incomplete, sources)}"
+        yield ReplicaProblem(Level.WARN, text)
+    if unreadable:
+        text = f"{unreadable:,} of its events could not be read"
         yield ReplicaProblem(Level.WARN, text)
     if unplaced:
         text = f"{unplaced:,} block{'' if unplaced == 1 else 's'} that no prompt can find"

@@ -85,6 +85,8 @@ def _predict(index: PrefixIndex, line: int, query: Query) -> Prediction:
 def _apply(index: PrefixIndex, payload: bytes, summary: ReplaySummary) -> None:
     summary.frames += 1
     try:
-        index.apply(_SOURCE, payload)
+        result = index.apply(_SOURCE, payload)
     except MalformedBatch:
         summary.malformed += 1
+    else:
+        summary.malformed += result.unreadable > 0

@@ -268,22 +268,23 @@ def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
     index.explain(index.prepare(tokens(40)), source)
 
 
-def test_a_refused_batch_changes_nothing_even_if_its_last_event_is_the_bad_one() -> None:
-    """Half a batch would be a state no engine was ever in."""
-    index, prompt = ReferenceIndex(), Prefix(tokens(64))
-    index.apply(LEARNING, encode(EventBatch(0.0, [prompt.stored(0, FULL)])))
-    before = index.statistics()[LEARNING]
-    removed = msgspec.to_builtins(BlockRemoved(prompt.hashes, "GPU", 0))
-    for bad in (
-        {"type": "BlockRemoved", "block_hashes": 5},
-        7,
-        ["BlockStored", [1], None, [-1], 16],
-        [],
-        {"type": None},
+def test_an_event_that_cannot_be_read_costs_no_other_and_the_source_says_so() -> None:
+    """Which blocks the bad one took away is not known: what is left may be too much."""
+    prompt = Prefix(tokens(64))
+    removed = msgspec.to_builtins(BlockRemoved(prompt.hashes[2:], "GPU", 0))
+    for bad, takes_away in (
+        ({"type": "BlockRemoved", "block_hashes": 5}, True),
+        (7, True),
+        (["BlockStored", [1], None, [-1], 16], False),
+        ([], True),
+        ({"type": None}, True),
     ):
-        with pytest.raises(MalformedBatch):
-            index.apply(LEARNING, encode_any([0.0, [removed, ["AllBlocksCleared"], bad]]))
-        assert index.statistics()[LEARNING] == before
+        index = ReferenceIndex()
+        index.apply(LEARNING, encode(EventBatch(0.0, [prompt.stored(0, FULL)])))
+        result = index.apply(LEARNING, encode_any([0.0, [bad, removed], None]))
+        assert (result.removed, result.unreadable, result.is_incomplete) == (2, 1, takes_away)
+        assert index.statistics()[LEARNING].is_incomplete is takes_away
+        assert index.match([*prompt.tokens, 1])[LEARNING].gpu_cached_tokens == 32
 
 
 def test_a_source_is_not_made_known_by_a_payload_that_is_refused() -> None:

@@ -10,10 +10,18 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvevents.cache_state import BATCH_WEIGHT, BLOCK_WEIGHT, REMEMBERED_CONTENTS, CacheState
 from kvevents.codec import decode, encode
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    TierBlocksCleared,
+)
 from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
@@ -365,6 +373,31 @@ def test_a_clear_empties_the_gpu_and_leaves_the_lower_tiers() -> None:
         prompt.tokens[:8],
     )
     assert state.blocks == 2
+
+
+@pytest.mark.parametrize("clear", [AllBlocksCleared("CPU"), TierBlocksCleared("cpu")], ids=str)
+def test_a_clear_of_a_lower_tier_leaves_the_gpu(clear: Event) -> None:
+    """A snapshot that still had the tier would bring it back to every late joiner."""
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply([prompt.stored(0, FULL), prompt.offloaded(0, [4, 8]), clear])
+    assert {event.medium for event in stored(state)} == {"GPU"}
+
+
+def test_a_removal_leaves_as_many_copies_as_it_tells() -> None:
+    """A late joiner must count what a follower counts."""
+    prompt, state = PROMPTS[0], state_of([FULL])
+    one = prompt.stored(0, FULL, 0, 4)
+    for left, announced_copies in (2, 2), (0, 0):
+        state.apply([one, one, one, one])
+        state.apply([replace(prompt.removed(0, [4]), remaining_copy_counts=[left])])
+        assert len(stored(state)) == announced_copies
+
+
+def test_the_salt_of_an_engine_that_names_it_is_announced_again() -> None:
+    """Without it a late joiner would predict a tenant's blocks for everybody."""
+    prompt, state = PROMPTS[0], state_of([FULL])
+    state.apply([replace(prompt.stored(0, FULL), cache_salt="tenant")])
+    assert {event.cache_salt for event in stored(state)} == {"tenant"}
 
 
 def test_an_offloaded_block_is_announced_with_the_tokens_of_its_gpu_event() -> None:

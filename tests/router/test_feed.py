@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvevents.codec import encode
@@ -261,7 +263,7 @@ async def test_a_malformed_batch_is_logged_once_a_replica_and_without_its_conten
         for rank, publisher in zip(ranks, (first, second), strict=True):
             follow(feed, rank, publisher)
             for _ in range(5):
-                publisher.publish(b"\x93\x01\x91\x92\xabBlockStored\xa6secret\xc0")
+                publisher.publish(b"\x93\x01\xa6secret\xc0")
         for rank in ranks:
             await until(lambda: feed.statistics()[rank].stream.last_seq == 4, "all of them")  # noqa: B023
             assert feed.statistics()[rank].stream.malformed >= 5
@@ -272,6 +274,61 @@ async def test_a_malformed_batch_is_logged_once_a_replica_and_without_its_conten
     assert len(warnings) == 1
     assert "replica-a" in warnings[0]
     assert "secret" not in caplog.text
+
+
+async def test_an_event_that_breaks_the_format_is_counted_and_logged_and_its_batch_is_applied(
+    feed: Feed, models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replay brings the same bytes again: refused as a whole, they would make the source suspect
+    for good, and one client with a new kind of request could do that to every replica."""
+    bad = {"type": "BlockStored", "block_hashes": "secret", "token_ids": [1]}
+    good = msgspec.to_builtins(Prefix(PROMPT).stored(0, FULL, 0, 64))
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(msgspec.msgpack.encode([0.0, [bad, good, bad], 0]))
+        await until_live(feed, A, 0)
+        assert models.hit(A) == Hit(64, 64)
+        assert feed.statistics()[A].applied.unreadable == 2
+        assert feed.statistics()[A].stream.malformed == 0
+    assert "events[0] (BlockStored)" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "BlockRemoved", "block_hashes": 5, "medium": "GPU"},
+        {"type": "TierBlocksCleared"},
+        {"type": "PrefixCacheReset"},
+    ],
+    ids=lambda event: event["type"],
+)
+async def test_a_source_is_suspect_once_a_removal_could_not_be_read(
+    feed: Feed, models: Models, event: dict[str, Any]
+) -> None:
+    """Nobody knows which blocks went: the hits are not to be trusted until everything is known
+    again."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+        publisher.publish(msgspec.msgpack.encode([0.0, [event], 0]))
+        await until_state(feed, A, SourceState.SUSPECT, 1)
+        assert models("one").statistics()[A].is_incomplete
+        publisher.publish(batch(AllBlocksCleared()))
+        await until_live(feed, A, 2)
+        assert not models("one").statistics()[A].is_incomplete
+
+
+async def test_a_cleared_lower_tier_makes_nothing_known_again(feed: Feed) -> None:
+    """What was lost of the GPU is lost still."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        publisher.publish(msgspec.msgpack.encode([0.0, [["BlockRemoved", 5]], 0]))
+        await until_state(feed, A, SourceState.SUSPECT, 1)
+        publisher.publish(batch(AllBlocksCleared("CPU")))
+        await until_state(feed, A, SourceState.SUSPECT, 2)
 
 
 async def test_a_source_that_becomes_suspect_is_a_warning_once(

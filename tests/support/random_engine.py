@@ -1,5 +1,4 @@
-"""An engine without a model, which stores and evicts blocks at random and publishes that
-exactly."""
+"""An engine without a model: stores and evicts blocks at random, and says so exactly."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ CHAIN = HashChain.from_seed("sha256", "a seed")
 class RandomEngine:
     """Two groups, one of full attention and one with a sliding window; two tiers, or one.
 
-    Presence-exact: only an absent block is stored, and only a present one is removed.
+    Presence-exact: a block is stored when it was not there, and removed when it was.
     """
 
     def __init__(self, seed: int, with_cpu: bool = True) -> None:
@@ -55,8 +54,8 @@ class RandomEngine:
         return events
 
     def prefill(self) -> list[Event]:
-        """Store everything of one prompt that can be reused: a hit in both groups until the next
-        step."""
+        """Store all of one prompt that asking for it again can reuse: a hit in both groups until
+        the next step."""
         which = self._rng.randrange(len(self.prompts))
         return self._store(which, len(self._hashes[which]) - 1)
 
@@ -67,12 +66,12 @@ class RandomEngine:
         return [AllBlocksCleared()]
 
     def payload(self, events: list[Event]) -> bytes:
-        """One batch in its wire form."""
+        """One batch as it goes over the wire."""
         self._ts += 0.01
         return encode(EventBatch(self._ts, events, 0))
 
     def _store(self, which: int, end: int) -> list[Event]:
-        """Store the missing blocks before *end*, in runs; of the window group only the last
+        """The blocks before *end* that are missing, in runs; of the window group only the last
         four."""
         events: list[Event] = []
         for group, first in ((0, 0), (1, max(0, end - 4))):
@@ -99,7 +98,7 @@ class RandomEngine:
         )
 
     def _offload(self, which: int, end: int) -> list[Event]:
-        """Publish copies in the lower tier as engines do: without tokens."""
+        """Tell of copies in the lower tier, as engines do it: without tokens."""
         events: list[Event] = []
         for group in (0, 1):
             gpu, cpu = self._held[group, GPU], self._held[group, CPU]
@@ -122,7 +121,7 @@ class RandomEngine:
 
 
 def _prompts(rng: random.Random) -> list[list[int]]:
-    """Twenty conversations with shared prefixes."""
+    """Twenty conversations that share beginnings."""
     roots = [[rng.randrange(50_000) for _ in range(8 * BLOCK)] for _ in range(3)]
     return [
         rng.choice(roots)[: rng.randrange(1, 9) * BLOCK]

@@ -127,10 +127,10 @@ class BlockTable:
                 removed += 1
         return removed
 
-    def clear_gpu(self) -> int:
-        """Remove every copy on the GPU; returns how many there were."""
+    def clear(self, tier: str) -> int:
+        """Remove every copy in a tier; returns how many there were."""
         removed = 0
-        for where in [where for where in self.held if where[1] == GPU]:
+        for where in [where for where in self.held if where[1] == tier]:
             held = self.held[where]
             for block_hash, copies in list(held.items()):
                 self._discount(where, held, block_hash, copies, copies)

@@ -54,6 +54,7 @@ class _SourceRecord(msgspec.Struct):
     shows_extra_keys: bool
     uses_int_hashes: bool
     has_overflowed: bool
+    has_lost_removals: bool
     ambiguous: int
     given_up: int
     held: list[_HeldBlocks]
@@ -124,6 +125,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
         shows_extra_keys=source.shows_extra_keys,
         uses_int_hashes=table.uses_int_hashes,
         has_overflowed=source.has_overflowed,
+        has_lost_removals=source.has_lost_removals,
         ambiguous=table.ambiguous,
         given_up=source.waiting.given_up,
         held=[
@@ -146,6 +148,7 @@ def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> 
     source.finder.chain = record.chain
     source.shows_extra_keys = record.shows_extra_keys
     source.has_overflowed = record.has_overflowed
+    source.has_lost_removals = record.has_lost_removals
     held = {
         (blocks.group, blocks.tier): dict(zip(blocks.hashes, blocks.copies, strict=True))
         for blocks in record.held

@@ -52,7 +52,9 @@ class BlockRun:
         tail = event.lookahead_token_ids[-1] if event.lookahead_token_ids else []
         # What the parent's key covers of this run already.
         covered = lookahead if event.parent_block_hash is not None else 0
-        marks = marks_of(event.extra_keys, block_size, event.lora_name, lookahead=lookahead)
+        # The salt counts once, where the prompt begins; SGLang repeats it in every run.
+        salt = event.cache_salt if event.parent_block_hash is None else None
+        marks = marks_of(event.extra_keys, block_size, event.lora_name, salt, lookahead)
         return cls(
             hashes=event.block_hashes,
             packed=pack_tokens(event.token_ids[covered:] + tail),

@@ -21,6 +21,7 @@ from kvevents.events import (
     CacheLayout,
     Event,
     EventBatch,
+    TierBlocksCleared,
 )
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import KVCacheLayout
@@ -49,6 +50,8 @@ class SourceCache:
         self.batches = 0
         """Applied so far."""
         self.has_overflowed = False
+        self.has_lost_removals = False
+        """An event that took blocks away could not be read."""
         self.shows_extra_keys = False
         """The events say what salts and the like a block has."""
         self._space = space
@@ -76,7 +79,7 @@ class SourceCache:
             layout=self.layout,
             hash_algorithm=self.finder.chain.algorithm if self.finder.chain else None,
             assumptions=self._assumptions(),
-            is_incomplete=self.has_overflowed or given_up_for_good,
+            is_incomplete=self.has_overflowed or self.has_lost_removals or given_up_for_good,
         )
 
     def _assumptions(self) -> tuple[str, ...]:
@@ -93,7 +96,9 @@ class SourceCache:
 
     def apply(self, batch: EventBatch) -> ApplyResult:
         """Take one batch; nothing in it can fail half-way."""
-        result = ApplyResult(skipped=batch.skipped)
+        result = ApplyResult(
+            skipped=batch.skipped, unreadable=batch.unreadable, problem=batch.problem
+        )
         layout_before = self.layout
         self.batches += 1
         for event in batch.events:
@@ -106,7 +111,8 @@ class SourceCache:
         result.has_lower_tiers = self.table.has_lower_tiers
         # A known hash function makes up for keys that were never learned.
         given_up_for_good = result.given_up > 0 and self.finder.chain is None
-        result.is_incomplete = result.overflow > 0 or given_up_for_good
+        self.has_lost_removals |= batch.hides_removals
+        result.is_incomplete = result.overflow > 0 or batch.hides_removals or given_up_for_good
         return result
 
     def _learn_layout(self, event: Event) -> None:
@@ -122,12 +128,15 @@ class SourceCache:
             self._store(_stored_with_short_hashes(event), result)
         elif isinstance(event, BlockRemoved):
             self._remove(_removed_with_short_hashes(event), result)
-        elif isinstance(event, AllBlocksCleared):
-            result.cleared = True
-            result.removed += self.table.clear_gpu()
+        elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)):
+            result.removed += self.table.clear(event.tier)
+            if event.tier == GPU:
+                result.cleared = True
+                # With nothing left there is nothing that could be wrong.
+                self.has_lost_removals &= bool(self.table)
 
     def _store(self, event: BlockStored, result: ApplyResult) -> None:
-        self.shows_extra_keys |= event.extra_keys is not None
+        self.shows_extra_keys |= event.extra_keys is not None or event.cache_salt is not None
         table, where = self.table, (event.group_idx or 0, event.tier)
         taken = event.block_hashes[: table.room(where)]
         table.add(where, taken)
@@ -172,7 +181,9 @@ class SourceCache:
         """Whether something the event hides goes into its hashes, such as a salt before vLLM 0.17.
         Only a known hash function can show it: the first hash then differs from what the event's
         tokens hash to."""
-        if event.parent_block_hash is not None or event.extra_keys is not None or event.lora_name:
+        if event.parent_block_hash is not None or event.extra_keys is not None:
+            return False
+        if event.lora_name or event.cache_salt:
             return False
         chain = self.finder.chain
         if chain is None or self.layout is None or event.lookahead_token_ids:

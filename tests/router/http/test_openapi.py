@@ -20,9 +20,7 @@ from router.http.request_bodies import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
-    EmbeddingsToRoute,
     MessagesRequest,
-    MessagesToRoute,
     ResponsesRequest,
     TokenIdsRequest,
     TokenizeRequest,
@@ -234,8 +232,6 @@ FORMS = {
     MessagesRequest: Endpoint.MESSAGES,
     EmbeddingsRequest: Endpoint.EMBEDDINGS,
     TokenIdsRequest: Endpoint.ROUTE,
-    MessagesToRoute: Endpoint.ROUTE,
-    EmbeddingsToRoute: Endpoint.ROUTE,
 }
 
 

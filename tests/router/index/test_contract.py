@@ -4,9 +4,6 @@ hit."""
 from __future__ import annotations
 
 import random
-import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,12 +21,12 @@ from kvevents.events import (
     Event,
     EventBatch,
     GroupSpec,
+    TierBlocksCleared,
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from router.index import (
     ApplyResult,
     GroupHit,
-    HashedPrompt,
     Hit,
     LayoutHints,
     PrefixIndex,
@@ -88,6 +85,37 @@ def test_a_batch_tells_what_it_did(implementation: Implementation) -> None:
 def test_events_of_unknown_type_are_counted_as_skipped(index: PrefixIndex) -> None:
     """The codec left them out; the count must not be lost."""
     assert index.apply(SOURCE, EventBatch(0.0, [], skipped=3)) == ApplyResult(skipped=3)
+
+
+@pytest.mark.parametrize("clear", [AllBlocksCleared("cpu"), TierBlocksCleared("CPU")], ids=str)
+def test_a_clear_empties_the_tier_it_names_and_no_other(
+    implementation: Implementation, clear: Event
+) -> None:
+    """Taken for the GPU's, it would throw away all that the GPU still has; skipped, the tier would
+    seem to hold what it lost."""
+    index = index_with(implementation)
+    apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16, 32]))
+    assert apply(index, clear) == ApplyResult(removed=2)
+    assert statistics(index).blocks == {(0, "GPU"): 10}
+    apply(index, PROMPT.offloaded(0, [16, 32]))
+    assert apply(index, TierBlocksCleared("GPU")).cleared
+    assert statistics(index).blocks == {(0, "CPU"): 2}
+
+
+def test_a_batch_that_hides_removals_makes_the_source_incomplete(
+    implementation: Implementation,
+) -> None:
+    """Until nothing is left of what was held then."""
+    index = index_with(implementation)
+    apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16]))
+    batch = EventBatch(0.0, [], unreadable=1, hides_removals=True, problem="events[0]: why")
+    result = index.apply(SOURCE, batch)
+    assert (result.is_incomplete, result.unreadable, result.problem) == (True, 1, "events[0]: why")
+    apply(index, AllBlocksCleared())
+    assert statistics(index).is_incomplete
+    apply(index, PROMPT.removed(0, [16], medium=CPU))
+    apply(index, AllBlocksCleared())
+    assert not statistics(index).is_incomplete
 
 
 def test_an_event_without_hashes_and_tokens_does_nothing(index: PrefixIndex) -> None:
@@ -601,39 +629,22 @@ def test_prefix_keys_tell_media_apart_wherever_they_are_in_the_prompt(index: Pre
     assert cat[2] != dog[2]
 
 
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    """Threads take turns after a microsecond, so that races show."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("quick_switches")
 def test_prompts_are_prepared_in_another_thread_while_sources_come_and_go(
     index: PrefixIndex,
 ) -> None:
     """Hashing a million tokens takes some 40 ms, too long for the event loop."""
     prompt = tokens(40)
-    for number in range(200):
-        index.add(SourceId(f"replica-{number}"))
-    is_over = threading.Event()
-
-    def prepare_until_it_is_over() -> HashedPrompt:
-        while True:
-            prepared = index.prepare(prompt)
-            if is_over.is_set():
-                return prepared
-
     with ThreadPoolExecutor(1) as threads:
-        prepared = threads.submit(prepare_until_it_is_over)
+        prepared = [
+            threads.submit(lambda: [index.prepare(prompt) for _ in range(200)]) for _ in range(5)
+        ]
         for number in range(2000):
-            source = SourceId(f"replica-{number % 200}")
-            index.drop(source)
+            source = SourceId(f"replica-{number % 50}")
             index.apply(source, EventBatch(0.0, [Prefix(prompt[:32]).stored(0, FULL)]))
-        is_over.set()
-        assert set(index.match_prompt(prepared.result()).values()) == {Hit(32, 32)}
+            if number % 3 == 0:
+                index.drop(source)
+        for future in prepared:
+            assert set(index.match_prompt(future.result()[-1]).values()) == {Hit(32, 32)}
 
 
 def test_a_group_alone_may_allow_more_than_all_together(index: PrefixIndex) -> None:

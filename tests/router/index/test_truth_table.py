@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvevents.events import (
     AllBlocksCleared,
@@ -253,6 +254,39 @@ def test_lora_adapters_are_kept_apart(index: PrefixIndex) -> None:
     apply(index, Prefix(tokens(160), lora="sql").stored(0, FULL))
     assert gpu_hit(index, tokens(160), lora_name="sql") == 160
     assert gpu_hit(index, tokens(160), lora_name="chat") == 0
+    assert gpu_hit(index, tokens(160)) == 0
+
+
+def sglang(prompt: Prefix, salt: str | None, start: int = 0) -> BlockStored:
+    """A run as SGLang tells of it: no group, and the salt by its own name in every run."""
+    stored = prompt.stored(0, FULL, start, medium="GPU")
+    return replace(
+        stored, group_idx=None, extra_keys=None, kv_cache_spec_kind=None, cache_salt=salt
+    )
+
+
+def test_a_salted_tenants_blocks_are_predicted_for_him_and_for_nobody_else(
+    index: PrefixIndex,
+) -> None:
+    """SGLang writes the salt into a field of its own; its hashes depend on it."""
+    salted, plain = Prefix(tokens(160), salt="tenant-a"), Prefix(tokens(160))
+    apply(index, sglang(plain, None), replace(plain.removed(0, range(80, 161, 16)), group_idx=None))
+    head = replace(sglang(salted, "tenant-a"), block_hashes=salted.hashes[:4])
+    apply(index, replace(head, token_ids=head.token_ids[:64]))
+    apply(index, sglang(salted, "tenant-a", 64))
+    assert gpu_hit(index, tokens(160), cache_salt="tenant-a") == 160
+    assert gpu_hit(index, tokens(160), cache_salt="tenant-b") == 0
+    assert gpu_hit(index, tokens(160)) == 64
+    assert index.statistics()[SOURCE].ambiguous == 0
+
+
+def test_a_salted_run_that_came_before_its_parent_is_placed_with_it(index: PrefixIndex) -> None:
+    """A late start: the run waits, and its salt is its parent's."""
+    salted = Prefix(tokens(160), salt="tenant-a")
+    head = sglang(salted, "tenant-a")
+    apply(index, sglang(salted, "tenant-a", 64))
+    apply(index, replace(head, block_hashes=head.block_hashes[:4], token_ids=head.token_ids[:64]))
+    assert gpu_hit(index, tokens(160), cache_salt="tenant-a") == 160
     assert gpu_hit(index, tokens(160)) == 0
 
 

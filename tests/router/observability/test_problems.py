@@ -53,9 +53,19 @@ def replica(**changes: Any) -> ReplicaView:
 
 
 def source(
-    state: str | None = "live", dp_rank: int = 0, unplaced: int = 0, incomplete: bool = False
+    state: str | None = "live",
+    dp_rank: int = 0,
+    unplaced: int = 0,
+    incomplete: bool = False,
+    unreadable: int = 0,
 ) -> SourceSummary:
-    return SourceSummary(dp_rank=dp_rank, state=state, unplaced=unplaced, incomplete=incomplete)
+    return SourceSummary(
+        dp_rank=dp_rank,
+        state=state,
+        unplaced=unplaced,
+        incomplete=incomplete,
+        unreadable=unreadable,
+    )
 
 
 LOST = "bad events were lost for good: its hits are discounted"
@@ -93,6 +103,13 @@ LOST = "bad events were lost for good: its hits are discounted"
         ({}, [source("dead")], 0, ["bad its events are no longer followed"]),
         ({}, [source(), source("suspect", 1)], 0, [f"{LOST} (rank 1)"]),
         ({}, [source(incomplete=True)], 0, ["warn some of its blocks are not known"]),
+        ({}, [source(unreadable=1)], 0, ["warn 1 of its events could not be read"]),
+        (
+            {},
+            [source(unreadable=2), source(unreadable=1_000)],
+            0,
+            ["warn 1,002 of its events could not be read"],
+        ),
         ({}, [source(unplaced=1)], 0, ["warn 1 block that no prompt can find"]),
         (
             {},
