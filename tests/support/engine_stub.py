@@ -1,9 +1,9 @@
-"""An engine over real sockets, without a model: HTTP by hand, so that a test decides every byte and
-close; real KV events.
+"""An engine over real sockets, without a model. HTTP is written by hand, so that a test decides
+every byte and close; KV events are real.
 
-It lives on the test's own event loop. What a prompt request meets is a `Behaviour`, by default
-`answer`; everything around it (health, models, event sources, load, tokenisation) is as vLLM has
-it. Token ids of a text are its UTF-8 bytes.
+It runs on the test's own event loop. A `Behaviour`, by default `answer`, handles each prompt
+request; everything around it (health, models, event sources, load, tokenisation) is as in vLLM. The
+token ids of a text are its UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def unique(prefix: str) -> str:
 
 @dataclass(frozen=True)
 class StubRequest:
-    """A request as it came, names of headers in lower case."""
+    """A request as it arrived, with header names in lower case."""
 
     method: str
     target: str
@@ -94,12 +94,11 @@ class Exchange:
         self._transport = transport
 
     async def send(self, data: bytes) -> None:
-        """Write at once; raises `Gone` where nobody listens any more."""
+        """Write at once; raises `Gone` if the router has left."""
         if self.gone.is_set():
             raise Gone
         self._transport.write(data)
-        # A turn for the loop: data written by one sender in a row must not hide that the other side
-        # has left.
+        # Let the loop run: continuous writing must not hide that the other side has left.
         await asyncio.sleep(0)
 
     async def chunk(self, data: bytes) -> None:
@@ -109,7 +108,7 @@ class Exchange:
     async def whole(
         self, body: bytes, status: str = "200 OK", content_type: str = "application/json"
     ) -> None:
-        """A whole answer with its length."""
+        """Send a whole response with its length."""
         head = (
             f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\n"
             f"content-length: {len(body)}\r\n\r\n"
@@ -117,7 +116,7 @@ class Exchange:
         await self.send(head.encode() + body)
 
     async def wait(self, event: asyncio.Event) -> None:
-        """Until *event*; raises `Gone` if the router leaves before it."""
+        """Wait for *event*; raises `Gone` if the router leaves before it."""
         waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.gone.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +127,7 @@ class Exchange:
             raise Gone
 
     def reset(self) -> None:
-        """Cut the connection, as a process that dies does."""
+        """Reset the connection, as a dying process does."""
         self._transport.abort()
 
 
@@ -139,8 +138,8 @@ Behaviour: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
 async def answer(exchange: Exchange) -> None:
-    """What an engine says: one token, its usage with the tokens it had cached; as a stream where
-    the client asks for one."""
+    """The response of an engine: one token, and usage with the cached tokens; as a stream if the
+    client asks for one."""
     if exchange.request.json.get("stream"):
         await exchange.send(STREAM_HEAD)
         for event in events_of(exchange, 1):
@@ -165,7 +164,7 @@ def streaming(count: int, gap_s: float = 0.0) -> Behaviour:
 
 
 def sending(*pieces: bytes) -> Behaviour:
-    """These bytes as the chunks of an event stream."""
+    """Send these bytes as the chunks of an event stream."""
 
     async def behave(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD)
@@ -177,7 +176,7 @@ def sending(*pieces: bytes) -> Behaviour:
 
 
 def after(event: asyncio.Event, then: Behaviour = answer) -> Behaviour:
-    """Nothing before *event*; then as told."""
+    """Do nothing before *event*, then behave as given."""
 
     async def behave(exchange: Exchange) -> None:
         await exchange.wait(event)
@@ -205,12 +204,12 @@ def begun_until(event: asyncio.Event, begin: int = 2, end: int = 2) -> Behaviour
 
 
 async def hang(exchange: Exchange) -> None:
-    """Takes the request and never says a word."""
+    """Accept the request and never respond."""
     await exchange.wait(asyncio.Event())
 
 
 async def hang_up(exchange: Exchange) -> None:
-    """Takes the request and cuts the connection."""
+    """Accept the request and cut the connection."""
     exchange.reset()
 
 
@@ -227,12 +226,12 @@ def dying_after(count: int) -> Behaviour:
 
 
 def refusing(status: str) -> Behaviour:
-    """An error of the engine, as `429 Too Many Requests`."""
+    """Respond with an error of the engine, such as `429 Too Many Requests`."""
     return always(b'{"error": {"message": "the engine says no", "type": "x", "code": "y"}}', status)
 
 
 def always(body: bytes, status: str = "200 OK") -> Behaviour:
-    """The same answer, whatever the request says."""
+    """Send the same response to every request."""
 
     async def behave(exchange: Exchange) -> None:
         await exchange.whole(body, status)
@@ -310,11 +309,11 @@ class EngineStub:
     """One replica. `start` and `stop` it, or use it as an async context manager.
 
     Args:
-        model: What it serves.
-        behaviour: What a prompt request meets; may be changed at any time.
+        model: The model it serves.
+        behaviour: Handles prompt requests; may be changed at any time.
         name: Its id in the router.
-        adapters: Served beside the model, as LoRA adapters of it.
-        has_events: Whether it publishes KV events and tells where.
+        adapters: LoRA adapters of the model, served as well.
+        has_events: Whether it publishes KV events and reports where.
     """
 
     model: str
@@ -324,18 +323,18 @@ class EngineStub:
     has_events: bool = False
     health_status: str = "200 OK"
     tokenizing: Behaviour | None = None
-    """What /tokenize does in place of an answer."""
+    """What /tokenize does instead of responding."""
     waiting_requests: int = 0
-    """What its gauge of queued requests shows."""
+    """The value of its gauge of queued requests."""
     silent_paths: tuple[str, ...] = ()
-    """Requests to these are taken and never answered."""
+    """Paths whose requests are accepted and never responded to."""
 
     port: int = 0
     active: int = 0
-    """Prompt requests under way."""
+    """Prompt requests in progress."""
     peak: int = 0
     served: int = 0
-    """Prompt requests answered to the end."""
+    """Prompt requests whose response was completed."""
     left: list[float] = field(default_factory=list)
     """When the router closed a connection in the middle of a prompt request, on the clock of
     `time.monotonic`."""
@@ -344,7 +343,7 @@ class EngineStub:
     connections: int = 0
     stored_blocks: int = 0
     errors: list[BaseException] = field(default_factory=list)
-    """What behaviours raised; `stop` raises the first of them."""
+    """Exceptions raised by behaviours; `stop` raises the first of them."""
 
     def __post_init__(self) -> None:
         self._server: asyncio.Server | None = None
@@ -359,7 +358,7 @@ class EngineStub:
 
     @property
     def sources(self) -> int:
-        """How many event streams it tells of."""
+        """How many event streams it reports."""
         return int(self.has_events)
 
     async def __aenter__(self) -> EngineStub:
@@ -375,7 +374,7 @@ class EngineStub:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen, at the address it had before if it had one."""
+        """Listen, at the previous address if there was one."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096
@@ -391,10 +390,11 @@ class EngineStub:
             self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
 
     async def stop(self) -> None:
-        """Go down as a killed process does: every connection is cut, what was cached is lost."""
+        """Stop like a killed process: every connection is cut, and the cache is lost."""
         if self._server is not None:
             self._server.close()
-            for _ in range(3):  # what was just being accepted comes a turn later
+            # A connection that was just being accepted appears one turn later.
+            for _ in range(3):
                 for connection in tuple(self._open):
                     connection.abort()
                 await asyncio.sleep(0)
@@ -411,7 +411,7 @@ class EngineStub:
     # --- its cache --------------------------------------------------------------------------------
 
     def store(self, ids: Sequence[int]) -> None:
-        """Its cache holds the whole blocks of this prompt from now on, and it says so."""
+        """Cache the whole blocks of this prompt, and publish that."""
         assert self._publisher is not None
         blocks = len(ids) // BLOCK
         self._prompts.append(list(ids[: blocks * BLOCK]))
@@ -419,8 +419,7 @@ class EngineStub:
         self.stored_blocks += blocks
 
     def evict(self, ids: Sequence[int]) -> None:
-        """The blocks of a prompt that it stored are gone, and it says so; they are no other
-        prompt's."""
+        """Evict the blocks of a stored prompt, and publish that. No other prompt may share them."""
         assert self._publisher is not None
         whole = list(ids[: len(ids) // BLOCK * BLOCK])
         self._prompts.remove(whole)
@@ -428,11 +427,11 @@ class EngineStub:
         self.stored_blocks -= len(whole) // BLOCK
 
     def forget(self) -> None:
-        """Its cache is empty from now on, and it says nothing of it: what an engine must not do."""
+        """Empty the cache without publishing it, as an engine must never do."""
         self._prompts.clear()
 
     def cached_tokens(self, ids: Sequence[int]) -> int:
-        """How many tokens of a prompt it has, by the rule of full attention: whole blocks, and
+        """How many tokens of a prompt are cached, by the rule of full attention: whole blocks, and
         never the last token."""
         most = (len(ids) - 1) // BLOCK * BLOCK
         common = [
@@ -444,7 +443,7 @@ class EngineStub:
     # --- HTTP -------------------------------------------------------------------------------------
 
     async def serve(self, exchange: Exchange) -> None:
-        """One request, whatever it is."""
+        """Serve any request."""
         path = exchange.request.path
         if path in self.silent_paths:
             await hang(exchange)
@@ -579,7 +578,7 @@ class _Connection(asyncio.Protocol):
             self._take_next()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """A mistake of a behaviour must not look like an engine that is slow."""
+        """An error in a behaviour must not look like a slow engine."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._stub.errors.append(error)

@@ -19,9 +19,9 @@ class Faults:
     drop: float = 0.03
     duplicate: float = 0.03
     delay: float = 0.03
-    """Held back behind up to twenty later messages: late and out of order."""
+    """Delayed past up to twenty later messages: late and out of order."""
     cut: float = 0.004
-    """The connection to the subscriber ends, with all that is under way."""
+    """The connection to the subscriber ends, and what is in transit is lost."""
 
 
 class LossyRelay:
@@ -48,12 +48,11 @@ class LossyRelay:
         self._thread.start()
 
     def heal(self) -> None:
-        """Make no more mistakes; what was held back comes first."""
+        """Make no more mistakes; delayed messages are sent first."""
         self.faults = Faults(0, 0, 0, 0)
 
     def reconnect(self) -> None:
-        """Both connections end and come back, as those of a TCP relay do when the engine
-        restarts."""
+        """Close and reopen both connections, as a TCP relay does when the engine restarts."""
         self._must_reconnect = True
 
     def __enter__(self) -> LossyRelay:
@@ -120,9 +119,9 @@ class CuttingRelay:
     """Forwards TCP to a `tcp://` endpoint and ends connections in the middle.
 
     Args:
-        upstream: Where to.
-        seed: Of the mistakes.
-        cut: Probability per chunk of up to 16 KiB; set it to 0 to make no more.
+        upstream: The endpoint to forward to.
+        seed: Seed of the mistakes.
+        cut: Probability per chunk of up to 16 KiB; 0 ends the mistakes.
     """
 
     def __init__(self, upstream: str, seed: int, cut: float) -> None:
@@ -140,7 +139,7 @@ class CuttingRelay:
         self._thread.start()
 
     def cut_all(self) -> None:
-        """End all connections, soon."""
+        """Close all connections soon."""
         self._must_cut_all = True
 
     def close(self) -> None:

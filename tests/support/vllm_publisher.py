@@ -1,8 +1,8 @@
-"""A publisher that behaves as vLLM's does on the wire: no identity, no heartbeats, no snapshots, a
+"""A publisher that behaves like vLLM's on the wire: no identity, no heartbeats, no snapshots, a
 bounded ring.
 
-It is an XPUB, which differs from PUB in one thing: we can see when a subscription has arrived. A
-subscriber's own handshake is over a little earlier.
+It is an XPUB, which differs from PUB in one respect: it shows when a subscription has arrived. A
+subscriber's own handshake is completed a little earlier.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import zmq
 END = b"\xff" * 8
 Reply = list[bytes]
 Answer = Callable[["VllmPublisher", int], list[Reply]]
-"""Replies to a request from some number on, for a replay endpoint that does not behave."""
+"""Replies to a request from some number on, for a replay endpoint that misbehaves."""
 
 
 def free_port() -> int:
-    """A port that stays free for a while: none of those that outgoing connections are given."""
+    """A port that stays free for a while: outside the range of outgoing connections."""
     while True:
         port = random.randrange(12_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -45,10 +45,10 @@ class VllmPublisher:
         topic: First frame of every message.
         ring: Batches kept for replay.
         with_topic: Replies carry the topic (vLLM >= 0.26).
-        first_seq: Where the numbers begin.
-        port: Of the PUB socket; 0: a free one.
-        replay_port: Of the ROUTER socket; 0: a free one.
-        answer: Answers in place of the ring.
+        first_seq: The first sequence number.
+        port: Port of the PUB socket; 0: a free one.
+        replay_port: Port of the ROUTER socket; 0: a free one.
+        answer: Replies instead of the ring.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class VllmPublisher:
         self._queue.put(frames)
 
     def send_now(self, seq: int) -> None:
-        """Send a batch of the ring from within an answer, ahead of its replies."""
+        """Send a batch of the ring during a replay, before its replies."""
         self._pub.send_multipart([self.topic, seq_frame(seq), dict(self.ring)[seq]])
 
     def flush(self) -> None:
-        """Until everything is on the wire; who connects later has missed it."""
+        """Wait until everything is on the wire, so that later subscribers have missed it."""
         self._queue.join()
 
     def close(self) -> None:
-        """Send what was taken and end."""
+        """Send what was accepted, and stop."""
         self._is_closing = True
         self._thread.join()
 
@@ -156,7 +156,7 @@ class VllmPublisher:
             self._router.send_multipart([client, *reply])
 
     def replies(self, first: int) -> list[Reply]:
-        """What the ring answers."""
+        """The replies of the ring."""
         with self.lock:
             batches = [(seq, payload) for seq, payload in self.ring if seq >= first]
         return [*(self.reply(seq, payload) for seq, payload in batches), self.end()]
