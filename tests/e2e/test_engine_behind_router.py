@@ -1,5 +1,5 @@
-"""Engines and a router as processes, over real sockets: what the router predicts is what the engine
-then reports."""
+"""Engines and a router as processes, over real sockets: the router predicts what the engine then
+reports."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def router() -> Iterator[RouterProcess]:
 
 
 class Workload:
-    """Conversations that share a system prompt and grow by turns, and documents that are asked
-    about, from a seed."""
+    """Conversations that share a system prompt and grow turn by turn, and questions about
+    documents, from a seed."""
 
     def __init__(self, seed: int, model: str) -> None:
         self._random = Random(seed)
@@ -115,7 +115,7 @@ async def test_what_lower_tiers_bring_back_is_predicted_too(
     router: RouterProcess, tiers: str, tmp_path: Path
 ) -> None:
     """An engine reports GPU and offloaded tokens alike; so must the router, right after a copy as
-    well as long after."""
+    well as long after it."""
     name = tiers.replace(" ", "-").replace(",", "")
     options = [*TIERS[tiers], "--served-model-name", name, "--max-model-len", "1024"]
     if "disk" in tiers:
@@ -134,7 +134,7 @@ async def test_what_lower_tiers_bring_back_is_predicted_too(
 
 
 async def until_copied(engine: EngineProcess) -> None:
-    """No copy between its tiers is under way."""
+    """Wait until no copy between its tiers is in progress."""
     deadline = asyncio.get_running_loop().time() + DEADLINE_S
     while (await engine.metrics()).sum("kvroute_engine_copies_in_flight"):
         assert asyncio.get_running_loop().time() < deadline, "copies do not end"
@@ -143,8 +143,8 @@ async def until_copied(engine: EngineProcess) -> None:
 async def test_every_prediction_is_what_the_engine_reports(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """The claim of it all: chats and completions, texts and ids, streamed and not, with salts,
-    while blocks are evicted."""
+    """This is the central claim: chats and completions, texts and ids, streamed and not, with
+    salts, while blocks are evicted."""
     model = (await engines[0].get("/v1/models")).json["data"][0]["id"]
     workload, by_name = Workload(11, model), {engine.name: engine for engine in engines}
     before = await router.metrics()
@@ -178,8 +178,8 @@ async def test_every_prediction_is_what_the_engine_reports(
 async def test_a_window_that_slid_keeps_one_hit_and_shortens_another(
     router: RouterProcess, preset: str
 ) -> None:
-    """Full attention holds both prompts whole; of one the window still has the end, of the other an
-    earlier stretch."""
+    """Full attention holds both prompts completely; the window still has the end of one, and an
+    earlier part of the other."""
     name = f"{preset}-that-slides"
     blocks = {"gptoss": 170, "gemma": 480}[preset]
     options = {
@@ -219,7 +219,8 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 class Asking:
-    """One request after another, each told to the router before the next."""
+    """One request after another; the next is sent when the router has the events of the previous
+    one."""
 
     def __init__(self, router: RouterProcess, engine: EngineProcess, model: str) -> None:
         self._router = router
@@ -227,7 +228,7 @@ class Asking:
         self._model = model
 
     async def serve(self, ids: list[int], max_tokens: int = 1) -> tuple[int, int]:
-        """Tokens predicted and tokens reported to be cached."""
+        """The cached tokens predicted and reported."""
         body = {"model": self._model, "prompt": ids, "max_tokens": max_tokens, "ignore_eos": True}
         answer = await self._router.post("/v1/completions", body)
         assert answer.status == 200, answer.body
@@ -240,8 +241,8 @@ class Asking:
         return dict(ranked)
 
     async def fill_until(self, ids: list[int], below: int) -> None:
-        """Other requests take the room of what was used longest ago, until the hit is shorter than
-        *below*."""
+        """Send other requests, which evict the least recently used blocks, until the hit is shorter
+        than *below*."""
         for seed in range(1000, 1200):
             if (await self.route(ids))["hit"]["cached_tokens"] < below:
                 return
@@ -249,7 +250,7 @@ class Asking:
         raise AssertionError(f"{ids[:3]}...: still a hit of {below} tokens")
 
     async def groups(self, ids: list[int]) -> dict[str, int]:
-        """By kind what each group alone allows, the least where several are of a kind."""
+        """By kind, what each group by itself allows; the least if there are several of a kind."""
         found: dict[str, int] = {}
         for group in (await self.route(ids))["groups"][0]:
             found[group["kind"]] = min(group["tokens"], found.get(group["kind"], group["tokens"]))
@@ -257,7 +258,7 @@ class Asking:
 
 
 async def evicted(router: RouterProcess, engines: list[EngineProcess]) -> int:
-    """Blocks that were announced as gone, by any of them."""
+    """Blocks whose removal was announced by any of the engines."""
     replicas = [await router.replica(engine.name) for engine in engines]
     return sum(source["feed"]["removed"] for replica in replicas for source in replica["sources"])
 

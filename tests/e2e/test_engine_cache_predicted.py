@@ -1,5 +1,5 @@
-"""The engine's cache and the router's index, which meet only in encoded events: what one would
-reuse the other predicts."""
+"""The engine's cache and the router's index, connected only by encoded events: the index predicts
+what the cache would reuse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_hit_is_predicted(label: str, config: CacheConfig) -> None:
 
 
 def answers(config: CacheConfig, seed: str) -> Iterator[tuple[int, Hit]]:
-    """What the cache would reuse of random prompts, and what the index says of them, after every
+    """What the cache would reuse of random prompts, and what the index predicts, after every
     step."""
     driver, index = CacheDriver(config), create_index()
     index.add(SOURCE)

@@ -57,7 +57,7 @@ HARDENED: dict[str, Any] = {
     "behaviour": always(b'{"usage": {"prompt_tokens": 1}}'),
     "tokenizing": always(b'{"tokens": [1, 2, 3], "count": 3}'),
 }
-"""A replica that takes anything."""
+"""A replica that accepts anything."""
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ async def test_parsed_bodies_do_not_pile_up_in_memory(router: RouterProcess) -> 
 
 
 async def test_huge_headers_are_refused_and_not_kept(router: RouterProcess) -> None:
-    """Each connection may hold no more than the bound."""
+    """No connection may hold more than the limit."""
     before = router.rss_bytes
 
     async def one(number: int) -> None:
@@ -308,7 +308,8 @@ SLOW = {
 
 
 async def test_slow_clients_are_ended_in_time(router: RouterProcess) -> None:
-    """Slowloris: a few bytes a second on each of many connections. Others are served meanwhile."""
+    """Slowloris: a few bytes a second on each of many connections. Other clients are served
+    meanwhile."""
     async with engines(1) as (stub,), router.serving(stub):
         began, before = time.monotonic(), (await router.metrics()).sum(REJECTED)
         names = [name for name in SLOW for _ in range(10)]

@@ -87,8 +87,8 @@ async def test_every_file_comes_with_its_type_and_the_policy(
 async def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(
     router: RouterProcess,
 ) -> None:
-    """It has to work where nothing but the router can be reached; inline code would not run under
-    its policy."""
+    """It must work where only the router can be reached; inline code would not run under its
+    policy."""
     answer = await router.get("/")
     text = answer.body.decode()
     assert answer.status == 200
@@ -102,7 +102,7 @@ async def test_the_page_is_at_the_root_and_loads_nothing_from_elsewhere(
     ["/static/", "/static/../page.py", "/static/%2e%2e/page.py", "/static/page.py", "/static/a/b"],
 )
 async def test_no_other_file_is_served(router: RouterProcess, path: str) -> None:
-    """Only what was loaded at the start can be asked for."""
+    """Only files that were loaded at the start are served."""
     answer = await router.get(path)
     assert answer.status == 404
     assert answer.error["code"] == "path_not_found"
@@ -129,7 +129,7 @@ async def test_what_goes_on_is_told_to_the_operator_alone(locked: RouterProcess,
     ],
 )
 async def test_a_query_that_makes_no_sense_is_refused(router: RouterProcess, query: str) -> None:
-    """With the place and the rule, as everywhere."""
+    """The error has the place and the rule, as everywhere."""
     answer = await router.get(f"/requests?{query}")
     assert answer.status == 400
     assert answer.error["message"].startswith(query.partition("=")[0])
@@ -139,7 +139,7 @@ async def test_a_query_that_makes_no_sense_is_refused(router: RouterProcess, que
 async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(
     router: RouterProcess,
 ) -> None:
-    """Everything that the page shows of it, and nothing of the prompt."""
+    """It has everything that the page shows, and nothing of the prompt."""
     async with HybridStub(unique("model")) as stub, router.serving(stub):
         ids = prompt_ids(80, 71)
         stub.store(ids)
@@ -204,7 +204,7 @@ async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(
 async def test_a_request_that_nobody_could_take_is_there_with_its_503(
     router: RouterProcess,
 ) -> None:
-    """Clients see a 503 and the operator looks for it here."""
+    """Clients see a 503, and this is where the operator looks for it."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         await router.post(f"/replicas/{stub.name}/drain")
         before, failed = (
@@ -301,8 +301,8 @@ def settled_complaints(watch: Watch) -> list[str]:
 async def test_the_page_shows_replicas_and_requests_without_a_complaint(
     router: RouterProcess,
 ) -> None:
-    """Bars of every group and tier, the stream, the totals; no script error, no violation, nothing
-    from elsewhere."""
+    """Bars of every group and tier, the stream, the totals; no script error, no policy violation,
+    nothing loaded from elsewhere."""
     async with (
         HybridStub(unique("model")) as stub,
         router.serving(stub),
@@ -331,7 +331,7 @@ async def test_the_page_shows_replicas_and_requests_without_a_complaint(
 
 @needs_browser
 async def test_blocks_grow_and_move_to_the_tier_they_went_to(router: RouterProcess) -> None:
-    """The table is live: no reload."""
+    """The table changes without a reload."""
     async with (
         HybridStub(unique("model")) as stub,
         router.serving(stub),
@@ -422,8 +422,8 @@ async def test_a_misprediction_stands_out(router: RouterProcess) -> None:
 
 @needs_browser
 async def test_names_from_outside_are_text_and_nothing_else(router: RouterProcess) -> None:
-    """A model's name, a request id, an error of a replica: whoever chooses them must not write into
-    the page."""
+    """A model name, a request id or an error of a replica must not inject anything into the
+    page."""
     evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
     async with (
         EngineStub(f"{evil}{unique('m')}", has_events=True) as stub,
@@ -444,7 +444,8 @@ async def test_names_from_outside_are_text_and_nothing_else(router: RouterProces
 
 @needs_browser
 async def test_the_prompt_box_explains_a_route(router: RouterProcess) -> None:
-    """Where it would go, what each group allows, who is left out; and nothing is sent."""
+    """Where it would go, what each group allows, which replicas are left out; and nothing is
+    sent."""
     model = unique("model")
     async with (
         HybridStub(model) as holder,
@@ -615,7 +616,7 @@ async def test_a_paused_stream_stands_still_and_counts_what_is_new(router: Route
 @needs_browser
 @pytest.mark.parametrize("width", [380, 760, 1024, 1440])
 async def test_the_page_fits_its_window(router: RouterProcess, width: int) -> None:
-    """Nobody scrolls sideways on a phone in the dark."""
+    """It is also read on a phone, without scrolling sideways."""
     async with (
         HybridStub(unique("model")) as stub,
         router.serving(stub),

@@ -1,5 +1,5 @@
-"""A relay that drops, delays, reorders, repeats and cuts: afterwards the index is the one that lost
-nothing, or says so."""
+"""A relay that drops, delays, reorders, repeats and cuts: afterwards the index equals one that lost
+nothing, or is reported as suspect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOPBACK = PublisherConfig("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", TOPIC, hear
 
 
 class Router:
-    """A feed with its index, beside the one that is fed without loss."""
+    """A feed with its index, and an index that is fed without loss."""
 
     def __init__(self) -> None:
         self.index = create_index()
@@ -57,7 +57,7 @@ class Router:
         await until(is_there, f"{state} at {last_seq}", 20, lambda: self.statistics)
 
     async def until_live_from_the_start(self) -> None:
-        """Wait until the router is there before the first batch."""
+        """Wait until the router is connected, before the first batch."""
         await until(lambda: self.feed.state(SOURCE) is SourceState.LIVE, "a first connection")
 
     def assert_exact(self, engine: RandomEngine) -> None:
@@ -117,7 +117,7 @@ async def run_ours(
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_a_long_ring_makes_up_for_every_loss(seed: int) -> None:
-    """Only by replay, from a publisher that knows nothing of us."""
+    """Only by replay, from a publisher without our extensions."""
     async with router() as routing:
         with (
             VllmPublisher(with_topic=seed % 2 == 0) as publisher,
@@ -207,7 +207,7 @@ async def test_a_router_that_starts_late_ends_in_the_same_state(ours: bool) -> N
 async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleared(
     seed: int,
 ) -> None:
-    """What cannot be known is shown as unknown, until nothing is left of it."""
+    """What cannot be known is shown as such, until none of it is left."""
     async with router() as routing:
         with (
             VllmPublisher(ring=5) as publisher,
@@ -259,7 +259,8 @@ async def test_with_a_lower_tier_a_cleared_cache_does_not_make_all_known() -> No
 async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(
     steps: int, seed: int
 ) -> None:
-    """At the same address, with the old number still ahead or already passed when it is noticed."""
+    """At the same address, with the old sequence number still ahead or already passed when it is
+    noticed."""
     async with router() as routing:
         with VllmPublisher() as publisher:
             relay = LossyRelay(publisher.endpoint, seed, Faults())

@@ -28,7 +28,7 @@ CACHING = [(label, config) for label, config in variants() if config.enable_cach
 
 @pytest.mark.parametrize(("label", "config"), CACHING, ids=[label for label, _ in CACHING])
 def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_path: Path) -> None:
-    """Offload events carry no tokens and mix groups: what they mean must still be exact, also for
+    """Offload events carry no tokens and mix groups; predictions must still be exact, also with
     coarser blocks."""
     counts: Counter[str] = Counter()
     with closing(answers(config, label, tmp_path)) as found:
@@ -36,7 +36,7 @@ def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_pa
             assert predicted == actual
             counts["asked"] += 1
             counts["beyond"] += actual.cached_tokens > actual.gpu_cached_tokens
-            # How much the tiers have by then depends on how soon copies end.
+            # How much the tiers hold by then depends on when copies end.
             if counts["asked"] > 250 and counts["beyond"]:
                 break
     assert counts["asked"] > 150
@@ -44,8 +44,8 @@ def test_hits_of_all_tiers_are_predicted(label: str, config: CacheConfig, tmp_pa
 
 
 def answers(config: CacheConfig, seed: str, root: Path) -> Generator[tuple[Hit, Hit], None, None]:
-    """What cache and tiers would give to random prompts, and what the index says, after every step.
-    Close it."""
+    """What cache and tiers would reuse of random prompts, and what the index predicts, after every
+    step. Close it."""
     pages = TensorPages(config)
     coarse = [1 if group.kind is GroupKind.MAMBA else 2 for group in config.layout.groups]
     disk, store = disk_tier(pages, config, root, 200_000, [1] * len(coarse))
@@ -70,7 +70,7 @@ def answers(config: CacheConfig, seed: str, root: Path) -> Generator[tuple[Hit, 
 def asked(
     driver: OffloadDriver, index: PrefixIndex, workload: CacheWorkload
 ) -> Iterator[tuple[Hit, Hit]]:
-    """A few prompts put to both."""
+    """Look a few prompts up in both."""
     for job in workload.probes(3):
         request = job.request
         computed = driver.cache.get_computed_blocks(request)

@@ -1,5 +1,5 @@
-"""Requests for which an engine computes the whole prompt, whatever it has cached; seen on a running
-vLLM 0.32."""
+"""Requests for which an engine computes the whole prompt even if it is cached; observed with vLLM
+0.32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def router() -> Iterator[RouterProcess]:
 async def predicted(
     router: RouterProcess, stub: EngineStub, body: dict[str, Any]
 ) -> tuple[int, int]:
-    """What `/route` and the answer's header say of a prompt of which all but the last token is
+    """What `/route` and the response header predict for a prompt of which all but the last token is
     cached."""
     stub.store(list(TEXT.encode()))
     await router.until_applied(stub)
@@ -44,8 +44,8 @@ WITH_PROMPT_LOGPROBS: list[dict[str, Any]] = [
     {**COMPLETIONS, "prompt_logprobs": 0},
     {**COMPLETIONS, "echo": True, "logprobs": 0},
     {**CHAT, "prompt_logprobs": 1},
-    # How many logprobs a chat wants is 0 where it does not say, and an echo asks for as many of the
-    # prompt.
+    # A chat that does not say how many logprobs it wants gets 0, and an echo asks for as many of
+    # the prompt.
     {**CHAT, "echo": True},
 ]
 WITHOUT: list[dict[str, Any]] = [
@@ -67,8 +67,8 @@ def fields(body: dict[str, Any]) -> str:
 async def test_no_hit_is_predicted_where_the_logprobs_of_the_prompt_are_asked_for(
     router: RouterProcess, body: dict[str, Any]
 ) -> None:
-    """They come from computing it, so vLLM reads nothing from its cache; a prediction sends the
-    prompt there for nothing."""
+    """They come from computing the prompt, so vLLM reads nothing from its cache; a predicted hit
+    would send the prompt there for nothing."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         assert await predicted(router, stub, body) == (0, 0)
 
@@ -77,6 +77,6 @@ async def test_no_hit_is_predicted_where_the_logprobs_of_the_prompt_are_asked_fo
 async def test_a_hit_is_predicted_where_only_answers_have_logprobs(
     router: RouterProcess, body: dict[str, Any]
 ) -> None:
-    """Those cost nothing of the prompt, and many clients ask for them."""
+    """These do not need the prompt computed, and many clients ask for them."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         assert await predicted(router, stub, body) == (HIT, HIT)

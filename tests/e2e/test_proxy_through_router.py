@@ -1,5 +1,5 @@
-"""The proxy's promises, each by name, kept by the whole router: a real process between real clients
-and real replicas."""
+"""What the proxy promises, one test per promise, kept by the whole router: a real process between
+real clients and real replicas."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ PATIENT = {
     "server": {"timeouts": {"connect_s": 30}},
     "health": {"interval_s": 30, "timeout_s": 30, "engine_load_stale_after_s": 60},
 }
-"""For a test that keeps its own event loop, and with it the replicas on it, busy for a while."""
+"""For a test that keeps its own event loop busy for a while, and with it the replicas that run on
+it."""
 STREAMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
@@ -65,7 +66,7 @@ def process() -> Iterator[RouterProcess]:
 
 @pytest.fixture
 async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
-    """The router; whatever a test did, nothing may be left in flight after it."""
+    """The router; after every test nothing may be left in flight."""
     yield process
     await process.until_idle()
     upstream = "kvroute_upstream_connections"
@@ -90,7 +91,7 @@ def body_for(
 async def opened(
     router: RouterProcess, body: dict[str, Any], path: str = "/v1/completions"
 ) -> AsyncIterator[HttpClient]:
-    """A request under way."""
+    """Send a request, and leave it in progress."""
     async with connect(router.port) as client:
         await client.send("POST", path, body)
         yield client
@@ -102,8 +103,8 @@ async def opened(
 async def test_an_event_stream_arrives_byte_for_byte_and_event_by_event(
     router: RouterProcess,
 ) -> None:
-    """Each event must be at the client before the replica makes the next one, whatever it holds and
-    however it is cut."""
+    """Each event must reach the client before the replica makes the next one, with any content and
+    however it is split."""
     strange = [
         b": ping\n\n",
         b"event: x\r\ndata: \xff\xfe\r\n\r\n",
@@ -171,7 +172,7 @@ async def test_small_events_are_not_held_back_for_larger_packets(router: RouterP
 
 
 async def test_an_answer_that_is_not_streamed_arrives_byte_for_byte(router: RouterProcess) -> None:
-    """Even one that is not JSON, with its original length."""
+    """Even if it is not JSON, and with its original length."""
     content = bytes(range(256)) * 5000
 
     async def behave(exchange: Exchange) -> None:
@@ -187,7 +188,7 @@ async def test_an_answer_that_is_not_streamed_arrives_byte_for_byte(router: Rout
 
 
 async def test_a_request_arrives_as_it_was_sent(router: RouterProcess) -> None:
-    """Unknown fields, spaces, order, query and headers are between the client and the engine."""
+    """Unknown fields, spaces, order, query and headers are the business of client and engine."""
     async with engines(1) as (stub,), router.serving(stub):
         body = (
             b'{ "new_field" : [1.50, "\\u00fc"],\n "prompt" : [1], "model":"%s" , "prompt": [1, 2]}'
@@ -204,8 +205,8 @@ async def test_a_request_arrives_as_it_was_sent(router: RouterProcess) -> None:
 
 @pytest.mark.parametrize("key", ["kv_cache_report_mode", "\\u006bv_cache_report_mode"])
 async def test_a_report_mode_does_not_reach_the_engine(router: RouterProcess, key: str) -> None:
-    """It makes the engine announce every block of a hit again, which spoils the counts for
-    everybody."""
+    """It makes the engine announce every block of a hit again, which corrupts the counts for
+    everyone."""
     async with engines(1) as (stub,), router.serving(stub):
         before = (await router.metrics()).sum("kvroute_stripped_report_modes_total")
         body = (
@@ -232,7 +233,7 @@ async def test_a_report_mode_does_not_reach_the_engine(router: RouterProcess, ke
 
 
 async def test_a_thousand_concurrent_streams_finish() -> None:
-    """All of them at the same time, each with its own content."""
+    """All at the same time, each with its own content."""
     with router_process(PATIENT) as router:
         await check_a_thousand_streams(router)
 
@@ -288,7 +289,7 @@ _SCRAPER = "import sys, urllib.request\nwhile True: urllib.request.urlopen(sys.a
 
 @contextlib.asynccontextmanager
 async def scraped(router: RouterProcess) -> AsyncIterator[None]:
-    """One scrape after the other, by a process of its own: its work must not be taken for the
+    """One scrape after the other, from a separate process: its work must not be mistaken for the
     router's."""
     command = (sys.executable, "-c", _SCRAPER, f"{router.url}/metrics")
     scraper = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
@@ -300,7 +301,7 @@ async def scraped(router: RouterProcess) -> AsyncIterator[None]:
 
 
 async def longest_gap_s(router: RouterProcess, stub: EngineStub) -> float:
-    """Between two events of a stream, as its client sees it."""
+    """The longest gap between two events of a stream, as its client sees it."""
     async with opened(router, body_for(stub)) as client:
         await client.read_head()
         moments = []
@@ -317,7 +318,7 @@ async def longest_gap_s(router: RouterProcess, stub: EngineStub) -> float:
 async def test_a_client_that_leaves_before_the_first_token_ends_the_work_within_a_second(
     router: RouterProcess, stream: bool, reset: bool
 ) -> None:
-    """Nobody waits for the answer any more, and the prefill costs the others."""
+    """The response is no longer wanted, and the prefill delays other requests."""
     async with engines(1, behaviour=hang) as (stub,), router.serving(stub):
         async with opened(router, body_for(stub, stream=stream)) as client:
             await eventually(lambda: stub.active == 1, "the replica has it")
@@ -332,7 +333,7 @@ async def test_a_client_that_leaves_before_the_first_token_ends_the_work_within_
 async def test_a_client_that_leaves_in_mid_stream_ends_the_work_within_a_second(
     router: RouterProcess, path: str, reset: bool
 ) -> None:
-    """Whether the stream is silent at that moment or not."""
+    """Whether or not the stream is silent at that moment."""
     async with engines(1, behaviour=begun_until(asyncio.Event())) as (stub,), router.serving(stub):
         async with opened(router, body_for(stub, path), path) as client:
             await client.read_head()
@@ -344,7 +345,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_work_within_a_second(
 async def test_a_client_that_leaves_a_fast_stream_ends_the_work_within_a_second(
     router: RouterProcess,
 ) -> None:
-    """The router is always writing then, so it must notice the close while it writes."""
+    """The router is writing all the time, so it must notice the close while it writes."""
     fast = streaming(1_000_000)
     async with (
         engines(1, behaviour=fast) as (stub,),
@@ -371,8 +372,8 @@ async def left_within_a_second(client: HttpClient, stub: EngineStub, reset: bool
 async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_no_other_client_notices(
     router: RouterProcess, path: str
 ) -> None:
-    """A client that meets a broken line of JSON throws; one whose stream just stops waits for
-    ever."""
+    """A client raises an error at a broken line of JSON, and waits forever if the stream just
+    stops."""
     go = asyncio.Event()
     async with (
         engines(2, behaviour=begun_until(go)) as (first, second),
@@ -397,7 +398,7 @@ async def test_a_replica_that_dies_in_mid_stream_gives_an_error_event_and_no_oth
 
 
 async def body_from(router: RouterProcess, stub: EngineStub, path: str) -> bytes | None:
-    """The answer to a request, if it is *stub* that gives it."""
+    """The body of a response, if *stub* sent it."""
     async with opened(
         router, body_for(stub, path, prompt=[1] if path == "/v1/completions" else "x"), path
     ) as client:
@@ -427,7 +428,7 @@ def check_broken_off(body: bytes, path: str) -> None:
 async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(
     router: RouterProcess, how: str
 ) -> None:
-    """Least of all those with a hit there, which go to it first."""
+    """Least of all those with a hit there, which are sent to it first."""
     async with engines(3, has_events=True) as stubs, router.serving(*stubs):
         dead, ids = stubs[0], prompt_ids(256, 5)
         dead.store(ids)
@@ -448,7 +449,7 @@ async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(
 async def test_a_replica_is_back_within_one_health_interval_of_its_return(
     router: RouterProcess,
 ) -> None:
-    """Every further interval is capacity paid for and not used."""
+    """Every further interval wastes capacity."""
     async with engines(2) as (stub, other), router.serving(stub, other):
         for _ in range(3):
             await stub.stop()
@@ -477,7 +478,7 @@ async def served_by(router: RouterProcess, stub: EngineStub) -> None:
 async def test_when_every_replica_fails_the_client_is_told_to_come_again(
     router: RouterProcess,
 ) -> None:
-    """An error it can read and act on, not a closed connection."""
+    """The client needs an error that it can act on, not a closed connection."""
     async with (
         engines(2, behaviour=refusing("503 Service Unavailable")) as stubs,
         router.serving(*stubs),
@@ -490,7 +491,7 @@ async def test_when_every_replica_fails_the_client_is_told_to_come_again(
 
 
 async def test_an_answer_that_is_cut_short_is_seen_to_be_cut(router: RouterProcess) -> None:
-    """Half a JSON answer that looks whole would be taken for one."""
+    """Half a JSON response that looks complete would be taken for a complete one."""
 
     async def behave(exchange: Exchange) -> None:
         await exchange.send(
@@ -516,7 +517,7 @@ async def test_an_answer_that_is_cut_short_is_seen_to_be_cut(router: RouterProce
 async def test_a_4xx_answer_never_counts_against_a_replica(
     router: RouterProcess, status: str
 ) -> None:
-    """Else one client with a bad request could take the fleet down."""
+    """Otherwise one client with a bad request could take the fleet down."""
     async with engines(2, behaviour=refusing(status)) as stubs, router.serving(*stubs):
         for stream in (False, True) * 10:
             found = await router.post("/v1/completions", body_for(stubs[0], stream=stream))
@@ -543,7 +544,7 @@ def tokenised(*stubs: EngineStub) -> int:
 
 
 async def test_in_flight_counts_return_to_zero_after_any_end(router: RouterProcess) -> None:
-    """A count that leaks sends traffic away from a replica for ever."""
+    """A count that leaks keeps traffic away from a replica forever."""
     ways: list[Behaviour] = [
         answer,
         hang,
@@ -592,7 +593,7 @@ async def test_in_flight_counts_return_to_zero_after_any_end(router: RouterProce
 async def test_a_burst_of_equal_prompts_stays_together_before_the_first_event(
     router: RouterProcess,
 ) -> None:
-    """To wait for a prefix that is being computed is cheaper than to compute it everywhere."""
+    """Waiting for a prefix that is being computed is cheaper than computing it everywhere."""
     go = asyncio.Event()
     async with engines(3, behaviour=after(go)) as stubs, router.serving(*stubs):
         body = {"model": stubs[0].model, "prompt": prompt_ids(1024, 6)}
@@ -606,7 +607,7 @@ async def test_a_burst_of_equal_prompts_stays_together_before_the_first_event(
 
 
 async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> None:
-    """The other side of it: what shares nothing has no reason to stand in one queue."""
+    """Prompts that share nothing have no reason to wait in the same queue."""
     go = asyncio.Event()
     async with engines(3, behaviour=after(go)) as stubs, router.serving(*stubs):
         asking = [
@@ -627,7 +628,7 @@ async def test_a_burst_of_different_prompts_is_spread(router: RouterProcess) -> 
 async def test_one_hot_prefix_spills_over_once_its_own_replica_is_saturated(
     router: RouterProcess, saturation: str
 ) -> None:
-    """One replica melts while the others idle: the classic failure of prefix routing."""
+    """One replica overloaded while the others idle is the classic failure of prefix routing."""
     settings = {"max_concurrent_requests": 40} if saturation == "a limit" else {}
     endless = begun_until(asyncio.Event())
     async with (
@@ -660,7 +661,7 @@ async def placed(
     ids: list[int],
     number: int,
 ) -> str:
-    """Send a prompt with the hot prefix, leave it running, and say where it went."""
+    """Send a prompt with the hot prefix, leave it running, and return where it was sent."""
     client = await stack.enter_async_context(
         opened(router, body_for(stub, prompt=[*ids, *prompt_ids(20, 100 + number)]))
     )

@@ -71,7 +71,7 @@ def router() -> Iterator[RouterProcess]:
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[RouterProcess]:
-    """A router that asks for keys."""
+    """A router that requires keys."""
     with router_process(
         LOCKED, {"CLIENT_KEY": CLIENT_KEY, "OPERATOR_KEY": OPERATOR_KEY}
     ) as process:
@@ -83,8 +83,8 @@ def locked() -> Iterator[RouterProcess]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: bool) -> None:
-    """The purpose of it all: the events of one replica decide, and the client learns where and how
-    much."""
+    """This is the purpose of the router: the events of one replica decide, and the client is told
+    where and how much."""
     async with engines(3, has_events=True) as stubs, router.serving(*stubs):
         holder, ids = stubs[1], prompt_ids(80, 1)
         holder.store(ids)
@@ -113,8 +113,8 @@ async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: b
 
 
 async def test_a_request_without_a_usable_id_gets_a_new_one(router: RouterProcess) -> None:
-    """The id ties a client's log to the router's and the engine's; an endless one would fill all
-    three."""
+    """The id connects the client's log with the router's and the engine's; an endless one would
+    fill all three."""
     async with engines(1) as (stub,), router.serving(stub):
         seen = set()
         for headers in ({}, {}, {"x-request-id": "x" * 129}):
@@ -132,8 +132,8 @@ async def test_a_request_without_a_usable_id_gets_a_new_one(router: RouterProces
 async def test_predictions_are_held_against_what_engines_report(
     router: RouterProcess, path: str, stream: bool
 ) -> None:
-    """Predicted versus actual exposes a wrong seed, block size or tokenizer, whatever form the
-    answer has."""
+    """Predicted versus actual exposes a wrong seed, block size or tokenizer, in every form of
+    response."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         text = "a hot prefix " * 20
         stub.store(list(text.encode()))
@@ -178,7 +178,7 @@ OUTCOMES = ("exact", "over", "under")
 
 
 async def test_the_route_answer_is_the_same_in_json_and_msgpack(router: RouterProcess) -> None:
-    """Gateways ask for every request they route, so they may do it in the cheaper form."""
+    """Gateways ask for every request they route, so they may use the cheaper form."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):
         ids = prompt_ids(48, 2)
         stubs[0].store(ids)
@@ -205,7 +205,7 @@ async def test_the_route_answer_is_the_same_in_json_and_msgpack(router: RouterPr
 async def test_a_prompt_is_routed_although_no_replica_can_tokenise_it(
     router: RouterProcess,
 ) -> None:
-    """Not to know the tokens costs a hit; it must never cost the request."""
+    """Unknown tokens may cost a hit, but never the request."""
     async with engines(2) as stubs, router.serving(*stubs):
         for number, failing in enumerate((hang_up, _no_tokens)):
             for stub in stubs:
@@ -263,8 +263,8 @@ async def test_a_replica_needs_only_its_url(router: RouterProcess) -> None:
 
 
 async def test_more_adapters_than_anyone_configures_are_all_served(router: RouterProcess) -> None:
-    """A replica with an adapter for each tenant has hundreds; the last one is a customer as
-    well."""
+    """A replica with an adapter per tenant has hundreds, and the last one matters as much as the
+    first."""
     adapters = tuple(unique("tenant") for _ in range(600))
     async with EngineStub(unique("model"), adapters=adapters) as stub, router.serving(stub):
         for adapter in adapters[::99]:
@@ -277,7 +277,7 @@ async def test_more_adapters_than_anyone_configures_are_all_served(router: Route
 async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(
     router: RouterProcess,
 ) -> None:
-    """How a replica is taken out without a failed request."""
+    """This is how a replica is taken out without failing a request."""
     go = asyncio.Event()
     async with engines(2) as (drained, other), router.serving(drained, other):
         drained.behaviour = other.behaviour = begun_until(go)
@@ -303,7 +303,7 @@ async def test_a_draining_replica_finishes_what_it_has_and_gets_nothing_new(
 
 
 async def test_a_replica_is_added_once_and_gone_when_deleted(router: RouterProcess) -> None:
-    """Two entries for one engine would count its cache and its load twice."""
+    """Two entries for one engine would count its cache and load twice."""
     async with engines(1) as (stub,), router.serving(stub):
         again = await router.post("/replicas", {"url": stub.url, "id": "other"})
         assert (again.status, again.error["code"]) == (409, "replica_exists")
@@ -321,8 +321,8 @@ async def test_a_replica_is_added_once_and_gone_when_deleted(router: RouterProce
 
 
 async def test_nothing_is_left_of_a_removed_replica_in_the_metrics(router: RouterProcess) -> None:
-    """Autoscaled replicas come and go by the thousand; a stream that outlives one must not bring
-    its series back."""
+    """Autoscaling adds and removes replicas by the thousand; a stream that outlives its replica
+    must not bring the series back."""
     go = asyncio.Event()
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         stub.store(prompt_ids(64, 3))
@@ -354,8 +354,7 @@ async def eventually_not(router: RouterProcess, text: str) -> None:
 async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
     router: RouterProcess,
 ) -> None:
-    """A new process has an empty cache: hits of the old one would send prompts to where nothing
-    is."""
+    """A new process has an empty cache: hits of the old one would attract prompts to it."""
     async with engines(2, has_events=True) as (stub, other), router.serving(stub, other):
         ids = prompt_ids(64, 4)
         question = {"model": stub.model, "token_ids": [*ids, 1]}
@@ -386,8 +385,8 @@ async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
 
 
 async def test_readiness_follows_the_replicas_and_liveness_does_not(router: RouterProcess) -> None:
-    """A load balancer must not send clients to a router that would answer 503, nor restart it for
-    that."""
+    """A load balancer must not send clients to a router that would respond with 503, and an
+    orchestrator must not restart it for that."""
     stub = EngineStub(
         unique("model"), health_status="503 Service Unavailable", silent_paths=("/v1/models",)
     )
@@ -447,8 +446,8 @@ async def until_ready(router: RouterProcess) -> None:
 async def test_who_has_no_key_gets_401(
     locked: RouterProcess, method: str, path: str, right: dict[str, str]
 ) -> None:
-    """Also with the other side's key: a client must not drain replicas, nor an operator's script
-    send prompts."""
+    """Also with the wrong one of the two keys: a client must not drain replicas, and an operator's
+    script must not send prompts."""
     wrong = OPERATOR if right is not OPERATOR else CLIENT
     for headers in (
         {},
@@ -468,7 +467,7 @@ async def test_who_has_no_key_gets_401(
 
 async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
     """The router's key is not for engines, and an engine's key is not for clients. Neither belongs
-    into any log or answer."""
+    in any log or response."""
     async with engines(2) as (plain, keyed):
         for stub, settings in ((plain, {}), (keyed, {"api_key": REPLICA_KEY})):
             added = await locked.post(
@@ -511,8 +510,7 @@ async def test_keys_stay_where_they_belong(locked: RouterProcess) -> None:
 
 
 async def test_a_json_log_is_json_in_every_line(locked: RouterProcess) -> None:
-    """A log shipper that meets half a line of JSON drops it, and with it the one line that
-    mattered."""
+    """A log shipper drops an incomplete line of JSON, which may be the one that mattered."""
     await locked.get('/no"such\\path', OPERATOR)
     await locked.post("/replicas", {"url": "http://127.0.0.1:1", "id": "unreachable"}, OPERATOR)
     await eventually(lambda: "unhealthy" in locked.log(), "the router complains of the replica")
@@ -530,7 +528,7 @@ async def test_a_json_log_is_json_in_every_line(locked: RouterProcess) -> None:
 async def test_a_body_over_the_bound_is_refused(
     router: RouterProcess, path: str, announced: bool
 ) -> None:
-    """Whether it says so beforehand or just goes on; the connection can be used again."""
+    """Whether its length is announced or not; the connection can be used again."""
     body = b'{"prompt": "' + b"x" * MAX_BODY + b'"}'
     chunked = (
         b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:600_000], body[600_000:]))
@@ -554,7 +552,7 @@ async def test_a_body_over_the_bound_is_refused(
 async def test_a_head_over_the_bound_is_refused(
     router: RouterProcess, path: str, shape: str
 ) -> None:
-    """httptools collects headers without end, whether in one packet or in thousands."""
+    """httptools collects headers without a limit, in one packet or in thousands."""
     start = f"POST {path} HTTP/1.1\r\nhost: router\r\n".encode()
     data = {
         "one": start + b"x: " + b"a" * MAX_HEAD + b"\r\n\r\n",
@@ -583,7 +581,7 @@ async def test_a_head_over_the_bound_is_refused(
 
 
 async def test_a_head_within_the_bound_is_served(router: RouterProcess) -> None:
-    """The bound is for the head; a body in the same packet does not count."""
+    """The limit is on the head; a body in the same packet does not count."""
     head = {"x": "a" * (MAX_HEAD - 1000)}
     async with engines(1) as (stub,), router.serving(stub):
         found = await router.post(
@@ -594,8 +592,8 @@ async def test_a_head_within_the_bound_is_served(router: RouterProcess) -> None:
 
 
 async def test_trailers_do_not_become_headers(router: RouterProcess) -> None:
-    """They come after everything that was decided by the headers, so they would pass every check
-    (RFC 9110 6.5.1)."""
+    """They arrive after every decision based on headers, so they would bypass every check (RFC 9110
+    6.5.1)."""
     async with engines(1) as (stub,), router.serving(stub):
         body = json.dumps({"model": stub.model, "prompt": [1]}).encode()
         head = (
@@ -617,7 +615,7 @@ async def test_trailers_do_not_become_headers(router: RouterProcess) -> None:
 async def test_requests_over_the_bound_on_requests_are_told_to_come_again(
     locked: RouterProcess,
 ) -> None:
-    """More than the bound would only make all of them slow."""
+    """Requests over the limit would only slow down all of them."""
     async with engines(1) as (stub,):
         await locked.post("/replicas", {"url": stub.url, "id": stub.name}, OPERATOR)
         while not (await locked.get(f"/replicas/{stub.name}", OPERATOR)).json["models"]:
@@ -696,8 +694,8 @@ async def test_requests_over_the_bound_on_requests_are_told_to_come_again(
 async def test_bad_input_is_answered_with_place_and_rule(
     router: RouterProcess, path: str, body: bytes, place: str, rule: str
 ) -> None:
-    """Whoever wrote the client must be able to fix it with the response only; and operators see how
-    often it happens."""
+    """The author of a client must be able to fix it from the response, and operators see how often
+    it happens."""
     before = await router.metrics()
     refused = await router.post(path, body)
     assert refused.status == 400
@@ -715,7 +713,7 @@ async def test_bad_input_is_answered_with_place_and_rule(
 async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(
     router: RouterProcess,
 ) -> None:
-    """The one will not get better by trying again, the other will."""
+    """Trying again helps only in the second case."""
     unknown = await router.post("/v1/completions", {"model": "nobody-has-it", "prompt": [1]})
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
     async with engines(1) as (stub,), router.serving(stub):
@@ -748,7 +746,7 @@ async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(
 async def test_a_wrong_path_or_method_has_the_same_form_of_error(
     router: RouterProcess, method: str, path: str, status: int, allowed: str | None
 ) -> None:
-    """SDKs read nothing but that form, and operators count all that is refused."""
+    """SDKs read only that form, and operators see every refused request in the metrics."""
     before = await router.metrics()
     refused = await ask(router.port, method, path)
     assert (refused.status, refused.error["type"]) == (status, "invalid_request_error")
@@ -760,8 +758,8 @@ async def test_a_wrong_path_or_method_has_the_same_form_of_error(
 async def test_a_client_that_offers_an_upgrade_is_served_like_any_other(
     router: RouterProcess,
 ) -> None:
-    """Java's own HTTP client does so with every first request, and httptools would drop the body
-    behind such a head."""
+    """Java's HTTP client does so with every first request, and httptools would drop the body after
+    such a head."""
     offer = {
         "connection": "Upgrade, HTTP2-Settings",
         "upgrade": "h2c",
@@ -808,7 +806,7 @@ ENDPOINTS = {
 
 
 async def test_every_endpoint_is_described(router: RouterProcess) -> None:
-    """Also those that bypass FastAPI; and what is described is there."""
+    """Including those that bypass FastAPI; and everything described exists."""
     described = (await router.get("/openapi.json")).json["paths"]
     assert {path: set(methods) for path, methods in described.items()} == ENDPOINTS
     assert all(entry["summary"] for methods in described.values() for entry in methods.values())
@@ -829,8 +827,8 @@ async def test_every_endpoint_is_described(router: RouterProcess) -> None:
 
 
 async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0() -> None:
-    """A rolling update of the router must not cost one answer; nor may an idle or half-sent request
-    hold it up."""
+    """A rolling update of the router must not cost a single response, and idle connections or
+    half-sent requests must not hold it up."""
     go = asyncio.Event()
     async with engines(1) as (stub,):
         with router_process(OPEN) as router:
@@ -863,8 +861,8 @@ async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0()
 
 
 async def refused_or_closed(asking: Any) -> None:
-    """A request on a kept connection meets either a polite 503 or the closed connection; never an
-    answer, never silence."""
+    """A request on a kept connection gets either a 503 or a closed connection, but never a response
+    from a replica and never silence."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         found: Answer = await asking
         assert (found.status, found.error["code"]) == (503, "shutting_down")
@@ -877,7 +875,7 @@ def is_refused(port: int) -> bool:
 
 @pytest.mark.parametrize("how", ["grace", "second signal"])
 async def test_what_does_not_finish_is_cut_and_the_exit_code_is_still_0(how: str) -> None:
-    """An engine that hangs must not keep the router alive for ever."""
+    """An engine that hangs must not keep the router alive forever."""
     grace_s = 1 if how == "grace" else 60
     config = {**OPEN, "server": {"timeouts": {"shutdown_grace_s": grace_s}}}
     async with engines(1) as (stub,):
@@ -944,8 +942,8 @@ def test_every_problem_of_a_configuration_is_reported_at_once(
 def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
     tmp_path: Path,
 ) -> None:
-    """What only shows at the start is reported like the rest: a place, a reason, exit code 2, no
-    traceback."""
+    """Errors that show only at the start are reported like the others: a place, a reason, exit code
+    2, no traceback."""
     models = [{"name": "a", "tokenizer": "missing-a"}, {"name": "b", "tokenizer": "missing-b"}]
     done = serve_with(tmp_path / "models.yaml", {"server": {"port": 0}, "models": models})
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
@@ -960,8 +958,8 @@ def test_tokenizers_and_addresses_that_cannot_be_used_are_configuration_errors(
 
 
 async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() -> None:
-    """Every stream needs two sockets, and shells often begin with 1024 files: 500 streams would be
-    the end."""
+    """Every stream needs two sockets, and the usual limit is 1024 open files: 500 streams would
+    reach it."""
 
     def allow_few() -> None:
         resource.setrlimit(
@@ -987,8 +985,8 @@ async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() ->
 async def test_the_tokenizer_of_a_replica_that_is_known_by_its_url_alone_is_compared(
     tmp_path: Path,
 ) -> None:
-    """It is healthy before it has said what it serves: the comparison must not be missed for
-    that."""
+    """It becomes healthy before it has reported what it serves; the comparison must happen
+    nevertheless."""
     write_tokenizer(tmp_path / "model")
     settings = {
         "models": [{"name": "compared", "tokenizer": str(tmp_path / "model")}],
