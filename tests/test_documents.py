@@ -90,7 +90,7 @@ def shell_commands(name: str) -> Iterator[list[str]]:
 
 
 def complete_lines(block: str) -> Iterator[str]:
-    """Lines, put together where a backslash or an open quote continues one."""
+    """Lines, joined where a backslash or an open quote continues one."""
     pending = ""
     for line in block.splitlines():
         pending += line.removesuffix("\\") + ("" if line.endswith("\\") else "\n")
@@ -107,7 +107,7 @@ def shell_words(line: str) -> list[str]:
 
 
 def test_a_command_over_several_lines_is_read_as_one() -> None:
-    """The other tests here see only what this finds."""
+    """The other tests here see only what this reads."""
     block = "a --x \\\n  '{\"k\":\n 1}' # why\nb &\n"
     assert [shell_words(line) for line in complete_lines(block)] == [
         ["a", "--x", '{"k":\n 1}'],
@@ -117,7 +117,7 @@ def test_a_command_over_several_lines_is_read_as_one() -> None:
 
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_every_kvroute_command_and_option_exists(name: str) -> None:
-    """A reader who types what is written must not meet a usage message."""
+    """A reader who types what is written must not get a usage message."""
     in_text = re.findall(r"`(kvroute [a-z]+ [^`]*)`", read(name))
     in_blocks = [words for words in shell_commands(name) if words[0] == "kvroute"]
     for words in [*in_blocks, *map(shell_words, in_text)]:
@@ -199,7 +199,7 @@ async def first_response(url: str, body: str) -> httpx.Response:
 
 
 async def test_the_curl_commands_for_replicas_work() -> None:
-    """At 3 a.m. nobody looks up the right method."""
+    """At 3 a.m. they must work as written."""
     commands = [words for words in shell_commands("docs/operations.md") if words[0] == "curl"]
     assert len(commands) == 4
     service = RouterService(RouterConfig())
@@ -216,7 +216,7 @@ async def test_the_curl_commands_for_replicas_work() -> None:
 
 
 def request_of(arguments: list[str]) -> tuple[str, str, bytes]:
-    """Method, path and body of a curl command; the replica is a port nobody listens on."""
+    """Method, path and body of a curl command; the replica is a port that is not in use."""
     words = [word.replace("10.0.0.9:8000", "127.0.0.1:1") for word in arguments]
     method = words[words.index("-X") + 1] if "-X" in words else "GET"
     body = words[words.index("-d") + 1].encode() if "-d" in words else b""
@@ -234,7 +234,7 @@ def fields_of(section: Any) -> dict[str, FieldInfo]:
 
 
 def section_in(kind: Any) -> Any:
-    """The section that a field holds, alone or in a list."""
+    """The section that a field holds, by itself or in a list."""
     if hasattr(kind, "__pydantic_fields__"):
         return kind
     return next((found for option in get_args(kind) if (found := section_in(option))), None)
@@ -255,8 +255,7 @@ def sections(kind: Any = RouterConfig, path: str = "") -> Iterator[tuple[str, An
 
 
 def defaults(section: Any) -> dict[str, Any]:
-    """Options with their defaults as YAML says them; those that are mappings of their own have a
-    table of their own."""
+    """Options with their defaults as in YAML; those that are mappings have tables of their own."""
     return {
         name: plain_default(field)
         for name, field in fields_of(section).items()
@@ -284,12 +283,12 @@ def documented_defaults(path: str) -> dict[str, Any]:
     ("path", "section"), list(sections()), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_every_option_is_documented_with_its_default(path: str, section: Any) -> None:
-    """An option nobody can find does not exist, and a wrong default is worse than none."""
+    """An undocumented option might as well not exist, and a wrong default is worse than none."""
     assert documented_defaults(path) == defaults(section)
 
 
 def test_the_configuration_document_knows_no_other_sections() -> None:
-    """What was removed must not stay in the document."""
+    """A removed section must not stay in the document."""
     headings = re.findall(r"^##+ `(.*?)`", read("docs/configuration.md"), re.MULTILINE)
     assert headings == [
         path for path, _ in sorted(sections(), key=lambda found: headings.index(found[0]))
@@ -297,7 +296,7 @@ def test_the_configuration_document_knows_no_other_sections() -> None:
 
 
 def test_the_example_configuration_is_sound_and_shows_every_option() -> None:
-    """It is what operators begin with, and the one place where all options stand together."""
+    """Operators start from it, and it is the one place with all options."""
     RouterConfig.load(ROOT / "examples/kvroute.yaml", KEYS)
     whole = yaml.safe_load(read("examples/kvroute.yaml"))
     for path, section in sections():
@@ -306,7 +305,7 @@ def test_the_example_configuration_is_sound_and_shows_every_option() -> None:
 
 
 def mappings_at(data: Any, path: str) -> list[dict[str, Any]]:
-    """All mappings that stand at a section's path."""
+    """All mappings at the path of a section."""
     found = [data]
     for name in path.split("."):
         values = [
@@ -320,7 +319,7 @@ def mappings_at(data: Any, path: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/deployment.md", "docs/engines.md"])
 def test_configurations_in_the_text_are_sound(name: str) -> None:
-    """They are copied."""
+    """Users copy them."""
     blocks = fences(name, "yaml")
     assert blocks
     for block in blocks:
@@ -331,7 +330,7 @@ def test_configurations_in_the_text_are_sound(name: str) -> None:
 
 
 async def rendered_metrics() -> set[str]:
-    """Every metric of a running router, by the name that operators ask for."""
+    """Every metric of a running router, by the name that operators query."""
     service = RouterService(RouterConfig())
     async with service.lifespan(None):
         text = (await service.render_metrics()).decode()
@@ -352,14 +351,14 @@ def documented_metrics() -> list[str]:
 
 
 async def test_every_metric_is_documented_once_and_every_documented_one_exists() -> None:
-    """A dashboard is built from this list."""
+    """Dashboards are built from this list."""
     documented = documented_metrics()
     assert sorted(documented) == sorted(await rendered_metrics())
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
-    """A remedy that speaks of a metric that is gone costs the minutes that count."""
+    """A remedy that names a removed metric costs time during an incident."""
     named = set(re.findall(r"\bkvroute_[a-z_]*[a-z]\b", read(name)))
     assert named <= set(documented_metrics())
 
@@ -367,7 +366,7 @@ def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
 # --- words ----------------------------------------------------------------------------------------
 
 ENGINES_WORDS = {"include_usage", "enable_kv_cache_events"}
-"""Options of engines and clients, which this code never reads."""
+"""Options of engines and clients, which this code does not read."""
 
 
 def source_code() -> str:
@@ -376,7 +375,7 @@ def source_code() -> str:
 
 @pytest.mark.parametrize("name", ["docs/configuration.md", "docs/engines.md", "docs/operations.md"])
 def test_options_states_and_codes_in_the_text_exist(name: str) -> None:
-    """A name that was changed in the code must not live on in a remedy."""
+    """A name that was changed in the code must not remain in a remedy."""
     words = (
         set(re.findall(r"`(?:\w+(?:\[\])?\.)*((?!kvroute_)[a-z]+(?:_[a-z]+)+)`", read(name)))
         - ENGINES_WORDS
@@ -387,7 +386,7 @@ def test_options_states_and_codes_in_the_text_exist(name: str) -> None:
 
 
 def test_every_reason_for_an_unknown_prompt_is_documented() -> None:
-    """They are values of a label, and each asks for another remedy."""
+    """They are values of a label, and each has a different remedy."""
     reasons = set(re.findall(r"(?:UntokenizableError|OpaquePrompt)\(\s*\"(\w+)\"", source_code()))
     assert reasons
     assert {
@@ -405,7 +404,7 @@ def test_every_reason_for_an_unknown_prompt_is_documented() -> None:
     ],
 )
 def test_quoted_log_lines_are_what_the_code_says(words: str) -> None:
-    """An operator searches the log for them."""
+    """Operators search the log for them."""
     assert words in read("docs/operations.md")
     assert words in source_code()
 
@@ -439,13 +438,13 @@ def modules() -> list[Path]:
 
 
 def test_every_file_is_listed_once_and_every_listed_one_exists() -> None:
-    """The list is how one finds the file to open during an incident."""
+    """The list shows which file to open during an incident."""
     files = [path for path in all_listed_files() if not path.endswith("/")]
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in modules())
 
 
 def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
-    """So the list can be read from the top, and each file needs only what was read before."""
+    """So the list can be read from the top, and each file needs only what is above it."""
     places = {path: place for place, path in enumerate(all_listed_files())}
     for path in modules():
         name = str(path.relative_to(ROOT))
@@ -469,12 +468,12 @@ def imported_files(path: Path) -> Iterator[str]:
 
 
 def last_place(places: dict[str, int], imported: str) -> int:
-    """A package stands where its last file stands."""
+    """The place of a package is that of its last file."""
     return max(place for path, place in places.items() if path.startswith(imported))
 
 
 def test_paths_named_in_architecture_exist() -> None:
-    """The numbered steps point at files as well."""
+    """The numbered steps also name files."""
     text = read("ARCHITECTURE.md")
     named = re.findall(r"`([a-z_/]+\.py)`", text)
     assert named
@@ -545,7 +544,7 @@ def test_the_table_of_rooms_is_true() -> None:
 
 
 def test_kvevents_needs_what_the_readme_says() -> None:
-    """An engine that embeds it must not meet another dependency."""
+    """An engine that embeds it must not need another dependency."""
     allowed = sys.stdlib_module_names | {"kvevents", "msgspec", "zmq", "xxhash"}
     for path in (ROOT / "kvevents").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -572,7 +571,7 @@ def linked_files(name: str) -> Iterator[tuple[Path, str]]:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_between_documents_lead_somewhere(name: str) -> None:
-    """One document sends its reader to the next."""
+    """Documents refer readers to each other."""
     for path, anchor in linked_files(name):
         assert path.exists(), path
         headings = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE) if anchor else []
@@ -592,12 +591,12 @@ def test_links_of_the_readme_work_on_a_package_index() -> None:
 
 
 def test_the_engine_in_the_text_is_the_one_in_the_examples() -> None:
-    """Only the file is run."""
+    """Only the file is tested."""
     assert read("examples/engine.py") in fences("docs/engines.md", "python")
 
 
 async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path) -> None:
-    """It shows how to publish, so a router that follows it must be right to the token, also after
+    """It shows how to publish, so the predictions for it must be exact to the token, also after
     evictions."""
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     engine = await asyncio.create_subprocess_exec(
@@ -627,7 +626,7 @@ async def test_the_example_engine_reuses_what_the_index_predicts(tmp_path: Path)
 async def test_the_hybrid_example_reuses_what_the_index_predicts_of_every_tier(
     tmp_path: Path,
 ) -> None:
-    """It shows a window, memory and disk together; started again, it goes on with what is on
+    """It shows a window, memory and disk together; after a restart it continues with what is on
     disk."""
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     for is_first in (True, False):
@@ -672,7 +671,7 @@ def knows_the_start(index: PrefixIndex, is_first: bool) -> bool:
 async def compared_in_tiers(
     engine: asyncio.subprocess.Process, index: PrefixIndex, source: SourceId, prompt: list[int]
 ) -> Hit:
-    """As `compared`, with what the tiers bring back."""
+    """As `compared`, including what is loaded from the tiers."""
     assert engine.stdin is not None
     assert engine.stdout is not None
     predicted = index.match(prompt)[source]
@@ -688,8 +687,8 @@ async def compared_in_tiers(
 
 
 def prompts(count: int) -> Iterator[list[int]]:
-    """Prompts of four families; within one they begin alike, and all together need more blocks than
-    there are."""
+    """Prompts of four families with shared prefixes, which together need more blocks than there
+    are."""
     random = Random(1)
     for _ in range(count):
         family = random.randrange(4)

@@ -1,4 +1,4 @@
-"""What the script prints, and what the plotting script makes of it."""
+"""The output of the script, and what the plotting script makes of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def printed(
 def test_every_case_and_policy_gets_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables and plots are made of these lines alone."""
+    """Tables and plots are made only from these lines."""
     lines = printed(capsys, monkeypatch)
     found = [(line["workload"], line["rate"], line["policy"]) for line in lines]
     assert found == [("conversations", rate, policy) for rate in (0.5, 2.0) for policy in HEADLINE]
@@ -59,7 +59,7 @@ def test_every_case_and_policy_gets_a_line(
 def test_a_document_gets_tables_and_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures in docs/ are written by no hand; the same figures give the same files."""
+    """The figures in docs/ are not written by hand; the same figures give the same files."""
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.plot_routing_quality")
     figures, document = tmp_path / "figures.jsonl", tmp_path / "document.md"
@@ -82,7 +82,8 @@ def test_a_document_gets_tables_and_plots(
 
 
 def test_seeds_become_their_mean() -> None:
-    """One seed's figures are half chance; a table row must not be the last one's."""
+    """The figures of one seed are half chance; a row of a table must not be that of the last
+    seed."""
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.plot_routing_quality")
     common = {

@@ -1,5 +1,5 @@
-"""The simulation that figures are taken from: that it is repeatable, loses nothing, and uses the
-real parts rightly."""
+"""The simulation behind the figures: it is repeatable, loses nothing, and uses the real parts
+correctly."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ SMALL = ConversationOptions(
     answer_tokens=(2, 12),
 )
 SERIAL_RATE = 0.02
-"""Requests per second: each is over long before the next."""
+"""In requests per second: each ends long before the next."""
 BUSY_RATE = 30.0
 
 
 @dataclass
 class Simulated:
-    """A simulation that is over, and what came of it."""
+    """A finished simulation and its results."""
 
     simulation: Simulation
     outcome: Outcome
@@ -70,7 +70,7 @@ def simulate(
 
 
 def errors(outcome: Outcome) -> list[int]:
-    """Predicted less actual tokens of every request."""
+    """Predicted minus actual tokens of every request."""
     return [record.predicted_tokens - record.cached_tokens for record in outcome.records]
 
 
@@ -79,12 +79,12 @@ def errors(outcome: Outcome) -> list[int]:
 
 @pytest.mark.parametrize("policy", ["prefix", "random"])
 def test_the_same_seed_gives_the_same_figures(policy: str) -> None:
-    """A comparison of policies must not be one of chance."""
+    """A comparison of policies must not depend on chance."""
     assert simulate(policy).outcome == simulate(policy).outcome
 
 
 def test_another_seed_draws_other_replicas() -> None:
-    """Else the seed would be for show."""
+    """Otherwise the seed would have no effect."""
     assert simulate("random").outcome != simulate("random", seed=1).outcome
 
 
@@ -102,8 +102,8 @@ def test_every_request_finishes_once_with_all_its_tokens(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["prefix", "group_blind"])
 def test_engines_and_the_router_count_the_same_work(policy: str) -> None:
-    """What the engines say of their tokens and hits is what the records say, and nothing stays on
-    the router's books."""
+    """The engines report the same tokens and hits as the records, and the router has nothing left
+    in flight."""
     run = simulate(policy)
     engines = [replica.engine.statistics() for replica in run.simulation.replicas.values()]
     records = run.outcome.records
@@ -126,7 +126,7 @@ def test_engines_and_the_router_count_the_same_work(policy: str) -> None:
 
 
 def test_answers_do_not_depend_on_where_they_are_computed() -> None:
-    """Conversations go on from their answers: all policies must be asked for the same prompts."""
+    """Conversations continue from their responses: all policies must get the same prompts."""
     answers = [
         {record.request_id: record.answer for record in simulate(policy).outcome.records}
         for policy in POLICIES
@@ -135,8 +135,8 @@ def test_answers_do_not_depend_on_where_they_are_computed() -> None:
 
 
 def test_time_goes_forward_in_every_request() -> None:
-    """First tokens before arrivals, or tokens before earlier ones, would make any latency
-    possible."""
+    """First tokens before arrivals, or tokens before earlier ones, would make latencies
+    meaningless."""
     for record in simulate("prefix").outcome.records:
         assert record.arrived_s < record.first_s <= record.last_s
         assert all(gap > 0 for gap in record.gaps_s)
@@ -150,7 +150,7 @@ def test_no_replica_is_busy_longer_than_the_simulation() -> None:
 
 
 def test_a_request_waits_for_the_step_under_way() -> None:
-    """Else an engine would do two steps at a time, and serve more than it can."""
+    """Otherwise an engine would do two steps at a time, and serve more than it can."""
     timeline, heard = Timeline(), list[tuple[str, float]]()
     workload = Conversations(SMALL, 1.0)
 
@@ -170,7 +170,7 @@ def test_a_request_waits_for_the_step_under_way() -> None:
 
 
 def test_a_timeline_refuses_the_past() -> None:
-    """Whoever plans backwards is wrong, and the figures with him."""
+    """A plan in the past is an error that would make the figures wrong."""
     timeline = Timeline()
     timeline.at(2.0, lambda: None)
     timeline.run()
@@ -193,7 +193,7 @@ def test_a_timeline_keeps_the_order_of_times_and_then_of_plans() -> None:
 
 @pytest.mark.parametrize("rate", [SERIAL_RATE, BUSY_RATE])
 def test_with_one_replica_all_policies_are_the_same(rate: float) -> None:
-    """There is nothing to choose: a difference would come from the simulation."""
+    """There is no choice: a difference would be an error in the simulation."""
     ttfts = [
         [record.ttft_s for record in simulate(policy, replicas=1, rate=rate).outcome.records]
         for policy in POLICIES
@@ -211,12 +211,12 @@ def test_predictions_for_serial_requests_are_exact(layout: str) -> None:
 
 
 def test_the_group_blind_index_is_right_on_full_attention() -> None:
-    """There are no groups to ignore: the peer must be a fair one."""
+    """There are no groups to ignore, and the peer must be a fair one."""
     assert not any(errors(simulate("group_blind", "full", rate=SERIAL_RATE).outcome))
 
 
 def test_the_group_blind_index_leaves_the_last_token_to_compute() -> None:
-    """An engine computes it in any case; a hit of everything would count as mispredicted."""
+    """An engine always computes it; a hit of the whole prompt would count as mispredicted."""
     chain, tokens, source = HashChain.from_seed(), list(range(64)), SourceId("a")
     layout = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 16)])
     stored = BlockStored([*chain.block_hashes(tokens, 16)], None, tokens, "GPU", 0)
@@ -235,7 +235,7 @@ def test_the_group_blind_index_is_wrong_on_hybrid_layouts(layout: str) -> None:
 
 
 def test_prefix_routing_reuses_more_than_round_robin() -> None:
-    """The least that it must bring."""
+    """It must gain at least this much."""
     reused = {
         policy: simulate(policy).outcome.figures()["reused_tokens"]
         for policy in ("prefix", "round_robin")
@@ -244,8 +244,8 @@ def test_prefix_routing_reuses_more_than_round_robin() -> None:
 
 
 def test_exact_hits_reuse_more_and_answer_sooner_than_group_blind_ones() -> None:
-    """The headline, where there is room to choose: the same policy over an index that ignores
-    groups, and round robin."""
+    """This is the headline: compared with the same policy over an index that ignores groups, and
+    with round robin."""
     found = {}
     for policy in ("prefix", "group_blind", "round_robin"):
         workload = Conversations(replace(SMALL, conversations=60, documents=8), 2.0)
@@ -272,7 +272,7 @@ def test_a_memory_tier_brings_back_what_the_gpu_lost() -> None:
 
 
 def test_another_rate_is_the_same_workload_faster() -> None:
-    """Curves over the rate compare nothing else."""
+    """Curves over the rate must compare only the rate."""
     slow, fast = Conversations(SMALL, 1.0), Conversations(SMALL, 4.0)
     assert slow.size == fast.size
     for before, after in zip(slow.arrivals(), fast.arrivals(), strict=True):
@@ -281,7 +281,7 @@ def test_another_rate_is_the_same_workload_faster() -> None:
 
 
 def test_a_turn_appends_to_everything_said_before() -> None:
-    """Else no turn would reuse the one before."""
+    """Otherwise no turn would reuse the previous one."""
     workload = Conversations(SMALL, 1.0)
     first = next(arrival for arrival in workload.arrivals() if _turns(workload, arrival.place) > 1)
     prompt = workload.prompt(first)
@@ -331,7 +331,7 @@ def test_a_recorded_trace_is_expanded_as_its_format_says(tmp_path: Path, name: s
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    """The p99 of few requests is the slowest, not something between two."""
+    """The p99 of a few requests is the slowest one, not an interpolated value."""
     values = [float(value) for value in range(1, 11)]
     assert [percentile(values, percent) for percent in (1, 50, 90, 99, 100)] == [1, 5, 9, 10, 10]
     assert percentile([], 50) == 0

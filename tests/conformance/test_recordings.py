@@ -13,7 +13,7 @@ from router.recordings.replay import ReplaySummary, replay
 
 STREAMS = sorted((Path(__file__).parent / "streams").glob("*.jsonl.gz"))
 FROM_HEADER_ONLY = {"mamba_partial_only.jsonl.gz"}
-"""Streams whose first queries come before any event has named the block sizes."""
+"""Streams whose first queries precede any event with the block sizes."""
 
 
 @pytest.mark.parametrize("learn_layout", [False, True], ids=["header", "learned"])
@@ -68,7 +68,7 @@ def test_the_command_fails_when_a_prediction_differs(tmp_path: Path) -> None:
 def test_a_file_that_is_no_recording_is_refused_with_line_and_rule(
     tmp_path: Path, text: str
 ) -> None:
-    """The user reads what is wrong, not a traceback."""
+    """Users see what is wrong instead of a traceback."""
     recording = tmp_path / "broken.jsonl"
     recording.write_text(text)
     done = _kvroute("replay", str(recording))

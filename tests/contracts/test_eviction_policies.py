@@ -1,6 +1,5 @@
-"""What every eviction policy of the CPU tier must do, whatever it prefers.
-
-One suite for the built-in ones and a plug-in.
+"""What every eviction policy of the CPU tier must do. One suite for the built-in ones and a
+plug-in.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ POLICIES: dict[str, Make] = {
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 few = settings(max_examples=60)
 
-# A step is a number and what to do with it; `Driver` turns steps that do not fit the state into
-# those that do.
+# A step is a number and an action; `Driver` turns steps that do not fit the state into steps that
+# do.
 steps = st.lists(
     st.tuples(
         st.sampled_from(["admit", "admit", "touch", "hold", "release", "discard"]),
@@ -49,7 +48,7 @@ capacities = st.integers(1, 8)
 
 
 class Driver:
-    """Calls a policy as the manager may, and knows which keys are resident and which are held."""
+    """Calls a policy as the manager does, and tracks which keys are resident and which are held."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
@@ -166,7 +165,8 @@ def test_after_release_every_key_can_be_evicted(
 def test_a_cleared_policy_chooses_as_a_new_one(
     make: Make, capacity: int, before: list[tuple[str, int]], script: list[tuple[str, int]]
 ) -> None:
-    """Lessons from forgotten blocks are void, and a leftover would be a key without a block."""
+    """What was learned from forgotten blocks is void, and a leftover would be a key without a
+    block."""
     used = make(capacity)
     Driver(used, capacity).run(before)
     used.clear()

@@ -1,5 +1,4 @@
-"""What every policy must do, whatever it thinks of caches: one suite, run on each built-in policy
-and on a plug-in."""
+"""What every policy must do: one suite, run on each built-in policy and on a plug-in."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from router.scoring.policies import BUILT_IN
 
 
 class ByName:
-    """The least that a plug-in has to do."""
+    """A minimal plug-in."""
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
         draws = Random(request.session)
@@ -40,7 +39,7 @@ POLICIES: dict[str, Make] = {
     for name in BUILT_IN
 } | {"plug-in": lambda seed: ByName()}
 
-# Six policies run each property, so fewer examples do.
+# Six policies run each property, so fewer examples are enough.
 few = settings(max_examples=40)
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 
@@ -107,7 +106,7 @@ def test_every_candidate_is_ranked_exactly_once(
 def test_costs_are_finite_and_never_fall_along_the_ranking(
     make: Make, asked: RouteRequest, candidates: list[Candidate]
 ) -> None:
-    """Readers of /route take the cost for the reason of the order."""
+    """Readers of /route take the cost as the reason for the order."""
     costs = [entry.cost for entry in make(1).rank(asked, candidates)]
     assert all(math.isfinite(cost) for cost in costs)
     assert costs == sorted(costs)
@@ -119,8 +118,8 @@ def test_costs_are_finite_and_never_fall_along_the_ranking(
 def test_reasons_are_one_line_and_hold_nothing_of_the_client(
     make: Make, asked: RouteRequest, candidates: list[Candidate]
 ) -> None:
-    """Reasons reach logs and the live page, where a session, possibly a user's name, has no
-    business."""
+    """Reasons appear in logs and on the live page, where a session, possibly a user's name, must
+    not."""
     secret = RouteRequest(
         model=asked.model, prompt_tokens=asked.prompt_tokens, session="name-of-a-user"
     )
@@ -161,7 +160,7 @@ def test_the_same_seed_gives_the_same_choices(make: Make) -> None:
 
 @every_policy
 def test_equal_and_idle_replicas_share_the_requests(make: Make) -> None:
-    """No policy may favour a replica for its name or its place in the list."""
+    """No policy may favour a replica because of its name or its place in the list."""
     policy = make(3)
     firsts = Counter(
         policy.rank(request(session=str(turn)), idle(4))[0].candidate.replica_id

@@ -1,5 +1,5 @@
-"""As much of a Dockerfile as is needed to check ours: its stages, what stands in each, what it
-takes from the repository."""
+"""A minimal Dockerfile reader to check ours: its stages, their instructions, what they copy from
+the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.deploy.files import DEPLOY, ROOT
 
 @dataclass
 class Stage:
-    """One FROM and all until the next."""
+    """One FROM and everything up to the next."""
 
     name: str
     base: str
@@ -25,7 +25,7 @@ class Stage:
 
 
 def stages(path: Path) -> dict[str, Stage]:
-    """The stages by name, in their order."""
+    """The stages by name, in order."""
     found: dict[str, Stage] = {}
     stage = Stage("", "")
     for word, arguments in instructions(path.read_text()):
@@ -38,7 +38,7 @@ def stages(path: Path) -> dict[str, Stage]:
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Word and arguments, continued lines put together."""
+    """Keyword and arguments, with continued lines joined."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [
@@ -49,13 +49,13 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def lineage(found: dict[str, Stage], name: str) -> list[Stage]:
-    """A stage and those it is built on, the nearest first."""
+    """A stage and those it is built on, nearest first."""
     stage = found[name]
     return [stage, *(lineage(found, stage.base) if stage.base in found else [])]
 
 
 def copied() -> list[str]:
-    """What our images get of the repository."""
+    """What our images copy from the repository."""
     copies = [
         line.split()
         for stage in stages(DEPLOY / "Dockerfile").values()
@@ -67,7 +67,7 @@ def copied() -> list[str]:
 
 
 def copy_sources(target: Path) -> None:
-    """Do what the COPY lines do."""
+    """Copy what the COPY lines copy."""
     target.mkdir()
     for source in copied():
         if (ROOT / source).is_dir():

@@ -1,5 +1,4 @@
-"""What stands in deploy/, read: YAML, the dashboard, and every PromQL expression with the place
-where it stands."""
+"""The files in deploy/, parsed: YAML, the dashboard, and every PromQL expression with its place."""
 
 from __future__ import annotations
 
@@ -35,14 +34,14 @@ def load(path: Path) -> Any:
 
 
 def version() -> str:
-    """Of this distribution, which the images carry as their tag."""
+    """The version of this distribution, which is the tag of the images."""
     found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found
     return found[1]
 
 
 def tool(name: str, package: str) -> str:
-    """The path of a program, or a skip that says how to get it."""
+    """The path of a program; skips the test without it, saying how to get it."""
     path = shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed (Debian: {package})")
@@ -56,7 +55,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def succeeds(*command: str, cwd: Path = ROOT) -> str:
-    """What a command says, which must end with 0."""
+    """Run a command, which must exit with 0, and return its output."""
     done = run(*command, cwd=cwd)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -74,12 +73,12 @@ def dashboard() -> Any:
 
 
 def panels() -> list[dict[str, Any]]:
-    """All panels of the dashboard that show something."""
+    """All panels of the dashboard that show data."""
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Place and text of every expression; the dashboard's with its variables."""
+    """Place and text of every expression; those of the dashboard with its variables."""
     for rule in alerts():
         yield f"alert {rule['alert']}", rule["expr"]
     for panel in panels():
@@ -88,7 +87,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def without_variables(expression: str) -> str:
-    """As Prometheus gets it when everything is chosen."""
+    """The expression as Prometheus gets it when everything is selected."""
     for name in ("instance", "model", "replica"):
         expression = expression.replace(f'"${name}"', '".*"')
     return expression.replace("$__rate_interval", "1m")

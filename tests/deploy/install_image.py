@@ -1,7 +1,7 @@
-"""Runs the Dockerfile's own install line, on the files that it copies, in a fresh environment: the
-router's image, by hand.
+"""Runs the Dockerfile's own install line on the files that it copies, in a fresh environment: the
+router's image without a builder.
 
-Takes a minute and needs a package index, so it is no test of every run: `python -m
+It takes a minute and needs a package index, so it is not part of the tests: `python -m
 tests.deploy.install_image`.
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def install(environment: Path, source: Path) -> None:
-    """As the stage `build` does; nothing of torch may come along."""
+    """Install as the stage `build` does; torch must not be among the dependencies."""
     (line,) = [
         line
         for line in stages(DEPLOY / "Dockerfile")["build"].all_of("RUN")

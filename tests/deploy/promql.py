@@ -1,4 +1,4 @@
-"""As much of PromQL as is needed to say which metrics, labels and values an expression asks for."""
+"""A minimal PromQL reader: which metrics, labels and values does an expression use?"""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WORDS = frozenset(("and", "or", "unless", "bool", "offset", "by", "without", "o
 
 @dataclass(frozen=True)
 class Asked:
-    """What an expression asks for."""
+    """What an expression uses."""
 
     matchers: tuple[tuple[str, str, str], ...]
-    """Metric, label, value; a pattern's alternatives one by one."""
+    """Metric, label, value; the alternatives of a pattern one by one."""
     metrics: frozenset[str]
     grouping: frozenset[str]
-    """Labels that it groups or joins by."""
+    """Labels by which it groups or joins."""
 
 
 def asked_by(expression: str) -> Asked:
-    """Read *expression*, in which no value of a label may hold a brace."""
+    """Read *expression*, in which no label value may contain a brace."""
     grouping = {
         label.strip()
         for found in _GROUPING.findall(expression)

@@ -1,4 +1,5 @@
-"""The compose file: what it names exists, and its parts agree on addresses, ports and commands."""
+"""The compose file: everything it names exists, and its parts agree on addresses, ports and
+commands."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def mounts(name: str) -> dict[str, str]:
 
 
 def test_compose_itself_accepts_the_file() -> None:
-    """It knows every key; needs no daemon, but the plug-in."""
+    """It knows every key. This needs the plug-in, but no daemon."""
     docker = tool("docker", "docker.io and docker-compose")
     if "compose" not in succeeds(docker, "--help"):
         pytest.skip("docker has no plug-in compose")
@@ -50,7 +51,7 @@ def test_there_are_a_router_three_engines_prometheus_and_grafana() -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_images_are_pinned_and_those_of_ours_can_be_built(name: str) -> None:
-    """Ours carry this version as their tag."""
+    """Our images have this version as their tag."""
     service = SERVICES[name]
     tag = service["image"].rpartition(":")[2]
     if "build" not in service:
@@ -64,7 +65,7 @@ def test_images_are_pinned_and_those_of_ours_can_be_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_only_this_machine_reaches_published_ports(name: str) -> None:
-    """There are no keys in it, and no engine is published at all."""
+    """The setup has no keys, and engines are not published at all."""
     ports = SERVICES[name].get("ports", [])
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert not (name in ENGINES and ports)
@@ -90,7 +91,7 @@ def test_the_router_finds_its_configuration_and_listens_where_it_is_published() 
 
 
 def test_the_routers_replicas_are_the_engines() -> None:
-    """By the names and the port at which they listen."""
+    """They have the names and the port of the engines."""
     assert {replica.id for replica in ROUTER.replicas} == set(ENGINES)
     for replica in ROUTER.replicas:
         assert urlsplit(replica.url).netloc == f"{replica.id}:8000"
@@ -105,7 +106,7 @@ def test_an_engine_runs_the_engines_command_and_tells_its_ports(name: str) -> No
 
 @pytest.mark.parametrize("name", ["router", *ENGINES])
 def test_our_containers_may_do_nothing_that_they_do_not_need(name: str) -> None:
-    """They write to /tmp at most."""
+    """They can only write to /tmp."""
     service = SERVICES[name]
     assert (service["read_only"], service["cap_drop"], service["tmpfs"]) == (
         True,
@@ -116,7 +117,7 @@ def test_our_containers_may_do_nothing_that_they_do_not_need(name: str) -> None:
 
 
 def test_running_requests_have_the_time_that_the_router_gives_them() -> None:
-    """Docker kills after this."""
+    """Docker kills them after it."""
     assert (
         int(SERVICES["router"]["stop_grace_period"].removesuffix("s"))
         > ROUTER.server.timeouts.shutdown_grace_s
@@ -124,7 +125,7 @@ def test_running_requests_have_the_time_that_the_router_gives_them() -> None:
 
 
 def test_prometheus_scrapes_the_router_and_every_engine() -> None:
-    """Under the names that they have in the network."""
+    """It uses their names in the network."""
     assert (DEPLOY / mounts("prometheus")["/etc/prometheus"]).resolve() == PROMETHEUS
     assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
     jobs = {
@@ -138,7 +139,7 @@ def test_prometheus_scrapes_the_router_and_every_engine() -> None:
 
 
 def test_grafana_finds_its_data_source_and_its_dashboards() -> None:
-    """Three files name paths and addresses of each other."""
+    """Three files refer to paths and addresses in each other."""
     provisioning = DEPLOY / mounts("grafana")["/etc/grafana/provisioning"]
     (source,) = load(provisioning / "datasources/prometheus.yaml")["datasources"]
     assert urlsplit(source["url"]).netloc == "prometheus:9090"

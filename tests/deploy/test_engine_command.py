@@ -1,4 +1,4 @@
-"""The engine's command that images, compose file and manifests use, held against the engine."""
+"""The engine's command that images, compose file and manifests use, run with the engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def engine() -> Iterator[int]:
 
 
 async def test_the_engine_serves_probes_routers_and_prometheus() -> None:
-    """With its command only: health, models, event sources, and the dashboard's metrics."""
+    """Started with this command only, it has health, models, event sources, and the dashboard's
+    metrics."""
     with engine() as port:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             await eventually(lambda: accepts(port), "the engine listens")

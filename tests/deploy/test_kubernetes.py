@@ -1,4 +1,4 @@
-"""The manifests: what they name exists, their parts agree, and pods may do no more than they
+"""The manifests: everything they name exists, their parts agree, and pods may do no more than they
 need."""
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rendered(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["base", "vllm"])
 def test_the_manifests_are_what_kubernetes_takes(tmp_path: Path, name: str) -> None:
-    """By the schemas of its own release, where a misspelt key is an error."""
+    """They are checked with the schemas of its release, where a misspelt key is an error."""
     validate = tool("kubernetes-validate", "none; pip install kubernetes-validate")
     (tmp_path / "all.yaml").write_text(rendered(name))
     said = succeeds(validate, "--strict", str(tmp_path / "all.yaml"))
@@ -106,7 +106,7 @@ def test_everything_is_in_one_namespace_and_every_image_has_a_tag(name: str) -> 
 
 
 def test_the_map_that_is_mounted_is_the_one_that_is_made() -> None:
-    """Its name gets a hash, so that a changed file makes new pods."""
+    """Its name gets a hash, so that a changed file restarts the pods."""
     rendered_objects = list(yaml.safe_load_all(rendered("base")))
     (made,) = [each for each in rendered_objects if each["kind"] == "ConfigMap"]
     (deployment,) = [each for each in rendered_objects if each["kind"] == "Deployment"]
@@ -118,7 +118,7 @@ def test_the_map_that_is_mounted_is_the_one_that_is_made() -> None:
 
 
 def test_our_images_carry_this_version() -> None:
-    """The tag that the Dockerfile's head builds."""
+    """It is the tag that the commands at the head of the Dockerfile build."""
     ours = {image["name"]: image["newTag"] for image in KUSTOMIZATION["images"]}
     assert ours == {container(workload)["image"]: version() for workload in (ROUTER, ENGINE)}
 
@@ -130,7 +130,7 @@ def test_our_images_carry_this_version() -> None:
 def test_the_command_line_finds_the_configuration_sound(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the pod would, by its own command."""
+    """It is checked by the command of the pod."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     said = succeeds(
@@ -149,7 +149,7 @@ def test_the_router_reads_the_file_that_is_mounted() -> None:
 
 
 def test_every_key_of_the_configuration_comes_from_the_secret() -> None:
-    """The router does not start with a name that it does not find."""
+    """The router does not start if a variable is missing."""
     named = set(re.findall(r"\$\{(\w+)\}", (BASE / "kvroute.yaml").read_text()))
     given = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container(ROUTER)["env"]}
     assert named == set(given) == set(KEYS)
@@ -166,7 +166,7 @@ def test_every_key_of_the_configuration_comes_from_the_secret() -> None:
 
 
 def test_the_replicas_are_the_pods_of_the_stateful_set() -> None:
-    """A pod's name is the set's and a number; its address is below the headless service."""
+    """A pod has the name of the set and a number; its address is below the headless service."""
     service = found("Service", ENGINE["spec"]["serviceName"])
     assert service["spec"]["clusterIP"] == "None"
     names = [
@@ -178,12 +178,13 @@ def test_the_replicas_are_the_pods_of_the_stateful_set() -> None:
 
 
 def test_the_router_listens_where_it_is_looked_for() -> None:
-    """On the port of the container, at every address of the pod."""
+    """It listens on the port of the container, at every address of the pod."""
     assert (CONFIG.server.host, CONFIG.server.port) == ("0.0.0.0", ports(ROUTER)["http"])
 
 
 def test_running_requests_have_the_time_that_the_router_gives_them() -> None:
-    """From the moment the pod is told to end, with the wait for the service to notice."""
+    """The time counts from when the pod begins to stop, including the wait for the service to
+    notice."""
     command = container(ROUTER)["lifecycle"]["preStop"]["exec"]["command"]
     assert command[0] == "sleep"
     grace = pod(ROUTER)["terminationGracePeriodSeconds"]
@@ -202,8 +203,8 @@ def router() -> Iterator[RouterProcess]:
 async def test_the_probes_ask_what_a_router_answers(
     router: RouterProcess, probe: str, status: int
 ) -> None:
-    """A router without a replica lives and is not ready; one that is killed for that would never
-    become it."""
+    """A router without a replica is alive but not ready; if it were killed for that, it would never
+    become ready."""
     asked = container(ROUTER)[probe]["httpGet"]
     assert asked["port"] in ports(ROUTER)
     assert (await router.get(asked["path"])).status == status
@@ -213,7 +214,7 @@ async def test_the_probes_ask_what_a_router_answers(
 
 
 def test_the_engines_run_the_engines_command() -> None:
-    """The same as the image and the compose file."""
+    """It is the same in the image and the compose file."""
     assert container(ENGINE)["args"] == ENGINE_COMMAND
     assert set(ports(ENGINE).values()) == ENGINE_PORTS
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -234,7 +235,7 @@ def test_vllm_runs_with_the_flags_of_the_recipe() -> None:
 
 
 def recipe() -> str:
-    """The document's `vllm serve`, to the end of its block."""
+    """The `vllm serve` command of the document, to the end of its block."""
     return (ROOT / "docs/deployment.md").read_text().partition("vllm serve ")[2].partition("```")[0]
 
 
@@ -243,7 +244,7 @@ def recipe() -> str:
 
 @WORKLOADS
 def test_a_workload_selects_its_own_pods(workload: dict[str, Any]) -> None:
-    """And the two have no pod in common."""
+    """The two workloads have no pod in common."""
     assert workload["spec"]["selector"]["matchLabels"] == labels(workload)
     assert labels(ROUTER) != labels(ENGINE)
 
@@ -252,7 +253,7 @@ def test_a_workload_selects_its_own_pods(workload: dict[str, Any]) -> None:
 def test_services_budgets_and_policies_select_pods_that_exist(
     name: str, workload: dict[str, Any]
 ) -> None:
-    """A selector that matches nothing is no error."""
+    """Kubernetes does not report a selector that matches nothing."""
     service = found("Service", name)
     assert service["spec"]["selector"] == labels(workload)
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports(
@@ -263,13 +264,13 @@ def test_services_budgets_and_policies_select_pods_that_exist(
 
 
 def test_a_disruption_leaves_a_router() -> None:
-    """The budget means nothing with one."""
+    """With a single router the budget would mean nothing."""
     budget = found("PodDisruptionBudget", "router")["spec"]["maxUnavailable"]
     assert ROUTER["spec"]["replicas"] > budget
 
 
 def test_engines_are_reached_by_routers_and_prometheus_only() -> None:
-    """Their events hold prompts."""
+    """Their events contain prompts."""
     routers, prometheus = found("NetworkPolicy", "engine")["spec"]["ingress"]
     assert routers["from"] == [{"podSelector": {"matchLabels": labels(ROUTER)}}]
     assert {port["port"] for port in routers["ports"]} == ENGINE_PORTS
@@ -277,7 +278,7 @@ def test_engines_are_reached_by_routers_and_prometheus_only() -> None:
 
 
 def test_routers_reach_engines_and_names_only() -> None:
-    """All that a stolen router could talk to."""
+    """A compromised router could reach nothing else."""
     engines, names = found("NetworkPolicy", "router")["spec"]["egress"]
     assert engines["to"] == [{"podSelector": {"matchLabels": labels(ENGINE)}}]
     assert {port["port"] for port in engines["ports"]} == ENGINE_PORTS
@@ -292,7 +293,7 @@ def test_routers_reach_engines_and_names_only() -> None:
 
 @WORKLOADS
 def test_a_pod_has_no_more_rights_than_it_needs(workload: dict[str, Any]) -> None:
-    """As the namespace's standard asks, and a read-only file system besides."""
+    """It meets the standard of its namespace, and has a read-only file system."""
     spec, security = pod(workload)["securityContext"], container(workload)["securityContext"]
     assert spec["runAsNonRoot"]
     assert spec["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -311,7 +312,7 @@ def test_a_pod_has_no_more_rights_than_it_needs(workload: dict[str, Any]) -> Non
 
 @WORKLOADS
 def test_a_pod_has_no_access_to_kubernetes(workload: dict[str, Any]) -> None:
-    """Nothing here asks it, so there are no roles."""
+    """Nothing here uses the API, so there are no roles."""
     assert pod(workload)["automountServiceAccountToken"] is False
     assert not {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"} & {
         each["kind"] for each in OBJECTS
@@ -320,7 +321,7 @@ def test_a_pod_has_no_access_to_kubernetes(workload: dict[str, Any]) -> None:
 
 @WORKLOADS
 def test_a_container_says_what_it_needs(workload: dict[str, Any]) -> None:
-    """Without a request it is the first to go, without a bound it takes the node along."""
+    """Without a request it is evicted first; without a limit it can take down the node."""
     resources = container(workload)["resources"]
     assert set(resources["requests"]) == {"cpu", "memory"}
     assert "memory" in resources["limits"]

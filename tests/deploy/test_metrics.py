@@ -110,7 +110,7 @@ async def scraped(directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    """Labels of every sample, by its name."""
+    """The labels of every sample, by its name."""
     text = asyncio.run(scraped(tmp_path_factory.mktemp("router")))
     found: dict[str, list[dict[str, str]]] = {
         name: [dict.fromkeys(labels, "")] for name, labels in OF_VLLM.items()
@@ -129,7 +129,7 @@ def labels_of(samples: dict[str, list[dict[str, str]]], metric: str) -> set[str]
 
 
 def test_an_expression_is_read_whole() -> None:
-    """The tests below see only what this finds."""
+    """The tests below see only what this reads."""
     text = (
         'sum by (a, le) (rate(m_one{x="1", y=~"2|3"}[5m])) / 1e7 > 0.5 '
         "unless on (b) m:two == 0 or vector(0) * m_three"
@@ -267,7 +267,7 @@ async def shows(prometheus: httpx.AsyncClient, expression: str) -> bool:
         )
     except httpx.TransportError:
         return False
-    if answer.status_code == 503:  # it still starts
+    if answer.status_code == 503:  # it is still starting
         return False
     assert answer.status_code == 200, (expression, answer.text)
     return bool(answer.json()["data"]["result"])

@@ -1,5 +1,5 @@
-"""Scrape configuration and alerts: what promtool says of them, and what an operator finds in them
-at 3 a.m."""
+"""Scrape configuration and alerts: promtool accepts them, and an operator finds what is needed at 3
+a.m."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.deploy.files import PROMETHEUS, ROOT, alerts, load, succeeds, tool
 
 
 def test_promtool_accepts_the_rules() -> None:
-    """Prometheus does not start with a rule that it cannot read."""
+    """Prometheus does not start with an invalid rule."""
     succeeds(tool("promtool", "prometheus"), "check", "rules", str(PROMETHEUS / "alerts.yml"))
 
 
@@ -23,7 +23,7 @@ def test_promtool_accepts_the_scrape_configuration() -> None:
 
 
 def test_promtool_accepts_the_configuration_for_kubernetes(tmp_path: Path) -> None:
-    """Debian's promtool is built without the discovery of pods, so that line is left out here."""
+    """Debian's promtool is built without discovery of pods, so that line is left out here."""
     text = (PROMETHEUS / "kubernetes.yml").read_text()
     kept = re.sub(r"^    kubernetes_sd_configs:.*\n(      - .*\n)?", "", text, flags=re.MULTILINE)
     assert kept.count("\n") == text.count("\n") - 3
@@ -33,7 +33,7 @@ def test_promtool_accepts_the_configuration_for_kubernetes(tmp_path: Path) -> No
 
 
 def test_both_configurations_have_the_jobs_that_alerts_ask_for() -> None:
-    """An alert on another job's name never fires, except the one that says so."""
+    """An alert on another job name never fires, except the one for a missing job."""
     jobs = {found for rule in alerts() for found in re.findall(r'job="(\w+)"', rule["expr"])}
     assert jobs == {"kvroute"}
     for name in ("prometheus.yml", "kubernetes.yml"):
@@ -49,7 +49,7 @@ def test_every_alert_fires_when_it_should_and_only_then() -> None:
 
 
 def test_every_alert_is_tested() -> None:
-    """One that never fired in a test may never fire."""
+    """An alert that never fired in a test may never fire at all."""
     text = (PROMETHEUS / "alerts_test.yml").read_text()
     fired = set(re.findall(r'alertname="(\w+)"', text))
     assert fired == {rule["alert"] for rule in alerts()}
@@ -59,7 +59,7 @@ def test_every_alert_is_tested() -> None:
 def test_an_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on(
     rule: dict[str, Any],
 ) -> None:
-    """Whoever is woken has these words and nothing else."""
+    """These words are all that the person on call has at first."""
     assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     notes = rule["annotations"]
@@ -71,6 +71,6 @@ def test_an_alert_says_how_bad_it_is_what_it_means_and_where_to_read_on(
 
 
 def test_alert_names_are_unique() -> None:
-    """A silence of one must not silence another."""
+    """Silencing one alert must not silence another."""
     names = [rule["alert"] for rule in alerts()]
     assert len(names) == len(set(names))

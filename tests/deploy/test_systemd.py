@@ -19,7 +19,7 @@ def values(key: str) -> list[str]:
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    """A directive that it does not know is ignored in silence, also one that protects."""
+    """It silently ignores unknown directives, even protective ones."""
     analyze = tool("systemd-analyze", "systemd")
     (tmp_path / UNIT.name).write_text(
         UNIT.read_text().replace("/opt/kvroute/bin/kvroute", sys.executable)
@@ -28,23 +28,23 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 
 
 def test_it_checks_the_configuration_that_it_then_serves() -> None:
-    """So that a mistake shows as a failed start with its path, not as a router that restarts."""
+    """An error then shows as a failed start with its path, not as a router that restarts."""
     (check,), (serve,) = values("ExecStartPre"), values("ExecStart")
     assert check == f"{serve} --check"
     assert shlex.split(serve)[1:] == ROUTER_COMMAND
 
 
 def test_a_refused_configuration_is_not_tried_again() -> None:
-    """The exit code is the command line's own."""
+    """The exit code is that of the command line."""
     assert values("RestartPreventExitStatus") == [str(command_line.EXIT_USAGE)]
 
 
 def test_running_requests_have_the_time_that_the_router_gives_them() -> None:
-    """systemd would kill it in the middle of their answers."""
+    """systemd would kill it in the middle of their responses."""
     assert int(values("TimeoutStopSec")[0]) > TimeoutsConfig().shutdown_grace_s
 
 
 def test_it_does_not_run_as_root() -> None:
-    """Nothing it does needs that."""
+    """It does not need root."""
     assert values("DynamicUser") == ["yes"]
     assert values("CapabilityBoundingSet") == [""]

@@ -1,4 +1,5 @@
-"""What the comparison asks of a prefix cache: one protocol, ours and vLLM's behind it."""
+"""What the comparison needs of a prefix cache: one protocol, implemented with ours and with
+vLLM's."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ class Hit(NamedTuple):
 
     num_tokens: int
     shared_prefix_boundary: int
-    """Where a prefix that only some groups hold ends, and a checkpoint would pay; 0 for nowhere."""
+    """The end of a prefix that only some groups hold, where a checkpoint would pay off; 0 if there
+    is none."""
 
 
 class FirstStep(NamedTuple):
-    """What a waiting request is to be given, in tokens behind its hit."""
+    """What a waiting request is to get, in tokens after its hit."""
 
     num_new_tokens: int
     num_lookahead_tokens: int = 0
     num_external_tokens: int = 0
-    """Tokens that a lower tier brings, between the hit and the new ones."""
+    """Tokens loaded from a lower tier, between the hit and the new ones."""
     full_sequence_must_fit: bool = False
 
 
@@ -55,8 +57,7 @@ class PrefixCache(Protocol):
     def forget(self, name: str) -> None: ...
 
     def evict(self, blocks: frozenset[CachedBlock]) -> None:
-        """Take every copy of these out of the cache, as an engine does whose load of them
-        failed."""
+        """Remove every copy of these from the cache, as an engine does when loading them failed."""
         ...
 
     def reset(self) -> bool: ...

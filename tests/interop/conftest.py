@@ -15,8 +15,8 @@ else:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    # Warnings are errors here as everywhere, but what vLLM and its packages warn of while they are
-    # imported is not ours.
+    # Warnings are errors here as everywhere, except those that vLLM and its packages raise during
+    # import.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("tests.interop.vllm_cache")

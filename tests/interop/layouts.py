@@ -1,11 +1,12 @@
 """The cache layouts on which both managers are compared.
 
-Left out is what cannot agree:
+Left out are layouts on which they cannot agree:
 
-- Windows of one token. vLLM's mask for such a group keeps nothing, so nothing is ever hit; ours
-  keeps and hits. (With EAGLE vLLM keeps what it needs, and both agree.)
-- Chunks that are no multiple of the scheduler's block: our configuration refuses them.
-- Mamba groups with a hash finer than their block: vLLM then hits inside blocks, which we have not.
+- Windows of one token. vLLM's mask for such a group keeps nothing, so there is never a hit; ours
+  keeps blocks and hits. (With EAGLE vLLM keeps what it needs, and both agree.)
+- Chunks that are not a multiple of the scheduler's block: our configuration refuses them.
+- Mamba groups with a hash finer than their block: vLLM then hits inside blocks, which ours does
+  not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvevents.layout import GroupKind, KVCacheGroup
 
 @dataclass(frozen=True)
 class Layout:
-    """What both managers are built from. All sizes in tokens."""
+    """The parameters of both managers. All sizes are in tokens."""
 
     groups: tuple[KVCacheGroup, ...]
     hash_block_size: int

@@ -1,4 +1,4 @@
-"""Does every operation on two caches and looks for the first difference."""
+"""Performs every operation on two caches and looks for the first difference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.interop.cache import PrefixCache
 
 
 class Disagreement(AssertionError):
-    """The caches differ; `history` holds every operation up to there, so that it can be replayed
-    and shortened."""
+    """The caches differ; `history` has every operation up to then, so that it can be replayed and
+    shortened."""
 
     def __init__(
         self, fact: str, theirs: Any, mine: Any, history: list[tuple[str, tuple[Any, ...]]]
@@ -34,10 +34,10 @@ class Lockstep:
         self._same_entries = same_entries
 
     def do(self, operation: str, *arguments: Any) -> Any:
-        """Do it on both; return the common answer.
+        """Do it on both; return the common result.
 
         Raises:
-            Disagreement: Answers, cached blocks or free blocks differ.
+            Disagreement: Results, cached blocks or free blocks differ.
         """
         self.history.append((operation, arguments))
         theirs = getattr(self.theirs, operation)(*arguments)
@@ -48,7 +48,7 @@ class Lockstep:
         return mine
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """The same for what changes nothing: the answers alone are compared."""
+        """The same for operations that change nothing: only the results are compared."""
         self.history.append((question, arguments))
         theirs = getattr(self.theirs, question)(*arguments)
         mine = getattr(self.mine, question)(*arguments)

@@ -1,7 +1,7 @@
 """Our `CacheManager` behind the comparison's protocol.
 
-What is cached is read from the events alone, as a router would, and not from the manager's own
-books.
+What is cached is read only from the events, as a router would do, and not from the manager's own
+state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OurCache:
     layout: Groups and sizes.
     num_blocks: Size of the pool, its null block included.
     max_in_flight_tokens: Tokens of one step at most.
-    none_hash: Root of the hash chain, as the peer has it.
+    none_hash: Root of the hash chain, as in the peer.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class OurCache:
             request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens
         )
         if allocated is None:
-            # A refusal of ours changes nothing; vLLM's has given back what slid out.
+            # A refusal by ours changes nothing; vLLM's has already released the blocks that left
+            # the window.
             self.manager.free_skipped_blocks(request)
         self.manager.start_step()
         return allocated is not None

@@ -1,4 +1,4 @@
-"""Block hashes: `kvevents.hashing` and our requests against vLLM's own hasher."""
+"""Block hashes: `kvevents.hashing` and our requests compared with vLLM's own hasher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_seed_that_is_set_gives_the_same_chain(
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 def test_adapter_and_salt_hashed_as_tagged_keys_give_vllms_hashes(algorithm: str) -> None:
-    """The adapter goes into every block, with its path; the salt into the first one alone."""
+    """The adapter goes into every block, with its path; the salt only into the first one."""
     adapter = ("lora", "sql", "/adapters/sql")
     extra_keys = [(adapter, ("cache_salt", "tenant")), *[(adapter,)] * 100]
     mine = list(HashChain.from_seed(algorithm).block_hashes(TOKENS, 16, extra_keys))
@@ -63,8 +63,8 @@ def test_adapter_and_salt_hashed_as_tagged_keys_give_vllms_hashes(algorithm: str
 def test_our_request_names_its_blocks_as_vllms_request_does(
     algorithm: str, salt: str | None
 ) -> None:
-    """An engine can change its cache manager for ours and keep what a lower tier holds under these
-    names."""
+    """An engine can replace its cache manager with ours and keep what a lower tier holds under
+    these hashes."""
     hasher = RequestHasher(HashChain.from_seed(algorithm), 16)
     assert CacheRequest("r", TOKENS, hasher, cache_salt=salt).block_hashes == vllm_hashes(
         algorithm, 16, salt=salt
@@ -72,8 +72,8 @@ def test_our_request_names_its_blocks_as_vllms_request_does(
 
 
 def test_an_appended_token_completes_the_same_block() -> None:
-    """Decoded tokens are hashed as they come; the chain must not depend on where the prompt
-    ended."""
+    """Decoded tokens are hashed as they are generated; the chain must not depend on where the
+    prompt ended."""
     hasher = RequestHasher(HashChain.from_seed("sha256"), 16)
     request = CacheRequest("r", TOKENS[:500], hasher)
     for token in TOKENS[500:]:

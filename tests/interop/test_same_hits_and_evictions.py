@@ -1,8 +1,8 @@
-"""One random workload through vLLM's `KVCacheManager` and ours: every answer, every cached block,
-every refusal is the same.
+"""One random workload through vLLM's `KVCacheManager` and ours: every result, every cached block
+and every refusal is the same.
 
-vLLM is the engine whose caches our router predicts and whose place our manager can take, so "nearly
-the same" is wrong.
+Our router predicts the caches of vLLM, and our manager can replace its own, so "nearly the same" is
+wrong.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def test_every_answer_and_every_cached_block_is_the_same(name: str, pressure: st
     "name", [name for name, layout in layouts.ALL.items() if layout.has_coarse_groups]
 )
 def test_vllms_entries_for_half_full_blocks_change_no_hit(name: str) -> None:
-    """vLLM names a half-full block of coarse full attention; where nothing is evicted that must
-    show in its map alone."""
+    """vLLM caches a half-full block of coarse full attention; as long as nothing is evicted, only
+    its map may show that."""
     run = workload(layouts.ALL[name], AMPLE, seed=zlib.crc32(name.encode()), partial_tails=True)
     for _ in range(NUM_STEPS):
         run.step()

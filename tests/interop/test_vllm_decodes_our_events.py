@@ -34,7 +34,7 @@ vllm_decoder = msgspec.msgpack.Decoder(vllm_events.KVEventBatch)
 def our_events(
     layout: Layout = LAYOUT, prompts: tuple[list[int], ...] = (TOKENS, OTHERS)
 ) -> list[Event]:
-    """Prompts one after the other through a cache that is too small for them together."""
+    """The events of prompts, one after the other, through a cache too small for all of them."""
     cache = OurCache(layout, NUM_BLOCKS, 1000, none_hash=bytes(32))
     events: list[Event] = []
     for index, token_ids in enumerate(prompts):
@@ -70,7 +70,7 @@ def test_removals_and_clears_are_vllms_own_field_by_field() -> None:
 
 
 def test_an_untyped_reader_of_vllms_batches_reads_every_event() -> None:
-    """vLLM's base batch leaves its events as plain values: that is how a consumer tolerates unknown
+    """vLLM's base batch leaves its events as plain values, which lets a consumer tolerate unknown
     and missing fields."""
     events = our_events()
     batch = msgspec.msgpack.decode(on_the_wire(events), type=vllm_events.EventBatch)
@@ -78,27 +78,27 @@ def test_an_untyped_reader_of_vllms_batches_reads_every_event() -> None:
 
 
 def test_vllms_class_for_a_store_refuses_ours_for_its_missing_block_size() -> None:
-    """The contract leaves block_size out, so that blocks of several sizes share an event: this is
-    what it costs."""
+    """Our format leaves out block_size, so that blocks of several sizes can share an event; this is
+    the price."""
     with pytest.raises(msgspec.ValidationError, match="missing required field `block_size`"):
         vllm_decoder.decode(on_the_wire(our_events()))
 
 
 def test_vllms_batch_refuses_a_cache_layout() -> None:
-    """A typed reader of vLLM must skip event types it does not know; the class itself does not."""
+    """A typed reader of vLLM must skip unknown event types; the class itself does not."""
     layout = CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16)
     with pytest.raises(msgspec.ValidationError, match="CacheLayout"):
         vllm_decoder.decode(on_the_wire([layout]))
 
 
 def _tolerant(original: type[Any]) -> type[Any]:
-    """vLLM's class with its types, where every field may be missing."""
+    """vLLM's class with its types, with every field optional."""
     fields = [(field.name, field.type, None) for field in msgspec.structs.fields(original)]
     return msgspec.defstruct(original.__name__, fields, tag=original.__name__)
 
 
 def test_with_defaults_for_three_fields_vllms_class_reads_our_stores() -> None:
-    """Every value we send has the type and the meaning that vLLM's field of that name has."""
+    """Every value we send has the type and meaning of vLLM's field of the same name."""
     stores = [event for event in our_events() if isinstance(event, BlockStored)]
     tolerant = _tolerant(vllm_events.BlockStored)
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(stores), type=list[tolerant])  # type: ignore[valid-type]
@@ -120,8 +120,8 @@ def sent_fields(events: list[BlockStored]) -> set[str]:
 
 
 def test_a_prompt_is_announced_as_vllm_announces_it() -> None:
-    """Same hashes, parents, tokens, group, kind and window as the manager whose place ours
-    takes."""
+    """Hashes, parents, tokens, group, kind and window are those of the manager that ours
+    replaces."""
     layout = layouts.layout(layouts.full())
     theirs = VllmCache(layout, NUM_BLOCKS, 1000, events=True)
     mine = OurCache(layout, NUM_BLOCKS, 1000, theirs.none_hash)
@@ -141,7 +141,7 @@ def test_a_prompt_is_announced_as_vllm_announces_it() -> None:
 
 
 def as_sent_by_vllm(event: Event) -> tuple[Any, ...]:
-    """vLLM sends the low 64 bits of a digest unless told otherwise."""
+    """vLLM sends the low 64 bits of a digest unless configured otherwise."""
     assert isinstance(event, BlockStored)
     parent = None if event.parent_block_hash is None else wire_int(event.parent_block_hash)
     hashes = [wire_int(block_hash) for block_hash in event.block_hashes]
@@ -155,7 +155,7 @@ def wire_int(block_hash: int | bytes) -> int:
 
 @pytest.mark.parametrize("name", ["full", "full_two_windows", "full_chunk_128", "full_mamba"])
 def test_our_codec_reads_what_vllms_manager_emits(name: str) -> None:
-    """Counted from the events alone, copies are what vLLM's own map holds."""
+    """Copies counted from the events are those in vLLM's own map."""
     cache = VllmCache(layouts.ALL[name], NUM_BLOCKS * 2, 1000, events=True)
     copies: dict[tuple[int | None, Any], int] = {}
     for index, token_ids in enumerate((TOKENS, OTHERS, TOKENS + OTHERS[:60], OTHERS + TOKENS)):

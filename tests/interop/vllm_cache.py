@@ -65,8 +65,8 @@ class VllmCache:
 
     def hit(self, name: str) -> Hit:
         _, num_tokens, boundary = self.manager.get_computed_blocks(self._requests[name])
-        # vLLM tells the boundary always, ours where it decides what is kept or where a chunk should
-        # end.
+        # vLLM always reports the boundary, ours only where it determines what is kept or where a
+        # chunk should end.
         return Hit(num_tokens, boundary if self._tells_boundary else 0)
 
     def admit(self, name: str, step: FirstStep) -> bool:
@@ -128,8 +128,7 @@ class VllmCache:
         return int(self._pool.get_num_free_blocks())
 
     def _end_step(self) -> None:
-        # A Mamba group gives a request new states per step; every operation here is a step of its
-        # own.
+        # A Mamba group allocates new states per step; every operation here is a separate step.
         self.manager.coordinator.new_step_starts()
 
 
@@ -138,7 +137,7 @@ def as_cached(key: Any) -> CachedBlock:
 
 
 def build_request(name: str, token_ids: list[int], hasher: Any, **options: Any) -> Request:
-    """A request as the engine's front end makes it; *salt* and *lora_request* isolate its
+    """Make a request as the engine's front end does; *salt* and *lora_request* isolate its
     blocks."""
     return Request(
         request_id=name,
@@ -180,7 +179,7 @@ def drop_partial_tails(manager: KVCacheManager) -> None:
     A full-attention group whose blocks are coarser than the hash registers the hash at the prompt's
     last hash boundary for the block that is not full yet. Without partial hits (they need a Mamba
     group that is coarser than the hash, too) such an entry never serves a hit, but it gives the
-    block a name, so the free queue treats it as cached. We do not do that.
+    block a name, so the free queue treats it as cached. Ours does not do that.
     """
     for group in manager.coordinator.single_type_managers:
         if isinstance(group, FullAttentionManager):

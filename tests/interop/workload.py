@@ -1,7 +1,7 @@
 """A small scheduler with a random workload: shared prefixes, chunked prefill, decode, preemption,
 evictions, resets.
 
-It decides by the answers of both caches, which `Lockstep` has found equal, so both see the same
+It decides by the results of both caches, which `Lockstep` has found equal, so both see the same
 operations.
 """
 
@@ -48,7 +48,7 @@ class Sequence:
 class Workload:
     """Args:
     lockstep: The two caches.
-    layout: What they were built from.
+    layout: The layout of both.
     seed: Decides everything.
     """
 
@@ -78,8 +78,8 @@ class Workload:
         return self.max_prompt_scheduler_blocks * self._unit
 
     def step(self) -> None:
-        """One step of the engine: requests come, running ones go on, waiting ones are admitted,
-        what is done leaves."""
+        """One step of the engine: requests arrive, running ones advance, waiting ones are admitted,
+        finished ones leave."""
         random = self._random
         if len(self._waiting) < 3 and random.random() < 0.6:
             self._submit()
@@ -106,7 +106,7 @@ class Workload:
         self._add_probe(token_ids, salt)
 
     def _prompt(self) -> tuple[list[int], str | None]:
-        """A new prompt, an old one again, or an old one's beginning with another end; often a
+        """A new prompt, an old one again, or the beginning of an old one with another end; often a
         multiple of a block."""
         random = self._random
         start: list[int] = []
@@ -160,8 +160,8 @@ class Workload:
     # --- one step ---------------------------------------------------------------------------------
 
     def _extend_running(self, budget: int) -> bool:
-        """Give every running request its tokens, the oldest first; preempt the youngest where
-        blocks are short."""
+        """Give every running request its tokens, oldest first; preempt the youngest if blocks are
+        short."""
         preempted = False
         for sequence in list(self._running):
             if sequence not in self._running:
@@ -202,8 +202,8 @@ class Workload:
             external = self._external(sequence, hit.num_tokens)
             wanted = self._chunk(sequence, hit.num_tokens + external, budget, 0)
             if external and self._layout.has_mamba:
-                # As schedulers do that load beside the model. With new tokens too, a state is
-                # needed for each; vLLM counts one, and fails where only one is free.
+                # As schedulers do that load while the model runs. With new tokens as well, a state
+                # is needed for each; vLLM counts one, and fails if only one is free.
                 wanted = 0
             step = FirstStep(wanted, self._speculative, external, self._random.random() < 0.5)
             if not (wanted or external) or not self._do("admit", sequence.name, step):
@@ -226,8 +226,8 @@ class Workload:
             self._do("forget", self._waiting.pop(0).name)
 
     def _compute(self, sequence: Sequence, num_tokens: int, drafts: int) -> None:
-        """The model ran: the request has its tokens computed and, if its input is used up, new ones
-        appended."""
+        """After the model has run, the tokens of the request are computed and, if its input is used
+        up, new ones are appended."""
         end = sequence.num_computed_tokens + num_tokens
         if end < len(sequence.token_ids):
             self._set_computed(sequence, end)
@@ -255,7 +255,7 @@ class Workload:
             self._remember(sequence.token_ids[: self.max_prompt_tokens], sequence.salt)
 
     def _reset(self) -> None:
-        """Sometimes while blocks are in use, which both must refuse."""
+        """Reset the cache, sometimes while blocks are in use, which both must refuse."""
         if self._random.random() < 0.7:
             while self._running:
                 self._preempt(self._running.pop())
@@ -270,8 +270,8 @@ class Workload:
             self._do("evict", frozenset(self._random.sample(cached, count)))
 
     def _may_be_evicted(self, block: CachedBlock) -> bool:
-        # vLLM names the state at a prompt's end again in the request's next step, though it was
-        # evicted for being wrong.
+        # vLLM caches the state at a prompt's end again in the request's next step, although it was
+        # evicted as wrong.
         return not self._running or self._layout.groups[block.group].kind is not GroupKind.MAMBA
 
     # --- how many tokens --------------------------------------------------------------------------
@@ -284,8 +284,8 @@ class Workload:
         return self._mamba_chunk(sequence, start, wanted) if self._layout.has_mamba else wanted
 
     def _mamba_chunk(self, sequence: Sequence, start: int, wanted: int) -> int:
-        """A state exists only where a chunk ends, so chunks of a prompt end on blocks, and once
-        where it may be resumed."""
+        """A state exists only where a chunk ends, so chunks of a prompt end at block boundaries,
+        and once where it may be resumed."""
         size = self._unit
         total = len(sequence.token_ids)
         prefill_end = max(sequence.num_prompt_tokens, total - 1)

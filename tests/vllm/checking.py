@@ -1,5 +1,5 @@
-"""Requests through the router, one at a time, each prediction held against what the server says it
-reused."""
+"""Requests through the router, one at a time, comparing each prediction with what the server
+reports as reused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTLE_DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class Request:
-    """One request as a client sends it; *kind* is what the figures call it."""
+    """One request as a client sends it; *kind* is its name in the figures."""
 
     kind: str
     path: str
@@ -29,21 +29,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request that was answered. All counts are tokens of its prompt."""
+    """One request with its response. All counts are tokens of its prompt."""
 
     kind: str
     replica: str
     prompt_tokens: int
     header: int
-    """What the router promised with the answer: `x-kv-hit-tokens`."""
+    """What the router predicted, as `x-kv-hit-tokens` of the response."""
     explained: int | None
-    """What `/route` said of that replica a moment before; None where it was not asked."""
+    """What `/route` predicted for that replica a moment before; None if it was not asked."""
     full_attention: int | None
-    """What an index of the full-attention group alone would have promised."""
+    """What an index of only the full-attention group would have predicted."""
     cached: int
-    """What the server says it reused."""
+    """What the server reports as reused."""
     content: str
-    """Of the answer; for a next turn."""
+    """The text of the response, for a next turn."""
 
     @property
     def is_exact(self) -> bool:
@@ -51,8 +51,8 @@ class Outcome:
 
     @property
     def is_shortened(self) -> bool:
-        """Full attention had more than could be reused: another group had lost, or never kept, what
-        that needs."""
+        """Whether full attention held more than could be reused: another group had lost, or never
+        kept, the blocks needed for that."""
         return self.full_attention is not None and self.full_attention > self.cached
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass
 class Ledger:
-    """What was found so far."""
+    """The outcomes so far."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -74,12 +74,12 @@ class Ledger:
 
     @property
     def over(self) -> int:
-        """Promised more than was reused."""
+        """Predictions of more than was reused."""
         return sum(outcome.header > outcome.cached for outcome in self.outcomes)
 
     @property
     def under(self) -> int:
-        """Promised less."""
+        """Predictions of less than was reused."""
         return sum(outcome.header < outcome.cached for outcome in self.outcomes)
 
     @property
@@ -92,7 +92,7 @@ class Ledger:
 
     @property
     def shortened_hits(self) -> int:
-        """Shortened, and not to nothing."""
+        """Shortened hits that are not empty."""
         return sum(outcome.is_shortened and outcome.cached > 0 for outcome in self.outcomes)
 
     @property
@@ -104,8 +104,8 @@ class Ledger:
 
     @property
     def shares(self) -> str:
-        """For requests that run at the same time, where no prediction can know what is being
-        computed."""
+        """A summary for requests that run at the same time, when no prediction can know what is
+        being computed."""
         asked = len(self.outcomes)
         exact = asked - len(self.wrong)
         mean_prompt = sum(outcome.prompt_tokens for outcome in self.outcomes) / asked
@@ -135,7 +135,7 @@ class Ledger:
 
 
 class Checker:
-    """Sends what it is given, and writes down how the prediction compares.
+    """Sends requests, and records how the predictions compare.
 
     Args:
         router: In front of the servers.
@@ -148,8 +148,8 @@ class Checker:
         self.ledger = Ledger()
 
     async def check(self, request: Request) -> Outcome:
-        """Wait until the router has read all that is published, ask where the request would go,
-        send it, compare."""
+        """Wait until the router has read everything published, ask where the request would go, send
+        it, compare."""
         await self.settle()
         explained = await self._router.post("/route", request.body)
         assert explained.status == 200, explained
@@ -160,7 +160,7 @@ class Checker:
         return await self._sent(request, None)
 
     async def settle(self) -> None:
-        """All that any server has published is in the router's index."""
+        """Wait until everything that any server has published is in the router's index."""
         for server in self._servers:
             await self._settle(server)
 
@@ -197,7 +197,7 @@ class Checker:
 
 
 def _ranked(explained: dict[str, Any], replica: str, usage: dict[str, Any]) -> dict[str, Any]:
-    """What `/route` said of the replica that then answered."""
+    """What `/route` predicted for the replica that then served the request."""
     assert explained["prompt_tokens"] == usage["prompt_tokens"], (
         "the router counts other tokens than the server"
     )
@@ -208,19 +208,19 @@ def _ranked(explained: dict[str, Any], replica: str, usage: dict[str, Any]) -> d
 
 
 def cached_tokens(usage: dict[str, Any]) -> int:
-    """vLLM leaves the details out where there is nothing to tell."""
+    """The cached tokens; vLLM leaves out the details if there are none."""
     return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def _full_attention_tokens(ranked: dict[str, Any]) -> int | None:
-    """None where the replica has no such group."""
+    """The tokens that full attention allows; None if the replica has no such group."""
     (groups,) = ranked["groups"] or ([],)
     full = [group["tokens"] for group in groups if group["kind"] == "full_attention"]
     return min(full, default=None if groups else 0)
 
 
 def _read(answer: Answer) -> tuple[dict[str, Any], str]:
-    """Usage and content of an answer, streamed or not."""
+    """Usage and content of a response, streamed or not."""
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [
             line.removeprefix(b"data: ")

@@ -18,7 +18,7 @@ _figures = pytest.StashKey[list[str]]()
 
 
 class Figures:
-    """What was measured, shown when all tests have run."""
+    """The figures measured, shown after all tests have run."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
@@ -34,7 +34,7 @@ def figures(request: pytest.FixtureRequest) -> Figures:
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For models and logs."""
+    """A directory for models and logs."""
     return tmp_path_factory.mktemp("vllm")
 
 

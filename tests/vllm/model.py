@@ -1,4 +1,4 @@
-"""Model directories that vLLM can load: a configuration, a tokenizer trained on the spot, and no
+"""Model directories that vLLM can load: a configuration, a small tokenizer trained here, and no
 weights."""
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ GEMMA: dict[str, Any] = {
 """The hybrid: three groups in vLLM, the full-attention one last."""
 QWEN2: dict[str, Any] = {
     **_COMMON,
-    # Its heads have hidden_size / num_attention_heads dimensions, and the CPU's attention wants 32.
+    # Its heads have hidden_size / num_attention_heads dimensions, and attention on the CPU needs
+    # 32.
     "hidden_size": 128,
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -62,7 +63,7 @@ QWEN2: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""Full attention and nothing else."""
+"""Full attention only."""
 MISTRAL: dict[str, Any] = {
     **_COMMON,
     "architectures": ["MistralForCausalLM"],
@@ -73,7 +74,7 @@ MISTRAL: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""Sliding windows and nothing else: its events tell where no block is, so the router must compute
+"""Sliding windows only: its events do not give the place of any block, so the router must compute
 the hashes itself."""
 LLAMA4: dict[str, Any] = {
     **_COMMON,
@@ -99,8 +100,7 @@ LLAMA4: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10_000.0,
 }
-"""Chunked local attention, of which events do not tell the size of the chunks, and full
-attention."""
+"""Full attention and chunked local attention, whose chunk size is not in the events."""
 QWEN3_NEXT: dict[str, Any] = {
     **_COMMON,
     "architectures": ["Qwen3NextForCausalLM"],
@@ -126,12 +126,12 @@ QWEN3_NEXT: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
-"""Linear attention with one state a block, and full attention with heads so large that 64 tokens
+"""Linear attention with one state per block, and full attention with heads so large that 64 tokens
 fill a block of that size."""
 
 
 def write_model(directory: Path, config: dict[str, Any]) -> Path:
-    """All that a server and the router's own tokenizer read; returns *directory*."""
+    """Write everything that a server and the router's own tokenizer read; return *directory*."""
     directory.mkdir(parents=True, exist_ok=True)
     _tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps(config, indent=1))
@@ -143,7 +143,7 @@ def write_model(directory: Path, config: dict[str, Any]) -> Path:
 
 
 def sentence(random: Random, words: int) -> str:
-    """Text of which a word is one token or a few."""
+    """Text whose words are one or a few tokens each."""
     return " ".join(random.choice(_WORDS) for _ in range(words))
 
 

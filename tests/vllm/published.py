@@ -1,4 +1,4 @@
-"""What a server has published so far, asked of its replay endpoint."""
+"""What a server has published so far, read from its replay endpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _ANSWER_DEADLINE_MS = 30_000
 async def last_published(port: int) -> int:
     """The number of the last batch; -1 if there is none.
 
-    vLLM answers between two batches: what it has queued before the question, it has sent before the
-    answer.
+    vLLM replies between two batches: everything queued before the request is sent before the reply.
     """
     last = -1
     async for batch in _batches(port):
@@ -48,7 +47,7 @@ def _count(event: Any, counts: Counter[str]) -> None:
 
 
 async def _batches(port: int) -> AsyncIterator[Batch]:
-    """All that the server remembers."""
+    """All batches that the server keeps."""
     context: zmq.asyncio.Context = zmq.asyncio.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0

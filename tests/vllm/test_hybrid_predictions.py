@@ -1,5 +1,5 @@
-"""Two real vLLM servers of a hybrid model behind the router: each predicted hit is what the server
-then reuses."""
+"""Two real vLLM servers of a hybrid model behind the router: the server reuses exactly what is
+predicted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tests.vllm.workload import Material, Workload, token_ids
 pytestmark = pytest.mark.timeout(1800)
 
 BLOCKS = 128
-"""Room for the blocks that some five of the longer prompts leave behind, in all three groups
-together."""
+"""Room for the blocks of some five of the longer prompts, in all three groups together."""
 SLIDING, FULL = "group 0", "group 2"
 MATERIAL = Material("hybrid")
 
@@ -62,7 +61,7 @@ def check_all_exact(ledger: Ledger) -> None:
 
 
 async def evictions(servers: list[VllmServer]) -> dict[str, int]:
-    """Blocks that the servers said they had lost, of one of the two sliding-window groups and of
+    """Blocks that the servers reported as evicted, of one of the two sliding-window groups and of
     full attention."""
     counts = [await census(server.replay_port) for server in servers]
     return {group: sum(count[f"{group} removed"] for count in counts) for group in (SLIDING, FULL)}
@@ -74,8 +73,8 @@ async def evictions(servers: list[VllmServer]) -> dict[str, int]:
 async def test_every_serial_prediction_is_what_the_server_reuses(
     servers: list[VllmServer], directory: Path, figures: Figures, policy: str, tokenized: str
 ) -> None:
-    """Also while blocks of sliding windows go and full attention stays: an index that looks at that
-    alone fails here."""
+    """Also while blocks of sliding windows are evicted and full attention stays: an index that
+    looks only at full attention fails here."""
     tokenizer = str(directory / "gemma") if tokenized == "by the router" else "replica"
     before = await evictions(servers)
     with router_process(configuration(servers, policy, tokenizer)) as router:
@@ -102,7 +101,7 @@ async def test_every_serial_prediction_is_what_the_server_reuses(
 async def test_one_request_after_the_other_without_any_wait(
     servers: list[VllmServer], figures: Figures
 ) -> None:
-    """Clients do not wait for events: the figure says what the few milliseconds between an answer
+    """Clients do not wait for events: the figure shows what the few milliseconds between a response
     and its events cost."""
     with router_process(configuration(servers)) as router:
         await in_rotation(router, servers)
@@ -119,8 +118,8 @@ async def test_one_request_after_the_other_without_any_wait(
 async def test_a_router_restarted_in_the_middle_is_exact_at_once(
     servers: list[VllmServer], figures: Figures
 ) -> None:
-    """It knows the servers' caches from their replay alone, and the second router must know what
-    the first one did."""
+    """It knows the servers' caches only from their replay, and the second router must know what the
+    first one did."""
     ledgers = []
     for _ in range(2):
         router = RouterProcess(configuration(servers))
@@ -141,7 +140,7 @@ async def test_a_router_restarted_in_the_middle_is_exact_at_once(
 async def test_a_server_restarted_on_its_address_is_forgotten_and_learned_anew(
     servers: list[VllmServer], figures: Figures
 ) -> None:
-    """It begins at number 0 and says nowhere that it is another process."""
+    """It starts again at number 0 and does not say that it is another process."""
     with router_process(configuration(servers, "random")) as router:
         await in_rotation(router, servers)
         before = Checker(router, servers)
@@ -169,7 +168,7 @@ async def restarted(router: RouterProcess, server: VllmServer, servers: list[Vll
 
 
 async def test_requests_at_the_same_time(servers: list[VllmServer], figures: Figures) -> None:
-    """What another request is computing nobody can know; afterwards, every prediction is exact
+    """What another request is computing cannot be known; afterwards, every prediction is exact
     again."""
     with router_process(configuration(servers)) as router:
         await in_rotation(router, servers)
@@ -189,8 +188,8 @@ async def test_requests_at_the_same_time(servers: list[VllmServer], figures: Fig
 async def test_an_emptied_cache_is_known_with_the_next_request(
     servers: list[VllmServer], figures: Figures
 ) -> None:
-    """vLLM tells of it only then: one prediction is made of a cache that is gone, and no second
-    one."""
+    """vLLM reports the reset only then: one prediction is made from a cache that is gone, but not a
+    second one."""
     request = Request(
         "reset",
         "/v1/completions",
@@ -219,16 +218,15 @@ WITH_PROMPT_LOGPROBS: list[dict[str, Any]] = [
     {"messages": [], "prompt_logprobs": 1},
     {"messages": [], "echo": True},
 ]
-"""Fields of a request. In a chat, an echo alone is enough: the number of logprobs that it asks for
-is 0 then, not none."""
+"""Fields of a request. In a chat, an echo is enough: the number of logprobs it asks for is then 0
+instead of none."""
 
 
 @pytest.mark.parametrize("options", WITH_PROMPT_LOGPROBS, ids=str)
 async def test_a_request_for_the_logprobs_of_its_prompt_reuses_nothing(
     servers: list[VllmServer], options: dict[str, Any]
 ) -> None:
-    """vLLM must compute the whole prompt for them; its blocks are cached all the same, a second
-    time."""
+    """vLLM must compute the whole prompt for them; its blocks are still cached, a second time."""
     random = Random(str(options))
     content: dict[str, Any] = {"prompt": token_ids(random, 200)}
     if "messages" in options:
@@ -246,7 +244,7 @@ async def test_a_request_for_the_logprobs_of_its_prompt_reuses_nothing(
 
 
 async def answered_in_time(server: VllmServer, path: str, body: dict[str, Any]) -> None:
-    """Ask until it is so: the first such request takes vLLM half a minute."""
+    """Repeat the request until it succeeds: the first such request takes vLLM half a minute."""
     while True:
         try:
             assert (await ask(server.port, "POST", path, body, JSON)).status == 200

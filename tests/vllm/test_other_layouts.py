@@ -1,4 +1,4 @@
-"""Other caches that vLLM has: each kind of attention alone or beside another, hits inside blocks,
+"""Other caches of vLLM: each kind of attention by itself or with another, hits inside blocks,
 windows kept more densely."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNKED_GROUPS = [
     for _ in range(3)
 ]
 LAYOUT = {"groups": [*CHUNKED_GROUPS, {"kind": "full_attention", "block_size": BLOCK_SIZE}]}
-"""What events do not say of `LLAMA4`."""
+"""What the events do not say about `LLAMA4`."""
 
 
 async def check_serially(
@@ -36,8 +36,8 @@ async def check_serially(
     what: str,
     models: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """All models in turn, each behind the same router; some of its requests hit, and each
-    prediction is exact."""
+    """Check all models in turn, behind the same router: some requests hit, and each prediction is
+    exact."""
     replicas = [{"url": server.url, "id": server.name} for server in servers]
     with router_process(
         {"models": [*models], "replicas": replicas, "policy": {"name": "random"}}
@@ -64,7 +64,7 @@ def two_servers(
 async def test_full_attention_alone_and_linear_attention_behind_one_router(
     directory: Path, figures: Figures
 ) -> None:
-    """A fleet serves several models, and most of them are plain."""
+    """A fleet serves several models, most of them without hybrid attention."""
     servers = two_servers(directory, 96, {"plain": QWEN2, "next": QWEN3_NEXT})
     with running(*servers):
         await check_serially(servers, 80, figures, "two models")
@@ -73,8 +73,8 @@ async def test_full_attention_alone_and_linear_attention_behind_one_router(
 async def test_sliding_windows_alone_and_chunked_attention_behind_one_router(
     directory: Path, figures: Figures
 ) -> None:
-    """The first tells where no block is, so the router computes the hashes; of the second, the size
-    of chunks is configured."""
+    """The events of the first do not give the place of any block, so the router computes the
+    hashes; for the second, the chunk size is configured."""
     servers = two_servers(directory, 144, {"windows": MISTRAL, "chunks": LLAMA4})
     with running(*servers):
         await check_serially(
@@ -85,7 +85,7 @@ async def test_sliding_windows_alone_and_chunked_attention_behind_one_router(
 async def test_replicas_of_one_model_that_cache_differently(
     directory: Path, figures: Figures
 ) -> None:
-    """In the middle of a rollout: one hashes twice per block and hits inside blocks, the other
+    """This happens during a rollout: one hashes twice per block and hits inside blocks, the other
     keeps more of its windows."""
     model = write_model(directory / "gemma", GEMMA)
     servers = [

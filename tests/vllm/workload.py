@@ -1,4 +1,4 @@
-"""Requests as they come to a real service, one after the other: shared documents, conversations,
+"""Requests like those to a real service, one after the other: shared documents, conversations,
 exact lengths, salts."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tests.vllm.server import BLOCK_SIZE
 
 SALTS = (None, None, None, "tenant-a", "tenant-b")
 LONGEST_CONVERSATION = 700
-"""Prompt tokens; then it starts anew."""
+"""In prompt tokens; beyond it a conversation starts over."""
 
 
 class Material:
-    """What prompts are made of, so that several workloads share prefixes; decided by *seed*."""
+    """The material for prompts, from *seed*, so that several workloads share prefixes."""
 
     def __init__(self, seed: str) -> None:
         random = Random(seed)
@@ -27,13 +27,13 @@ class Material:
 
 
 class Workload:
-    """Decides by *seed* alone, and by what is answered.
+    """Depends only on *seed* and on the responses.
 
     Args:
         check: Sends one request.
-        model: As requests name it.
+        model: Its name in requests.
         material: Documents, system prompts and token ids to choose from.
-        seed: Names all choices.
+        seed: Determines all choices.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Workload:
         self._sent: list[Request] = []
 
     async def run(self, requests: int) -> None:
-        """So many, of all kinds mixed."""
+        """Send a number of requests, of all kinds mixed."""
         steps = (self._document, self._turn, self._turn, self._cut, self._multiple, self._again)
         for _ in range(requests):
             await self._random.choice(steps)()
@@ -63,7 +63,7 @@ class Workload:
         await self._check("document", "/v1/completions", prompt=prompt)
 
     async def _turn(self) -> None:
-        """The next turn of a conversation, with what the model really said before."""
+        """The next turn of a conversation, with what the model really generated before."""
         messages = self._random.choice(self._conversations)
         if not messages:
             messages.append(
@@ -78,7 +78,7 @@ class Workload:
             messages.clear()
 
     async def _cut(self) -> None:
-        """Token ids that leave a common stem anywhere."""
+        """Token ids that diverge from a common prefix at any point."""
         stem = self._random.choice(self._material.ids)[: self._random.randrange(1, 640)]
         await self._check(
             "cut",
@@ -87,15 +87,15 @@ class Workload:
         )
 
     async def _multiple(self) -> None:
-        """Exactly so many blocks, or one token more or less: the last token is always computed
-        anew."""
+        """A whole number of blocks, or one token more or less: the last token is always computed
+        again."""
         length = self._random.randrange(1, 16) * BLOCK_SIZE + self._random.choice((-1, 0, 0, 0, 1))
         await self._check(
             "multiple", "/v1/completions", prompt=self._random.choice(self._material.ids)[:length]
         )
 
     async def _again(self) -> None:
-        """One of the last requests once more."""
+        """One of the last requests again."""
         if self._sent:
             earlier = self._random.choice(self._sent[-12:])
             await self._send(Request("again", earlier.path, earlier.body))
@@ -120,5 +120,5 @@ class Workload:
 
 
 def token_ids(random: Random, count: int) -> list[int]:
-    """A prompt that no tokenizer made."""
+    """A prompt that was not made by a tokenizer."""
     return [random.randrange(FIRST_PLAIN_TOKEN, VOCABULARY) for _ in range(count)]
