@@ -1,9 +1,9 @@
-"""What holds for every test."""
+"""Settings for every test."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-# How long an example takes says nothing of the code on a machine that does other work as well.
+# On a machine with other load, the time an example takes says nothing about the code.
 settings.register_profile("kvroute", deadline=None)
 settings.load_profile("kvroute")

@@ -1,5 +1,5 @@
-"""Alerts and dashboard ask for what a running router has: every name, label and value, from a real
-process at work."""
+"""Alerts and dashboard use what a running router has: every name, label and value, from a real
+process with traffic."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -
 
 
 def settings(directory: Path) -> dict[str, Any]:
-    """A router that tokenises one model itself, and bears failures."""
+    """A router that tokenises one model itself, and tolerates failures."""
     write_tokenizer(directory / "model")
     return {
         "models": [{"name": MODEL, "tokenizer": str(directory / "model")}],
@@ -89,7 +89,7 @@ def settings(directory: Path) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def at_work(directory: Path) -> AsyncIterator[tuple[RouterProcess, EngineStub]]:
-    """A router that has worked, with one replica that serves and one that is not there."""
+    """A router that has had traffic, with one replica that serves and one that does not exist."""
     with router_process(settings(directory)) as router:
         async with EngineStub(MODEL, has_events=True) as stub, router.serving(stub, models=[MODEL]):
             await router.until(
@@ -146,7 +146,7 @@ def test_an_expression_is_read_whole() -> None:
 def test_every_metric_and_label_exists(
     samples: dict[str, list[dict[str, str]]], place: str, expression: str
 ) -> None:
-    """An alert over a name that is gone never fires, and nobody notices."""
+    """An alert on a metric that no longer exists never fires, unnoticed."""
     asked = asked_by(expression)
     assert asked.metrics, place
     assert asked.metrics <= set(samples) | OF_PROMETHEUS, place
@@ -163,7 +163,7 @@ def test_every_metric_and_label_exists(
 def test_every_value_of_a_label_exists(
     samples: dict[str, list[dict[str, str]]], place: str, expression: str
 ) -> None:
-    """`state="suspicious"` would be sound PromQL."""
+    """`state="suspicious"` would be valid PromQL."""
     code = "\n".join(
         path.read_text()
         for package in ("router", "kvevents")
@@ -179,7 +179,7 @@ def test_every_value_of_a_label_exists(
 def test_legends_and_variables_name_labels_that_are_there(
     samples: dict[str, list[dict[str, str]]],
 ) -> None:
-    """A legend of a label that is gone is an empty word beside each line."""
+    """The legend of a missing label is empty."""
     for panel in panels():
         for target in panel["targets"]:
             there = set().union(
@@ -206,8 +206,8 @@ def free_port() -> int:
 
 
 async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_port: int) -> None:
-    """Names may exist and a query still find nothing: a join on the wrong labels, a division by
-    what is not there."""
+    """Even with existing names a query may find nothing: a join on the wrong labels, a division by
+    a missing series."""
     binary = tool("prometheus", "prometheus")
     async with at_work(tmp_path) as (router, stub):
         server = await started(binary, tmp_path, router.port, free_port)
@@ -221,7 +221,7 @@ async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_po
 async def started(
     binary: str, directory: Path, router_port: int, port: int
 ) -> asyncio.subprocess.Process:
-    """A Prometheus that looks at the router every half second."""
+    """A Prometheus that scrapes the router every half second."""
     job = {"job_name": "kvroute", "static_configs": [{"targets": [f"127.0.0.1:{router_port}"]}]}
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
@@ -238,7 +238,7 @@ async def started(
 
 
 def router_expressions() -> dict[str, str]:
-    """What the router's panels ask for, by place."""
+    """The expressions of the router's panels, by place."""
     return {
         place: text
         for place, text in expressions()
@@ -247,7 +247,7 @@ def router_expressions() -> dict[str, str]:
 
 
 async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> None:
-    """Work goes on until each panel has shown something."""
+    """Keep the router busy until each panel has shown something."""
     deadline = time.monotonic() + 60
     empty, work = router_expressions(), itertools.count(2)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as prometheus:
@@ -260,7 +260,7 @@ async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> 
 
 
 async def shows(prometheus: httpx.AsyncClient, expression: str) -> bool:
-    """Whether Prometheus finds anything; once it is up, it must understand what it is asked."""
+    """Whether Prometheus finds anything; once it is up, it must accept the query."""
     try:
         answer = await prometheus.get(
             "/api/v1/query", params={"query": without_variables(expression)}
@@ -274,7 +274,7 @@ async def shows(prometheus: httpx.AsyncClient, expression: str) -> bool:
 
 
 def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
-    """Grafana shows a mistake to whoever opens the panel, which is too late."""
+    """Grafana shows an error only when the panel is opened, which is too late."""
     promtool = tool("promtool", "prometheus")
     texts = [without_variables(text) for place, text in expressions() if place.startswith("panel")]
     rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(texts)]

@@ -1,5 +1,5 @@
-"""Engines that die, hang, crawl and lose events, and a router that restarts, all while clients keep
-asking."""
+"""Engines that die, hang, slow down and lose events, and a router that restarts, all while clients
+keep sending requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEED = {"step_overhead_s": 0.004, "prefill_tokens_per_s": 40_000, "decode_token
 
 
 def note(what: str, figure: object) -> None:
-    """A figure for people: `pytest -rP` shows it."""
+    """Print a figure, which `pytest -rP` shows."""
     print(f"{what}: {figure}")
 
 
@@ -40,8 +40,8 @@ def router() -> Iterator[RouterProcess]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[list[EngineProcess]]:
-    """Engines whose addresses, those for events too, survive a restart; those that still run at the
-    end must stop cleanly."""
+    """Engines whose addresses, including those for events, survive a restart; those that still run
+    at the end must stop cleanly."""
     options = {
         "served_model_name": MODEL,
         "num_blocks": 3000,
@@ -67,7 +67,7 @@ def fleet() -> Iterator[list[EngineProcess]]:
 
 @pytest.fixture
 def engines(fleet: list[EngineProcess]) -> list[EngineProcess]:
-    """All three of them, those anew that a test has killed."""
+    """All three engines; one that a test has killed is started again."""
     for engine in fleet:
         if engine.process.poll() is not None:
             engine.start()
@@ -83,14 +83,14 @@ def fixed_ports() -> tuple[str, ...]:
 
 
 def sent_to(metrics: Metrics, engine: EngineProcess) -> int:
-    """Every attempt to have a request served there, ended or not: the sum grows with a new one and
-    with nothing else."""
+    """The number of attempts to have a request served there, ended or not: only a new attempt
+    increases it."""
     names = "kvroute_in_flight_requests", "kvroute_retries_total", "kvroute_requests_total"
     return int(sum(metrics.sum(name, replica=engine.name) for name in names))
 
 
 async def busiest(router: RouterProcess, engines: Sequence[EngineProcess]) -> EngineProcess:
-    """Who has been asked most."""
+    """The engine that was sent the most requests."""
     metrics = await router.metrics()
     return max(engines, key=lambda engine: sent_to(metrics, engine))
 
@@ -110,7 +110,7 @@ def held_blocks(source: dict[str, Any]) -> int:
 
 
 def is_busy(now: Metrics, engine: EngineProcess) -> bool:
-    """It has an answer that has begun, and requests whose answers have not."""
+    """It has a response that has begun, and requests whose responses have not."""
     all_of_them = now.sum("kvroute_in_flight_requests", replica=engine.name)
     begun = now.sum("kvroute_in_flight_decodes", replica=engine.name)
     return begun >= 1 and all_of_them - begun >= 2
@@ -121,7 +121,7 @@ async def until_busy(router: RouterProcess, engine: EngineProcess) -> None:
 
 
 async def kill_while_busy(router: RouterProcess, engine: EngineProcess) -> None:
-    """It stands still while it is looked at, so that what it was doing when it died is known."""
+    """It is paused while it is examined, so that what it was doing when it died is known."""
     while True:
         await until_busy(router, engine)
         engine.process.send_signal(signal.SIGSTOP)
@@ -138,7 +138,7 @@ async def kill_while_busy(router: RouterProcess, engine: EngineProcess) -> None:
 async def alone(
     router: RouterProcess, engine: EngineProcess, engines: Sequence[EngineProcess]
 ) -> AsyncIterator[None]:
-    """The others get nothing new."""
+    """Drain the other engines."""
     others = [other for other in engines if other is not engine]
     for other in others:
         await router.post(f"/replicas/{other.name}/drain")
@@ -150,8 +150,8 @@ async def alone(
 async def assert_exact(
     router: RouterProcess, engine: EngineProcess, engines: Sequence[EngineProcess], count: int = 6
 ) -> None:
-    """Requests that only *engine* serves, one after another: each is predicted, and the last, a
-    repetition, is cached."""
+    """Send requests that only *engine* serves, one after another: each is predicted, and the last,
+    a repetition, is cached."""
     await router.until_idle()
     await until_told(router, engine)
     workload, found = ChaosWorkload(1, MODEL), []
@@ -168,13 +168,13 @@ async def assert_exact(
 
 
 async def blocks_known(router: RouterProcess, engine: EngineProcess) -> dict[int, int]:
-    """Of each group, in the router's index."""
+    """The blocks of each group in the router's index."""
     (source,) = (await router.replica(engine.name))["sources"]
     return {held["group"]: held["blocks"] for held in source["cache"]["blocks"]}
 
 
 async def blocks_held(engine: EngineProcess) -> dict[int, int]:
-    """Of each group, by the engine itself."""
+    """The blocks of each group that the engine itself reports."""
     found = (await engine.metrics()).by("group", "kvroute_engine_cached_blocks")
     return {int(group): int(blocks) for group, blocks in found.items() if group}
 
@@ -185,8 +185,8 @@ async def blocks_held(engine: EngineProcess) -> dict[int, int]:
 async def test_a_killed_engine_costs_the_streams_it_had_begun_and_nothing_else(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """What a client has got cannot be taken back; whatever had not begun is served elsewhere, and
-    no more is sent there."""
+    """What a client has received cannot be taken back; requests whose responses had not begun are
+    served elsewhere, and no more are sent there."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -212,8 +212,7 @@ async def test_a_killed_engine_costs_the_streams_it_had_begun_and_nothing_else(
 async def test_a_restarted_engine_is_known_to_be_empty_and_then_predicted_again(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Its addresses are the old ones, so nothing but its event stream tells that what it held is
-    gone."""
+    """Its addresses are the old ones, so only its event stream shows that its cache is gone."""
     async with router.serving(*engines):
         victim = engines[0]
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
@@ -229,7 +228,7 @@ async def test_a_restarted_engine_is_known_to_be_empty_and_then_predicted_again(
             assert source["feed"]["stream"]["restarts"] == 1
             await router.post(f"/replicas/{victim.name}/undrain")
             attempts = sent_to(await router.metrics(), victim)
-            # The others have the prefixes, so left to itself the load comes back slowly.
+            # The others have the prefixes, so by itself the load returns slowly.
             async with alone(router, victim, engines):
                 await router.until(
                     lambda now: sent_to(now, victim) > attempts + 10, "it gets requests again", 60
@@ -242,7 +241,8 @@ async def test_a_restarted_engine_is_known_to_be_empty_and_then_predicted_again(
 
 
 async def until_followed(router: RouterProcess, engine: EngineProcess) -> dict[str, Any]:
-    """Healthy and its stream live, also while it drains; returns what is known of the stream."""
+    """Wait until it is healthy and its stream live, also while it drains; return what is known of
+    the stream."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         found = await router.replica(engine.name)
@@ -258,8 +258,8 @@ async def until_followed(router: RouterProcess, engine: EngineProcess) -> dict[s
 async def test_an_engine_whose_steps_hang_fails_no_request(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Its health checks pass all the while, as vLLM's do: requests notice, and go elsewhere; begun
-    streams go on later."""
+    """Its health checks keep passing, as vLLM's do. Requests notice the hang and are sent
+    elsewhere; begun streams continue later."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -296,7 +296,7 @@ async def test_an_engine_whose_steps_hang_fails_no_request(
 async def test_a_process_that_stands_still_fails_its_checks_and_returns(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Its port still takes connections; begun streams only pause, the others are served
+    """Its port still accepts connections; begun streams only pause, other requests are served
     elsewhere."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
@@ -328,8 +328,8 @@ async def test_a_process_that_stands_still_fails_its_checks_and_returns(
 async def test_lost_events_are_noticed_and_made_up_for_by_a_snapshot(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """The ring never had them, so only a snapshot can tell; until it is there, the source is not
-    called live."""
+    """The ring never had them, so only a snapshot can supply them; until it arrives, the source is
+    not shown as live."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -374,7 +374,7 @@ def gaps_and_snapshots(metrics: Metrics, engine: EngineProcess) -> tuple[float, 
 async def assert_silent_loss_is_noticed(
     router: RouterProcess, victim: EngineProcess, engines: Sequence[EngineProcess]
 ) -> None:
-    """The last thing that happens is lost: nothing follows it but the publisher's heartbeat."""
+    """The last event is lost: only the publisher's heartbeat follows it."""
     gaps = (await router.metrics()).sum("kvroute_events_gaps_total", replica=victim.name)
     await victim.post("/faults", {"kind": "drop_events", "batches": 1})
     began = time.monotonic()
@@ -393,7 +393,7 @@ async def assert_silent_loss_is_noticed(
 
 
 def states_said(log: str, engine: EngineProcess) -> list[str]:
-    """The states of its event stream, in their order."""
+    """The states of its event stream, in order."""
     mark = f"replica {engine.name} rank 0: "
     found = [line.partition(mark)[2].strip() for line in log.splitlines() if mark in line]
     return [
@@ -408,8 +408,8 @@ def states_said(log: str, engine: EngineProcess) -> list[str]:
 async def test_a_restarted_router_knows_all_caches_at_once(
     engines: list[EngineProcess], number: signal.Signals
 ) -> None:
-    """It keeps nothing on disk: snapshots of the caches are all it needs, and clients miss it only
-    while it is away."""
+    """It keeps nothing on disk: snapshots of the caches are enough, and clients notice only the
+    time it is down."""
     config = {
         "health": HEALTH,
         "replicas": [{"url": engine.url, "id": engine.name} for engine in engines],
@@ -460,10 +460,10 @@ async def test_a_restarted_router_knows_all_caches_at_once(
 
 
 AWAY = {
-    # Told in time, it finishes what it has; who comes then is turned away, or finds the door
+    # Asked to stop, it finishes what it has; new requests are refused, or find the connection
     # closing or closed.
     signal.SIGTERM: {Fate.TURNED_AWAY, Fate.UNANSWERED, Fate.REFUSED},
-    # Nobody is left to end an answer that has begun.
+    # No process is left to end a response that has begun.
     signal.SIGKILL: {Fate.TURNED_AWAY, Fate.UNANSWERED, Fate.REFUSED, Fate.CUT},
 }
 
@@ -474,7 +474,8 @@ async def until_ready(router: RouterProcess, engines: Sequence[EngineProcess]) -
 
 
 async def test_a_router_that_has_heard_no_replica_denies_no_model() -> None:
-    """A 404 would be believed for good; right after a start, nobody knows yet what there is."""
+    """Clients take a 404 as final, but right after a start the router does not know yet which
+    models there are."""
     config = {"health": HEALTH, "replicas": [{"url": f"http://127.0.0.1:{free_port()}"}]}
     with router_process(config) as router:
         for path in ("/v1/completions", "/tokenize"):
@@ -488,7 +489,7 @@ async def test_a_router_that_has_heard_no_replica_denies_no_model() -> None:
 async def test_load_moves_away_from_a_slow_engine(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Nobody tells the router: requests that pile up there are what it sees."""
+    """The router only sees that requests pile up there."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(80)

@@ -1,4 +1,4 @@
-"""The commands that talk to running engines and routers."""
+"""The commands that connect to running engines and routers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def frames(path: Path) -> list[bytes]:
 def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
     tmp_path: Path, name: str
 ) -> None:
-    """A user records an engine of theirs to see what the index makes of it."""
+    """Users record their own engine to see what the index predicts for it."""
     published = frames(STREAM)[:40]
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
     with RecordedStreamPublisher(config) as publisher:
@@ -84,7 +84,7 @@ def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
 
 
 def test_a_recording_that_is_interrupted_keeps_and_counts_what_it_has(tmp_path: Path) -> None:
-    """Ctrl-C is the usual end of a recording."""
+    """A recording usually ends with Ctrl-C."""
     published = frames(STREAM)[:5]
     output = tmp_path / "stream.jsonl"
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
@@ -142,7 +142,7 @@ def test_an_address_nobody_can_connect_to_is_refused_at_once(tmp_path: Path, end
 
 
 async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None:
-    """The question an operator asks first."""
+    """It is what an operator asks first."""
     with router_process({}) as router:
         async with engines(2, has_events=True) as stubs, router.serving(*stubs):
             ids = list(range(500, 580))
@@ -175,7 +175,7 @@ async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None
 
 
 async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> None:
-    """Where there is a terminal and no browser."""
+    """It is for machines with a terminal and no browser."""
     with router_process({}) as router:
         async with HybridStub(unique("model")) as stub, router.serving(stub):
             ids = list(range(500, 596))
@@ -199,7 +199,7 @@ async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> Non
 async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(
     told: signal.Signals,
 ) -> None:
-    """An operator watches a restart; the terminal is as it was afterwards."""
+    """Operators watch restarts with it, and it must leave the terminal as it was."""
     with router_process({}) as router:
         terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
         try:
@@ -232,7 +232,7 @@ async def test_top_says_soon_that_a_router_hangs() -> None:
 
 
 def test_top_into_a_pipe_ends_also_where_colours_are_forced() -> None:
-    """As in many a CI: that makes no terminal of a pipe."""
+    """Many CI systems force colours, but a pipe is still not a terminal."""
     with router_process({}) as router:
         done = kvroute("top", "--url", router.url, FORCE_COLOR="1")
     assert done.returncode == 0
@@ -287,7 +287,7 @@ async def test_top_says_that_an_answer_is_no_routers(answer: bytes) -> None:
 
 @pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "1e9"])
 def test_an_interval_that_makes_no_sense_is_refused(interval: str) -> None:
-    """The value and the rule."""
+    """The message has the value and the rule."""
     done = kvroute("top", "--interval", interval)
     assert (done.returncode, "must be from 0.1 to 3600 seconds" in done.stderr) == (2, True)
 
@@ -313,11 +313,11 @@ class Terminal:
         os.close(theirs)
 
     async def until(self, words: str) -> None:
-        """It says *words*, after all that was waited for before."""
+        """Wait until it shows *words*, after everything that was waited for before."""
         seen = len(self.said)
 
         def is_said() -> bool:
-            with contextlib.suppress(BlockingIOError, OSError):  # nothing new; it has ended
+            with contextlib.suppress(BlockingIOError, OSError):  # no new output; it has ended
                 while more := os.read(self._ours, 65_536):
                     self.said += more.decode(errors="replace")
             return words in self.said[seen:]

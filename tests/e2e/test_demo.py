@@ -1,4 +1,4 @@
-"""`kvroute demo` as people run it, with engines that take the time and need no torch."""
+"""`kvroute demo` as users run it, with simulated engines, which need no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HASHES = list(CHAIN.block_hashes(PROMPT, 16))
 
 
 def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
-    """It is the first thing one runs: it must end, and its claim must hold wherever it runs."""
+    """It is the first command that users run: it must end, and its claim must hold everywhere."""
     done = subprocess.run(
         [*DEMO, "--json"], cwd=ROOT, capture_output=True, timeout=180, check=False
     )
@@ -59,7 +59,7 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
 async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(
     told: signal.Signals, processes: int
 ) -> None:
-    """While the engines start, and while it plays: a closed terminal, a CI's limit, Ctrl-C."""
+    """While the engines start, and while it runs: a closed terminal, a CI limit, Ctrl-C."""
     demo = subprocess.Popen(
         [*DEMO, "--keep"],
         cwd=ROOT,
@@ -85,7 +85,8 @@ async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(
 
 
 async def test_a_demo_that_was_cut_short_did_not_succeed() -> None:
-    """Whoever reads its figures must notice that there are none; and nohup keeps it going."""
+    """A script that uses its figures must notice that there are none. Under nohup it keeps
+    running."""
     command = ["nohup", *DEMO, "--json"]
     demo = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -131,7 +132,7 @@ def living_processes() -> Iterator[tuple[int, int, int]]:
 
 
 def test_every_way_of_routing_gets_the_same_prompts() -> None:
-    """Who answers first must not decide what is asked next."""
+    """The order of responses must not decide what is asked next."""
     prompts = []
     for order in (1, -1):
         workload, said = Workload(WorkloadSizes(conversations=4, documents=2)), []
@@ -144,7 +145,7 @@ def test_every_way_of_routing_gets_the_same_prompts() -> None:
 
 
 def told(index: PrefixIndex, groups: list[KVCacheGroup], *events: Event) -> int:
-    """What the index says of the prompt after these events."""
+    """What the index predicts for the prompt after these events."""
     layout = KVCacheLayout.build(groups)
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(layout, CHAIN), *events], 0)))
@@ -156,14 +157,14 @@ def stored(group: int) -> BlockStored:
 
 
 def test_a_group_blind_index_takes_a_window_that_slid_for_a_lost_block() -> None:
-    """What the demo compares with must be wrong where such routers are, and only there."""
+    """The peer of the demo must be wrong where such routers are, and only there."""
     full = KVCacheGroup(GroupKind.FULL, 16)
     hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=16)]
     slid = BlockRemoved([*HASHES[:2]], GPU, 1)
     assert told(create_index(), hybrid, stored(0), stored(1), slid) == 64
     assert told(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
-    # The window's only block is gone, full attention holds all: nothing can be reused, and the
-    # blind index says everything.
+    # The window's only block is gone and full attention holds all: nothing can be reused, but the
+    # blind index predicts everything.
     assert told(create_index(), hybrid, stored(0)) == 0
     assert told(GroupBlindIndex(), hybrid, stored(0)) == 64
     for index in (create_index(), GroupBlindIndex()):

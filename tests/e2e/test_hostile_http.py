@@ -1,7 +1,5 @@
-"""Clients that are broken, slow, greedy or malicious: no crash, no hang, no growth, and every one
-of them on the books.
-
-The events' side of it is in `tests/kvevents`.
+"""Clients that are broken, slow, greedy or malicious: no crash, no hang, no growth, and each of
+them is counted. The same for events is in `tests/kvevents`.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def process() -> Iterator[RouterProcess]:
 
 @pytest.fixture
 async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
-    """The router; after a test it serves as before, holds nothing, has not grown, and has said
+    """The router; after a test it serves as before, holds nothing, has not grown, and has logged
     nothing of any prompt."""
     rss_before, said_before = process.rss_bytes, len(process.log())
     yield process
@@ -85,8 +83,8 @@ async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
 async def test_mutated_bodies_are_answered_and_every_rejected_one_is_counted(
     router: RouterProcess,
 ) -> None:
-    """Whatever the body, the connection stays usable, and the answer is the engine's or an error
-    that says nothing of it."""
+    """With any body the connection stays usable, and the response is the engine's or an error that
+    does not quote the prompt."""
     async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
         before = await router.metrics()
@@ -121,15 +119,15 @@ async def send_bodies(router: RouterProcess, stub: EngineStub, seed: int) -> Cou
 
 
 async def remove_strangers(router: RouterProcess, stub: EngineStub) -> None:
-    """A mutation may have made a sound URL."""
+    """A mutation may have produced a valid URL."""
     for view in (await router.get("/replicas")).json["replicas"]:
         if view["id"] != stub.name:
             await router.delete(f"/replicas/{view['id']}")
 
 
 async def test_mutated_requests_end_their_connection_or_are_answered(router: RouterProcess) -> None:
-    """Heads, lengths and chunks that lie: nothing may wait for what never comes, and nothing may
-    pass for what it is not."""
+    """Heads, lengths and chunks that lie: the router must not wait for data that never arrives, nor
+    misread what does."""
     async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         before = (await router.metrics()).sum(REJECTED)
         statuses = sum(
@@ -144,7 +142,7 @@ async def test_mutated_requests_end_their_connection_or_are_answered(router: Rou
 
 
 async def send_requests(router: RouterProcess, stub: EngineStub, seed: int) -> Counter[int]:
-    """Each on a connection of its own, with the end of the client's side behind it."""
+    """Each on a new connection, followed by the end of the client's side."""
     random, templates, statuses = Random(1000 + seed), seeds(stub.model), Counter[int]()
     for _ in range(MUTATED_REQUESTS // WORKERS):
         path = random.choice(list(templates))
@@ -173,7 +171,7 @@ async def statuses_until_closed(client: HttpClient) -> list[int]:
 async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(
     router: RouterProcess,
 ) -> None:
-    """In every form; and the streams of others go on meanwhile."""
+    """In every form, while the streams of other clients continue."""
     async with engines(1) as (stub,), router.serving(stub):
         ids = [(index * 7919) % 128_000 for index in range(1_000_000)]
         stub.behaviour = streaming(100_000, 0.01)
@@ -206,7 +204,7 @@ async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(
 
 
 async def read_without_a_pause(client: HttpClient) -> None:
-    """Every event of a stream must come within two seconds of the one before."""
+    """Every event of a stream must arrive within two seconds of the previous one."""
     while await client.read_piece(2):
         pass
 
@@ -234,8 +232,8 @@ async def test_deep_nesting_is_refused(router: RouterProcess, path: str, unit: s
 
 
 async def test_parsed_bodies_do_not_pile_up_in_memory(router: RouterProcess) -> None:
-    """Small JSON may become large objects; many of such bodies at once must not take the memory of
-    all of them."""
+    """Small JSON may become large objects; many such bodies at once must not be held parsed at the
+    same time."""
     async with engines(1) as (stub,), router.serving(stub):
         lists = 2 * MIB
         body = b'{"model": "x", "prompt": [' + b"[]," * lists + b"[]]}"
@@ -269,7 +267,7 @@ async def test_huge_headers_are_refused_and_not_kept(router: RouterProcess) -> N
 
 
 async def test_a_long_row_of_pipelined_requests_is_refused(router: RouterProcess) -> None:
-    """Behind a slow answer they would pile up, some thousand for every packet."""
+    """They would pile up behind a slow response, thousands per packet."""
     async with (
         engines(1, behaviour=streaming(100_000, 0.01)) as (stub,),
         router.serving(stub),
@@ -328,7 +326,7 @@ async def test_slow_clients_are_ended_in_time(router: RouterProcess) -> None:
 
 
 async def drip(router: RouterProcess, start: bytes, drop: bytes) -> None:
-    """Send *start* and then *drop* again and again, until the router has had enough."""
+    """Send *start* and then *drop* again and again, until the router ends the connection."""
     async with connect(router.port) as client:
         await client.write(start)
         reading = asyncio.create_task(client.is_closed(60))
@@ -344,7 +342,8 @@ def unfinished(names: list[str], tasks: list[asyncio.Task[None]]) -> Counter[str
 
 
 async def test_clients_that_never_read_are_bounded_and_ended(router: RouterProcess) -> None:
-    """Of a stream, of a large answer, and of more and more answers of the router's own."""
+    """They do not read a stream, a large response, or more and more of the router's own
+    responses."""
     async with engines(1) as (stub,), router.serving(stub):
         before, nobody = router.rss_bytes, await client_sockets(router)
         async with contextlib.AsyncExitStack() as stack:
@@ -388,7 +387,7 @@ async def ask_and_do_not_read(client: HttpClient, stub: EngineStub, stream: bool
 
 
 async def ask_again_and_again(client: HttpClient) -> None:
-    """Without reading an answer, as long as the connection lasts."""
+    """Send requests without reading a response, as long as the connection lasts."""
     with contextlib.suppress(ConnectionError):
         while True:
             await client.write(request_bytes("GET", "/openapi.json") * 20)
@@ -396,7 +395,7 @@ async def ask_again_and_again(client: HttpClient) -> None:
 
 
 async def client_sockets(router: RouterProcess) -> int:
-    """Open sockets but for those to replicas."""
+    """Open sockets other than those to replicas."""
     upstream = (await router.metrics()).sum("kvroute_upstream_connections")
     return router.sockets - int(upstream)
 
@@ -405,8 +404,7 @@ async def client_sockets(router: RouterProcess) -> int:
 
 
 async def test_no_prompt_is_in_a_log_or_in_an_error(router: RouterProcess) -> None:
-    """Also at the level debug, and whatever goes wrong on the way; the fixture looks through the
-    log."""
+    """Also at the level debug, and with every failure on the way; the fixture searches the log."""
     async with engines(2) as stubs, router.serving(*stubs):
         chat = {"messages": [{"role": "user", "content": SENTINEL}]}
         ways = [

@@ -27,14 +27,14 @@ from tests.support.blocks import FULL, Prefix, tokens, window
 
 STREAMS = sorted((Path(__file__).parent.parent / "conformance" / "streams").glob("*.jsonl.gz"))
 SAMPLE_BYTES = 330
-"""Small payloads break in the same ways as large ones, and faster."""
+"""Small payloads fail in the same ways as large ones, and faster."""
 PAYLOADS = 200_000
 LIMITS = SourceLimits(
     blocks=400, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100
 )
 RESTART_EVERY = 5000
-"""Payloads after which a source starts over: a layout learned from garbage would make all that
-follows easy."""
+"""Payloads after which a source starts over: a layout learned from garbage would make everything
+that follows easy."""
 LEARNING, ANNOUNCED = SourceId("learning"), SourceId("announced")
 
 encode_any = msgspec.msgpack.encode
@@ -45,7 +45,7 @@ decode_any = msgspec.msgpack.decode
 
 
 def recorded_payloads() -> list[bytes]:
-    """What real engines of many versions sent, as far as it is short."""
+    """Short payloads that real engines of many versions sent."""
     payloads = {
         message.payload
         for version in wire_samples.versions()
@@ -60,7 +60,7 @@ def recorded_payloads() -> list[bytes]:
 
 
 def our_payloads() -> list[bytes]:
-    """What our own publisher sends, layouts included."""
+    """Payloads of our own publisher, layouts included."""
     prompt = Prefix(tokens(48), as_int=False)
     groups = [
         GroupSpec("full_attention", 16),
@@ -117,7 +117,7 @@ def _random_batch(rng: random.Random, _payload: bytes, _other: bytes) -> bytes:
 
 
 def _exchanged(rng: random.Random, payload: bytes, _other: bytes) -> bytes:
-    """Well-formed, with another value somewhere."""
+    """A well-formed payload with another value somewhere."""
     batch = decode_any(payload)
     event = rng.choice(batch[1]) if batch[1] else batch
     places = list(event) if isinstance(event, dict) else list(range(len(event)))
@@ -215,7 +215,7 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
     assert seen.outcomes.total() == PAYLOADS
     assert min(seen.outcomes["applied"], seen.outcomes["refused"]) > PAYLOADS // 10
     assert max(seen.allocated) - min(seen.allocated[1:]) < 30_000
-    # Were no bound ever reached and no layout ever known, little would have been shown.
+    # If no limit was ever reached and no layout ever known, the test would show little.
     assert seen.most_blocks == LIMITS.blocks
     assert seen.most_waiting == LIMITS.waiting_runs
     assert len(seen.layouts) > 20
@@ -223,7 +223,7 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
 
 @dataclass
 class Seen:
-    """What the test looked at on the way."""
+    """What the test saw on the way."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     allocated: list[int] = field(default_factory=list)
@@ -243,7 +243,7 @@ class Seen:
 
 
 def _apply(index: ReferenceIndex, source: SourceId, payload: bytes, is_watched: bool) -> str:
-    """Applied or refused; whatever else is raised ends the test."""
+    """Apply or refuse a payload; any other exception fails the test."""
     before = index.statistics().get(source) if is_watched else None
     try:
         index.apply(source, payload)
@@ -255,7 +255,7 @@ def _apply(index: ReferenceIndex, source: SourceId, payload: bytes, is_watched: 
 
 
 def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
-    """Its limits hold, and it still answers."""
+    """Check that its limits hold and that it still predicts."""
     statistics = index.statistics()[source]
     assert sum(statistics.blocks.values()) <= LIMITS.blocks
     assert len({tier for _, tier in statistics.blocks}) <= LIMITS.tiers
@@ -308,7 +308,7 @@ def _field(name: str, value: bytes) -> bytes:
 
 
 def _event(**fields: bytes) -> bytes:
-    """A batch with one event as a map of raw values."""
+    """A batch with one event, as a map of raw values."""
     whole = {
         "type": encode_any("BlockStored"),
         "block_hashes": b"\x91\x01",
@@ -379,7 +379,7 @@ def test_a_bomb_is_refused_at_once_and_without_the_memory_it_asks_for(payload: b
     "place", ["extra_keys", "tomorrow", "token_ids", "block_hashes", "lookahead_token_ids"]
 )
 def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) -> None:
-    """What the decoder just took must not be too deep for what comes behind it."""
+    """What the decoder accepted must not be too deep for the code that follows."""
     index = ReferenceIndex()
     for depth in range(1, sys.getrecursionlimit() + 50):
         value = b"\x91" * depth + b"\xa1x"
@@ -393,7 +393,7 @@ def test_no_depth_of_nesting_reaches_the_recursion_limit_half_way(place: str) ->
 
 
 def test_a_batch_of_a_million_hashes_stays_within_the_limits() -> None:
-    """Well-formed, and far over what a source may hold."""
+    """It is well-formed, but far over the limits of a source."""
     index = ReferenceIndex(limits=LIMITS)
     hashes = list(range(1_000_000))
     result = index.apply(LEARNING, encode_any([0.0, [["BlockStored", hashes, None, hashes, 1]]]))

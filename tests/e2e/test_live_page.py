@@ -65,7 +65,7 @@ async def complete(router: RouterProcess, model: str, ids: list[int], **fields: 
 async def test_every_file_comes_with_its_type_and_the_policy(
     locked: RouterProcess, name: str
 ) -> None:
-    """Without a key, since there is nothing in it; and a browser must take it for nothing else."""
+    """They need no key, since they contain no data, and a browser must not guess another type."""
     types = {
         "html": "text/html",
         "css": "text/css",
@@ -110,7 +110,7 @@ async def test_no_other_file_is_served(router: RouterProcess, path: str) -> None
 
 @pytest.mark.parametrize("path", ["/requests", "/overview"])
 async def test_what_goes_on_is_told_to_the_operator_alone(locked: RouterProcess, path: str) -> None:
-    """Names of replicas, models and requests are nobody else's."""
+    """Names of replicas, models and requests are not for clients."""
     for headers in ({}, {"authorization": f"Bearer {CLIENT_KEY}"}):
         assert (await locked.get(path, headers)).status == 401
     assert (await locked.get(path, OPERATOR)).status == 200
@@ -183,7 +183,7 @@ async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(
 async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(
     router: RouterProcess,
 ) -> None:
-    """The prediction that counts is that of the replica that answered."""
+    """The prediction that counts is the one for the replica that responded."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):
         holder, other = stubs
         ids = prompt_ids(160, 72)
@@ -219,7 +219,7 @@ async def test_a_request_that_nobody_could_take_is_there_with_its_503(
 
 
 async def test_a_request_shows_while_it_runs(router: RouterProcess) -> None:
-    """The one that hangs is the one that is looked for."""
+    """The request an operator looks for is the one that hangs."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         gate = asyncio.Event()
         stub.behaviour = begun_until(gate)
@@ -240,7 +240,7 @@ async def test_a_request_shows_while_it_runs(router: RouterProcess) -> None:
 
 
 async def test_the_journal_stays_bounded_under_traffic(router: RouterProcess) -> None:
-    """An answer is as large as the bound, not as the traffic."""
+    """The size of the response depends on the limit, not on the traffic."""
     async with (
         engines(1, has_events=True) as (stub,),
         router.serving(stub),
@@ -281,7 +281,7 @@ async def test_the_overview_counts_blocks_by_group_and_tier(router: RouterProces
 
 
 class Fleet(EngineStub):
-    """As many replicas as one likes, each under a path of its own."""
+    """Any number of replicas, each under its own path."""
 
     async def serve(self, exchange: Exchange) -> None:
         path = "/" + exchange.request.target.split("/", 2)[2]
@@ -352,7 +352,7 @@ async def test_blocks_grow_and_move_to_the_tier_they_went_to(router: RouterProce
 
 @needs_browser
 async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -> None:
-    """At 3 a.m. the first line must say which replica, and why; and take one there."""
+    """At 3 a.m. the first line must say which replica has a problem and why, and lead to it."""
     async with (
         engines(3, has_events=True) as stubs,
         router.serving(*stubs),
@@ -378,7 +378,7 @@ async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -
 
 @needs_browser
 async def test_a_stream_that_lost_events_for_good_stands_out(router: RouterProcess) -> None:
-    """Its hits are not what they seem; without a replay endpoint nothing brings them back."""
+    """Its predicted hits may be wrong, and without a replay endpoint this cannot be repaired."""
     async with HybridStub(unique("model")) as stub, browser_page() as (page, _):
         stub.store(prompt_ids(64, 87))
         source = {"endpoint": stub.event_endpoint, "topic": TOPIC}
@@ -396,7 +396,7 @@ async def test_a_stream_that_lost_events_for_good_stands_out(router: RouterProce
 
 @needs_browser
 async def test_a_misprediction_stands_out(router: RouterProcess) -> None:
-    """It is the sign that something between router and engine is not as believed."""
+    """It is the sign that the router is wrong about something at the engine."""
     async with (
         engines(1, has_events=True) as (stub,),
         router.serving(stub),
@@ -492,8 +492,8 @@ async def test_the_prompt_box_explains_a_route(router: RouterProcess) -> None:
 async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(
     locked: RouterProcess,
 ) -> None:
-    """Never in the address, never on disk; a wrong one is asked again, and the client's key is
-    another."""
+    """It is never in the address and never on disk; after a wrong key the page asks again, and the
+    client's key is separate."""
     async with browser_page() as (page, watch):
         await page.goto(locked.url)
         await page.fill("#key-input", "wrong")
@@ -520,7 +520,7 @@ async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(
 async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_one(
     locked: RouterProcess,
 ) -> None:
-    """A dialog that comes back every second could not be got rid of."""
+    """A dialog that returned every second could not be dismissed."""
     async with browser_page() as (page, _):
         await page.goto(locked.url)
         await page.click('#key-form button[value="cancel"]')
@@ -534,8 +534,8 @@ async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_
 
 @needs_browser
 async def test_the_page_survives_a_restart_of_the_router() -> None:
-    """It says since when it is blind, and goes on with the new process by itself, whose numbers
-    begin anew."""
+    """It says since when it has been blind, and continues by itself with the new process, whose
+    numbers start again."""
     async with engines(1, has_events=True) as (stub,), browser_page() as (page, watch):
         with router_process(OPEN) as first:
             async with first.serving(stub):
@@ -563,7 +563,7 @@ async def test_the_page_survives_a_restart_of_the_router() -> None:
 async def test_256_replicas_are_paged_and_their_rows_keep_their_height(
     router: RouterProcess,
 ) -> None:
-    """A table that grows without end, or moves while one reads, is no use with a large fleet."""
+    """A table that grows without end, or moves while being read, is useless for a large fleet."""
     async with Fleet(unique("model")) as stub:
         ids = [f"{stub.name}-{number}" for number in range(256)]
         for name in ids:
@@ -594,7 +594,7 @@ async def test_256_replicas_are_paged_and_their_rows_keep_their_height(
 
 @needs_browser
 async def test_a_paused_stream_stands_still_and_counts_what_is_new(router: RouterProcess) -> None:
-    """Who reads a line must not chase it."""
+    """A line must not move while it is being read."""
     async with (
         engines(1, has_events=True) as (stub,),
         router.serving(stub),

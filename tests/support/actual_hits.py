@@ -1,4 +1,4 @@
-"""What an engine says it reused, and whether the router has heard of all that led to it."""
+"""What an engine reports as reused, and whether the router has seen all events that led to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.router_process import RouterProcess
 
 
 def cached_tokens(answer: Answer) -> int:
-    """What the engine reports, in a whole answer or at the end of a stream."""
+    """The cached tokens that the engine reports, in a whole response or at the end of a stream."""
     body = answer.body
     if answer.headers["content-type"].startswith("text/event-stream"):
         *_, last, done, rest = body.split(b"\n\n")
@@ -27,13 +27,13 @@ def cached_tokens(answer: Answer) -> int:
 
 
 def hits(answer: Answer) -> tuple[int, int]:
-    """Tokens that the router predicted to be cached, and that the engine reports."""
+    """The cached tokens that the router predicted, and those that the engine reports."""
     return int(answer.headers["x-kv-hit-tokens"]), cached_tokens(answer)
 
 
 async def until_told(router: RouterProcess, engine: EngineProcess) -> None:
-    """The router has applied all that *engine* has published so far: its replay endpoint has
-    nothing beyond."""
+    """Wait until the router has applied everything that *engine* has published so far: its replay
+    endpoint has nothing beyond."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + DEADLINE_S
     while True:

@@ -54,7 +54,7 @@ class Prefix:
         end: int | None = None,
         medium: str | None = "GPU",
     ) -> BlockStored:
-        """A dense event for the blocks of `[start, end)` in group *index*."""
+        """An event without holes for the blocks of `[start, end)` in group *index*."""
         size = group.block_size
         stop = len(self.tokens) if end is None else end
         ends = range(start + size, stop + 1, size)
@@ -80,7 +80,7 @@ class Prefix:
         start: int = 0,
         end: int | None = None,
     ) -> BlockStored:
-        """An event with holes: the range's tokens, and only the blocks that end at *ends*."""
+        """An event with holes: the tokens of the range, and only the blocks that end at *ends*."""
         whole = self.stored(index, group, start, end)
         return BlockStored(
             block_hashes=[self.hash_at(block_end) for block_end in ends],
@@ -96,7 +96,7 @@ class Prefix:
         )
 
     def offloaded(self, index: int, ends: Sequence[int], medium: str = "CPU") -> BlockStored:
-        """The event of an offload tier: hashes and nothing else."""
+        """The event of an offload tier: only hashes."""
         return BlockStored(
             [self.hash_at(end) for end in ends], None, [], medium, group_idx=index, block_size=0
         )
@@ -116,7 +116,7 @@ def apply(index: PrefixIndex, *events: Event, source: SourceId = SOURCE) -> None
 def gpu_hit(
     index: PrefixIndex, prompt: Sequence[int], source: SourceId = SOURCE, **extras: str
 ) -> int:
-    """GPU tokens predicted; the prompt gets one more token, which is always computed."""
+    """The predicted GPU tokens; the prompt gets one more token, which is always computed."""
     return index.match([*prompt, 1], **extras)[source].gpu_cached_tokens  # type: ignore[arg-type]
 
 

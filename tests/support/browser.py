@@ -1,5 +1,5 @@
-"""A headless Chromium of the system's, driven by Playwright; tests that need one are skipped where
-there is none."""
+"""The system's Chromium, headless, driven by Playwright; tests that need it are skipped without
+one."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ needs_browser = pytest.mark.skipif(
 
 @dataclass
 class Watch:
-    """What a page did besides what it showed."""
+    """What a page did, apart from what it showed."""
 
     complaints: list[str] = field(default_factory=list)
-    """Errors of scripts, violations of the security policy, answers that were errors."""
+    """Script errors, violations of the security policy, error responses."""
     addresses: list[str] = field(default_factory=list)
-    """Everything it asked for."""
+    """Everything it requested."""
 
     def of(self, page: Page) -> None:
         page.on("console", self._on_console)
@@ -50,7 +50,7 @@ class Watch:
 async def browser_page(
     width: int = 1440, height: int = 900, **options: Any
 ) -> AsyncIterator[tuple[Page, Watch]]:
-    """An empty page in a browser of its own. *options*: of Playwright's `new_page`, as
+    """Open an empty page in a new browser. *options* go to Playwright's `new_page`, such as
     `color_scheme`."""
     arguments = (
         ["--no-sandbox"] if os.geteuid() == 0 else []

@@ -1,8 +1,8 @@
 """A scheduler without a model around a `CacheManager`.
 
-It records what every page holds and checks whatever is read. A page's content is a list with one
-entry per token: a number that identifies the whole prefix up to that token, or for a state the
-prefix it was made from. A request must never read anything but its own prefix.
+It records what every page holds and checks everything that is read. A page's content is a list with
+one entry per token: a number that identifies the whole prefix up to that token, or for a state, the
+prefix it was computed from. A request must only ever read its own prefix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload.request import CacheRequest, RequestHasher
 from tests.support.engine_model import defined_hit
 
 ENCODER_TOKENS = 10
-"""What cross attention holds for every request."""
+"""The number of encoder tokens that cross attention holds for every request."""
 CHAIN = HashChain.from_seed("sha256", "a seed")
 
 
@@ -33,9 +33,9 @@ class Job:
 
     request: CacheRequest
     target_tokens: int
-    """Where it stops: prompt and output."""
+    """The length at which it stops: prompt and output."""
     seed: int
-    """Makes its output its own."""
+    """Makes its output differ from that of other jobs."""
     prefixes: list[int] = field(default_factory=list)
 
     def prefix(self, position: int) -> int:
@@ -64,7 +64,7 @@ class Pages:
         return self._content.get(block_id, {}).get(slot)
 
     def write(self, block_id: int, slot: int, value: int) -> None:
-        """Write a slot. Slots are written in order: the first makes the page a new one."""
+        """Write a slot. Slots are written in order: writing the first makes it a new page."""
         if slot == 0:
             self._content[block_id] = {}
         self._content[block_id][slot] = value
@@ -83,9 +83,9 @@ class CacheDriver:
         self.running: dict[str, Job] = {}
         self.pages = pages or Pages()
         self.present: set[tuple[int, BlockHash]] = set()
-        """What events alone say is cached."""
+        """What is cached according to the events."""
         self.events: list[Event] = []
-        """Of the last step."""
+        """The events of the last step."""
         self.counts: Counter[str] = Counter()
         self._serial = 0
 
@@ -94,7 +94,7 @@ class CacheDriver:
     def new(
         self, prompt: Sequence[int], output_tokens: int = 1, lora_name: str | None = None
     ) -> Job:
-        """A request that holds nothing yet."""
+        """Make a request that holds nothing yet."""
         self._serial += 1
         request = CacheRequest(f"request-{self._serial}", prompt, self.hasher, lora_name)
         return Job(request, len(prompt) + output_tokens, self._serial)
@@ -148,7 +148,7 @@ class CacheDriver:
         del self.running[sequence.request.request_id]
 
     def end_step(self) -> None:
-        """Take the step's events, and check them and the pool."""
+        """Take the events of the step, and check them and the pool."""
         self.events = self.cache.take_events()
         self._replay(self.events)
         self.check_invariants()
@@ -157,7 +157,7 @@ class CacheDriver:
     # --- what a model does ------------------------------------------------------------------------
 
     def _compute(self, sequence: Job, count: int) -> None:
-        """Read what the first new token looks at, write the new ones, and generate the next."""
+        """Read what the first new token attends to, write the new tokens, and generate the next."""
         request = sequence.request
         start = request.num_computed_tokens
         stop = start + count
@@ -214,7 +214,7 @@ class CacheDriver:
                 self._read(sequence, group, table, computed.num_tokens)
 
     def expected_hit(self, request: CacheRequest) -> int:
-        """The hit by the rule's definition, over what is cached now."""
+        """The hit by the definition of the rule, over what is cached now."""
         if not self.config.enable_caching:
             return 0
         step = self.config.layout.hash_block_size
@@ -228,7 +228,8 @@ class CacheDriver:
         return defined_hit(self.config.layout, has, request.num_tokens - 1, reach)
 
     def check_invariants(self) -> None:
-        """Counts add up, no block is both free and held, and events alone rebuild the cache."""
+        """Check that counts add up, that no block is both free and held, and that the events
+        rebuild the cache."""
         pool = self.cache.pool
         free = free_ids(pool)
         held = Counter(
@@ -246,7 +247,7 @@ class CacheDriver:
         self.cache.check_integrity(self.held_by_copies())
 
     def held_by_copies(self) -> Counter[int]:
-        """References besides those of requests."""
+        """References in addition to those of requests."""
         return Counter()
 
     def _tables(self) -> Iterator[Sequence[Block]]:
@@ -263,7 +264,7 @@ class CacheDriver:
                 yield manager.group_idx, block_hash
 
     def snapshot(self) -> object:
-        """Everything a refused call must leave alone."""
+        """Everything that a refused call must leave unchanged."""
         tables = [[block.block_id for block in table] for table in self._tables()]
         return free_ids(self.cache.pool), tables, sorted(map(repr, self._cached()))
 
@@ -284,7 +285,7 @@ class CacheDriver:
         assert len(removed) == len(set(removed)), "a group's removals travel in one event"
 
     def _check_stored(self, event: BlockStored) -> None:
-        """The event's tokens, behind its parent, are those its hashes cover."""
+        """Check that the tokens of the event, after its parent, are those that its hashes cover."""
         assert event.group_idx is not None
         size, step = (
             self.config.layout.groups[event.group_idx].block_size,
@@ -305,12 +306,12 @@ class CacheDriver:
 
 
 def free_ids(pool: BlockPool) -> list[int]:
-    """Ids of the free blocks, in the order in which they will be given out."""
+    """Ids of the free blocks, in the order in which they will be allocated."""
     return [block.block_id for block in pool.free_queue.blocks()]
 
 
 def positions_read(group: KVCacheGroup, position: int) -> Sequence[int]:
-    """Which earlier positions the token at *position* looks at."""
+    """The earlier positions that the token at *position* attends to."""
     if position == 0 or group.kind is GroupKind.NOT_CACHED:
         return ()
     if group.kind is GroupKind.MAMBA:

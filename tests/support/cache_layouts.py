@@ -1,4 +1,4 @@
-"""Caches of every kind, small enough for a model to be compared with after every step."""
+"""Caches of every kind, small enough to compare with a model after every step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GROUPS: dict[str, list[KVCacheGroup]] = {
 
 
 def is_sparse(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether a retention interval has an effect on them."""
+    """Whether a retention interval has an effect on these groups."""
     return any(group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.MAMBA) for group in groups)
 
 
@@ -63,7 +63,7 @@ def allows_eagle(groups: Sequence[KVCacheGroup]) -> bool:
 
 
 def config_of(groups: Sequence[KVCacheGroup], **settings: Any) -> CacheConfig:
-    """A cache of these groups; sizes that are left out follow from them."""
+    """Configure a cache of these groups; sizes that are left out follow from them."""
     sizes = [group.block_size for group in groups if group.kind is not GroupKind.NOT_CACHED]
     settings.setdefault("num_blocks", 40 * len(groups))
     settings.setdefault("max_model_len", 200)
@@ -81,9 +81,8 @@ def with_blocks(config: CacheConfig, num_blocks: int) -> CacheConfig:
 
 
 def variants() -> list[tuple[str, CacheConfig]]:
-    """Every layout, with and without EAGLE, with every retention that affects it.
-
-    And one without caching.
+    """Every layout, with and without EAGLE, with every retention that affects it; and one without
+    caching.
     """
     found: list[tuple[str, CacheConfig]] = []
     for name, groups in GROUPS.items():

@@ -19,10 +19,10 @@ class CacheWorkload:
         self.rng = random.Random(seed)
         self.waiting: list[Job] = []
         self.known: list[list[int]] = []
-        """Prompts and whole conversations that later prompts begin with."""
+        """Prompts and whole conversations with which later prompts begin."""
 
     def prompt(self) -> list[int]:
-        """A new prompt, or the beginning of a known one with a new end; often of whole blocks."""
+        """A new prompt, or the beginning of a known one with a new end; often with whole blocks."""
         rng = self.rng
         start = list(rng.choice(self.known)) if self.known and rng.random() < 0.8 else []
         start = start[: rng.choice([rng.randrange(LONGEST), 16 * rng.randrange(6)])]
@@ -30,10 +30,8 @@ class CacheWorkload:
         return (start + fresh or [1])[:LONGEST]
 
     def step(self) -> None:
-        """One engine step.
-
-        Finished requests end, running ones advance, waiting ones are admitted, and something may go
-        wrong.
+        """Run one engine step. Finished requests end, running ones advance, waiting ones are
+        admitted, and something may go wrong.
         """
         driver, rng = self.driver, self.rng
         if rng.random() < 0.5:

@@ -1,9 +1,9 @@
-"""A tiny model of an engine's cache that knows the truth, and the hit rule in the words of the
+"""A tiny model of an engine's cache that knows the true state, and the hit rule in the words of the
 design.
 
-The model stores, keeps, offloads, evicts and clears blocks, hands out the event an engine would
-send, and answers what it would reuse of a prompt by trying every length from the top. Nothing here
-shares code with the parts it is held against.
+The model stores, keeps, offloads, evicts and clears blocks, returns the event an engine would send,
+and computes what it would reuse of a prompt by trying every length from the longest down. Nothing
+here shares code with what it is compared with.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStor
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 
 Has: TypeAlias = Callable[[int, int], bool]
-"""`has(group, end)`: is the group's block that ends at token *end* there?"""
+"""`has(group, end)`: is the group's block that ends at token *end* present?"""
 
 
 # --- the hit rule, in the words of the design -----------------------------------------------------
 
 
 def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
-    """Ends of the blocks that *group* needs to accept *length* tokens; *one_more*: a window needs
-    one block more."""
+    """Ends of the blocks that *group* needs to accept *length* tokens; with *one_more* a window
+    needs one block more."""
     size, first = group.block_size, 0
     if group.kind is GroupKind.SLIDING_WINDOW:
         assert group.sliding_window is not None
@@ -40,8 +40,8 @@ def needs(group: KVCacheGroup, length: int, one_more: int = 0) -> range:
 
 
 def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
-    """What EAGLE needs on top: a block, or for full attention one unit where hits may end inside a
-    block."""
+    """What EAGLE needs in addition: a block, or for full attention one unit where hits may end
+    inside a block."""
     if not layout.eagle or group.kind in (GroupKind.MAMBA, GroupKind.NOT_CACHED):
         return 0
     return (
@@ -54,8 +54,8 @@ def one_block_further(layout: KVCacheLayout, group: KVCacheGroup) -> int:
 def defined_accept(
     group: KVCacheGroup, length: int, further: int, has: Callable[[int], bool], reach: int
 ) -> bool:
-    """Does the group accept *length* tokens, tested *further* tokens on, if blocks may be looked at
-    up to *reach*?"""
+    """Does the group accept *length* tokens, tested *further* tokens on, if blocks are looked at up
+    to *reach*?"""
     if length == 0 or group.kind is GroupKind.NOT_CACHED:
         return True
     if group.kind is GroupKind.MAMBA:
@@ -65,11 +65,10 @@ def defined_accept(
         return False
     inside = tested % group.block_size
     if inside and group.kind is not GroupKind.FULL:
-        return False  # a window's hit ends with a block
+        return False  # the hit of a window ends with a block
     if not all(has(end) for end in needs(group, tested - inside, int(further > 0))):
         return False
-    # A hit may end inside a block that has an entry of its own there, or further on in the same
-    # block.
+    # A hit may end inside a block if the block has an entry there or later.
     last = min(tested - inside + group.block_size, reach)
     return not inside or any(has(end) for end in range(tested, last + 1))
 
@@ -77,7 +76,8 @@ def defined_accept(
 def defined_own(
     layout: KVCacheLayout, index: int, has: Has, limit: int, furthest: int, with_extra: bool = True
 ) -> int:
-    """The longest prefix the group alone accepts, found by trying all of them from the top."""
+    """The longest prefix that this group accepts, found by trying all of them from the longest
+    down."""
     group = layout.groups[index]
     if group.kind is GroupKind.NOT_CACHED:
         return limit
@@ -93,8 +93,8 @@ def defined_own(
 
 
 def _lost_step(layout: KVCacheLayout, group: KVCacheGroup, own: int, further: int) -> int:
-    """With EAGLE vLLM rounds a run of other blocks than its step twice, if the run is shorter than
-    the window."""
+    """With EAGLE, vLLM rounds twice if the run is shorter than the window and the block size is not
+    its step."""
     step = math.lcm(layout.scheduler_block_size, group.block_size)
     if (
         not (own and further)
@@ -107,8 +107,8 @@ def _lost_step(layout: KVCacheLayout, group: KVCacheGroup, own: int, further: in
 
 
 def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int) -> int:
-    """The largest length that every group accepts; with EAGLE the one on which vLLM's groups agree,
-    asked in turn."""
+    """The largest length that every group accepts; with EAGLE, the one on which vLLM's groups agree
+    when asked in turn."""
     caching = [
         index for index, group in enumerate(layout.groups) if group.kind is not GroupKind.NOT_CACHED
     ]
@@ -124,7 +124,7 @@ def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int)
 
 
 def _of_equals(layout: KVCacheLayout, has: Has) -> Has:
-    """Groups with equal specs are one to the engine: a block counts if all of them have it."""
+    """The engine treats groups with equal specs as one: a block counts if all of them have it."""
     return lambda group, end: all(
         has(i, end) for i, spec in enumerate(layout.groups) if spec == layout.groups[group]
     )
@@ -135,8 +135,8 @@ def _accepts(layout: KVCacheLayout, index: int, length: int, has: Has, limit: in
 
 
 def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furthest: int) -> int:
-    """Full attention once, then the others round after round; who has given EAGLE's block is spared
-    it until the hit moves."""
+    """Full attention once, then the others round after round; a group that has already given up
+    EAGLE's block keeps its length until the hit moves."""
     full = [index for index in caching if layout.groups[index].kind is GroupKind.FULL]
     others = [index for index in caching if index not in full]
     for index in full:
@@ -155,7 +155,7 @@ def _agreed(layout: KVCacheLayout, caching: list[int], has: Has, hit: int, furth
 
 
 def lengths(layout: KVCacheLayout, limit: int) -> range:
-    """Every length a hit may have, the longest first."""
+    """Every length a hit may have, longest first."""
     step = layout.scheduler_block_size
     return range(limit - limit % step, -1, -step)
 
@@ -164,7 +164,7 @@ def lengths(layout: KVCacheLayout, limit: int) -> range:
 
 
 class Prompt(NamedTuple):
-    """Tokens, and what else decides the content of their blocks."""
+    """Tokens, and whatever else determines the content of their blocks."""
 
     tokens: tuple[int, ...]
     lora: str | None = None
@@ -184,22 +184,22 @@ class Block(NamedTuple):
 
 @dataclass
 class EngineModel:
-    """What one engine holds, and what its events have said of it."""
+    """What one engine holds, and what its events have said about it."""
 
     layout: KVCacheLayout
     as_int: bool = True
     names_block_size: bool = True
-    """vLLM's form; ours leaves the size out and so has no events with holes."""
+    """vLLM's form; ours leaves out the size and so has no events with holes."""
     seed: str = "of the engine's own"
     copies: Counter[Block] = field(default_factory=Counter)
     described: set[Prompt] = field(default_factory=set)
-    """Prefixes whose hash a dense event has shown together with all tokens: only these can be found
-    by anyone."""
+    """Prefixes whose hash an event without holes has shown with all tokens: only these can be found
+    by a consumer."""
     _undescribed: dict[Prompt, list[Prompt]] = field(default_factory=dict)
-    """Parent not described yet -> prefixes that will be when it is."""
+    """Parent not described yet -> prefixes that will be described together with it."""
 
     def hash_of(self, prefix: Prompt) -> BlockHash:
-        """The engine's name of a prefix, by a function nobody outside knows."""
+        """The engine's hash of a prefix, by a function that is unknown outside."""
         digest = hashlib.blake2b(repr((self.seed, prefix)).encode(), digest_size=32).digest()
         return int.from_bytes(digest[:8], "big") if self.as_int else digest
 
@@ -208,7 +208,7 @@ class EngineModel:
     def store(
         self, group: int, prompt: Prompt, start: int, end: int, tier: str = "GPU"
     ) -> BlockStored:
-        """All blocks of a group in `[start, end)`, a dense event."""
+        """Store all blocks of a group in `[start, end)`: an event without holes."""
         ends = range(
             start + self.layout.groups[group].block_size,
             end + 1,
@@ -221,15 +221,15 @@ class EngineModel:
     def keep(
         self, group: int, prompt: Prompt, start: int, end: int, kept: Sequence[int]
     ) -> BlockStored:
-        """Only the blocks of `[start, end)` that end at *kept*: an event with holes, and nothing
-        says where."""
+        """Store only the blocks of `[start, end)` that end at *kept*: an event with holes that does
+        not say where they are."""
         self._add(group, "GPU", prompt, kept)
         if len(kept) * self.layout.groups[group].block_size == end - start:
             self._describe(prompt, start, kept)
         return self._stored(group, prompt, start, end, kept, "GPU")
 
     def offload(self, group: int, prompt: Prompt, ends: Sequence[int], tier: str) -> BlockStored:
-        """Copies in a lower tier: hashes and nothing else."""
+        """Store copies in a lower tier: an event with only hashes."""
         self._add(group, tier, prompt, ends)
         hashes = [self.hash_of(prompt.upto(end)) for end in ends]
         return BlockStored(
@@ -237,13 +237,13 @@ class EngineModel:
         )
 
     def evict(self, block: Block) -> BlockRemoved:
-        """One copy less."""
+        """Remove one copy."""
         self.copies[block] -= 1
         self.copies = +self.copies
         return BlockRemoved([self.hash_of(block.prefix)], block.tier, block.group)
 
     def clear(self) -> AllBlocksCleared:
-        """The GPU's blocks are gone; those of lower tiers stay."""
+        """Remove the GPU's blocks; those of lower tiers stay."""
         self.copies = Counter(
             {block: count for block, count in self.copies.items() if block.tier != "GPU"}
         )
@@ -282,7 +282,7 @@ class EngineModel:
     # --- the truth --------------------------------------------------------------------------------
 
     def hit(self, prompt: Prompt) -> tuple[int, int]:
-        """Tokens it would reuse from the GPU, and with what lower tiers bring back."""
+        """The tokens it would reuse from the GPU, and together with lower tiers."""
         length = len(prompt.tokens)
         if length < 2:
             return 0, 0
@@ -307,8 +307,8 @@ class EngineModel:
         return gpu, max(gpu, total) if any(block.tier != "GPU" for block in self.copies) else gpu
 
     def _found(self, prompt: Prompt) -> set[tuple[int, str, int]]:
-        """Group, tier and end of the prompt's blocks that are there and whose hash was ever shown
-        with tokens."""
+        """Group, tier and end of the prompt's blocks that are present and whose hash was shown with
+        tokens."""
         return {
             (block.group, block.tier, len(block.prefix.tokens))
             for block in self.copies

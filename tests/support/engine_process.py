@@ -1,5 +1,5 @@
-"""The engine as people run it: `kvroute engine`, a process of its own, with addresses that survive
-its restart."""
+"""The engine as users run it: a process, `kvroute engine`, with addresses that survive its
+restart."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _names = itertools.count(1)
 
 
 class EngineProcess:
-    """One engine. What a `RouterProcess` asks of a replica is here as well: `name`, `url`,
-    `sources`.
+    """One engine. It also has what a `RouterProcess` needs of a replica: `name`, `url`, `sources`.
 
     Args:
-        arguments: Of the command. Addresses that are not among them are the system's choice.
+        arguments: Arguments of the command. The system chooses addresses that are not among them.
     """
 
     sources = 1
@@ -48,7 +47,7 @@ class EngineProcess:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """A new process, on the port of the one before if there was one."""
+        """Start a new process, on the port of the previous one if there was one."""
         events = [] if "--kv-events-endpoint" in self._arguments else _EVENTS
         with self._log.open("wb") as stderr:
             self.process = subprocess.Popen(
@@ -64,7 +63,7 @@ class EngineProcess:
             raise
 
     def log(self) -> str:
-        """Everything it has said."""
+        """Everything it has logged."""
         return self._log.read_text(errors="replace")
 
     async def get(self, path: str) -> Answer:
@@ -79,7 +78,7 @@ class EngineProcess:
         return Metrics((await self.get("/metrics")).body.decode())
 
     async def until_healthy(self, within_s: float = DEADLINE_S) -> None:
-        """It answers, if need be again."""
+        """Wait until it responds, for example after a restart."""
         deadline = time.monotonic() + within_s
         while True:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -92,12 +91,12 @@ class EngineProcess:
         self.process.send_signal(signal.SIGTERM)
 
     async def ended(self, within_s: float = DEADLINE_S) -> int:
-        """The exit code."""
+        """Wait for the exit code."""
         await eventually(lambda: self.process.poll() is not None, "the engine has ended", within_s)
         return int(self.process.returncode)
 
     async def stop(self) -> None:
-        """SIGTERM; it must end with 0, and must not have met an error of its own."""
+        """Send SIGTERM; it must exit with 0 and without an error of its own."""
         self.tell_to_stop()
         code = await self.ended()
         said = self.log()
@@ -105,13 +104,13 @@ class EngineProcess:
         assert "Traceback" not in said, said[-4000:]
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Send SIGKILL if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
     def forget(self) -> None:
-        """Nothing is left of it."""
+        """Remove everything that is left of it."""
         self.kill()
         self._directory.cleanup()
 
@@ -139,7 +138,7 @@ _EVENTS = (
 
 @contextlib.asynccontextmanager
 async def engine_processes(count: int, *arguments: str) -> AsyncIterator[list[EngineProcess]]:
-    """Several engines until the block ends; those that still run then must stop cleanly."""
+    """Run several engines until the block ends; those that still run then must stop cleanly."""
     started: list[EngineProcess] = []
     try:
         started += await asyncio.gather(
@@ -155,7 +154,7 @@ async def engine_processes(count: int, *arguments: str) -> AsyncIterator[list[En
 
 
 def simulated(preset: str = "gemma", **options: Any) -> tuple[str, ...]:
-    """Arguments of an engine without tensors that takes no time to speak of."""
+    """Arguments of a simulated engine that takes almost no time."""
     quick = {"step-overhead-s": 0.0005, "prefill-tokens-per-s": 1e6, "decode-tokens-per-s": 1e5}
     named = {**quick, **{name.replace("_", "-"): value for name, value in options.items()}}
     flags = [

@@ -1,5 +1,5 @@
-"""Requests that no well-meaning client sends, from a seed: bodies that are nearly right, and bytes
-that are nearly HTTP."""
+"""Hostile requests, generated from a seed: bodies that are nearly right, and bytes that are nearly
+HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 SENTINEL = "prompt-sentinel-e6b1c0"
-"""Stands in every prompt; it must be in no log and in no error."""
+"""Part of every prompt; it must not appear in any log or error."""
 
 NASTY_VALUES: tuple[Any, ...] = (
     None,
@@ -119,7 +119,7 @@ Mutation = Callable[[Random, bytes], bytes]
 
 
 def seeds(model: str) -> dict[str, list[Any]]:
-    """Bodies as they should be, by path."""
+    """Valid bodies, by path."""
     text = f"{SENTINEL} tell me more"
     messages = [
         {"role": "system", "content": text},
@@ -195,7 +195,7 @@ def mutated_body(random: Random, seed: Any) -> bytes:
 
 
 def _with_nasty_value(random: Random, seed: Any) -> Any:
-    """The same structure with one value, anywhere, replaced, renamed or gone."""
+    """The same structure with one value, anywhere, replaced, renamed or removed."""
     whole = json.loads(json.dumps(seed))
     place, key = random.choice(_places(whole))
     choice = random.random()
@@ -222,7 +222,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def mutated_bytes(random: Random, data: bytes) -> bytes:
-    """Up to four small wounds."""
+    """Make up to four small changes."""
     for _ in range(random.randint(1, 4)):
         data = random.choice(_BYTE_MUTATIONS)(random, data)
     return data
@@ -259,8 +259,8 @@ _BYTE_MUTATIONS: tuple[Mutation, ...] = (_flip, _cut, _drop, _repeat, _insert)
 
 
 def mutated_request(random: Random, target: str, body: bytes) -> bytes:
-    """Bytes that are nearly an HTTP request; nothing may be read from a connection that was sent
-    them but its end."""
+    """Bytes that are nearly an HTTP request; a connection that was sent them may only be read to
+    its end."""
     method = random.choice(METHODS) if random.random() < 0.1 else b"POST"
     path = random.choice(NASTY_TARGETS) if random.random() < 0.15 else target.encode()
     lines = [b"host: x\r\n", *random.sample(NASTY_LINES, random.choice((0, 0, 1, 1, 2, 3)))]

@@ -1,5 +1,5 @@
-"""An HTTP client over one plain connection: the test decides when a request is written, read, or
-left alone."""
+"""An HTTP client over one plain connection: the test decides when a request is written and its
+response is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def eventually(
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer, names of headers in lower case."""
+    """A whole response, with header names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, str]:
-        """The error of a body in OpenAI's shape, which it must have, and nothing beside it."""
+        """The error in the body, which must have OpenAI's shape and nothing else."""
         answer = self.json
         assert set(answer) - {"type"} == {"error"}, answer
         assert set(answer["error"]) == {"message", "type", "code"}, answer
@@ -50,7 +50,7 @@ class Answer:
 
 
 def encoded(body: object) -> bytes:
-    """A body as bytes: those it is, or JSON."""
+    """A body as bytes; anything but bytes becomes JSON."""
     return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
@@ -80,7 +80,7 @@ class HttpClient:
         await self.write(request_bytes(method, target, encoded(body), headers))
 
     async def write(self, data: bytes) -> None:
-        """Bytes as they are."""
+        """Write bytes unchanged."""
         self.writer.write(data)
         await self.writer.drain()
 
@@ -111,7 +111,7 @@ class HttpClient:
             return (await self.reader.readexactly(size + 2))[:-2]
 
     async def read_body(self) -> bytes:
-        """The whole body. Raises IncompleteReadError where it ends too early."""
+        """The whole body. Raises IncompleteReadError if it ends too early."""
         if "content-length" in self.headers:
             async with timeout(DEADLINE_S):
                 return await self.reader.readexactly(int(self.headers["content-length"]))
@@ -144,8 +144,8 @@ class HttpClient:
 
 @contextlib.asynccontextmanager
 async def connect(port: int, receive_buffer: int | None = None) -> AsyncIterator[HttpClient]:
-    """A connection to 127.0.0.1; *receive_buffer* bounds what the kernel takes in for a client that
-    does not read."""
+    """Connect to 127.0.0.1; *receive_buffer* bounds what the kernel accepts for a client that does
+    not read."""
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -173,6 +173,6 @@ async def ask(
     body: object = b"",
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     async with connect(port) as client:
         return await client.ask(method, target, body, headers)

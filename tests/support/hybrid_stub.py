@@ -15,7 +15,7 @@ LAYOUT = KVCacheLayout.build([FULL, WINDOW])
 
 
 class HybridStub(EngineStub):
-    """Full attention beside a sliding window of 64 tokens."""
+    """Full attention and a sliding window of 64 tokens."""
 
     heartbeat_s = 0.2
 
@@ -38,7 +38,7 @@ class HybridStub(EngineStub):
         self._kv_addresses = (self._publisher.endpoint, self._publisher.replay_endpoint)
 
     def store(self, ids: Sequence[int]) -> None:
-        """Both groups hold the prompt."""
+        """Cache the prompt in both groups."""
         assert self._publisher is not None
         whole = _whole_blocks(ids)
         self._prompts.append(whole)
@@ -47,8 +47,8 @@ class HybridStub(EngineStub):
         self.stored_blocks += 2 * len(whole) // BLOCK
 
     def slide_on(self, ids: Sequence[int]) -> None:
-        """The window has left the prompt: its blocks are gone, full attention's stay, and no hit is
-        left."""
+        """Move the window past the prompt: its blocks are evicted, full attention's stay, and there
+        is no hit."""
         assert self._publisher is not None
         whole = _whole_blocks(ids)
         self._prompts.remove(whole)
@@ -56,7 +56,7 @@ class HybridStub(EngineStub):
         self.stored_blocks -= len(whole) // BLOCK
 
     def offload(self, ids: Sequence[int], tier: str = "CPU") -> None:
-        """Both groups have left the GPU for another tier; what was a hit there is one here."""
+        """Move both groups from the GPU to another tier, where the hit is the same."""
         assert self._publisher is not None
         whole = _whole_blocks(ids)
         prefix, ends = Prefix(whole), range(BLOCK, len(whole) + 1, BLOCK)

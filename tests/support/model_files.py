@@ -1,4 +1,4 @@
-"""A model's files, made on the spot."""
+"""A model's files, generated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Not the stub's, whose ids are bytes: so that the router finds that they disagree."""
+    """Unlike the stub's, whose ids are bytes, so that the router finds that they disagree."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -57,7 +57,7 @@ class Waiting:
 
 @dataclass
 class TierUnderTest:
-    """A tier, its worker, and what its events by themselves say it holds."""
+    """A tier, its worker, and what it holds according to its events."""
 
     tier: Tier
     worker: OffloadingWorker
@@ -83,7 +83,7 @@ class OffloadDriver(CacheDriver):
         self.loading: dict[str, Waiting] = {}
         self.loaded_from: set[str] = set()
         self.came_back: list[Job] = []
-        """Requests whose load failed: they hold nothing and start again."""
+        """Requests whose load failed: they hold no blocks and start again."""
         self.patience = 0.5
         """How often a step waits for the copies."""
         self._rng = random.Random(seed)
@@ -173,9 +173,8 @@ class OffloadDriver(CacheDriver):
             self._read(job, group, table, job.request.num_computed_tokens)
 
     def expected_total(self, request: CacheRequest, gpu_hit: int) -> int:
-        """The hit with the tiers' blocks by the rule's definition.
-
-        It is computed from what events reported of the tiers.
+        """The hit with the tiers' blocks, by the definition of the rule, computed from the tiers'
+        events.
         """
         layout = self.config.layout
         reach = len(request.block_hashes) * layout.hash_block_size

@@ -32,7 +32,7 @@ class Peer:
         self.socket = socket
 
     def message(self) -> list[bytes]:
-        """The next message, whole."""
+        """The next message, with all its frames."""
         assert self.socket.poll(int(DEADLINE_S * 1000)), f"no message within {DEADLINE_S} s"
         return self.socket.recv_multipart()
 
@@ -42,7 +42,7 @@ class Peer:
         return Batch(int.from_bytes(seq, "big"), payload)
 
     def decoded(self) -> tuple[int, EventBatch]:
-        """The next live batch and what it says."""
+        """The next live batch, and decoded."""
         batch = self.batch()
         return batch.seq, decode(batch.payload)
 
@@ -63,20 +63,20 @@ class Peer:
             batches.append(Batch(int.from_bytes(seq, "big"), payload))
 
     def answer(self, start: int | bytes) -> list[Batch]:
-        """Ask and read all of it."""
+        """Send a request and read the whole reply."""
         self.ask(start)
         return self.reply()
 
 
 class Client:
-    """A process that looks at publishers."""
+    """A process that watches publishers."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._context = context
         self._sockets: list[zmq.Socket[bytes]] = []
 
     def subscribe(self, endpoint: str, topic: bytes = b"", hwm: int = 0) -> Peer:
-        """A SUB socket; batches published before it is known to the publisher pass it by."""
+        """A SUB socket; it misses batches that are published before the publisher knows it."""
         socket = self._open(zmq.SUB)
         _limit(socket, hwm)
         socket.setsockopt(zmq.SUBSCRIBE, topic)
@@ -107,7 +107,7 @@ class Client:
 def _limit(socket: zmq.Socket[bytes], hwm: int) -> None:
     socket.setsockopt(zmq.RCVHWM, hwm)
     if hwm:
-        # Whatever the kernel holds would count as read.
+        # Whatever the kernel buffers would count as read.
         socket.setsockopt(zmq.RCVBUF, 4096)
 
 

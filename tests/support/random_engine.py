@@ -1,4 +1,5 @@
-"""An engine without a model: stores and evicts blocks at random, and says so exactly."""
+"""An engine without a model, which stores and evicts blocks at random and publishes that
+exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CHAIN = HashChain.from_seed("sha256", "a seed")
 class RandomEngine:
     """Two groups, one of full attention and one with a sliding window; two tiers, or one.
 
-    Presence-exact: a block is stored when it was not there, and removed when it was.
+    Presence-exact: only an absent block is stored, and only a present one is removed.
     """
 
     def __init__(self, seed: int, with_cpu: bool = True) -> None:
@@ -54,8 +55,8 @@ class RandomEngine:
         return events
 
     def prefill(self) -> list[Event]:
-        """Store all of one prompt that asking for it again can reuse: a hit in both groups until
-        the next step."""
+        """Store everything of one prompt that can be reused: a hit in both groups until the next
+        step."""
         which = self._rng.randrange(len(self.prompts))
         return self._store(which, len(self._hashes[which]) - 1)
 
@@ -66,12 +67,12 @@ class RandomEngine:
         return [AllBlocksCleared()]
 
     def payload(self, events: list[Event]) -> bytes:
-        """One batch as it goes over the wire."""
+        """One batch in its wire form."""
         self._ts += 0.01
         return encode(EventBatch(self._ts, events, 0))
 
     def _store(self, which: int, end: int) -> list[Event]:
-        """The blocks before *end* that are missing, in runs; of the window group only the last
+        """Store the missing blocks before *end*, in runs; of the window group only the last
         four."""
         events: list[Event] = []
         for group, first in ((0, 0), (1, max(0, end - 4))):
@@ -98,7 +99,7 @@ class RandomEngine:
         )
 
     def _offload(self, which: int, end: int) -> list[Event]:
-        """Tell of copies in the lower tier, as engines do it: without tokens."""
+        """Publish copies in the lower tier as engines do: without tokens."""
         events: list[Event] = []
         for group in (0, 1):
             gpu, cpu = self._held[group, GPU], self._held[group, CPU]
@@ -121,7 +122,7 @@ class RandomEngine:
 
 
 def _prompts(rng: random.Random) -> list[list[int]]:
-    """Twenty conversations that share beginnings."""
+    """Twenty conversations with shared prefixes."""
     roots = [[rng.randrange(50_000) for _ in range(8 * BLOCK)] for _ in range(3)]
     return [
         rng.choice(roots)[: rng.randrange(1, 9) * BLOCK]

@@ -1,5 +1,5 @@
-"""The router as operators run it: a process of its own, told by a YAML file, watched over HTTP,
-ended by SIGTERM."""
+"""The router as operators run it: a process, configured by a YAML file, watched over HTTP, stopped
+by SIGTERM."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Metrics:
 
 
 class RouterProcess:
-    """`kvroute serve` on a port of the system's choice.
+    """`kvroute serve` on a port chosen by the system.
 
     Args:
         config: The configuration as plain data; without a port, the system chooses one.
@@ -99,12 +99,12 @@ class RouterProcess:
             raise
 
     def log(self) -> str:
-        """Everything it has said."""
+        """Everything it has logged."""
         return self._log.read_text(errors="replace")
 
     def check_log(self, since: int = 0) -> int:
-        """What it has said from position *since* on tells of no error of its own; returns the
-        position now."""
+        """Check that it has logged no error of its own from position *since* on; return the current
+        position."""
         said = self.log()
         found = max(said.find("Traceback", since), said.find("CRITICAL", since))
         assert found < 0, said[max(since, found - 500) : found + 6000]
@@ -118,7 +118,7 @@ class RouterProcess:
 
     @property
     def sockets(self) -> int:
-        """How many it has open."""
+        """How many sockets it has open."""
         held = 0
         for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -158,7 +158,7 @@ class RouterProcess:
             assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
 
     async def until_idle(self, within_s: float = DEADLINE_S) -> None:
-        """Every count of what is in flight is zero again."""
+        """Wait until every count of what is in flight is zero again."""
         names = (
             "kvroute_in_flight_requests",
             "kvroute_in_flight_prefill_tokens",
@@ -173,8 +173,8 @@ class RouterProcess:
 
     @contextlib.asynccontextmanager
     async def serving(self, *stubs: EngineStub, **settings: Any) -> AsyncIterator[None]:
-        """Add replicas at run time by nothing but their URLs, wait until they are in rotation, and
-        remove them at the end."""
+        """Add replicas at run time by their URLs only, wait until they are in rotation, and remove
+        them at the end."""
         for stub in stubs:
             answer = await self.post("/replicas", {"url": stub.url, "id": stub.name, **settings})
             assert answer.status == 201, answer
@@ -188,7 +188,7 @@ class RouterProcess:
                     await self.delete(f"/replicas/{stub.name}")
 
     async def until_in_rotation(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
-        """Healthy, its models known, its event streams live."""
+        """Wait until it is healthy, its models are known, and its event streams are live."""
         deadline = time.monotonic() + within_s
         while True:
             found = await self.replica(stub.name)
@@ -203,7 +203,7 @@ class RouterProcess:
             )
 
     async def until_applied(self, stub: EngineStub, within_s: float = DEADLINE_S) -> None:
-        """The index holds all blocks that *stub* says it has."""
+        """Wait until the index holds all blocks that *stub* has published."""
         deadline = time.monotonic() + within_s
         while True:
             (source,) = (await self.replica(stub.name))["sources"]
@@ -222,12 +222,12 @@ class RouterProcess:
         self.process.send_signal(signal.SIGTERM)
 
     async def ended(self, within_s: float = DEADLINE_S) -> int:
-        """The exit code."""
+        """Wait for the exit code."""
         await eventually(lambda: self.process.poll() is not None, "the router has ended", within_s)
         return int(self.process.returncode)
 
     def stop(self, within_s: float = DEADLINE_S) -> None:
-        """SIGTERM; it must end with 0, and must not have met an error of its own."""
+        """Send SIGTERM; it must exit with 0 and without an error of its own."""
         self.tell_to_stop()
         try:
             code = self.process.wait(within_s)
@@ -262,7 +262,7 @@ def router_process(
     environ: Mapping[str, str] | None = None,
     limit: Callable[[], None] | None = None,
 ) -> Iterator[RouterProcess]:
-    """A router until the block ends; then it must stop cleanly, unless the block ended it
+    """Run a router until the block ends; then it must stop cleanly, unless it was stopped
     already."""
     router = RouterProcess(config, environ, limit)
     try:

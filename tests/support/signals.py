@@ -6,7 +6,7 @@ import signal
 
 
 def heed_signals() -> None:
-    """To run in the new process: what its parent ignores, as under nohup or in the background of a
-    script, it hears again."""
+    """Run in the new process: it handles signals again that its parent ignores, as under nohup or
+    in the background of a script."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

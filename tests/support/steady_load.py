@@ -1,5 +1,5 @@
-"""Clients that never stop asking, and what became of each request: what a fault costs is read off
-their side."""
+"""Clients that send requests all the time, and the fate of each request: this shows what a fault
+costs clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.http_client import HttpClient, connect, eventually
 
 DONE = b"data: [DONE]\n\n"
 _BREATH_S = 0.05
-"""What a client waits before it asks again where nobody listens."""
+"""How long a client waits before it tries again after a refused connection."""
 
 
 class Fate(Enum):
@@ -24,15 +24,15 @@ class Fate(Enum):
 
     SERVED = "served"
     BROKEN = "broken"
-    """A stream that ended with an event that says so."""
+    """A stream that ended with an error event."""
     CUT = "cut"
-    """The answer had begun and ended too early, without a word."""
+    """The response had begun and broke off without an error event."""
     TURNED_AWAY = "turned away"
-    """An error status."""
+    """The response had an error status."""
     UNANSWERED = "unanswered"
     """The connection ended before a status."""
     REFUSED = "refused"
-    """Nobody listened."""
+    """The connection was refused."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Sent:
 
     @property
     def events(self) -> int:
-        """Of a stream, with the last one."""
+        """Events of a stream, the last one included."""
         return self.body.count(b"data: ")
 
 
 class ChaosWorkload:
     """Questions about documents, short and long, so that many prompts share a prefix; half of the
-    answers are streamed."""
+    responses are streamed."""
 
     def __init__(self, seed: int, model: str) -> None:
         self._random = Random(seed)
@@ -82,8 +82,8 @@ class ChaosWorkload:
 
 
 class SteadyLoad:
-    """So many clients, each with one request under way until the block ends; then those that run
-    end as they may."""
+    """Clients, each with one request in progress until the block ends; requests that then still run
+    may end in any way."""
 
     def __init__(self, port: int, workload: ChaosWorkload, clients: int = 10) -> None:
         self.sent: list[Sent] = []
@@ -102,7 +102,7 @@ class SteadyLoad:
         return [sent for sent in self.sent if sent.fate is not Fate.SERVED]
 
     async def until_served(self, count: int, within_s: float = 60.0) -> None:
-        """So many more requests have been served."""
+        """Wait until that many more requests have been served."""
         wanted = self.fates[Fate.SERVED] + count
         await eventually(
             self._unless_failed(lambda: self.fates[Fate.SERVED] >= wanted),
@@ -157,7 +157,7 @@ class SteadyLoad:
 
 
 async def _read(client: HttpClient, sent: Sent) -> None:
-    """The answer as far as it comes."""
+    """The response, as far as it arrives."""
     sent.status = await client.read_head()
     sent.replica = client.headers.get("x-kv-replica", "")
     if "content-length" in client.headers:

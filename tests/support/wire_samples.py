@@ -28,7 +28,7 @@ class Sequenced(NamedTuple):
 
 
 def versions() -> list[str]:
-    """The engine versions there are samples of, oldest first."""
+    """The engine versions with samples, oldest first."""
     names = {
         path.name.removeprefix("vllm-").removesuffix(".raw.gz").removesuffix(".replay")
         for path in FOLDER.glob("*.gz")
@@ -62,7 +62,7 @@ def live(version: str) -> list[Sequenced]:
 
 
 def replay_frames(version: str) -> list[list[bytes]]:
-    """What the replay socket answered to a request from 0, the end marker included."""
+    """The replies of the replay socket to a request from 0, the end marker included."""
     return list(messages(FOLDER / f"vllm-{version}.replay.raw.gz"))
 
 
