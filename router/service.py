@@ -25,7 +25,7 @@ from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
-from router.proxy import Proxy, ProxySettings
+from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
     Replica,
@@ -106,6 +106,7 @@ class RouterService:
             self._recent,
             self.tokenizer_check,
             self.observers,
+            upstream,
         )
         self.registry.subscribe(self._follower)
 
@@ -159,6 +160,7 @@ class _ReplicaFollower(ReplicaListener):
         recent: RecentPrefixes,
         tokenizer_check: TokenizerCheck,
         observers: RequestObservers,
+        upstream: UpstreamClient,
     ) -> None:
         self._registry = registry
         self._models = models
@@ -166,6 +168,7 @@ class _ReplicaFollower(ReplicaListener):
         self._recent = recent
         self._tokenizer_check = tokenizer_check
         self._observers = observers
+        self._upstream = upstream
         self._feed_changes: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._feed_keeper: asyncio.Task[None] | None = None
 
@@ -187,6 +190,11 @@ class _ReplicaFollower(ReplicaListener):
         if replica.state is ReplicaState.UNHEALTHY:
             self._recent.forget(replica.id)
         self._compare_tokenizers(replica)
+
+    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
+        """What waits there for a first byte goes elsewhere, streams that are silent end. One that
+        still flows is left alone: then it is only the checks that come too late."""
+        self._upstream.give_up(replica.origin, "its health checks fail", for_s)
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make its models known, and feed its streams into the index of its model."""
@@ -317,10 +325,11 @@ def _policy_settings(config: RouterConfig) -> PolicySettings:
 
 
 def _proxy_settings(config: RouterConfig) -> ProxySettings:
-    timeouts = config.server.timeouts
+    timeouts, retries = config.server.timeouts, config.server.retries
     return ProxySettings(
         Timeouts(timeouts.connect_s, timeouts.first_byte_s, timeouts.idle_s),
         client_stall_s=timeouts.client_stall_s,
+        retries=RetryLimits(retries.further_attempts, retries.budget_share, retries.budget_burst),
     )
 
 

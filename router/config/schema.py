@@ -110,6 +110,18 @@ class TimeoutsConfig(Section, frozen=True):
     """For running requests to finish after SIGTERM."""
 
 
+class RetriesConfig(Section, frozen=True):
+    """How often a request is tried again, while nothing of its response has arrived."""
+
+    further_attempts: Annotated[int, Field(ge=0, le=100), PLAIN] = 2
+    """Of one request, after its first; a kept connection that turns out to be closed counts."""
+    budget_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), PLAIN] = 0.1
+    """Of all requests: the share that may be tried again in the long run. Attempts at a replica
+    that is out of rotation by then do not count."""
+    budget_burst: Annotated[int, Field(ge=0, le=1_000_000), PLAIN] = 10
+    """How many more than that at once."""
+
+
 class ServerConfig(Section, frozen=True):
     """Where the router listens, who may come in, and its limits."""
 
@@ -126,6 +138,7 @@ class ServerConfig(Section, frozen=True):
     """Requests under way; more are refused with 503."""
     max_upstream_connections: Count = 16_384
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    retries: RetriesConfig = RetriesConfig()
 
 
 class GroupConfig(Section, frozen=True):

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from router.config import ReplicaConfig, RouterConfig, key_bytes, read_replica
 from router.errors import (
     BadRequest,
+    BodyTooLarge,
     MethodNotAllowed,
     ReplicaExists,
     RequestError,
@@ -44,8 +45,8 @@ from router.http.openapi import (
 from router.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingsRequest,
-    MessagesRequest,
+    EmbeddingsToRoute,
+    MessagesToRoute,
     ResponsesRequest,
     TokenIdsRequest,
 )
@@ -140,7 +141,8 @@ def create_api(
     operator = Access("operator", key_bytes(server.operator_api_key))
     _add_error_handlers(app, parts)
     _add_probes(app, parts, operator)
-    _add_routing(app, parts, client)
+    _add_route(app, parts, client)
+    _add_models(app, parts, client)
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)
     _add_draining(app, parts, operator)
@@ -189,21 +191,16 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 # --- routing --------------------------------------------------------------------------------------
 
 
-def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
+_ROUTABLE = takes(
+    *(TokenIdsRequest, ChatRequest, CompletionRequest),
+    *(ResponsesRequest, MessagesToRoute, EmbeddingsToRoute),
+    description="Token ids, or the body of any endpoint with a prompt.",
+    content_types=(JSON, MSGPACK),
+)
+
+
+def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
     server = parts.config.server
-    body = takes(
-        *(
-            TokenIdsRequest,
-            ChatRequest,
-            CompletionRequest,
-            ResponsesRequest,
-            MessagesRequest,
-            EmbeddingsRequest,
-        ),
-        description="Token ids, or the body of any endpoint with a prompt. Messages and embeddings "
-        "need `endpoint`, their path, to be told from chats and responses.",
-        content_types=(JSON, MSGPACK),
-    )
 
     @app.post(
         "/route",
@@ -213,7 +210,7 @@ def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
             {200: sends(RouteView, "The ranking, with reasons.", (JSON, MSGPACK))},
             access=client,
             errors=(*REFUSED_BODY, *NOT_ROUTED),
-            requestBody=body,
+            requestBody=_ROUTABLE,
         ),
     )
     async def route(request: Request) -> Response:
@@ -226,6 +223,8 @@ def _add_routing(app: FastAPI, parts: ApiParts, client: Access) -> None:
         decision.require_replica()
         return _encoded(request, route_view(decision))
 
+
+def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
     @app.get(
         "/v1/models",
         **described(
@@ -282,7 +281,11 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     body_s = parts.config.server.timeouts.client_body_s
-    taken = ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7")
+    refused = (
+        BadRequest("$.sped", "unknown key", "did you mean speed?"),
+        BodyTooLarge(MAX_OPERATOR_BODY_BYTES),
+        ReplicaExists("$.url", "http://10.0.0.7:8000", "replica-7"),
+    )
 
     @app.post(
         "/replicas",
@@ -291,7 +294,7 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
             "Add a replica; only its `url` is needed where it reports the rest",
             {201: sends(ReplicaDetails, "The replica, before its first health check.")},
             access=operator,
-            errors=(*REFUSED_BODY, taken),
+            errors=refused,
             requestBody=takes(ReplicaConfig, description="As in the configuration's `replicas`."),
         ),
     )

@@ -14,7 +14,9 @@ from router.http.request_bodies import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    EmbeddingsToRoute,
     MessagesRequest,
+    MessagesToRoute,
     ResponsesRequest,
     TokenIdsRequest,
     TokenizeRequest,
@@ -45,6 +47,21 @@ BODIES: dict[type[Any], dict[str, dict[str, Any]]] = {
     ResponsesRequest: {"response": {"model": "gemma-3", "input": "Why is the sky blue?"}},
     MessagesRequest: {"messages": {"model": "gemma-3", "messages": _CHAT, "max_tokens": 64}},
     EmbeddingsRequest: {"texts": {"model": "gemma-embed", "input": ["blue", "sky"]}},
+    MessagesToRoute: {
+        "messages-to-route": {
+            "endpoint": "/v1/messages",
+            "model": "gemma-3",
+            "messages": _CHAT,
+            "max_tokens": 64,
+        }
+    },
+    EmbeddingsToRoute: {
+        "texts-to-route": {
+            "endpoint": "/v1/embeddings",
+            "model": "gemma-embed",
+            "input": ["blue", "sky"],
+        }
+    },
     TokenizeRequest: {"text-to-tokenise": {"model": "gemma-3", "prompt": "The sky is"}},
     DetokenizeRequest: {"tokens": {"model": "gemma-3", "tokens": [2, 651, 7217]}},
     TokenIdsRequest: {

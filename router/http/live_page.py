@@ -1,7 +1,7 @@
 """The live page: the files of `static/`, and the headers that restrict a browser to them.
 
 The page is served by this process only, so it works where no other server can be reached. It needs
-no key, since it holds no data; what it shows it requests from endpoints that do need one.
+no key, since it holds no data: it fetches everything from endpoints that do need one.
 """
 
 from __future__ import annotations

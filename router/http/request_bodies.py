@@ -6,7 +6,7 @@ Every body may have more fields, which go to the engine unchanged.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -73,6 +73,18 @@ class EmbeddingsRequest(ProxiedRequest, frozen=True, kw_only=True):
     """Texts to embed, as in OpenAI's API."""
 
     input: TextOrTokenIds
+
+
+class MessagesToRoute(MessagesRequest, frozen=True, kw_only=True):
+    """Messages to find a route for; without `endpoint` they would be taken for a chat."""
+
+    endpoint: Literal["/v1/messages"]
+
+
+class EmbeddingsToRoute(EmbeddingsRequest, frozen=True, kw_only=True):
+    """Texts to find a route for; without `endpoint` they would be taken for a response's input."""
+
+    endpoint: Literal["/v1/embeddings"]
 
 
 class TokenizeRequest(ProxiedRequest, frozen=True, kw_only=True):

@@ -253,7 +253,7 @@ class FeedView(View, frozen=True, kw_only=True):
 
 
 class SourceView(EventSource, frozen=True, kw_only=True):
-    """One event stream and the cache it tells of."""
+    """One event stream and the cache it describes."""
 
     feed: FeedView | None
     """Null before it is followed."""

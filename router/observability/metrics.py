@@ -50,8 +50,14 @@ _COUNTERS = {
     "ends": _Spec("kvroute_request_ends", "Requests by the way they ended.", ("end",)),
     "retries": _Spec(
         "kvroute_retries",
-        "Attempts that failed and went to the next replica.",
+        "Attempts that failed before a first byte, after which another one may follow.",
         ("replica", "reason"),
+    ),
+    "unretried": _Spec(
+        "kvroute_unretried_requests",
+        "Requests that failed and were not tried again, though there was a candidate: limit, "
+        "budget or closed_replicas.",
+        ("reason",),
     ),
     "predicted": _Spec(
         "kvroute_predicted_cached_tokens",
@@ -129,6 +135,7 @@ class RouterMetrics:
     requests: Counter
     ends: Counter
     retries: Counter
+    unretried: Counter
     predicted: Counter
     actual: Counter
     predictions: Counter

@@ -8,12 +8,18 @@ from typing_extensions import override
 from router.errors import NoReplica, RequestError
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
-from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver
+from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretried
 from router.proxy.usage import UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker
 from router.routing.dispatcher import Decision
 from router.routing.planner import RoutePlanner, uncached_tokens
+
+# A 500 may be the request's own fault: were it held against the replica, one client could empty the
+# fleet. A kept connection may be closed for its age. The last two follow from checks that failed.
+_NOT_HELD_AGAINST_IT = frozenset(
+    (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.UNHEALTHY, Failure.LOST)
+)
 
 
 class RequestObservers:
@@ -134,15 +140,20 @@ class RequestObserver(ProxyObserver):
         self._log.update(self._request)
 
     @override
-    def on_failure(self, attempt: Attempt, failure: Failure) -> None:
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        replica_id = attempt.replica_id
         self._request.last_failure = failure.value
-        if failure in RETRIED and attempt.replica_id in self._replicas:
-            self._metrics.retries.labels(attempt.replica_id, failure.value).inc()
-            self._planner.forget(attempt.replica_id)
-        # A 500 may be the request's own fault: were it held against the replica, one client could
-        # empty the fleet.
-        if failure is not Failure.SERVER_ERROR:
-            self._replicas.report_failure(attempt.replica_id, failure.value)
+        if failure in RETRIED and replica_id in self._replicas:
+            self._metrics.retries.labels(replica_id, failure.value).inc()
+            if failure is not Failure.KEPT_CLOSED:
+                self._planner.forget(replica_id)
+        if failure not in _NOT_HELD_AGAINST_IT:
+            self._replicas.report_failure(replica_id, failure.value)
+        return not self._replicas.is_healthy(replica_id)
+
+    @override
+    def on_unretried(self, reason: Unretried) -> None:
+        self._metrics.unretried.labels(reason.value).inc()
 
     @override
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:

@@ -5,6 +5,7 @@ The files; each imports only what is listed above it:
     types.py     what goes in, and what is reported: attempts, failures, ends
     errors.py    errors in the client's dialect, and the end of a broken event stream
     headers.py   which headers go through
+    retries.py   how often a request may be tried again
     proxy.py     the steps of one request, and a watch on the clients of all
     usage.py     the token counts in a passing response
 """
@@ -20,6 +21,8 @@ from router.proxy.types import (
     ProxyObserver,
     ProxyRequest,
     ProxySettings,
+    RetryLimits,
+    Unretried,
 )
 
 __all__ = [
@@ -32,5 +35,7 @@ __all__ = [
     "ProxyObserver",
     "ProxyRequest",
     "ProxySettings",
+    "RetryLimits",
+    "Unretried",
     "error_body",
 ]

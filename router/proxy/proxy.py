@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from router.proxy.errors import EventLines, error_body, error_event
 from router.proxy.headers import client_headers, takes_events, upstream_headers
+from router.proxy.retries import RequestRetries, RetryBudget
 from router.proxy.types import (
     Attempt,
     End,
@@ -19,6 +20,7 @@ from router.proxy.types import (
     ProxySettings,
     Receive,
     Send,
+    Unretried,
 )
 from router.upstream import (
     ClosedBeforeResponse,
@@ -26,7 +28,9 @@ from router.upstream import (
     ConnectionLimitReached,
     ConnectTimeout,
     FirstByteTimeout,
+    GivenUp,
     IdleTimeout,
+    KeptConnectionClosed,
     ResponseBroken,
     UpstreamClient,
     UpstreamError,
@@ -40,8 +44,20 @@ _FAILURES: dict[type[UpstreamError], Failure] = {
     ConnectFailed: Failure.CONNECT,
     ConnectTimeout: Failure.CONNECT,
     ClosedBeforeResponse: Failure.CLOSED,
+    KeptConnectionClosed: Failure.KEPT_CLOSED,
     FirstByteTimeout: Failure.FIRST_BYTE_TIMEOUT,
     ResponseBroken: Failure.MALFORMED,
+    GivenUp: Failure.UNHEALTHY,
+}
+_BREAKS: dict[type[UpstreamError], Failure] = {
+    IdleTimeout: Failure.IDLE_TIMEOUT,
+    GivenUp: Failure.LOST,
+}
+_NOT_SERVED = {
+    None: "no replica could serve the request",
+    Unretried.LIMIT: "no replica could serve the request in the attempts it may have",
+    Unretried.BUDGET: "its replica failed, and too many requests are being tried again already",
+    Unretried.CLOSED: "two replicas closed the connection over the request; no other gets it",
 }
 
 
@@ -61,6 +77,7 @@ class Proxy:
         """
         self._client = client
         self._settings = settings
+        self._retry_budget = RetryBudget(settings.retries)
         self._relays: set[_Relay] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -77,11 +94,11 @@ class Proxy:
         to the client.
 
         The response to the client begins with the first body byte, not with the headers: until then
-        another candidate may serve. After the last one failed, the client gets 502, or 503 where a
-        replica responded with that or *plan* is empty.
+        another candidate may serve, within the limits on retries. After the last one failed, the
+        client gets 502, or 503 where a replica responded with that or *plan* is empty.
 
         Args:
-            plan: Candidates, best first; taken from it one by one.
+            plan: Candidates, best first; each is taken from it when it is needed.
             request: The client's request, its body read to the end.
             receive: The server's; asked only whether the client is still there.
             send: The server's; while it waits for a slow client, the replica is paused.
@@ -93,7 +110,11 @@ class Proxy:
                 closed.
         """
         loop = self._loop = self._loop or asyncio.get_running_loop()
-        relay = _Relay(self._client, self._settings, request, receive, send, observer, loop)
+        self._retry_budget.add_request()
+        retries = RequestRetries(self._retry_budget)
+        relay = _Relay(
+            self._client, self._settings, retries, request, receive, send, observer, loop
+        )
         self._relays.add(relay)
         if self._timer is None:
             self._timer = loop.call_later(self._settings.watch_s, self._watch, loop)
@@ -123,6 +144,7 @@ class _Relay:
         "_observer",
         "_receive",
         "_request",
+        "_retries",
         "_send",
         "_sending_since",
         "_settings",
@@ -138,6 +160,7 @@ class _Relay:
         self,
         client: UpstreamClient,
         settings: ProxySettings,
+        retries: RequestRetries,
         request: ProxyRequest,
         receive: Receive,
         send: Send,
@@ -147,6 +170,7 @@ class _Relay:
         self.end = End.ABANDONED
         self._client = client
         self._settings = settings
+        self._retries = retries
         self._request = request
         self._receive = receive
         self._send = send
@@ -217,6 +241,8 @@ class _Relay:
     async def _serve(self, plan: Iterable[Attempt]) -> End:
         tried = False
         for attempt in plan:
+            if not self._retries.start():
+                break
             tried = True
             try:
                 response = await self._try(attempt)
@@ -229,35 +255,59 @@ class _Relay:
                     return await self._deliver(attempt, response)
                 finally:
                     response.abort()
+        refused = self._retries.refused
+        if refused is not None:
+            self._observer.on_unretried(refused)
         status = 502 if tried and not self._unavailable else 503
         return await self._refuse(
-            End.NO_REPLICA, status, "no replica could serve the request", "no_replica_available"
+            End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available"
         )
 
     async def _try(self, attempt: Attempt) -> UpstreamResponse | None:
         """Send the request to one candidate; None if it failed in a way that lets the next one be
         tried."""
+        try:
+            return await self._send_to(attempt)
+        except KeptConnectionClosed:
+            if not self._retries.start():
+                return None
+        return await self._send_to(attempt, may_reuse=False)
+
+    async def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> UpstreamResponse | None:
+        """One attempt; None as for `_try`. Raises `KeptConnectionClosed`, after it was counted."""
         self._observer.on_attempt(attempt)
         request = self._request
         headers = upstream_headers(request, attempt)
         timeouts = request.timeouts or self._settings.timeouts
         try:
             response = await self._client.send(
-                attempt.origin, request.method, request.target, headers, request.body, timeouts
+                attempt.origin,
+                request.method,
+                request.target,
+                headers,
+                request.body,
+                timeouts,
+                may_reuse=may_reuse,
             )
         except ConnectionLimitReached:
             raise
         except UpstreamError as error:
-            self._observer.on_failure(attempt, _FAILURES[type(error)])
+            self._failed(attempt, _FAILURES[type(error)])
+            if isinstance(error, KeptConnectionClosed):
+                raise
             return None
         if response.status in _UNAVAILABLE_STATUSES:
             response.abort()
             self._unavailable = True
-            self._observer.on_failure(attempt, Failure.UNAVAILABLE)
+            self._failed(attempt, Failure.UNAVAILABLE)
             return None
         if response.status >= 500:
             self._observer.on_failure(attempt, Failure.SERVER_ERROR)
         return response
+
+    def _failed(self, attempt: Attempt, failure: Failure) -> None:
+        is_replica_lost = self._observer.on_failure(attempt, failure)
+        self._retries.failed(attempt.replica_id, failure, is_replica_lost)
 
     async def _deliver(self, attempt: Attempt, response: UpstreamResponse) -> End:
         self._status = response.status
@@ -296,9 +346,7 @@ class _Relay:
             # It died between its last event and the end of its body: the client has everything.
             await self._emit({"type": "http.response.body", "body": b"", "more_body": False})
             return End.COMPLETED
-        self._observer.on_failure(
-            attempt, Failure.IDLE_TIMEOUT if isinstance(error, IdleTimeout) else Failure.DIED
-        )
+        self._observer.on_failure(attempt, _BREAKS.get(type(error), Failure.DIED))
         if events is None:
             await self._abort_client()
             return End.REPLICA_DIED

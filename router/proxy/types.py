@@ -45,28 +45,48 @@ class Failure(Enum):
 
     CONNECT = "connect"
     CLOSED = "closed"
+    # A kept connection was closed before the first byte: perhaps only since it was idle, so the
+    # same replica is tried once more, and it does not count against it.
+    KEPT_CLOSED = "kept_closed"
     FIRST_BYTE_TIMEOUT = "first_byte_timeout"
     MALFORMED = "malformed"
     # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
     UNAVAILABLE = "unavailable"
+    # Its health checks failed while its first byte was waited for.
+    UNHEALTHY = "unhealthy"
     # Any other 5xx: passed on to the client.
     SERVER_ERROR = "server_error"
     # After the first byte.
     DIED = "died"
     IDLE_TIMEOUT = "idle_timeout"
+    # Silent, and its health checks failed.
+    LOST = "lost"
 
 
-# The failures after which the next candidate is tried. SERVER_ERROR is a response like any other,
-# and the last two of `Failure` happen after its beginning was passed on.
+# The failures after which another attempt may follow. SERVER_ERROR is a response like any other,
+# and the last three of `Failure` happen after its beginning was passed on.
 RETRIED = frozenset(
     (
         Failure.CONNECT,
         Failure.CLOSED,
+        Failure.KEPT_CLOSED,
         Failure.FIRST_BYTE_TIMEOUT,
         Failure.MALFORMED,
         Failure.UNAVAILABLE,
+        Failure.UNHEALTHY,
     )
 )
+
+
+class Unretried(Enum):
+    """Why a request that failed was not tried again, though there was a candidate."""
+
+    # It had its further attempts.
+    LIMIT = "limit"
+    # Too many of all requests were tried again already.
+    BUDGET = "budget"
+    # Two replicas closed the connection over it, as a process that dies does.
+    CLOSED = "closed_replicas"
 
 
 class Attempt(NamedTuple):
@@ -119,13 +139,20 @@ class ProxyObserver(Protocol):
     def on_attempt(self, attempt: Attempt) -> None:
         """The request is about to be sent to this candidate."""
 
-    def on_failure(self, attempt: Attempt, failure: Failure) -> None:
-        """The candidate failed. If the failure is in `RETRIED`, the next one is tried.
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
+        """The candidate failed. If the failure is in `RETRIED`, another attempt may follow.
 
         Args:
             attempt: The candidate.
             failure: How it failed.
+        Returns:
+            Whether the replica is out of rotation by now, so that all that was sent there has to
+            move: such an attempt takes nothing from the budget of retries.
         """
+        raise NotImplementedError
+
+    def on_unretried(self, reason: Unretried) -> None:
+        """There was another candidate, but the request is not tried again."""
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         """The first byte of the response's body is here, or the end of an empty one.
@@ -149,6 +176,27 @@ class ProxyObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RetryLimits:
+    """Bounds on further attempts.
+
+    Raises:
+        ValueError: A negative number.
+    """
+
+    further_attempts: int = 2
+    """Of one request, after its first."""
+    budget_share: float = 0.1
+    """Of all requests, how many may be tried again in the long run."""
+    budget_burst: int = 10
+    """How many more than that at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("further_attempts", "budget_share", "budget_burst"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"retries: {name} {getattr(self, name)!r} must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
 class ProxySettings:
     """Bounds on one proxied request."""
 
@@ -157,6 +205,7 @@ class ProxySettings:
     """The longest that one write may wait for a client that does not read."""
     retry_after_s: int = 1
     """Sent with the router's own 502 and 503."""
+    retries: RetryLimits = RetryLimits()
     watch_s: float = 0.1
     """How often stalls and departures of clients are looked for: a client that leaves is noticed
     within twice that time."""

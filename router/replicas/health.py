@@ -48,7 +48,12 @@ class HealthRecord:
         self.last_error = error[:MAX_ERROR_CHARS]
         self._passed_in_a_row = 0
         self._failed_in_a_row += 1
-        return self._failed_in_a_row >= self._unhealthy_after and self._become_unhealthy()
+        return self.checks_fail and self._become_unhealthy()
+
+    @property
+    def checks_fail(self) -> bool:
+        """Whether enough checks in a row failed, whatever requests show."""
+        return self._failed_in_a_row >= self._unhealthy_after
 
     def request_failed(self, error: str) -> bool:
         """A request failed through the replica's fault, not the client's; True if that made it

@@ -37,6 +37,14 @@ class ReplicaListener(Protocol):
             before: Its state until now.
         """
 
+    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
+        """Another check failed, after enough in a row to make the replica unhealthy.
+
+        Args:
+            replica: Unhealthy already, perhaps since an earlier call.
+            for_s: Since the first of these checks failed.
+        """
+
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """`replica.served` has changed.
 
@@ -164,6 +172,11 @@ class ReplicaRegistry:
             raise UnknownReplica(replica_id)
         return replica
 
+    def is_healthy(self, replica_id: str) -> bool:
+        """Whether the replica exists, and checks and requests succeed there."""
+        replica = self._replicas.get(replica_id)
+        return replica is not None and replica.is_healthy
+
     def replicas(self) -> tuple[Replica, ...]:
         """All replicas, in the order in which they were added."""
         return tuple(self._replicas.values())
@@ -228,10 +241,18 @@ class ReplicaRegistry:
             error: Why the check failed; None if it passed.
         """
         before = replica.state
-        if error is None and replica.record.check_passed():
-            self._became_healthy(replica, before)
-        elif error is not None and replica.record.check_failed(error):
+        if error is None:
+            replica.checks_fail_since = None
+            if replica.record.check_passed():
+                self._became_healthy(replica, before)
+            return
+        now = self._clock()
+        since = replica.checks_fail_since = replica.checks_fail_since or now
+        if replica.record.check_failed(error):
             self._became_unhealthy(replica, before)
+        if replica.record.checks_fail:
+            for listener in self._listeners:
+                listener.on_unresponsive(replica, now - since)
 
     def on_discovered(
         self,

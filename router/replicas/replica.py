@@ -43,6 +43,8 @@ class Replica:
         self.health_since = now
         """When it last became healthy or unhealthy."""
         self.checked_at: float | None = None
+        self.checks_fail_since: float | None = None
+        """The end of the first of the checks that have failed in a row."""
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
         self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
@@ -115,11 +117,11 @@ class Replica:
                 waiting_requests=0 if engine_load is None else engine_load.waiting,
             ),
             speed=self._speed,
-            obstacle=self._obstacle(load),
+            obstacle=self.obstacle(load),
             dp_rank=dp_rank,
         )
 
-    def _obstacle(self, load: ReplicaLoad) -> str | None:
+    def obstacle(self, load: ReplicaLoad) -> str | None:
         """Why it cannot take a request; None if it can."""
         if not self.is_healthy:
             return "not healthy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class Decision:
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
+    obstacle_of: Callable[[Replica], str | None] = field(repr=False)
+    """Why a replica cannot take the request at this moment; None if it can."""
     body: bytes = field(repr=False)
     """What to send: the client's body, without the report mode."""
     has_report_mode: bool = False
@@ -77,32 +80,61 @@ class Decision:
         )
 
     def ranked(self, replica_id: str) -> Ranked:
-        """The entry of a replica in the ranking."""
-        return next(
-            entry for entry in self.ranking.ranked if entry.candidate.replica_id == replica_id
-        )
+        """The entry of a replica in the ranking; of one that was left out, an entry behind all."""
+        for entry in self.ranking.ranked:
+            if entry.candidate.replica_id == replica_id:
+                return entry
+        excluded = next(each for each in self.ranking.excluded if each.replica_id == replica_id)
+        return Ranked(excluded, math.inf, f"{excluded.obstacle} when it was ranked, able since")
 
     def source_of(self, candidate: Candidate) -> SourceId:
         """The cache whose hit *candidate* stands for."""
         return source_of(self.replicas[candidate.replica_id], candidate.dp_rank)
 
     def attempts(self) -> Iterator[Attempt]:
-        """Yield where to send the request, and with which headers; best first."""
-        for ranked in self.ranking.ranked:
-            candidate = ranked.candidate
+        """Yield where to send the request, and with which headers; best first.
+
+        Each is chosen when it is asked for, by how the replicas are at that moment:
+
+            ranked, and able now            in their order
+            left out, and able now          after those
+            ranked, and unhealthy now       last, or removed
+            draining, or at its limit now   not at all
+        """
+        if not self.ranking.ranked:
+            return
+        first = self.ranking.ranked[0].candidate
+        yield self._attempt(first)
+        left = [*(entry.candidate for entry in self.ranking.ranked[1:]), *self.ranking.excluded]
+        while (candidate := self._next(left)) is not None:
+            left.remove(candidate)
+            yield self._attempt(candidate)
+
+    def _next(self, left: Sequence[Candidate]) -> Candidate | None:
+        last_resort = None
+        for candidate in left:
             replica = self.replicas[candidate.replica_id]
-            headers = replica.headers
-            if candidate.dp_rank is not None:
-                headers = (*headers, (b"x-data-parallel-rank", b"%d" % candidate.dp_rank))
-            yield Attempt(
-                replica.id,
-                replica.origin,
-                headers,
-                (
-                    (b"x-kv-replica", replica.id.encode()),
-                    (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens),
-                ),
-            )
+            if self.obstacle_of(replica) is None:
+                return candidate
+            is_gone = replica.removed or not replica.is_healthy
+            if last_resort is None and candidate.obstacle is None and is_gone:
+                last_resort = None if replica.draining else candidate
+        return last_resort
+
+    def _attempt(self, candidate: Candidate) -> Attempt:
+        replica = self.replicas[candidate.replica_id]
+        headers = replica.headers
+        if candidate.dp_rank is not None:
+            headers = (*headers, (b"x-data-parallel-rank", b"%d" % candidate.dp_rank))
+        return Attempt(
+            replica.id,
+            replica.origin,
+            headers,
+            (
+                (b"x-kv-replica", replica.id.encode()),
+                (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens),
+            ),
+        )
 
     def require_replica(self) -> None:
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
@@ -199,6 +231,7 @@ class Dispatcher:
             policy=self._policy_name,
             ranking=ranking,
             replicas=replicas,
+            obstacle_of=self._planner.obstacle,
             body=stripped,
             has_report_mode=stripped is not body,
             tokenization_s=tokenized_at - started,
@@ -224,6 +257,7 @@ class Dispatcher:
             policy=self._policy_name,
             ranking=ranking,
             replicas=replicas,
+            obstacle_of=self._planner.obstacle,
             body=body,
             routing_s=time.perf_counter() - started,
         )

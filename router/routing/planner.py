@@ -73,6 +73,10 @@ class RoutePlanner:
         ]
         return rank(self._policy, request, candidates)
 
+    def obstacle(self, replica: Replica) -> str | None:
+        """Why a replica cannot take a request at this moment; None if it can."""
+        return "removed" if replica.removed else replica.obstacle(self._load.load_of(replica.id))
+
     def remember(self, prompts: Sequence[HashedPrompt], replica_id: str) -> None:
         """Count on the prefixes of *prompts* at a replica before its events report them.
 

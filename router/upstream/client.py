@@ -16,7 +16,9 @@ from router.upstream.errors import (
     ConnectionLimitReached,
     ConnectTimeout,
     FirstByteTimeout,
+    GivenUp,
     IdleTimeout,
+    KeptConnectionClosed,
     ResponseBroken,
     ResponseTooLarge,
 )
@@ -51,15 +53,17 @@ class UpstreamStatistics:
     """Exchanges under way."""
     opened: int = 0
     reused: int = 0
-    stale_retries: int = 0
-    """Requests sent again because their kept connection had been closed by the server."""
+    kept_closed: int = 0
+    """Requests whose kept connection was closed by the server before the first response byte."""
     connect_failures: int = 0
     timeouts: int = 0
     broken: int = 0
     closed_early: int = 0
-    """Closed before the first response byte; includes `stale_retries`."""
+    """Closed before the first response byte; includes `kept_closed`."""
+    given_up: int = 0
+    """Ended by `give_up`."""
     aborted: int = 0
-    """Ended by this side."""
+    """Ended by this side for any other reason."""
 
 
 class UpstreamClient:
@@ -100,12 +104,14 @@ class UpstreamClient:
         headers: Sequence[Header],
         body: bytes,
         timeouts: Timeouts,
+        *,
+        may_reuse: bool = True,
     ) -> UpstreamResponse:
         """Send one request; return once the response's status, headers and first body byte (or its
         end) have arrived.
 
-        A kept connection that turns out to be closed before the first response byte is replaced by
-        a new one, once. Cancelling the call closes the connection.
+        Nothing is sent twice: after `KeptConnectionClosed` the caller decides whether to send the
+        request again on a new connection. Cancelling the call closes the connection.
 
         Args:
             origin: The server.
@@ -114,18 +120,20 @@ class UpstreamClient:
             headers: Without host, content-length and hop-by-hop headers, which the client sets.
             body: Whole; may be empty.
             timeouts: For each phase of the exchange.
+            may_reuse: Whether a kept connection may be used.
         Raises:
             UpstreamError: See `router.upstream.errors`.
             ValueError: A method, target or header that would break the framing of the request.
             RuntimeError: The client is closed.
         """
         head = request_head(origin, method, target, headers, len(body))
-        idle = self._take_idle(origin)
+        idle = self._take_idle(origin) if may_reuse else None
         if idle is not None:
             try:
                 return await self._exchange(idle, head, body, timeouts)
-            except ClosedBeforeResponse:
-                self._counts.stale_retries += 1
+            except ClosedBeforeResponse as error:
+                self._counts.kept_closed += 1
+                raise KeptConnectionClosed(str(error)) from None
         connection = await self._open(origin, timeouts)
         return await self._exchange(connection, head, body, timeouts)
 
@@ -141,7 +149,8 @@ class UpstreamClient:
     ) -> tuple[int, list[Header], bytes]:
         """Send one small request and read the whole response: `(status, headers, body)`.
 
-        It takes no longer than the three timeouts together, however slowly the body trickles.
+        It takes no longer than the three timeouts together, however slowly the body trickles. A
+        request whose kept connection turns out to be closed is sent again on a new one, once.
 
         Args:
             origin: As for `send`, like the next four.
@@ -159,7 +168,12 @@ class UpstreamClient:
         limit_s = timeouts.connect_s + timeouts.first_byte_s + timeouts.idle_s
         try:
             async with timeout(limit_s):
-                response = await self.send(origin, method, target, headers, body, timeouts)
+                try:
+                    response = await self.send(origin, method, target, headers, body, timeouts)
+                except KeptConnectionClosed:
+                    response = await self.send(
+                        origin, method, target, headers, body, timeouts, may_reuse=False
+                    )
                 content = await _read_whole(response, max_bytes, origin)
         except asyncio.TimeoutError:
             self._counts.timeouts += 1
@@ -167,6 +181,25 @@ class UpstreamClient:
                 f"{origin}: response not complete in {limit_s:g} s", received=True
             ) from None
         return response.status, response.headers, content
+
+    def give_up(self, origin: Origin, why: str, silent_s: float) -> None:
+        """End the exchanges with a server that is known not to respond: all that wait for their
+        first byte, and those that have been silent in mid-body.
+
+        A body whose reader is slow, or that arrived in the meantime, goes on.
+
+        Args:
+            origin: The server.
+            why: For the message of `GivenUp`.
+            silent_s: The least silence in mid-body.
+        """
+        if self._loop is None:
+            return
+        now = self._loop.time()
+        for response in [each for each in self._active if each.origin == origin]:
+            waited_s = response.waited_s(now)
+            if waited_s is not None and (not response.started or waited_s >= silent_s):
+                response.give_up(why)
 
     async def close(self) -> None:
         """Close every connection, those in use too, and return when the sockets are closed."""
@@ -208,6 +241,8 @@ class UpstreamClient:
             self._counts.timeouts += 1
         elif isinstance(response.error, ResponseBroken):
             self._counts.broken += 1
+        elif isinstance(response.error, GivenUp):
+            self._counts.given_up += 1
         else:
             self._counts.closed_early += 1
 

@@ -5,6 +5,8 @@
     │   └── ConnectTimeout      ... or not within connect_s
     ├── ConnectionLimitReached  the client's own bound on connections; says nothing about the server
     ├── ClosedBeforeResponse    the server closed the connection before the first response byte
+    │   └── KeptConnectionClosed    ... and it was a kept one: perhaps the request was never seen
+    ├── GivenUp                 its caller learned that the server does not respond to others either
     ├── FirstByteTimeout        neither a body byte nor the response's end within first_byte_s
     ├── IdleTimeout             a body that had begun fell silent for idle_s
     ├── ResponseBroken          not HTTP/1.1, over a bound, or cut off before its end
@@ -41,6 +43,15 @@ class ConnectionLimitReached(UpstreamError):
 
 class ClosedBeforeResponse(UpstreamError):
     """The server closed the connection before the first byte of its response."""
+
+
+class KeptConnectionClosed(ClosedBeforeResponse):
+    """The same, on a connection that was kept from an exchange before. Either the server closed it
+    as idle and never saw the request, or the request made it close."""
+
+
+class GivenUp(UpstreamError):
+    """`UpstreamClient.give_up` ended the exchange."""
 
 
 class FirstByteTimeout(UpstreamError):

@@ -6,7 +6,7 @@ import asyncio
 import math
 from typing import Protocol
 
-from router.upstream.errors import FirstByteTimeout, IdleTimeout, UpstreamError
+from router.upstream.errors import FirstByteTimeout, GivenUp, IdleTimeout, UpstreamError
 from router.upstream.origin import Origin, Timeouts
 
 Header = tuple[bytes, bytes]
@@ -169,6 +169,28 @@ class UpstreamResponse:
             waiter.set_result(None)
 
     # The client's side.
+
+    @property
+    def origin(self) -> Origin:
+        """The server."""
+        return self._origin
+
+    def waited_s(self, now: float) -> float | None:
+        """For how long the reader has waited for the next byte; None while it does not wait.
+
+        Args:
+            now: On the event loop's clock.
+        """
+        if self._waiter is None or self.deadline == math.inf:
+            return None
+        timeouts = self._timeouts
+        return now - self.deadline + (timeouts.idle_s if self.started else timeouts.first_byte_s)
+
+    def give_up(self, why: str) -> None:
+        """End the exchange with `GivenUp`."""
+        self.fail(GivenUp(f"{self._origin}: {why}", received=self.received))
+        self._source.cut()
+        self.wake()
 
     def expire(self) -> None:
         """The deadline has passed: end the exchange with the error of its phase."""

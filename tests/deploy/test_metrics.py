@@ -1,5 +1,5 @@
-"""Alerts and dashboard use what a running router has: every name, label and value, from a real
-process with traffic."""
+"""Alerts and dashboard use only names, labels and values that a running router has; read from a
+real process at work."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def settings(directory: Path) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def at_work(directory: Path) -> AsyncIterator[tuple[RouterProcess, EngineStub]]:
-    """A router that has had traffic, with one replica that serves and one that does not exist."""
+    """A router that has served requests, with a replica that works and one that is absent."""
     with router_process(settings(directory)) as router:
         async with EngineStub(MODEL, has_events=True) as stub, router.serving(stub, models=[MODEL]):
             await router.until(
@@ -146,7 +146,7 @@ def test_an_expression_is_read_whole() -> None:
 def test_every_metric_and_label_exists(
     samples: dict[str, list[dict[str, str]]], place: str, expression: str
 ) -> None:
-    """An alert on a metric that no longer exists never fires, unnoticed."""
+    """An alert on a name that no longer exists silently never fires."""
     asked = asked_by(expression)
     assert asked.metrics, place
     assert asked.metrics <= set(samples) | OF_PROMETHEUS, place
@@ -179,7 +179,7 @@ def test_every_value_of_a_label_exists(
 def test_legends_and_variables_name_labels_that_are_there(
     samples: dict[str, list[dict[str, str]]],
 ) -> None:
-    """The legend of a missing label is empty."""
+    """A legend with a label that no longer exists is blank."""
     for panel in panels():
         for target in panel["targets"]:
             there = set().union(
@@ -206,8 +206,8 @@ def free_port() -> int:
 
 
 async def test_every_panel_of_the_router_shows_something(tmp_path: Path, free_port: int) -> None:
-    """Even with existing names a query may find nothing: a join on the wrong labels, a division by
-    a missing series."""
+    """All names may exist and a query still find nothing: a join on the wrong labels, a division by
+    an absent series."""
     binary = tool("prometheus", "prometheus")
     async with at_work(tmp_path) as (router, stub):
         server = await started(binary, tmp_path, router.port, free_port)
@@ -238,7 +238,7 @@ async def started(
 
 
 def router_expressions() -> dict[str, str]:
-    """The expressions of the router's panels, by place."""
+    """The queries of the router's panels, by place."""
     return {
         place: text
         for place, text in expressions()
@@ -247,7 +247,7 @@ def router_expressions() -> dict[str, str]:
 
 
 async def until_all_show(router: RouterProcess, stub: EngineStub, port: int) -> None:
-    """Keep the router busy until each panel has shown something."""
+    """Keep the router working until each panel has shown something."""
     deadline = time.monotonic() + 60
     empty, work = router_expressions(), itertools.count(2)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as prometheus:
@@ -274,7 +274,7 @@ async def shows(prometheus: httpx.AsyncClient, expression: str) -> bool:
 
 
 def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
-    """Grafana shows an error only when the panel is opened, which is too late."""
+    """Grafana shows an error only when someone opens the panel, which is too late."""
     promtool = tool("promtool", "prometheus")
     texts = [without_variables(text) for place, text in expressions() if place.startswith("panel")]
     rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(texts)]

@@ -296,8 +296,8 @@ async def test_an_engine_whose_steps_hang_fails_no_request(
 async def test_a_process_that_stands_still_fails_its_checks_and_returns(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
-    """Its port still accepts connections; begun streams only pause, other requests are served
-    elsewhere."""
+    """Its port still takes connections; once its checks have failed, begun streams end with an
+    error event, and the others are served elsewhere."""
     async with router.serving(*engines):
         async with SteadyLoad(router.port, ChaosWorkload(1, MODEL)) as load:
             await load.until_served(40)
@@ -305,6 +305,13 @@ async def test_a_process_that_stands_still_fails_its_checks_and_returns(
             await until_busy(router, victim)
             victim.process.send_signal(signal.SIGSTOP)
             noticed_s = await until_noticed(router, victim)
+            noticed_at = time.monotonic()
+            await router.until(
+                lambda now: not now.sum("kvroute_in_flight_requests", replica=victim.name),
+                "nothing waits for it any more",
+                HEALTH["interval_s"] + HEALTH["timeout_s"],
+            )
+            note("left_s", time.monotonic() - noticed_at)
             attempts = sent_to(await router.metrics(), victim)
             await load.until_served(50)
             assert sent_to(await router.metrics(), victim) == attempts
@@ -317,8 +324,12 @@ async def test_a_process_that_stands_still_fails_its_checks_and_returns(
         note("noticed_s", noticed_s)
         assert noticed_s <= HEALTH["unhealthy_after"] * (HEALTH["interval_s"] + HEALTH["timeout_s"])
         note("fates", load.fates)
-        note("retried", (await router.metrics()).sum("kvroute_retries_total", replica=victim.name))
-        assert not load.failed
+        now = await router.metrics()
+        note("retried", now.by("reason", "kvroute_retries_total"))
+        assert now.sum("kvroute_retries_total", replica=victim.name, reason="unhealthy") > 0
+        for sent in load.failed:
+            assert (sent.fate, sent.streams, sent.replica) == (Fate.BROKEN, True, victim.name), sent
+            assert b'"replica_died"' in sent.body
         await assert_exact(router, victim, engines)
 
 

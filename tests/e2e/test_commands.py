@@ -52,7 +52,7 @@ def frames(path: Path) -> list[bytes]:
 def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
     tmp_path: Path, name: str
 ) -> None:
-    """Users record their own engine to see what the index predicts for it."""
+    """A user records an engine to check the index against it."""
     published = frames(STREAM)[:40]
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
     with RecordedStreamPublisher(config) as publisher:
@@ -114,7 +114,7 @@ def test_a_recording_that_is_interrupted_keeps_and_counts_what_it_has(tmp_path: 
     assert frames(output) == published
 
 
-def test_an_engine_that_says_nothing_gives_an_empty_recording_and_a_failure(tmp_path: Path) -> None:
+def test_a_silent_engine_gives_an_empty_recording_and_a_failure(tmp_path: Path) -> None:
     """A script must notice that it recorded nothing."""
     with RecordedStreamPublisher(PublisherConfig(endpoint="tcp://127.0.0.1:0")) as publisher:
         done = kvroute(
@@ -131,7 +131,9 @@ def test_an_engine_that_says_nothing_gives_an_empty_recording_and_a_failure(tmp_
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "http://127.0.0.1:5557", "nonsense"])
-def test_an_address_nobody_can_connect_to_is_refused_at_once(tmp_path: Path, endpoint: str) -> None:
+def test_an_address_that_cannot_be_connected_to_is_refused_at_once(
+    tmp_path: Path, endpoint: str
+) -> None:
     """The message names the address and the rule."""
     done = kvroute(
         "capture", "--endpoint", endpoint, "--output", str(tmp_path / "s.jsonl"), "--seconds", "5"
@@ -175,7 +177,7 @@ async def test_the_route_command_shows_where_a_prompt_would_go_and_why() -> None
 
 
 async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> None:
-    """It is for machines with a terminal and no browser."""
+    """For a machine with a terminal and no browser."""
     with router_process({}) as router:
         async with HybridStub(unique("model")) as stub, router.serving(stub):
             ids = list(range(500, 596))
@@ -195,11 +197,11 @@ async def test_top_shows_what_is_wrong_the_blocks_and_the_last_requests() -> Non
     assert any(f"{stub.name} 96/97 exact" in line for line in lines)
 
 
-@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(
-    told: signal.Signals,
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_top_survives_a_restart_of_the_router_and_ends_on_a_signal(
+    number: signal.Signals,
 ) -> None:
-    """Operators watch restarts with it, and it must leave the terminal as it was."""
+    """An operator watches a restart; afterwards the terminal is restored."""
     with router_process({}) as router:
         terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
         try:
@@ -209,7 +211,7 @@ async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(
             with router_process({"server": {"port": router.port}}) as again:
                 async with HybridStub(unique("model")) as stub, again.serving(stub):
                     await terminal.until("All replicas are well.")
-            terminal.process.send_signal(told)
+            terminal.process.send_signal(number)
             assert await asyncio.to_thread(terminal.process.wait, 10) == 0
             await terminal.until("\x1b[?1049l")
             assert "\x1b[?25h" in terminal.said
@@ -218,8 +220,8 @@ async def test_top_goes_on_while_the_router_is_away_and_ends_when_told(
             terminal.close()
 
 
-async def test_top_says_soon_that_a_router_hangs() -> None:
-    """An old picture that looks new would mislead."""
+async def test_top_soon_reports_that_a_router_hangs() -> None:
+    """A stale view that looks current would mislead."""
     with router_process({}) as router:
         terminal = Terminal("top", "--url", router.url, "--interval", "0.1")
         try:
@@ -232,7 +234,7 @@ async def test_top_says_soon_that_a_router_hangs() -> None:
 
 
 def test_top_into_a_pipe_ends_also_where_colours_are_forced() -> None:
-    """Many CI systems force colours, but a pipe is still not a terminal."""
+    """As many a CI does, which does not turn a pipe into a terminal."""
     with router_process({}) as router:
         done = kvroute("top", "--url", router.url, FORCE_COLOR="1")
     assert done.returncode == 0
@@ -264,15 +266,15 @@ def test_top_needs_the_operator_key_where_there_is_one(key: str | None, code: in
     assert "operator-key" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("answer", [b"{}", b'{"now": "x"}', b"[1]", b"\xff", b""])
-async def test_top_says_that_an_answer_is_no_routers(answer: bytes) -> None:
+@pytest.mark.parametrize("body", [b"{}", b'{"now": "x"}', b"[1]", b"\xff", b""])
+async def test_top_reports_a_response_that_is_not_a_routers(body: bytes) -> None:
     """Another version, or another server at that address."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(
             b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-            % (len(answer), answer)
+            % (len(body), body)
         )
         writer.close()
 
@@ -286,8 +288,8 @@ async def test_top_says_that_an_answer_is_no_routers(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "1e9"])
-def test_an_interval_that_makes_no_sense_is_refused(interval: str) -> None:
-    """The message has the value and the rule."""
+def test_an_invalid_interval_is_refused(interval: str) -> None:
+    """The value and the rule."""
     done = kvroute("top", "--interval", interval)
     assert (done.returncode, "must be from 0.1 to 3600 seconds" in done.stderr) == (2, True)
 

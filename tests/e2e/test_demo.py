@@ -1,4 +1,4 @@
-"""`kvroute demo` as users run it, with simulated engines, which need no torch."""
+"""`kvroute demo` as people run it, with simulated engines, which need no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kvevents.publisher import announce
 from router.demo.blind import GroupBlindIndex
 from router.demo.processes import DemoFailed, engines
 from router.demo.workload import Workload, WorkloadSizes
-from router.index import PrefixIndex, SourceId, create_index
+from router.index import DumpError, PrefixIndex, SourceId, create_index
+from router.index.dump import dump, load
 from tests.support.http_client import eventually
 from tests.support.router_process import ROOT
 from tests.support.signals import heed_signals
@@ -36,7 +37,7 @@ HASHES = list(CHAIN.block_hashes(PROMPT, 16))
 
 
 def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
-    """It is the first command that users run: it must end, and its claim must hold everywhere."""
+    """It is the first thing a user runs: it must end, and its claim must hold on any machine."""
     done = subprocess.run(
         [*DEMO, "--json"], cwd=ROOT, capture_output=True, timeout=180, check=False
     )
@@ -54,12 +55,12 @@ def test_the_demo_shows_what_knowing_the_groups_gains() -> None:
     assert ours["mispredicted"] < blind["mispredicted"]
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("processes", [1, 4])
-async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(
-    told: signal.Signals, processes: int
+async def test_a_demo_ended_by_a_signal_leaves_no_process_behind(
+    number: signal.Signals, processes: int
 ) -> None:
-    """While the engines start, and while it runs: a closed terminal, a CI limit, Ctrl-C."""
+    """Both while the engines start and while it plays: a closed terminal, a CI's limit, Ctrl-C."""
     demo = subprocess.Popen(
         [*DEMO, "--keep"],
         cwd=ROOT,
@@ -73,7 +74,7 @@ async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(
         await eventually(
             lambda: len(session_of(demo.pid)) > processes, "engines and router run", 60
         )
-        demo.send_signal(told)
+        demo.send_signal(number)
         assert await asyncio.to_thread(demo.wait, 30) == 0
         await eventually(lambda: not session_of(demo.pid), "all have ended")
         assert b"Traceback" not in demo.stderr.read()
@@ -84,9 +85,8 @@ async def test_a_demo_that_is_told_to_end_leaves_no_process_behind(
         demo.stderr.close()
 
 
-async def test_a_demo_that_was_cut_short_did_not_succeed() -> None:
-    """A script that uses its figures must notice that there are none. Under nohup it keeps
-    running."""
+async def test_a_demo_ended_by_a_signal_reports_failure() -> None:
+    """A script must notice that there are no figures; and under nohup it survives SIGHUP."""
     command = ["nohup", *DEMO, "--json"]
     demo = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -114,7 +114,7 @@ async def test_an_engine_that_cannot_start_takes_the_others_with_it() -> None:
 
 
 def session_of(leader: int) -> set[int]:
-    """The processes of the session that *leader* began, itself among them."""
+    """The processes of the session that *leader* began, itself included."""
     return {process for process, _, session in living_processes() if session == leader}
 
 
@@ -131,8 +131,8 @@ def living_processes() -> Iterator[tuple[int, int, int]]:
                 yield int(stat.parent.name), int(parent), int(session)
 
 
-def test_every_way_of_routing_gets_the_same_prompts() -> None:
-    """The order of responses must not decide what is asked next."""
+def test_every_routing_mode_gets_the_same_prompts() -> None:
+    """The order of responses must not decide what is sent next."""
     prompts = []
     for order in (1, -1):
         workload, said = Workload(WorkloadSizes(conversations=4, documents=2)), []
@@ -144,8 +144,8 @@ def test_every_way_of_routing_gets_the_same_prompts() -> None:
     assert prompts[0] == prompts[1]
 
 
-def told(index: PrefixIndex, groups: list[KVCacheGroup], *events: Event) -> int:
-    """What the index predicts for the prompt after these events."""
+def gpu_hit(index: PrefixIndex, groups: list[KVCacheGroup], *events: Event) -> int:
+    """The GPU hit of the prompt after these events."""
     layout = KVCacheLayout.build(groups)
     index.add(SOURCE)
     index.apply(SOURCE, encode(EventBatch(0.0, [announce(layout, CHAIN), *events], 0)))
@@ -156,16 +156,33 @@ def stored(group: int) -> BlockStored:
     return BlockStored([*HASHES], None, PROMPT[:64], GPU, group)
 
 
-def test_a_group_blind_index_takes_a_window_that_slid_for_a_lost_block() -> None:
-    """The peer of the demo must be wrong where such routers are, and only there."""
+def test_a_group_blind_index_takes_a_slid_window_for_lost_blocks() -> None:
+    """The demo's opponent must be wrong where such routers are, and only there."""
     full = KVCacheGroup(GroupKind.FULL, 16)
     hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=16)]
     slid = BlockRemoved([*HASHES[:2]], GPU, 1)
-    assert told(create_index(), hybrid, stored(0), stored(1), slid) == 64
-    assert told(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
-    # The window's only block is gone and full attention holds all: nothing can be reused, but the
-    # blind index predicts everything.
-    assert told(create_index(), hybrid, stored(0)) == 0
-    assert told(GroupBlindIndex(), hybrid, stored(0)) == 64
+    assert gpu_hit(create_index(), hybrid, stored(0), stored(1), slid) == 64
+    assert gpu_hit(GroupBlindIndex(), hybrid, stored(0), stored(1), slid) == 0
+    # The window's only block is gone, full attention holds all: nothing can be reused, and the
+    # blind index says everything.
+    assert gpu_hit(create_index(), hybrid, stored(0)) == 0
+    assert gpu_hit(GroupBlindIndex(), hybrid, stored(0)) == 64
     for index in (create_index(), GroupBlindIndex()):
-        assert told(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32
+        assert gpu_hit(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32
+
+
+def test_a_group_blind_index_can_be_kept_like_any_other() -> None:
+    """A router keeps its indexes over a restart, whichever it was started with."""
+    index, copy = GroupBlindIndex(), GroupBlindIndex()
+    assert gpu_hit(index, [KVCacheGroup(GroupKind.FULL, 16)], stored(0), stored(1)) == 64
+    kept = b"".join(dump(index))
+    load(kept, copy)
+    removed = EventBatch(0.0, [BlockRemoved([HASHES[2]], GPU, 1)])
+    for each in (index, copy):
+        assert each.apply(SOURCE, removed).removed == 2
+        assert each.match(PROMPT)[SOURCE].gpu_cached_tokens == 32
+    with pytest.raises(DumpError, match="implementation"):
+        load(kept, create_index())
+    with pytest.raises(DumpError, match="group-blind"):
+        load(b"".join(dump(create_index())), copy)
+    assert copy.match(PROMPT)[SOURCE].gpu_cached_tokens == 32

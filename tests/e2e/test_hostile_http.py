@@ -1,5 +1,7 @@
-"""Clients that are broken, slow, greedy or malicious: no crash, no hang, no growth, and each of
-them is counted. The same for events is in `tests/kvevents`.
+"""Clients that are broken, slow, greedy or malicious: no crash, no hang, no growth, and every one
+of them is counted.
+
+Malformed events are tested in `tests/kvevents`.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def process() -> Iterator[RouterProcess]:
 
 @pytest.fixture
 async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
-    """The router; after a test it serves as before, holds nothing, has not grown, and has logged
-    nothing of any prompt."""
+    """The router; after each test it must serve as before, hold nothing, not have grown, and have
+    logged no prompt."""
     rss_before, said_before = process.rss_bytes, len(process.log())
     yield process
     await process.until_idle()
@@ -80,11 +82,11 @@ async def router(process: RouterProcess) -> AsyncIterator[RouterProcess]:
 # --- requests that are nearly right ---------------------------------------------------------------
 
 
-async def test_mutated_bodies_are_answered_and_every_rejected_one_is_counted(
+async def test_mutated_bodies_get_a_response_and_every_rejected_one_is_counted(
     router: RouterProcess,
 ) -> None:
-    """With any body the connection stays usable, and the response is the engine's or an error that
-    does not quote the prompt."""
+    """Whatever the body, the connection stays usable, and the response is the engine's or an error
+    that quotes nothing of it."""
     async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         await router.post("/v1/completions", {"model": stub.model, "prompt": [1]})
         before = await router.metrics()
@@ -119,15 +121,17 @@ async def send_bodies(router: RouterProcess, stub: EngineStub, seed: int) -> Cou
 
 
 async def remove_strangers(router: RouterProcess, stub: EngineStub) -> None:
-    """A mutation may have produced a valid URL."""
+    """A mutation may have made a valid URL, so a replica was added."""
     for view in (await router.get("/replicas")).json["replicas"]:
         if view["id"] != stub.name:
             await router.delete(f"/replicas/{view['id']}")
 
 
-async def test_mutated_requests_end_their_connection_or_are_answered(router: RouterProcess) -> None:
-    """Heads, lengths and chunks that lie: the router must not wait for data that never arrives, nor
-    misread what does."""
+async def test_mutated_requests_get_a_response_or_end_their_connection(
+    router: RouterProcess,
+) -> None:
+    """Heads, lengths and chunks that lie: the router must neither wait for bytes that never arrive
+    nor take one request for another."""
     async with engines(1, **HARDENED) as (stub,), router.serving(stub):
         before = (await router.metrics()).sum(REJECTED)
         statuses = sum(
@@ -142,7 +146,7 @@ async def test_mutated_requests_end_their_connection_or_are_answered(router: Rou
 
 
 async def send_requests(router: RouterProcess, stub: EngineStub, seed: int) -> Counter[int]:
-    """Each on a new connection, followed by the end of the client's side."""
+    """Send each on its own connection, and then close the client's side."""
     random, templates, statuses = Random(1000 + seed), seeds(stub.model), Counter[int]()
     for _ in range(MUTATED_REQUESTS // WORKERS):
         path = random.choice(list(templates))
@@ -168,10 +172,10 @@ async def statuses_until_closed(client: HttpClient) -> list[int]:
 # --- requests that are too much -------------------------------------------------------------------
 
 
-async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(
+async def test_a_prompt_of_a_million_tokens_does_not_hold_up_other_streams(
     router: RouterProcess,
 ) -> None:
-    """In every form, while the streams of other clients continue."""
+    """In every form, while other streams continue."""
     async with engines(1) as (stub,), router.serving(stub):
         ids = [(index * 7919) % 128_000 for index in range(1_000_000)]
         stub.behaviour = streaming(100_000, 0.01)
@@ -204,7 +208,7 @@ async def test_a_prompt_of_a_million_tokens_is_served_and_holds_nobody_up(
 
 
 async def read_without_a_pause(client: HttpClient) -> None:
-    """Every event of a stream must arrive within two seconds of the previous one."""
+    """Every event of a stream must arrive within two seconds of the one before."""
     while await client.read_piece(2):
         pass
 
@@ -232,8 +236,7 @@ async def test_deep_nesting_is_refused(router: RouterProcess, path: str, unit: s
 
 
 async def test_parsed_bodies_do_not_pile_up_in_memory(router: RouterProcess) -> None:
-    """Small JSON may become large objects; many such bodies at once must not be held parsed at the
-    same time."""
+    """Small JSON may become large objects; many such bodies at once must not all be in memory."""
     async with engines(1) as (stub,), router.serving(stub):
         lists = 2 * MIB
         body = b'{"model": "x", "prompt": [' + b"[]," * lists + b"[]]}"
@@ -267,7 +270,7 @@ async def test_huge_headers_are_refused_and_not_kept(router: RouterProcess) -> N
 
 
 async def test_a_long_row_of_pipelined_requests_is_refused(router: RouterProcess) -> None:
-    """They would pile up behind a slow response, thousands per packet."""
+    """Behind a slow response they would pile up, thousands per packet."""
     async with (
         engines(1, behaviour=streaming(100_000, 0.01)) as (stub,),
         router.serving(stub),
@@ -296,12 +299,12 @@ SLOW = {
     "a slow body": (HEAD + b"content-length: 100000\r\n\r\n", b"["),
     "slow chunks": (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n[\r\n"),
     "slow trailers": (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n[\r\n0\r\nx: ", b"y"),
-    "a body nobody asked for": (
+    "a body that is not wanted": (
         b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n",
         b"[",
     ),
     "a refused body": (HEAD + b"content-length: 99999999999\r\n\r\n", b"["),
-    "after an answer": (request_bytes("GET", "/healthz"), b"\r\n"),
+    "after a response": (request_bytes("GET", "/healthz"), b"\r\n"),
 }
 
 
@@ -326,7 +329,7 @@ async def test_slow_clients_are_ended_in_time(router: RouterProcess) -> None:
 
 
 async def drip(router: RouterProcess, start: bytes, drop: bytes) -> None:
-    """Send *start* and then *drop* again and again, until the router ends the connection."""
+    """Send *start* and then *drop* repeatedly until the router closes the connection."""
     async with connect(router.port) as client:
         await client.write(start)
         reading = asyncio.create_task(client.is_closed(60))
@@ -342,10 +345,9 @@ def unfinished(names: list[str], tasks: list[asyncio.Task[None]]) -> Counter[str
 
 
 async def test_clients_that_never_read_are_bounded_and_ended(router: RouterProcess) -> None:
-    """They do not read a stream, a large response, or more and more of the router's own
-    responses."""
+    """Neither a stream, nor a large response, nor ever more responses of the router itself."""
     async with engines(1) as (stub,), router.serving(stub):
-        before, nobody = router.rss_bytes, await client_sockets(router)
+        before, others = router.rss_bytes, await client_sockets(router)
         async with contextlib.AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(connect(router.port, 4096)) for _ in range(43)
@@ -361,7 +363,7 @@ async def test_clients_that_never_read_are_bounded_and_ended(router: RouterProce
             )
             asking = asyncio.gather(*(ask_again_and_again(client) for client in clients[40:]))
             peak, deadline = 0, time.monotonic() + STALL_S + SLACK_S + 10
-            while (held := await client_sockets(router) - nobody) > 0:
+            while (held := await client_sockets(router) - others) > 0:
                 peak = max(peak, router.rss_bytes)
                 assert time.monotonic() < deadline, f"{held} are still there"
                 await asyncio.sleep(0.1)
@@ -395,7 +397,7 @@ async def ask_again_and_again(client: HttpClient) -> None:
 
 
 async def client_sockets(router: RouterProcess) -> int:
-    """Open sockets other than those to replicas."""
+    """Open sockets, except those to replicas."""
     upstream = (await router.metrics()).sum("kvroute_upstream_connections")
     return router.sockets - int(upstream)
 
@@ -404,7 +406,7 @@ async def client_sockets(router: RouterProcess) -> int:
 
 
 async def test_no_prompt_is_in_a_log_or_in_an_error(router: RouterProcess) -> None:
-    """Also at the level debug, and with every failure on the way; the fixture searches the log."""
+    """Also at debug level, and whatever goes wrong on the way; the fixture searches the log."""
     async with engines(2) as stubs, router.serving(*stubs):
         chat = {"messages": [{"role": "user", "content": SENTINEL}]}
         ways = [

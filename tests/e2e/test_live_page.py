@@ -62,10 +62,10 @@ async def complete(router: RouterProcess, model: str, ids: list[int], **fields: 
 
 
 @pytest.mark.parametrize("name", STATIC)
-async def test_every_file_comes_with_its_type_and_the_policy(
+async def test_every_file_has_its_type_and_the_security_policy(
     locked: RouterProcess, name: str
 ) -> None:
-    """They need no key, since they contain no data, and a browser must not guess another type."""
+    """No key is needed, since it holds no data; a browser must not take it for another type."""
     types = {
         "html": "text/html",
         "css": "text/css",
@@ -109,7 +109,9 @@ async def test_no_other_file_is_served(router: RouterProcess, path: str) -> None
 
 
 @pytest.mark.parametrize("path", ["/requests", "/overview"])
-async def test_what_goes_on_is_told_to_the_operator_alone(locked: RouterProcess, path: str) -> None:
+async def test_only_the_operator_sees_requests_and_replicas(
+    locked: RouterProcess, path: str
+) -> None:
     """Names of replicas, models and requests are not for clients."""
     for headers in ({}, {"authorization": f"Bearer {CLIENT_KEY}"}):
         assert (await locked.get(path, headers)).status == 401
@@ -136,7 +138,7 @@ async def test_a_query_that_makes_no_sense_is_refused(router: RouterProcess, que
     assert "must be a whole number from 0 to" in answer.error["message"]
 
 
-async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(
+async def test_a_request_is_logged_with_prediction_report_and_reason(
     router: RouterProcess,
 ) -> None:
     """It has everything that the page shows, and nothing of the prompt."""
@@ -180,10 +182,10 @@ async def test_a_request_is_in_the_journal_with_prediction_truth_and_reason(
         assert b"secret-session" not in answer.body
 
 
-async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(
+async def test_a_retried_request_shows_the_replica_that_responded(
     router: RouterProcess,
 ) -> None:
-    """The prediction that counts is the one for the replica that responded."""
+    """The prediction that counts is for that replica."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):
         holder, other = stubs
         ids = prompt_ids(160, 72)
@@ -201,7 +203,7 @@ async def test_a_request_that_was_tried_twice_says_where_it_went_in_the_end(
         assert request["predicted"]["cached_tokens"] == request["actual"] == 0
 
 
-async def test_a_request_that_nobody_could_take_is_there_with_its_503(
+async def test_a_request_that_no_replica_could_take_is_logged_with_its_503(
     router: RouterProcess,
 ) -> None:
     """Clients see a 503, and this is where the operator looks for it."""
@@ -219,7 +221,7 @@ async def test_a_request_that_nobody_could_take_is_there_with_its_503(
 
 
 async def test_a_request_shows_while_it_runs(router: RouterProcess) -> None:
-    """The request an operator looks for is the one that hangs."""
+    """The one that hangs is the one an operator looks for."""
     async with engines(1, has_events=True) as (stub,), router.serving(stub):
         gate = asyncio.Event()
         stub.behaviour = begun_until(gate)
@@ -239,8 +241,8 @@ async def test_a_request_shows_while_it_runs(router: RouterProcess) -> None:
         assert (request["number"], request["end"]) == (found[0]["number"], "completed")
 
 
-async def test_the_journal_stays_bounded_under_traffic(router: RouterProcess) -> None:
-    """The size of the response depends on the limit, not on the traffic."""
+async def test_the_request_log_stays_bounded_under_traffic(router: RouterProcess) -> None:
+    """A response is as large as the bound, not as the traffic."""
     async with (
         engines(1, has_events=True) as (stub,),
         router.serving(stub),
@@ -281,7 +283,7 @@ async def test_the_overview_counts_blocks_by_group_and_tier(router: RouterProces
 
 
 class Fleet(EngineStub):
-    """Any number of replicas, each under its own path."""
+    """Any number of replicas in one stub, each under its own path."""
 
     async def serve(self, exchange: Exchange) -> None:
         path = "/" + exchange.request.target.split("/", 2)[2]
@@ -352,7 +354,7 @@ async def test_blocks_grow_and_move_to_the_tier_they_went_to(router: RouterProce
 
 @needs_browser
 async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -> None:
-    """At 3 a.m. the first line must say which replica has a problem and why, and lead to it."""
+    """At 3 a.m. the first line must say which replica and why, and lead there."""
     async with (
         engines(3, has_events=True) as stubs,
         router.serving(*stubs),
@@ -378,7 +380,7 @@ async def test_what_is_wrong_stands_out_with_its_reason(router: RouterProcess) -
 
 @needs_browser
 async def test_a_stream_that_lost_events_for_good_stands_out(router: RouterProcess) -> None:
-    """Its predicted hits may be wrong, and without a replay endpoint this cannot be repaired."""
+    """Its hits are doubtful; without a replay endpoint nothing restores the events."""
     async with HybridStub(unique("model")) as stub, browser_page() as (page, _):
         stub.store(prompt_ids(64, 87))
         source = {"endpoint": stub.event_endpoint, "topic": TOPIC}
@@ -396,7 +398,7 @@ async def test_a_stream_that_lost_events_for_good_stands_out(router: RouterProce
 
 @needs_browser
 async def test_a_misprediction_stands_out(router: RouterProcess) -> None:
-    """It is the sign that the router is wrong about something at the engine."""
+    """It is the sign of a wrong seed, block size or tokenizer."""
     async with (
         engines(1, has_events=True) as (stub,),
         router.serving(stub),
@@ -492,8 +494,8 @@ async def test_the_prompt_box_explains_a_route(router: RouterProcess) -> None:
 async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(
     locked: RouterProcess,
 ) -> None:
-    """It is never in the address and never on disk; after a wrong key the page asks again, and the
-    client's key is separate."""
+    """Never in the address, never on disk; after a wrong one it asks again, and the client's key is
+    separate."""
     async with browser_page() as (page, watch):
         await page.goto(locked.url)
         await page.fill("#key-input", "wrong")
@@ -517,10 +519,10 @@ async def test_the_page_asks_for_the_key_once_and_keeps_it_in_the_tab(
 
 
 @needs_browser
-async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_one(
+async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_enter_one(
     locked: RouterProcess,
 ) -> None:
-    """A dialog that returned every second could not be dismissed."""
+    """A dialog that reopened every second could not be dismissed."""
     async with browser_page() as (page, _):
         await page.goto(locked.url)
         await page.click('#key-form button[value="cancel"]')
@@ -534,8 +536,8 @@ async def test_without_a_key_the_page_says_that_it_is_locked_and_offers_to_take_
 
 @needs_browser
 async def test_the_page_survives_a_restart_of_the_router() -> None:
-    """It says since when it has been blind, and continues by itself with the new process, whose
-    numbers start again."""
+    """It says since when it is disconnected, and continues by itself with the new process, whose
+    counts start from 0."""
     async with engines(1, has_events=True) as (stub,), browser_page() as (page, watch):
         with router_process(OPEN) as first:
             async with first.serving(stub):
@@ -563,7 +565,7 @@ async def test_the_page_survives_a_restart_of_the_router() -> None:
 async def test_256_replicas_are_paged_and_their_rows_keep_their_height(
     router: RouterProcess,
 ) -> None:
-    """A table that grows without end, or moves while being read, is useless for a large fleet."""
+    """A table that grows without end, or moves while one reads, is useless with a large fleet."""
     async with Fleet(unique("model")) as stub:
         ids = [f"{stub.name}-{number}" for number in range(256)]
         for name in ids:
@@ -593,8 +595,8 @@ async def test_256_replicas_are_paged_and_their_rows_keep_their_height(
 
 
 @needs_browser
-async def test_a_paused_stream_stands_still_and_counts_what_is_new(router: RouterProcess) -> None:
-    """A line must not move while it is being read."""
+async def test_a_paused_list_stays_still_and_counts_what_is_new(router: RouterProcess) -> None:
+    """Whoever reads a line must not have to chase it."""
     async with (
         engines(1, has_events=True) as (stub,),
         router.serving(stub),

@@ -475,6 +475,69 @@ async def served_by(router: RouterProcess, stub: EngineStub) -> None:
     raise AssertionError(f"{stub.name} gets nothing")
 
 
+async def test_a_prompt_that_closes_connections_reaches_two_of_twelve_replicas() -> None:
+    """A prompt that kills engines would otherwise kill them all, twice over where connections are
+    kept."""
+    async with engines(12) as fleet:
+        with router_process(CONFIG) as router:
+            async with router.serving(*fleet):
+                async with connect(router.port) as client:
+                    for number in range(36):
+                        await client.ask("POST", "/v1/completions", small(fleet[0], number))
+                for engine in fleet:
+                    engine.behaviour = hang_up
+                before = sum(len(engine.requests) for engine in fleet)
+                found = await router.post("/v1/completions", small(fleet[0], 100))
+                assert (found.status, found.error["code"]) == (502, "no_replica_available")
+                assert sum(len(engine.requests) for engine in fleet) - before <= 3
+                now = await router.metrics()
+                assert now.sum("kvroute_unretried_requests_total") == 1
+                assert now.sum("kvroute_replica_healthy") == 12
+
+
+async def test_what_was_sent_to_a_replica_that_freezes_does_not_wait_for_its_timeout(
+    router: RouterProcess,
+) -> None:
+    """first_byte_s is 20 s here and ten minutes by default: requests without a first byte go
+    elsewhere as soon as checks have failed, and begun streams end with the error event."""
+    goes_on = asyncio.Event()
+    async with (
+        engines(2) as (frozen, other),
+        router.serving(frozen, other),
+        connect(router.port) as streaming_client,
+    ):
+        await router.post(f"/replicas/{other.name}/drain")
+        frozen.behaviour = begun_until(goes_on)
+        await streaming_client.send("POST", "/v1/completions", body_for(frozen))
+        assert await streaming_client.read_head() == 200
+        frozen.behaviour = hang
+        waiting = [
+            asyncio.create_task(router.post("/v1/completions", small(frozen, number)))
+            for number in range(2, 22)
+        ]
+        await eventually(lambda: frozen.active == 21, "all of them wait there")
+        await router.post(f"/replicas/{other.name}/undrain")
+        began = time.monotonic()
+        frozen.silent_paths = ("/health",)
+        answers = await asyncio.gather(*waiting)
+        took_s = time.monotonic() - began
+        body = await streaming_client.read_body()
+        assert {(found.status, found.headers["x-kv-replica"]) for found in answers} == {
+            (200, other.name)
+        }
+        assert took_s < 5, "2 checks of 0.5 s, and room for a loaded machine"
+        assert b'"replica_died"' in body
+        assert body.endswith(DONE)
+        now = await router.metrics()
+        moved = now.sum("kvroute_retries_total", replica=frozen.name, reason="unhealthy")
+        assert moved == 20
+
+
+def small(stub: EngineStub, number: int) -> dict[str, Any]:
+    """A request that is not streamed; of each *number* another prompt."""
+    return body_for(stub, stream=False, prompt=prompt_ids(8, number))
+
+
 async def test_when_every_replica_fails_the_client_is_told_to_come_again(
     router: RouterProcess,
 ) -> None:

@@ -21,8 +21,10 @@ from router.proxy import (
     Proxy,
     ProxyRequest,
     ProxySettings,
+    RetryLimits,
+    Unretried,
 )
-from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamStatistics
+from router.upstream import Origin, PoolLimits, Timeouts, UpstreamClient, UpstreamStatistics
 from tests.router.raw_http import eventually
 
 TIMEOUTS = Timeouts(connect_s=5, first_byte_s=20, idle_s=20)
@@ -35,6 +37,8 @@ class Recorder:
         self.attempts: list[str] = []
         self.failures: list[tuple[str, Failure]] = []
         self.first_bytes: list[tuple[str, float]] = []
+        self.unretried: list[Unretried] = []
+        self.out_of_rotation: set[str] = set()
         self.data = b""
         self.responded: Attempt | None = None
         self.ends: list[tuple[End, int | None, float]] = []
@@ -42,8 +46,12 @@ class Recorder:
     def on_attempt(self, attempt: Attempt) -> None:
         self.attempts.append(attempt.replica_id)
 
-    def on_failure(self, attempt: Attempt, failure: Failure) -> None:
+    def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         self.failures.append((attempt.replica_id, failure))
+        return attempt.replica_id in self.out_of_rotation
+
+    def on_unretried(self, reason: Unretried) -> None:
+        self.unretried.append(reason)
 
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         self.first_bytes.append((attempt.replica_id, seconds))
@@ -97,6 +105,7 @@ class ProxyServer:
     settings: ProxySettings
     limits: PoolLimits
     rewrite: Rewrite
+    out_of_rotation: set[str] = field(default_factory=set)
     port: int = 0
     recorders: list[Recorder] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -131,6 +140,7 @@ class ProxyServer:
             abort_client=client_abort(scope),
         )
         recorder = Recorder()
+        recorder.out_of_rotation = self.out_of_rotation
         self.recorders.append(recorder)
         assert self.proxy is not None
         await self.proxy.stream(self.plan, self.rewrite(request), receive, send, recorder)
@@ -158,6 +168,20 @@ class ProxyServer:
     def statistics(self) -> UpstreamStatistics:
         assert self.client is not None
         return self.client.statistics()
+
+    def give_up(self, origin: Origin, silent_s: float) -> None:
+        """What the registry's checks lead to; returns when it is done."""
+        assert self.client is not None
+        assert isinstance(self.server, Server)
+        done = threading.Event()
+
+        def now() -> None:
+            assert self.client is not None
+            self.client.give_up(origin, "its health checks fail", silent_s)
+            done.set()
+
+        self.server.loop.call_soon_threadsafe(now)
+        assert done.wait(5)
 
     async def check_all_is_over(self) -> None:
         """Every request ended exactly once and left nothing at work."""
@@ -188,10 +212,12 @@ async def proxy_server(
     client_stall_s: float = 60.0,
     limits: PoolLimits | None = None,
     rewrite: Rewrite = lambda request: request,
+    retries: RetryLimits | None = None,
 ) -> AsyncIterator[ProxyServer]:
     """Serve until the block ends; then every request must be over, and uvicorn must have had
     nothing to complain of."""
-    settings = ProxySettings(timeouts, client_stall_s)
+    retries = retries or RetryLimits()
+    settings = ProxySettings(timeouts, client_stall_s, retries=retries)
     app = ProxyServer(plan, settings, limits or PoolLimits(), rewrite)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     app.port = listener.getsockname()[1]

@@ -309,10 +309,8 @@ class EngineStub:
     """One replica. `start` and `stop` it, or use it as an async context manager.
 
     Args:
-        model: The model it serves.
-        behaviour: Handles prompt requests; may be changed at any time.
-        name: Its id in the router.
-        adapters: LoRA adapters of the model, served as well.
+        model: The model it serves. behaviour: Handles prompt requests; may be changed at any time.
+        name: Its id in the router. adapters: LoRA adapters of the model, served as well.
         has_events: Whether it publishes KV events and reports where.
     """
 

@@ -119,9 +119,8 @@ class CuttingRelay:
     """Forwards TCP to a `tcp://` endpoint and ends connections in the middle.
 
     Args:
-        upstream: The endpoint to forward to.
-        seed: Seed of the mistakes.
-        cut: Probability per chunk of up to 16 KiB; 0 ends the mistakes.
+        upstream: The endpoint to forward to. seed: Seed of the mistakes. cut: Probability per chunk
+        of up to 16 KiB; 0 ends the mistakes.
     """
 
     def __init__(self, upstream: str, seed: int, cut: float) -> None:

@@ -42,13 +42,10 @@ class VllmPublisher:
     """PUB and ROUTER on loopback, served by one thread, as vLLM does it.
 
     Args:
-        topic: First frame of every message.
-        ring: Batches kept for replay.
-        with_topic: Replies carry the topic (vLLM >= 0.26).
-        first_seq: The first sequence number.
-        port: Port of the PUB socket; 0: a free one.
-        replay_port: Port of the ROUTER socket; 0: a free one.
-        answer: Replies instead of the ring.
+        topic: First frame of every message. ring: Batches kept for replay. with_topic: Replies
+        carry the topic (vLLM >= 0.26). first_seq: The first sequence number. port: Port of the PUB
+        socket; 0: a free one. replay_port: Port of the ROUTER socket; 0: a free one. answer:
+        Replies instead of the ring.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The terminal's view: what it says, what fits, and what it does not let through."""
+"""The terminal's view: what it says, what fits, and what it filters out."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def shown(seen: Glance, width: int = 120, height: int | None = None) -> list[str
 
 
 def test_everything_is_there_in_words() -> None:
-    """The first line is what matters; the truth of hits before their prediction."""
+    """The first line matters most; reported hits come before predicted ones."""
     lines = shown(glance(replica(1), requests=1, seconds=60.0))
     assert lines[:3] == [
         "All replicas are well.",
@@ -158,8 +158,8 @@ def test_every_problem_has_a_line_and_the_worst_come_first() -> None:
     ]
 
 
-def test_silence_is_said_with_the_time_of_what_is_shown() -> None:
-    """An old picture that looks new would mislead."""
+def test_silence_is_reported_with_the_time_of_the_state_shown() -> None:
+    """A stale view that looks current would mislead."""
     first = shown(glance(replica(1), silence="no connection"))[0]
     assert first.startswith("no connection; showing the state of ")
 
@@ -172,7 +172,7 @@ def test_silence_is_said_with_the_time_of_what_is_shown() -> None:
     ],
 )
 def test_hits_that_no_engine_reports_are_shown_as_predicted(minute: dict[str, str | None]) -> None:
-    """What is not known must not look like nothing."""
+    """Unknown hits must not look like none."""
     expected = (
         "99.0 % of tokens predicted to be cached; no engine reports it"
         if minute["promised_share"]
@@ -206,8 +206,8 @@ def test_it_fits_the_terminal(height: int, count: int, wrong: int, windows: int)
     assert count < 300 or any("more replicas" in line for line in lines)
 
 
-def test_a_long_name_is_cut_and_no_number() -> None:
-    """A pod's name is longer than all the rest."""
+def test_a_long_name_is_cut_but_no_number() -> None:
+    """A pod's name is longer than everything else."""
     name = "vllm-gemma-3-12b-it-7d9f8b6c5d-x2k4q.models.svc.cluster.local:8000"
     for height in (None, 24):
         lines = [
@@ -218,7 +218,7 @@ def test_a_long_name_is_cut_and_no_number() -> None:
         assert row[1:] == ["healthy", "3", "2", "1", "50%", "live", "full", "1,200", "0"]
 
 
-def test_printed_once_nothing_that_is_wrong_is_cut() -> None:
+def test_no_problem_is_cut_when_printed_once() -> None:
     """A script looks for the reason."""
     reason = (
         "unhealthy for 3 min: GET /health: no connection: Connect call failed ('10.244.12.7', 8000)"
@@ -262,7 +262,7 @@ def test_layouts_that_are_not_known_and_several_ranks_have_a_line() -> None:
 
 
 def test_names_cannot_command_the_terminal() -> None:
-    """Models, replicas and errors come from elsewhere."""
+    """Names of models and replicas, and errors, come from outside."""
     assert plain("a\x1b[31m\x07\u202e[bold]b").plain == "a?[31m??[bold]b"
     problem = ReplicaProblem(Level.BAD, "unhealthy: \x1b]0;pwned\x07[red]")
     assert "  replica-1 unhealthy: ?]0;pwned?[red]" in shown(glance(replica(1, problems=[problem])))

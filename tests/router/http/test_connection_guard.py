@@ -28,7 +28,7 @@ CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 @dataclass
 class GuardedServer:
-    """An application behind the protocol. It answers *body* to every request once *go* is set."""
+    """An application behind the protocol; it responds with *body* once *go* is set."""
 
     body: bytes = b"ok"
     port: int = 0
@@ -64,7 +64,7 @@ class GuardedServer:
         return only
 
     def look(self, later_s: float) -> None:
-        """As if so much time had passed since now; about once a second until then."""
+        """Check as if *later_s* had passed, once for each second until then."""
         now = asyncio.get_running_loop().time()
         for second in range(int(later_s) + 1):
             for connection in tuple(self.state.connections):
@@ -109,8 +109,8 @@ async def until_connected(app: GuardedServer) -> None:
     await eventually(lambda: app.state.connections, "the server has accepted")
 
 
-async def test_a_connection_on_which_nothing_comes_is_ended() -> None:
-    """uvicorn would keep it for ever: its keep-alive time begins with the first answer."""
+async def test_a_silent_connection_is_ended() -> None:
+    """uvicorn would keep it for ever: its keep-alive timer starts with the first response."""
     async with guarded_server() as app, connect(app.port) as client:
         await until_connected(app)
         app.look(LIMITS.request_s - 1)
@@ -121,13 +121,13 @@ async def test_a_connection_on_which_nothing_comes_is_ended() -> None:
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /x HTTP/1.1\r\nx: ", b"\r\n"])
-async def test_a_head_has_its_time_and_no_more(start: bytes) -> None:
-    """Whatever drips in meanwhile; also on a connection that has had an answer before."""
+async def test_a_head_must_arrive_in_time(start: bytes) -> None:
+    """However it trickles in; also on a connection that has been used before."""
     async with guarded_server() as app, connect(app.port) as client:
         app.go.set()
         assert (await client.ask("GET", "/first")).status == 200
         app.look(10 * LIMITS.request_s)
-        assert not app.refusals, "between two requests nobody is in a hurry"
+        assert not app.refusals, "between two requests there is no time limit"
         await client.write(start + b"\r\n" if start == b"" else start)
         await eventually(lambda: app.connection._receiving_since is not None, "it has begun")
         app.look(LIMITS.request_s + 1)
@@ -135,8 +135,8 @@ async def test_a_head_has_its_time_and_no_more(start: bytes) -> None:
         assert await client.is_closed()
 
 
-async def test_a_body_has_its_time_and_no_more() -> None:
-    """The application bounds the bodies it reads; this is for those that nobody reads any more."""
+async def test_a_body_must_arrive_in_time() -> None:
+    """The application times the bodies it reads; this is for those it no longer reads."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(CHUNKED + b"1\r\nx\r\n")
         await eventually(lambda: app.state.tasks, "the application has it")
@@ -150,9 +150,8 @@ async def test_a_body_has_its_time_and_no_more() -> None:
 @pytest.mark.parametrize(
     "behind", [b"", b"\r\n", b"GET /next HTTP/1.1\r\nx: ", request_bytes("GET", "/next")]
 )
-async def test_a_long_answer_is_not_taken_for_a_slow_request(behind: bytes) -> None:
-    """A stream may last for an hour, and what its client sends meanwhile has to wait for us, not we
-    for it."""
+async def test_a_long_response_is_not_mistaken_for_a_slow_request(behind: bytes) -> None:
+    """A stream may last an hour, and during it the router does not read the next request."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.send("POST", "/x", b"{}")
         await eventually(lambda: app.requests, "the request is there")
@@ -166,9 +165,9 @@ async def test_a_long_answer_is_not_taken_for_a_slow_request(behind: bytes) -> N
         assert not app.refusals
 
 
-async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
-    """The application is done with it, so nobody else would notice; the socket and its buffer would
-    stay for ever."""
+async def test_a_finished_response_that_is_never_read_is_ended() -> None:
+    """The application has finished, so nothing else would notice: socket and buffer would stay for
+    ever."""
     async with (
         guarded_server(b"x" * 60_000) as app,
         connect(app.port, receive_buffer=2048) as client,
@@ -184,8 +183,8 @@ async def test_a_finished_answer_that_nobody_reads_is_ended() -> None:
         assert app.refusals == ["response_not_read"]
 
 
-async def test_an_answer_that_is_read_slowly_is_not_taken_for_one_that_is_not_read() -> None:
-    """A thin line is no crime."""
+async def test_a_response_that_is_read_slowly_is_not_ended() -> None:
+    """A slow connection is legitimate."""
     async with (
         guarded_server(b"x" * 60_000) as app,
         connect(app.port, receive_buffer=2048) as client,
@@ -204,10 +203,8 @@ async def test_an_answer_that_is_read_slowly_is_not_taken_for_one_that_is_not_re
         assert not app.refusals
 
 
-async def test_a_client_that_leaves_behind_a_row_of_requests_is_noticed_by_the_one_under_way() -> (
-    None
-):
-    """uvicorn tells only the last one it has read; the engine would work on for nobody."""
+async def test_the_running_request_notices_that_its_client_left_with_others_pipelined() -> None:
+    """uvicorn marks only the last one it has read; the engine would work on for no one."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(request_bytes("GET", "/under-way") + request_bytes("GET", "/waits") * 3)
         await eventually(lambda: app.requests, "the first one is under way")
@@ -215,8 +212,8 @@ async def test_a_client_that_leaves_behind_a_row_of_requests_is_noticed_by_the_o
         await eventually(lambda: app.gone == ["/under-way"], "it hears that its client has left")
 
 
-async def test_pipelined_requests_are_answered_in_order() -> None:
-    """The bound on their number must not be in the way of those who have a reason."""
+async def test_pipelined_requests_get_their_responses_in_order() -> None:
+    """The bound must not hinder clients that pipeline for a reason."""
     async with guarded_server() as app, connect(app.port) as client:
         app.go.set()
         await client.write(b"".join(request_bytes("GET", f"/{index}") for index in range(60)))
@@ -225,7 +222,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 async def test_too_many_pipelined_requests_are_refused() -> None:
-    """Some thousand of them fit into one packet, and each would cost kilobytes."""
+    """Thousands of them fit into one packet, and each costs kilobytes."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(request_bytes("GET", "/x") * 2000)
         assert await client.is_closed()
@@ -254,7 +251,7 @@ async def test_an_offer_to_upgrade_is_declined_and_the_body_read(cut: int) -> No
     "framing",
     ["transfer-encoding: chunked\r\ncontent-length: 5", "content-length: 5\r\ncontent-length: 6"],
 )
-async def test_an_offer_to_upgrade_hides_no_framing_that_makes_no_sense(framing: str) -> None:
+async def test_invalid_framing_is_refused_behind_an_offer_to_upgrade(framing: str) -> None:
     """Two readers of one message that disagree about its end are how requests are smuggled (RFC
     9112 6.3)."""
     async with guarded_server() as app, connect(app.port) as client:
@@ -265,9 +262,9 @@ async def test_an_offer_to_upgrade_hides_no_framing_that_makes_no_sense(framing:
         assert app.refusals == ["malformed_http"]
 
 
-async def test_a_client_that_is_refused_gets_to_read_why() -> None:
-    """Closed at once, the connection would be reset by what the client is still sending, and the
-    answer lost with it."""
+async def test_a_refused_client_can_read_why() -> None:
+    """If it were closed at once, the bytes still being sent would reset it, and the response would
+    be lost."""
     async with guarded_server() as app, connect(app.port) as client:
         writing = asyncio.create_task(write_on(client))
         assert await client.read_head() == 431
@@ -286,8 +283,8 @@ async def write_on(client: HttpClient) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_body_that_is_no_http_is_answered_in_its_requests_place() -> None:
-    """The application has the request already, but nothing to say before its body is whole."""
+async def test_a_malformed_body_gets_an_error_as_its_requests_response() -> None:
+    """The application has the request, but cannot respond before the body is complete."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(CHUNKED + b"5\r\nhello\r\n")
         await eventually(lambda: app.state.tasks, "the application has it")
@@ -300,8 +297,8 @@ async def test_a_body_that_is_no_http_is_answered_in_its_requests_place() -> Non
         )
 
 
-async def test_nonsense_behind_a_request_is_not_taken_for_its_answer() -> None:
-    """An error in the place of another request's answer would be believed."""
+async def test_an_error_after_a_request_is_not_sent_as_its_response() -> None:
+    """The client would take the error for the response to the request."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(request_bytes("GET", "/x"))
         await eventually(lambda: app.requests, "the request is under way")
@@ -314,8 +311,8 @@ async def test_nonsense_behind_a_request_is_not_taken_for_its_answer() -> None:
 @pytest.mark.parametrize(
     "data", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n"]
 )
-async def test_what_is_no_http_is_answered_once_and_counted(data: bytes) -> None:
-    """Scanners and TLS clients on the wrong port come by every day."""
+async def test_bytes_that_are_not_http_get_one_error_and_are_counted(data: bytes) -> None:
+    """Scanners and TLS clients on the wrong port connect every day."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(data)
         found = await client.read_answer()

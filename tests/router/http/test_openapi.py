@@ -20,7 +20,9 @@ from router.http.request_bodies import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    EmbeddingsToRoute,
     MessagesRequest,
+    MessagesToRoute,
     ResponsesRequest,
     TokenIdsRequest,
     TokenizeRequest,
@@ -232,6 +234,8 @@ FORMS = {
     MessagesRequest: Endpoint.MESSAGES,
     EmbeddingsRequest: Endpoint.EMBEDDINGS,
     TokenIdsRequest: Endpoint.ROUTE,
+    MessagesToRoute: Endpoint.ROUTE,
+    EmbeddingsToRoute: Endpoint.ROUTE,
 }
 
 

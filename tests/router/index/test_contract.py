@@ -4,6 +4,9 @@ hit."""
 from __future__ import annotations
 
 import random
+import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,6 +30,7 @@ from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from router.index import (
     ApplyResult,
     GroupHit,
+    HashedPrompt,
     Hit,
     LayoutHints,
     PrefixIndex,
@@ -629,22 +633,39 @@ def test_prefix_keys_tell_media_apart_wherever_they_are_in_the_prompt(index: Pre
     assert cat[2] != dog[2]
 
 
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns after a microsecond, so that races show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
 def test_prompts_are_prepared_in_another_thread_while_sources_come_and_go(
     index: PrefixIndex,
 ) -> None:
     """Hashing a million tokens takes some 40 ms, too long for the event loop."""
     prompt = tokens(40)
+    for number in range(200):
+        index.add(SourceId(f"replica-{number}"))
+    is_over = threading.Event()
+
+    def prepare_until_it_is_over() -> HashedPrompt:
+        while True:
+            prepared = index.prepare(prompt)
+            if is_over.is_set():
+                return prepared
+
     with ThreadPoolExecutor(1) as threads:
-        prepared = [
-            threads.submit(lambda: [index.prepare(prompt) for _ in range(200)]) for _ in range(5)
-        ]
+        prepared = threads.submit(prepare_until_it_is_over)
         for number in range(2000):
-            source = SourceId(f"replica-{number % 50}")
+            source = SourceId(f"replica-{number % 200}")
+            index.drop(source)
             index.apply(source, EventBatch(0.0, [Prefix(prompt[:32]).stored(0, FULL)]))
-            if number % 3 == 0:
-                index.drop(source)
-        for future in prepared:
-            assert set(index.match_prompt(future.result()[-1]).values()) == {Hit(32, 32)}
+        is_over.set()
+        assert set(index.match_prompt(prepared.result()).values()) == {Hit(32, 32)}
 
 
 def test_a_group_alone_may_allow_more_than_all_together(index: PrefixIndex) -> None:

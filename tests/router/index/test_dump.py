@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvevents.codec import encode
-from kvevents.events import CPU, Event, EventBatch
+from kvevents.events import CPU, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.hashing import HashChain
 from router.index import DumpError, Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits
 from router.index.dump import dump, load
 from router.recordings.format import Query, Record, RecordingReader
@@ -163,11 +164,25 @@ def test_of_two_hashes_of_one_prefix_the_same_one_is_found_again(
 def test_an_incomplete_source_is_incomplete_after_the_restart(
     implementation: Implementation,
 ) -> None:
-    """What was refused is still missing."""
-    limits = SourceLimits(blocks=5, waiting_batches=0)
+    """What was refused or given up is still missing."""
+    limits = SourceLimits(blocks=9, waiting_batches=0)
     index = implementation.create(limits)
     apply(index, PROMPT.stored(0, FULL))
-    assert copy_of(index, implementation, limits).statistics()[SOURCE].is_incomplete
+    apply(index, PROMPT.stored(0, FULL, 144), source=SECOND)
+    apply(index, source=SECOND)
+    copied = copy_of(index, implementation, limits).statistics()
+    assert (copied[SOURCE].is_incomplete, copied[SOURCE].waiting.given_up) == (True, 0)
+    assert (copied[SECOND].is_incomplete, copied[SECOND].waiting.given_up) == (True, 1)
+
+
+def test_an_engine_that_shows_its_salts_is_still_known_to_do_so(
+    implementation: Implementation, index: PrefixIndex
+) -> None:
+    """Of one that hides them, learned places are not trusted once its hash function is known."""
+    groups, root = [GroupSpec("full_attention", 16)], HashChain.from_seed().none_hash
+    apply(index, CacheLayout("publisher-1", groups, 16, 16, "sha256", root))
+    apply(index, Prefix(tokens(160), seed="an adapter's path").stored(0, FULL))
+    assert gpu_hit(copy_of(index, implementation), tokens(160)) == 160
 
 
 def test_hints_survive_the_restart_and_what_follows_it(implementation: Implementation) -> None:

@@ -162,9 +162,13 @@ class Diary:
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []
+        self.unresponsive: list[tuple[str, float]] = []
 
     def on_state_changed(self, replica: Replica, before: ReplicaState) -> None:
         self.entries.append(("state", replica.id, before.value, replica.state.value))
+
+    def on_unresponsive(self, replica: Replica, for_s: float) -> None:
+        self.unresponsive.append((replica.id, for_s))
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         self.entries.append(("models", replica.id, before.models, replica.served.models))
@@ -540,6 +544,38 @@ async def test_a_hanging_replica_is_unhealthy_and_asked_by_one_check_at_a_time()
         assert engine.most_at_once["/health"] == 1
         engine.hanging.clear()
         await until(is_in(replica, ReplicaState.HEALTHY))
+
+
+async def test_every_check_that_fails_after_enough_of_them_is_reported_with_their_time() -> None:
+    """What was sent to a replica meanwhile, as the last one left, must not stay there; and a stream
+    that flowed at the first report may be silent at the next."""
+    async with setting() as here:
+        engine = await here.engine()
+        replica = here.add(engine, "r")
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        assert here.diary.unresponsive == []
+        engine.hanging.add("/health")
+        await until(lambda: len(here.diary.unresponsive) >= 3)
+        assert replica.state is ReplicaState.UNHEALTHY
+        times = [for_s for _, for_s in here.diary.unresponsive]
+        assert times == sorted(times)
+        assert times[0] >= (FAST.unhealthy_after - 1) * FAST.timeout_s * 0.9
+        engine.hanging.clear()
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        assert replica.checks_fail_since is None
+
+
+async def test_a_replica_that_requests_made_unhealthy_is_not_called_unresponsive() -> None:
+    """One that refuses what is new, since it has enough to do, goes on with what it has."""
+    slow = FAST.model_copy(update={"interval_s": 60.0, "timeout_s": 1.0, "unhealthy_after": 3})
+    async with setting(slow) as here:
+        replica = here.add(await here.engine(), "r")
+        await until(is_in(replica, ReplicaState.HEALTHY))
+        for _ in range(3):
+            here.registry.report_failure("r", "unavailable")
+        assert replica.state is ReplicaState.UNHEALTHY
+        assert not here.registry.is_healthy("r")
+        assert here.diary.unresponsive == []
 
 
 async def test_one_bad_replica_does_not_slow_the_others() -> None:

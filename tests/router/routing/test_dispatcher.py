@@ -28,7 +28,7 @@ class Setting:
     """A dispatcher over a registry whose replicas are never asked."""
 
     def __init__(self) -> None:
-        load = LoadTracker()
+        self.load = load = LoadTracker()
         self.registry = ReplicaRegistry(_no_response, HealthConfig(), load)
         self.models = ModelSet([ModelConfig(name="m", lora_adapters=("a",))], _no_tokens)
         planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(), lambda _: False)
@@ -147,6 +147,45 @@ async def test_the_report_mode_is_taken_out_of_what_is_sent_and_of_nothing_else(
     )
     asked = await setting.dispatcher.dispatch(Endpoint.ROUTE, REPORT_MODE)
     assert (asked.has_report_mode, asked.body) == (False, REPORT_MODE)
+
+
+async def test_each_attempt_goes_by_how_the_replicas_are_when_it_is_made(setting: Setting) -> None:
+    """A request that waited for one frozen replica must not wait for the next one that is known to
+    be frozen by then, nor come to one that an operator drained."""
+    for name in ("r0", "r1", "r2", "r3"):
+        setting.add(name, max_concurrent_requests=1)
+    setting.registry.drain("r3")
+    decision = await setting.dispatcher.dispatch(
+        Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1, 2, 3]}'
+    )
+    attempts = decision.attempts()
+    first, sick, well = [entry.candidate.replica_id for entry in decision.ranking.ranked]
+    assert next(attempts).replica_id == first
+    while setting.registry.get(sick).is_healthy:
+        setting.registry.report_failure(sick, "connect")
+    assert next(attempts).replica_id == well
+    setting.registry.undrain("r3")
+    assert next(attempts).replica_id == "r3", "left out of the ranking, and able since"
+    assert decision.ranked("r3").reason == "draining when it was ranked, able since"
+    assert next(attempts).replica_id == sick
+    assert next(attempts, None) is None
+
+
+async def test_a_retry_does_not_go_to_a_replica_that_is_draining_or_full_by_now(
+    setting: Setting,
+) -> None:
+    """An operator who drains a replica waits for it to be empty, and a limit is a limit."""
+    for name in ("r0", "r1", "r2"):
+        setting.add(name, max_concurrent_requests=1)
+    decision = await setting.dispatcher.dispatch(
+        Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1, 2, 3]}'
+    )
+    attempts = decision.attempts()
+    first, second, third = [entry.candidate.replica_id for entry in decision.ranking.ranked]
+    assert next(attempts).replica_id == first
+    setting.registry.drain(second)
+    with setting.load.started(third, 3, 3):
+        assert next(attempts, None) is None
 
 
 async def test_a_request_without_a_prompt_is_timed_and_routed_without_tokens(
