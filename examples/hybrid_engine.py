@@ -57,8 +57,8 @@ class Engine:
         self._connector = OffloadingConnector(
             self._cache,
             [
-                Tier(CPUOffloadingManager(100), GROUPS),
-                Tier(FileOffloadingManager(store, 8_000_000), GROUPS),
+                Tier(CPUOffloadingManager(100, enable_events=True), GROUPS),
+                Tier(FileOffloadingManager(store, 8_000_000, enable_events=True), GROUPS),
             ],
         )
         self._workers = [CPUTransferWorker(canonical, 100), FileTransferWorker(canonical, store)]
@@ -131,6 +131,7 @@ if __name__ == "__main__":
         scheduler_block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,
         max_model_len=800,
+        enable_events=True,
     )
     addresses = PublisherConfig(
         endpoint=sys.argv[1], replay_endpoint=sys.argv[2], topic="kv-events"

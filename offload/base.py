@@ -18,10 +18,10 @@ size.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 from kvevents.events import GroupIdx
 from offload.errors import TransferError
@@ -53,6 +53,8 @@ class RequestContext:
     """The request for which a tier is asked."""
 
     request_id: str
+    kv_transfer_params: Mapping[str, Any] | None = field(default=None, hash=False)
+    """What the client's request says to the tiers, as it came: not checked by anyone before."""
 
 
 # --- where blocks are -----------------------------------------------------------------------------
@@ -155,10 +157,25 @@ class OffloadingManager(Protocol):
     prompt's tail before its head.
     """
 
+    enable_events: bool = False
+    """Whether `take_events` reports what is stored and removed, and must be called. A tier whose
+    offloaded blocks cover several GPU blocks is searched with the help of these events."""
+
     @property
     def medium(self) -> str:
         """The tier's name on the wire."""
         ...
+
+    def on_new_request(self, context: RequestContext) -> None:  # noqa: ARG002
+        """A request is about to be looked up for the first time; a preempted one begins anew."""
+        return
+
+    def on_request_finished(self, context: RequestContext) -> None:  # noqa: ARG002
+        """A request gave up its blocks, for whatever reason; copies for it may still be in flight.
+
+        Called once for each `on_new_request`.
+        """
+        return
 
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
         """Look a block up. This does not count as use.

@@ -46,7 +46,7 @@ class CacheConfig:
         max_model_len: int,
         max_in_flight_tokens: int | None = None,
         enable_caching: bool = True,
-        enable_events: bool = True,
+        enable_events: bool = False,
         eagle: bool = False,
         retention_interval: int | None = None,
     ) -> CacheConfig:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvevents.hashing import ExtraKeys, HashChain
 
@@ -32,6 +33,7 @@ class CacheRequest:
         lora_name: str | None = None,
         cache_salt: str | None = None,
         extra_keys: Sequence[ExtraKeys] = (),
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -43,6 +45,7 @@ class CacheRequest:
             extra_keys: What else decides a block's content, per hash block of the prompt:
                 `(multimodal id, offset in the block)` pairs, and digests of embeddings or of an
                 encoder's input as bytes.
+            kv_transfer_params: For the lower tiers; see `RequestContext`.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -54,6 +57,7 @@ class CacheRequest:
         """Length of the prefix shared with earlier requests, found at admission; retained there
         under sparse retention."""
         self.lora_name = lora_name
+        self.kv_transfer_params = kv_transfer_params
         self.block_hashes: list[bytes] = []
         self._cache_salt = cache_salt
         self._extra_keys = extra_keys

@@ -64,6 +64,7 @@ class ReuseFilter(OffloadingManager):
         if max_tracked < 1:
             raise CacheConfigError(f"reuse filter: max_tracked {max_tracked} must be at least 1")
         self.manager = manager
+        self.enable_events = manager.enable_events
         self.min_uses = min_uses
         self.max_tracked = max_tracked
         self._users: OrderedDict[OffloadKey, tuple[str, ...]] = OrderedDict()
@@ -74,6 +75,14 @@ class ReuseFilter(OffloadingManager):
     @override
     def medium(self) -> str:
         return self.manager.medium
+
+    @override
+    def on_new_request(self, context: RequestContext) -> None:
+        self.manager.on_new_request(context)
+
+    @override
+    def on_request_finished(self, context: RequestContext) -> None:
+        self.manager.on_request_finished(context)
 
     @override
     def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:

@@ -35,7 +35,13 @@ from offload.base import (
 )
 from offload.block import Block
 from offload.cache_manager import CacheManager
-from offload.connector.load_plan import ExternalHit, LoadPlanner, gpu_side, split_into_copies
+from offload.connector.load_plan import (
+    ExternalHit,
+    LoadPlanner,
+    context_of,
+    gpu_side,
+    split_into_copies,
+)
 from offload.connector.store_plan import StoreCandidate, StorePlanner, StoreScope
 from offload.connector.tier import Tier
 from offload.coordinator import ComputedBlocks
@@ -99,7 +105,11 @@ class OffloadingConnector:
     """
 
     def __init__(
-        self, cache: CacheManager, tiers: Sequence[Tier], store_scope: StoreScope = StoreScope.ALL
+        self,
+        cache: CacheManager,
+        tiers: Sequence[Tier],
+        store_scope: StoreScope = StoreScope.ALL,
+        promote: bool = True,
     ) -> None:
         """
         Args:
@@ -107,6 +117,9 @@ class OffloadingConnector:
             tiers: The fastest first. Blocks are stored in all of them; a load takes each block from
                 the first that has it.
             store_scope: Which blocks are worth storing.
+            promote: Whether blocks that a load brought back are offered to the tiers that lack
+                them: what was found on disk is then found in memory the next time. Without it only
+                computed blocks are stored.
 
         Raises:
             CacheConfigError: Two tiers have the same medium.
@@ -120,10 +133,13 @@ class OffloadingConnector:
         self._tiers = tuple(tiers)
         self._loads = LoadPlanner(cache, tiers)
         self._stores = StorePlanner(cache, tiers, store_scope)
+        self._promote = promote
         self._job_ids = count(1)
         self._queued: list[list[TransferJob]] = [[] for _ in tiers]
         self._flights: dict[int, _Flight] = {}
         self._loading: dict[str, _Loading] = {}
+        self._contexts: dict[str, RequestContext] = {}
+        """Of requests that began and gave up no blocks since."""
         self._keys_loading: Counter[OffloadKey] = Counter()
         self._counts = {direction: CopyStatistics() for direction in Direction}
         self._refused_stores = 0
@@ -146,6 +162,8 @@ class OffloadingConnector:
             request: One that holds no blocks.
             computed: Its hit on the GPU.
         """
+        if request.request_id not in self._contexts:
+            self._begin(context_of(request))
         hit = self._loads.find(request, computed)
         if any(self._keys_loading[piece.key] for piece in hit.pieces):
             return None
@@ -153,7 +171,9 @@ class OffloadingConnector:
             # Once per request, however often it is looked up: a tier may take two uses for two
             # requests.
             self._loads.touch(request, hit.num_tokens)
-        self._stores.start(request.request_id, computed.num_tokens)
+        self._stores.start(
+            request.request_id, computed.num_tokens if self._promote else hit.num_tokens
+        )
         return hit
 
     def start_load(self, request: CacheRequest, hit: ExternalHit) -> None:
@@ -170,7 +190,7 @@ class OffloadingConnector:
         if request.request_id in self._loading:
             raise TierStateError(f"request {request.request_id!r} waits for a load already")
         tables = self._cache.block_tables(request.request_id)
-        context = RequestContext(request.request_id)
+        context = context_of(request)
         for tier_index, tier in enumerate(self._tiers):
             for copy in split_into_copies(hit.pieces, tier_index):
                 keys = [piece.key for piece in copy]
@@ -189,6 +209,15 @@ class OffloadingConnector:
         """Drop a request that gives up its blocks; its copies in flight end unreported."""
         self._loading.pop(request_id, None)
         self._stores.forget(request_id)
+        context = self._contexts.pop(request_id, None)
+        if context is not None:
+            for tier in self._tiers:
+                tier.on_request_finished(context)
+
+    def _begin(self, context: RequestContext) -> None:
+        self._contexts[context.request_id] = context
+        for tier in self._tiers:
+            tier.on_new_request(context)
 
     # --- storing ----------------------------------------------------------------------------------
 
@@ -200,9 +229,7 @@ class OffloadingConnector:
         """
         for tier_index, tier in enumerate(self._tiers):
             candidates = self._stores.candidates(request, tier_index)
-            if candidates and not self._store_in(
-                tier_index, tier, candidates, RequestContext(request.request_id)
-            ):
+            if candidates and not self._store_in(tier_index, tier, candidates, context_of(request)):
                 self._refused_stores += 1
                 continue
             self._stores.mark_offered(request, tier_index)

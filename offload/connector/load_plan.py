@@ -44,6 +44,11 @@ class ExternalHit:
     """Group by group, each group's in the order of the prompt."""
 
 
+def context_of(request: CacheRequest) -> RequestContext:
+    """The request as tiers know it."""
+    return RequestContext(request.request_id, request.kv_transfer_params)
+
+
 class _Search:
     """One request's search through the tiers; each block is looked up once."""
 
@@ -90,7 +95,7 @@ class LoadPlanner:
             request: Whose prefix is looked up.
             computed: Its hit on the GPU.
         """
-        search = _Search(self._tiers, RequestContext(request.request_id))
+        search = _Search(self._tiers, context_of(request))
         num_tokens = self._longest(request, computed.num_tokens, search)
         pieces = tuple(self._pieces(request, computed.num_tokens, num_tokens, search))
         return ExternalHit(num_tokens, num_tokens - computed.num_tokens, pieces)
@@ -108,7 +113,7 @@ class LoadPlanner:
             for index in manager.needed_blocks(num_tokens)
         ]
         for tier in self._tiers:
-            tier.touch(reversed(blocks), RequestContext(request.request_id))
+            tier.touch(reversed(blocks), context_of(request))
 
     def _longest(self, request: CacheRequest, gpu_hit: int, search: _Search) -> int:
         pool = self._cache.pool

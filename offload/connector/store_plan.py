@@ -54,11 +54,11 @@ class StorePlanner:
         return request_id in self._offered
 
     def start(self, request_id: str, num_computed_tokens: int) -> None:
-        """Begin a request behind its hit on the GPU, whose blocks are not new.
+        """Begin a request behind tokens whose blocks need not be offered.
 
         Args:
             request_id: The request.
-            num_computed_tokens: Its hit.
+            num_computed_tokens: Its hit, on the GPU or in all tiers.
         """
         self._offered[request_id] = [
             [

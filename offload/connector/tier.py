@@ -40,7 +40,8 @@ class Tier:
                 same as the tier's worker has.
 
         Raises:
-            CacheConfigError: The sizes do not fit the groups.
+            CacheConfigError: The sizes do not fit the groups, or the manager reports no events and
+                an offloaded block covers several GPU blocks.
         """
         sizes = blocks_per_offloaded_block
         self.sizes = (sizes,) * len(groups) if isinstance(sizes, int) else tuple(sizes)
@@ -52,6 +53,14 @@ class Tier:
         self._check_sizes()
         self._aliases = BlockAliases(self.sizes)
         self._learned: list[tuple[GroupIdx, list[BlockHash]]] = []
+
+    def on_new_request(self, context: RequestContext) -> None:
+        """See `OffloadingManager.on_new_request`."""
+        self.manager.on_new_request(context)
+
+    def on_request_finished(self, context: RequestContext) -> None:
+        """See `OffloadingManager.on_request_finished`."""
+        self.manager.on_request_finished(context)
 
     def find(
         self, group_idx: GroupIdx, block_hash: bytes, context: RequestContext
@@ -186,6 +195,12 @@ class Tier:
         )
 
     def _check_sizes(self) -> None:
+        if max(self.sizes, default=0) > 1 and not self.manager.enable_events:
+            # Which GPU blocks can be loaded follows from the manager's events.
+            raise CacheConfigError(
+                f"{self.medium} tier: blocks_per_offloaded_block {list(self.sizes)} needs a "
+                "manager with enable_events"
+            )
         if len(self.sizes) != len(self._groups) or min(self.sizes, default=0) < 1:
             raise CacheConfigError(
                 f"{self.medium} tier: blocks_per_offloaded_block {list(self.sizes)} must be one "

@@ -72,14 +72,14 @@ class CPUOffloadingManager(OffloadingManager):
     medium = CPU
 
     def __init__(
-        self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = True
+        self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False
     ) -> None:
         """
         Args:
             num_blocks: How many blocks the tier has room for.
             cache_policy: `lru`, `arc` or the name of a plug-in.
-            enable_events: Without it `take_events` is always empty; with it `take_events` must be
-                called, since events are kept without bound.
+            enable_events: Record what is stored and removed; then `take_events` must be called,
+                since events are kept until it is.
 
         Raises:
             CacheConfigError: num_blocks is below 1, or no policy has that name.

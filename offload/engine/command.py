@@ -23,7 +23,8 @@ from offload.engine.http.server import EngineServerConfig
 from offload.engine.http.server import run as run_server
 from offload.engine.http.tokenizer import ByteTokenizer, Tokenizer
 from offload.engine.http.tokenizer_files import FileTokenizer
-from offload.errors import OffloadError
+from offload.errors import CacheConfigError, OffloadError
+from offload.tiers import TierConfig, tier_names
 
 EXIT_USAGE = 2
 _DEFAULTS = EngineConfig()
@@ -194,6 +195,20 @@ def _add_cache(group: Any) -> None:
         metavar="N",
         help="size of the tier on disk",
     )
+    group.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        nargs="+",
+        metavar=("NAME", "OPTION=VALUE"),
+        help=f"a lower tier with its options: {', '.join(tier_names())}; repeatable, the fastest "
+        "first; see docs/offloading.md, Tiers by name",
+    )
+    group.add_argument(
+        "--no-promote",
+        action="store_true",
+        help="do not store in faster tiers what was loaded from slower ones",
+    )
 
 
 def _add_events(group: Any) -> None:
@@ -277,6 +292,8 @@ def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engin
         cpu_cache_policy=arguments.cpu_cache_policy,
         disk_directory=arguments.disk_directory,
         disk_bytes=arguments.disk_bytes,
+        tiers=tuple(_tier(*words) for words in arguments.tier),
+        promote=not arguments.no_promote,
         kv_events_endpoint=arguments.kv_events_endpoint,
         kv_events_replay_endpoint=arguments.kv_events_replay_endpoint,
         kv_events_topic=arguments.kv_events_topic,
@@ -284,6 +301,14 @@ def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engin
         device=arguments.device,
         time_model=_time_model(arguments),
     )
+
+
+def _tier(name: str, *options: str) -> TierConfig:
+    pairs = [option.partition("=") for option in options]
+    for option, (key, equals, _) in zip(options, pairs, strict=True):
+        if not (key and equals):
+            raise CacheConfigError(f"--tier {name}: {option[:40]!r} must be OPTION=VALUE")
+    return TierConfig(name, {key: value for key, _, value in pairs})
 
 
 def _time_model(arguments: argparse.Namespace) -> TimeModel:

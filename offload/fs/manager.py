@@ -80,13 +80,13 @@ class FileOffloadingManager(OffloadingManager):
 
     medium = STORAGE
 
-    def __init__(self, store: BlockFiles, max_bytes: int, enable_events: bool = True) -> None:
+    def __init__(self, store: BlockFiles, max_bytes: int, enable_events: bool = False) -> None:
         """
         Args:
             store: The directory. It belongs to this manager until `store.close()`.
             max_bytes: Limit for all block files together; see `BlockStore` for what is not counted.
-            enable_events: Without it `take_events` is always empty; with it `take_events` must be
-                called, since events are kept without bound.
+            enable_events: Record what is stored and removed; then `take_events` must be called,
+                since events are kept until it is.
 
         Raises:
             CacheConfigError: A single block would not fit, or another manager has the directory.

@@ -38,7 +38,7 @@ def test_a_configuration_keeps_what_it_was_given() -> None:
         hashes=2,
         max_in_flight_tokens=32,
         enable_caching=False,
-        enable_events=False,
+        enable_events=True,
         eagle=True,
         retention_interval=48,
     )
@@ -51,17 +51,22 @@ def test_a_configuration_keeps_what_it_was_given() -> None:
     assert (config.num_blocks, config.max_model_len, config.max_in_flight_tokens) == (10, 100, 32)
     assert (config.enable_caching, config.enable_events, config.layout.eagle) == (
         False,
-        False,
+        True,
         True,
     )
     assert config.retention_interval == 48
 
 
 def test_defaults_are_the_safe_choice() -> None:
-    """By default a whole prompt may be in flight, and the cache caches and reports."""
+    """By default a whole prompt may be in flight, and the cache caches; events that nobody takes
+    would pile up."""
     config = build(full())
     assert config.max_in_flight_tokens == config.max_model_len == 100
-    assert (config.enable_caching, config.enable_events, config.layout.eagle) == (True, True, False)
+    assert (config.enable_caching, config.enable_events, config.layout.eagle) == (
+        True,
+        False,
+        False,
+    )
     assert config.retention_interval is None
 
 

@@ -14,7 +14,7 @@ from tests.offload.cpu.keys import key, keys, replayed
 
 
 def filtered(min_uses: int = 2, max_tracked: int = 100, num_blocks: int = 10) -> ReuseFilter:
-    return ReuseFilter(CPUOffloadingManager(num_blocks), min_uses, max_tracked)
+    return ReuseFilter(CPUOffloadingManager(num_blocks, enable_events=True), min_uses, max_tracked)
 
 
 def offer(tier: ReuseFilter, request_id: str, *numbers: int) -> list[OffloadKey]:

@@ -67,6 +67,7 @@ def config_of(groups: Sequence[KVCacheGroup], **settings: Any) -> CacheConfig:
     sizes = [group.block_size for group in groups if group.kind is not GroupKind.NOT_CACHED]
     settings.setdefault("num_blocks", 40 * len(groups))
     settings.setdefault("max_model_len", 200)
+    settings.setdefault("enable_events", True)
     return CacheConfig.build(
         groups,
         scheduler_block_size=math.lcm(*sizes),

@@ -74,11 +74,12 @@ class OffloadDriver(CacheDriver):
         tiers: Sequence[TierUnderTest],
         seed: int | str,
         scope: StoreScope = StoreScope.ALL,
+        promote: bool = True,
     ) -> None:
         super().__init__(config, pages)
         self.tiers = tiers
         self.connector = OffloadingConnector(
-            self.cache, [under_test.tier for under_test in tiers], scope
+            self.cache, [under_test.tier for under_test in tiers], scope, promote
         )
         self.loading: dict[str, Waiting] = {}
         self.loaded_from: set[str] = set()

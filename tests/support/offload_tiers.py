@@ -25,7 +25,7 @@ def cpu_tier(
     options: TransferOptions | None = None,
 ) -> TierUnderTest:
     """Memory for *num_blocks* offloaded blocks."""
-    manager = CPUOffloadingManager(num_blocks, policy)
+    manager = CPUOffloadingManager(num_blocks, policy, enable_events=True)
     worker = CPUTransferWorker(pages.cache, num_blocks, sizes, options)
     return TierUnderTest(Tier(manager, config.layout.groups, sizes), worker)
 
@@ -39,7 +39,7 @@ def disk_tier(
         for group, size in zip(config.layout.groups, sizes, strict=True)
     ]
     store = BlockStore(root, payload)
-    manager = FileOffloadingManager(store, max_bytes)
+    manager = FileOffloadingManager(store, max_bytes, enable_events=True)
     return TierUnderTest(
         Tier(manager, config.layout.groups, sizes), FileTransferWorker(pages.cache, store, sizes)
     ), store

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import EventPublisher, NullEventPublisher, create_publisher
 from kvevents.publisher_config import PublisherConfig
-from offload.base import OffloadingWorker
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
-from offload.connector import OffloadingConnector, Tier
-from offload.cpu.manager import CPUOffloadingManager
+from offload.connector import OffloadingConnector
 from offload.engine.core.batch import ModelRunner
 from offload.engine.core.engine import Engine
 from offload.engine.core.model_config import TransformerConfig
@@ -27,9 +25,8 @@ from offload.engine.core.scheduler import Scheduler, SchedulerConfig, most_block
 from offload.engine.core.simulated import SimulatedBackend
 from offload.engine.core.time_model import Clock, RealClock, TimeModel
 from offload.errors import CacheConfigError
-from offload.fs.manager import FileOffloadingManager
-from offload.fs.store import BlockFiles
 from offload.request import RequestHasher
+from offload.tiers import MadeTier, TierConfig, TierHost, TransferBackend, create_tiers
 
 EOS_TOKEN_ID = 257
 """End of sequence of the engine's own byte tokenizer."""
@@ -62,6 +59,10 @@ class EngineConfig:
     cpu_cache_policy: str = "lru"
     disk_directory: Path | None = None
     disk_bytes: int = 1 << 30
+    tiers: tuple[TierConfig, ...] = ()
+    """Lower tiers by name, the fastest first, behind those that the four fields above describe."""
+    promote: bool = True
+    """Whether what a load brought back is stored in the tiers that lack it."""
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_topic: str = "kv-events"
@@ -83,30 +84,22 @@ class EngineConfig:
         changed = {name: value for name, value in changes.items() if value is not None}
         return preset(self.preset, seed=self.seed, **changed)
 
+    @property
+    def lower_tiers(self) -> tuple[TierConfig, ...]:
+        """All lower tiers, the fastest first."""
+        memory = {"num_blocks": self.cpu_blocks, "cache_policy": self.cpu_cache_policy}
+        disk: dict[str, Any] = {"directory": self.disk_directory, "max_bytes": self.disk_bytes}
+        return (
+            *((TierConfig("cpu", memory),) if self.cpu_blocks else ()),
+            *((TierConfig("fs", disk),) if self.disk_directory else ()),
+            *self.tiers,
+        )
 
-class Backend(Protocol):
+
+class Backend(TransferBackend, Protocol):
     """What computes and copies: a model and its pages, or the time they would take."""
 
     runner: ModelRunner
-
-    def cpu_worker(self, num_blocks: int) -> OffloadingWorker:
-        """What copies to and from a tier of *num_blocks* in memory."""
-        ...
-
-    def disk(
-        self, directory: Path, payload_bytes: Sequence[int], identity: str
-    ) -> tuple[BlockFiles, OffloadingWorker]:
-        """Open a disk tier.
-
-        Args:
-            directory: Where the files are.
-            payload_bytes: Bytes of a block in a file, per group.
-            identity: Of the weights; files of other weights are refused.
-
-        Returns:
-            The files, and what copies to and from them.
-        """
-        ...
 
 
 def build_engine(
@@ -123,11 +116,12 @@ def build_engine(
         CacheConfigError: Sizes contradict each other, or torch is missing where it is needed.
     """
     model = _fitting(config.model(), config)
-    cache = CacheManager(_cache_config(config, model), model.block_size)
+    publishes = publisher is not None or config.kv_events_endpoint is not None
+    cache = CacheManager(_cache_config(config, model, publishes), model.block_size)
     clock = clock or RealClock()
     backend = _backend(config, model, clock)
-    tiers, workers, stores = _tiers(config, model, cache.config.layout, backend)
-    connector = OffloadingConnector(cache, tiers) if tiers else None
+    tiers = create_tiers(config.lower_tiers, _tier_host(model, cache, publishes, backend))
+    connector = _connector(config, cache, tiers)
     chain = HashChain.from_seed()
     limits = SchedulerConfig(
         config.max_num_batched_tokens, config.max_num_seqs, model.max_model_len
@@ -141,9 +135,28 @@ def build_engine(
         runner=backend.runner,
         publisher=publisher or _publisher(config, cache.config.layout, chain),
         connector=connector,
-        workers=workers,
+        tiers=tiers,
         clock=clock if config.simulate else None,
-        stores=stores,
+    )
+
+
+def _connector(
+    config: EngineConfig, cache: CacheManager, tiers: Sequence[MadeTier]
+) -> OffloadingConnector | None:
+    if not tiers:
+        return None
+    return OffloadingConnector(cache, [made.tier for made in tiers], promote=config.promote)
+
+
+def _tier_host(
+    model: TransformerConfig, cache: CacheManager, publishes: bool, backend: Backend
+) -> TierHost:
+    return TierHost(
+        groups=cache.config.layout.groups,
+        page_bytes=_page_bytes(model),
+        identity=_identity(model),
+        enable_events=publishes,
+        backend=backend,
     )
 
 
@@ -171,7 +184,9 @@ def _blocks_at_once(model: TransformerConfig, config: EngineConfig, length: int)
     return most_blocks_held(CacheManager(trial, model.block_size), length)
 
 
-def _cache_config(config: EngineConfig, model: TransformerConfig) -> CacheConfig:
+def _cache_config(
+    config: EngineConfig, model: TransformerConfig, enable_events: bool = False
+) -> CacheConfig:
     return CacheConfig.build(
         model.cache_groups(),
         num_blocks=config.num_blocks,
@@ -180,6 +195,7 @@ def _cache_config(config: EngineConfig, model: TransformerConfig) -> CacheConfig
         max_model_len=model.max_model_len,
         max_in_flight_tokens=min(config.max_num_batched_tokens, model.max_model_len),
         enable_caching=config.enable_caching,
+        enable_events=enable_events,
         retention_interval=config.retention_interval,
     )
 
@@ -195,25 +211,6 @@ def _publisher(config: EngineConfig, layout: KVCacheLayout, chain: HashChain) ->
     return create_publisher(addresses, layout, chain, config.data_parallel_rank)
 
 
-def _tiers(
-    config: EngineConfig, model: TransformerConfig, layout: KVCacheLayout, backend: Backend
-) -> tuple[list[Tier], list[OffloadingWorker], list[BlockFiles]]:
-    tiers: list[Tier] = []
-    workers: list[OffloadingWorker] = []
-    stores: list[BlockFiles] = []
-    if config.cpu_blocks:
-        tiers.append(
-            Tier(CPUOffloadingManager(config.cpu_blocks, config.cpu_cache_policy), layout.groups)
-        )
-        workers.append(backend.cpu_worker(config.cpu_blocks))
-    if config.disk_directory:
-        store, worker = backend.disk(config.disk_directory, _payload_bytes(model), _identity(model))
-        tiers.append(Tier(FileOffloadingManager(store, config.disk_bytes), layout.groups))
-        workers.append(worker)
-        stores.append(store)
-    return tiers, workers, stores
-
-
 def _identity(model: TransformerConfig) -> str:
     """Identify the weights, and so the contents of blocks.
 
@@ -223,7 +220,7 @@ def _identity(model: TransformerConfig) -> str:
     return f"{model.name} {sha256(fields.encode()).hexdigest()}"
 
 
-def _payload_bytes(model: TransformerConfig) -> list[int]:
+def _page_bytes(model: TransformerConfig) -> list[int]:
     kinds = [group.kind for group in model.layer_groups()]
     return [model.group_page_bytes(kind) * model.layers_per_group for kind in kinds]
 

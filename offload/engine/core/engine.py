@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvevents.publisher import EventPublisher
-from offload.base import OffloadingWorker
 from offload.cache_manager import CacheManager, CacheStatistics
 from offload.connector import OffloadingConnector
 from offload.engine.core.batch import ModelRunner
@@ -14,7 +13,7 @@ from offload.engine.core.model_config import TransformerConfig
 from offload.engine.core.requests import EngineRequest, StepOutput
 from offload.engine.core.scheduler import Scheduler, SchedulerStatistics
 from offload.engine.core.time_model import Clock, RealClock
-from offload.fs.store import BlockFiles
+from offload.tiers import MadeTier
 
 _IDLE_S = 0.001
 """How long a step waits that has nothing to compute while copies are in flight."""
@@ -44,9 +43,8 @@ class Engine:
         runner: ModelRunner,
         publisher: EventPublisher,
         connector: OffloadingConnector | None = None,
-        workers: Sequence[OffloadingWorker] = (),
+        tiers: Sequence[MadeTier] = (),
         clock: Clock | None = None,
-        stores: Sequence[BlockFiles] = (),
     ) -> None:
         """Take the parts that `offload.engine.core.build` made.
 
@@ -57,9 +55,8 @@ class Engine:
             runner: Computes or simulates batches.
             publisher: Gets the events of every step.
             connector: To lower tiers, if there are any.
-            workers: One per tier of *connector*, in its order.
+            tiers: Those of *connector*, in its order; closed with the engine.
             clock: What an idle step sleeps on; the machine's own if left out.
-            stores: Files of disk tiers, closed with the engine.
         """
         self.model = model
         self.cache = cache
@@ -67,8 +64,7 @@ class Engine:
         self.runner = runner
         self.publisher = publisher
         self.connector = connector
-        self._workers = workers
-        self._stores = stores
+        self.tiers = tiers
         self._clock = clock or RealClock()
         self._steps = 0
         self._publish()  # blocks that an earlier process left in a tier
@@ -128,23 +124,21 @@ class Engine:
 
     def close(self) -> None:
         """Finish copies and stop publishing."""
-        for worker in self._workers:
-            worker.shutdown()
-        for store in self._stores:
-            store.close()
+        for made in self.tiers:
+            made.close()
         self.publisher.shutdown()
 
     def _take_finished_copies(self) -> None:
         if self.connector:
-            for worker in self._workers:
-                ended = self.connector.complete(worker.get_finished())
+            for made in self.tiers:
+                ended = self.connector.complete(made.worker.get_finished())
                 self.scheduler.loads_ended(ended.loaded, ended.failed)
 
     def _start_copies(self) -> None:
         if self.connector:
-            for worker, jobs in zip(self._workers, self.connector.take_jobs(), strict=True):
+            for made, jobs in zip(self.tiers, self.connector.take_jobs(), strict=True):
                 for job in jobs:
-                    worker.submit(job)
+                    made.worker.submit(job)
 
     def _publish(self) -> None:
         events = self.cache.take_events()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class FinishReason(Enum):
@@ -41,6 +42,8 @@ class EngineRequest:
     lora_name: str | None = None
     """Separates the request's blocks from others'; the engine computes the same with or without."""
     cache_salt: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """For the lower tiers; the engine does not read it."""
 
 
 @dataclass(frozen=True, slots=True)

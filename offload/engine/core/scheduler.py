@@ -173,6 +173,7 @@ class Scheduler:
             self._hasher,
             request.lora_name,
             request.cache_salt,
+            kv_transfer_params=request.kv_transfer_params,
         )
         sequence = _Sequence(request, cached, longest)
         self._sequences[request.request_id] = sequence

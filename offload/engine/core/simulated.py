@@ -7,8 +7,9 @@ is what an engine with a model would report.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from offload.base import OffloadingWorker, OffloadKey, TransferJob, TransferResult
 from offload.engine.core.batch import ModelRunner, SequenceChunk
@@ -146,22 +147,37 @@ class SimulatedBackend:
         self._clock = clock
         self._block_bytes = block_bytes
 
-    def cpu_worker(self, num_blocks: int) -> OffloadingWorker:  # noqa: ARG002 (the protocol's)
-        """See `Backend.cpu_worker`."""
-        return SimulatedTransferWorker(self._time_model, self._clock, self._block_bytes)
+    def cpu_worker(
+        self,
+        num_blocks: int,  # noqa: ARG002 (the protocol's)
+        blocks_per_offloaded_block: Sequence[int],  # noqa: ARG002 (the protocol's)
+    ) -> OffloadingWorker:
+        """See `TransferBackend.cpu_worker`."""
+        return self._worker()
 
     def disk(
         self,
         directory: Path,  # noqa: ARG002 (the protocol's)
         payload_bytes: Sequence[int],
         identity: str,  # noqa: ARG002 (the protocol's)
+        blocks_per_offloaded_block: Sequence[int],  # noqa: ARG002 (the protocol's)
     ) -> tuple[BlockFiles, OffloadingWorker]:
         """Return a disk tier's files and worker; nothing is written.
 
         Args:
             directory: Not used.
-            payload_bytes: Bytes of a block in a file, per group.
+            payload_bytes: Bytes of an offloaded block, per group.
             identity: Not used.
+            blocks_per_offloaded_block: Not used.
         """
-        worker = SimulatedTransferWorker(self._time_model, self._clock, self._block_bytes)
-        return SimulatedBlockFiles(payload_bytes), worker
+        return SimulatedBlockFiles(payload_bytes), self._worker()
+
+    def worker(
+        self,
+        make: Callable[[Any], OffloadingWorker],  # noqa: ARG002 (the protocol's)
+    ) -> OffloadingWorker:
+        """Return a worker that takes the time of a copy; *make* is not called."""
+        return self._worker()
+
+    def _worker(self) -> OffloadingWorker:
+        return SimulatedTransferWorker(self._time_model, self._clock, self._block_bytes)

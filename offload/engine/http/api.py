@@ -208,7 +208,12 @@ class _Api:
         )
         lora_name = body.model if body.model in self._model.adapters else None
         return EngineRequest(
-            f"request-{next(self._serials)}", ids, sampling, lora_name, body.cache_salt
+            f"request-{next(self._serials)}",
+            ids,
+            sampling,
+            lora_name,
+            body.cache_salt,
+            body.kv_transfer_params,
         )
 
     def _check(self, body: GenerateBody) -> None:

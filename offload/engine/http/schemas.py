@@ -61,6 +61,8 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    """For the lower tiers."""
 
     # Refused unless they have their neutral value; see `refuse_unsupported`.
     n: int | None = None

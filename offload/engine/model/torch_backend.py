@@ -6,8 +6,9 @@ else in the engine leads to torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from offload.base import OffloadingWorker
 from offload.cpu.worker import CPUTransferWorker
@@ -33,19 +34,35 @@ class TorchBackend:
         self.runner = TorchRunner(model, num_blocks, device, cpu_threads)
         self._pages = self.runner.pages.canonical()
 
-    def cpu_worker(self, num_blocks: int) -> OffloadingWorker:
-        """See `Backend.cpu_worker`."""
-        return CPUTransferWorker(self._pages, num_blocks)
+    def cpu_worker(
+        self, num_blocks: int, blocks_per_offloaded_block: Sequence[int]
+    ) -> OffloadingWorker:
+        """See `TransferBackend.cpu_worker`.
+
+        Args:
+            num_blocks: Room in offloaded blocks.
+            blocks_per_offloaded_block: GPU blocks in each, per group.
+        """
+        return CPUTransferWorker(self._pages, num_blocks, blocks_per_offloaded_block)
+
+    def worker(self, make: Callable[[Any], OffloadingWorker]) -> OffloadingWorker:
+        """Call *make* with the model's pages."""
+        return make(self._pages)
 
     def disk(
-        self, directory: Path, payload_bytes: Sequence[int], identity: str
+        self,
+        directory: Path,
+        payload_bytes: Sequence[int],
+        identity: str,
+        blocks_per_offloaded_block: Sequence[int],
     ) -> tuple[BlockStore, OffloadingWorker]:
         """Open a directory for blocks, or create it.
 
         Args:
             directory: Where the files are.
-            payload_bytes: Bytes of a block in a file, per group.
+            payload_bytes: Bytes of an offloaded block, per group.
             identity: Of the weights.
+            blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
 
         Returns:
             The files, and what copies to and from them.
@@ -54,4 +71,4 @@ class TorchBackend:
             CacheConfigError: The directory holds blocks of another model.
         """
         store = BlockStore(directory, payload_bytes, identity)
-        return store, FileTransferWorker(self._pages, store)
+        return store, FileTransferWorker(self._pages, store, blocks_per_offloaded_block)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvevents.events import CPU, STORAGE
 from kvevents.layout import GroupKind
-from offload.base import Direction, TransferResult
+from offload.base import (
+    CPULoadStoreSpec,
+    Direction,
+    LookupResult,
+    OffloadKey,
+    PrepareStoreOutput,
+    RequestContext,
+    TransferResult,
+)
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
 from offload.connector import OffloadingConnector, StoreScope, Tier
 from offload.cpu.manager import CPUOffloadingManager
+from offload.cpu.worker import CPUTransferWorker
 from offload.errors import CacheConfigError, TierStateError
+from offload.request import CacheRequest, RequestHasher
+from offload.reuse_filter import ReuseFilter
 from offload.transfer.runner import TransferOptions
+from tests.support.cache_driver import CHAIN
 from tests.support.cache_layouts import GROUPS, config_of, variants, with_blocks
 from tests.support.cache_workload import CacheWorkload
 from tests.support.offload_driver import OffloadDriver, TensorPages, TierUnderTest
@@ -350,5 +363,175 @@ def test_sizes_that_do_not_fit_the_groups_are_refused(
     sizes: Sequence[int] | int, name: str
 ) -> None:
     """Every block would be looked up under a wrong key."""
-    with pytest.raises(CacheConfigError, match="blocks_per_offloaded_block"):
-        Tier(CPUOffloadingManager(4), GROUPS[name], sizes)
+    with pytest.raises(CacheConfigError, match="must be"):
+        Tier(CPUOffloadingManager(4, enable_events=True), GROUPS[name], sizes)
+
+
+def test_blocks_of_several_gpu_blocks_need_the_managers_events() -> None:
+    """Which GPU blocks they cover is learned from them: without, nothing would ever be loaded."""
+    Tier(CPUOffloadingManager(4), GROUPS["full"], 1)
+    with pytest.raises(CacheConfigError, match=r"CPU tier: .*\[2\] needs .* enable_events"):
+        Tier(CPUOffloadingManager(4), GROUPS["full"], 2)
+
+
+# --- what requests say to tiers -------------------------------------------------------------------
+
+
+class Listener(CPUOffloadingManager):
+    """Notes which request each call was made for."""
+
+    def __init__(self) -> None:
+        super().__init__(100, enable_events=True)
+        self.heard: list[tuple[str, RequestContext]] = []
+
+    def on_new_request(self, context: RequestContext) -> None:
+        self.heard.append(("new", context))
+
+    def on_request_finished(self, context: RequestContext) -> None:
+        self.heard.append(("finished", context))
+
+    def lookup(self, key: OffloadKey, context: RequestContext) -> LookupResult:
+        self.heard.append(("lookup", context))
+        return super().lookup(key, context)
+
+    def touch(self, keys: Iterable[OffloadKey], context: RequestContext) -> None:
+        self.heard.append(("touch", context))
+        super().touch(keys, context)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], context: RequestContext) -> CPULoadStoreSpec:
+        self.heard.append(("prepare_load", context))
+        return super().prepare_load(keys, context)
+
+    def complete_load(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
+        self.heard.append(("complete_load", context))
+        super().complete_load(keys, context, success)
+
+    def prepare_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext
+    ) -> PrepareStoreOutput | None:
+        self.heard.append(("prepare_store", context))
+        return super().prepare_store(keys, context)
+
+    def complete_store(
+        self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
+    ) -> None:
+        self.heard.append(("complete_store", context))
+        super().complete_store(keys, context, success)
+
+
+ALL_CALLS = {
+    "new",
+    "finished",
+    "lookup",
+    "touch",
+    "prepare_load",
+    "complete_load",
+    "prepare_store",
+    "complete_store",
+}
+
+
+def test_a_requests_parameters_reach_the_tier_with_every_call() -> None:
+    """A tier of one's own may take part only for some requests, or fetch from where they say."""
+    config = config_of(GROUPS["full"], num_blocks=40)
+    pages = TensorPages(config)
+    manager = Listener()
+    tier = TierUnderTest(
+        # Behind a filter, which passes on everything.
+        Tier(ReuseFilter(manager, 1, 100), config.layout.groups),
+        CPUTransferWorker(pages.cache, 100),
+    )
+    driver = OffloadDriver(config, pages, [tier], 1)
+    with shut_down([tier]):
+        computed_and_evicted(driver, list(range(40)))
+        job = driver.new(list(range(60)))
+        job.request.kv_transfer_params = {"peer": "10.0.0.7"}
+        manager.heard.clear()
+        assert driver.admit(job, 60)
+        driver.patience = 1.0
+        while not job.is_done:
+            driver.end_step()
+            assert driver.advance(job, 8)
+        driver.end_step()
+        driver.finish(job)
+        driver.drain()
+    assert {call for call, _ in manager.heard} == ALL_CALLS
+    assert {context.request_id for _, context in manager.heard} == {job.request.request_id}
+    assert all(context.kv_transfer_params == {"peer": "10.0.0.7"} for _, context in manager.heard)
+
+
+def test_a_tier_hears_of_each_request_once_and_of_its_end() -> None:
+    """However often it is looked up while it waits: a tier may keep something for it."""
+    config = config_of(GROUPS["full"], num_blocks=40)
+    manager = Listener()
+    cache = CacheManager(config, config.scheduler_block_size)
+    connector = OffloadingConnector(cache, [Tier(manager, config.layout.groups)])
+    hasher = RequestHasher(CHAIN, config.layout.hash_block_size)
+    request = CacheRequest("a", list(range(40)), hasher)
+    for _ in range(3):
+        connector.find_external_hit(request, cache.get_computed_blocks(request))
+    calls = [call for call, _ in manager.heard]
+    assert (calls[0], calls.count("new"), calls.count("finished")) == ("new", 1, 0)
+    connector.forget("a")
+    connector.forget("a")
+    connector.forget("never seen")
+    calls = [call for call, _ in manager.heard]
+    assert (calls.count("new"), calls.count("finished")) == (1, 1)
+    connector.find_external_hit(request, cache.get_computed_blocks(request))
+    assert [call for call, _ in manager.heard].count("new") == 2, "preempted, it begins anew"
+
+
+# --- between tiers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("promote", [True, False])
+@pytest.mark.parametrize("name", ["full", "full and a window", "full and chunks"])
+def test_what_was_found_on_disk_is_found_in_memory_the_next_time(
+    promote: bool, name: str, tmp_path: Path
+) -> None:
+    """Unless that is switched off; the bytes that memory gives back are checked by the driver."""
+    config = config_of(GROUPS[name], num_blocks=120)
+    pages = TensorPages(config)
+    memory = cpu_tier(pages, config, 100, sizes_for(config, 2))
+    disk, store = disk_tier(pages, config, tmp_path, 1_000_000, sizes_for(config, 1))
+    driver = OffloadDriver(config, pages, [memory, disk], 1, promote=promote)
+    prompt = list(range(50))
+    with shut_down([memory, disk]), closing(store):
+        job = computed_and_evicted(driver, prompt)
+        assert memory.present
+        memory.tier.reset()
+        driver.end_step()
+        assert not memory.present
+        load(driver, job)
+        assert driver.loaded_from == {STORAGE}
+        assert bool(memory.present) is promote
+        assert driver.cache.reset()
+        disk.tier.reset()
+        driver.end_step()
+        driver.loaded_from.clear()
+        again = driver.new(prompt)
+        hit = driver.connector.find_external_hit(
+            again.request, driver.cache.get_computed_blocks(again.request)
+        )
+        driver.connector.forget(again.request.request_id)
+        assert hit is not None
+        assert (hit.num_tokens >= 40) is promote
+        if promote:
+            load(driver, again)
+            assert driver.loaded_from == {CPU}
+
+
+def load(driver: OffloadDriver, job: Any) -> None:
+    """Load a prompt, which checks every token's slot, and compute the rest of it."""
+    loaded = driver.counts["loaded"]
+    assert driver.admit(job, 50)
+    driver.patience = 1.0
+    while driver.loading:
+        driver.end_step()
+    assert driver.counts["loaded"] == loaded + 1
+    assert driver.advance(job, 50)
+    driver.end_step()
+    driver.finish(job)
+    driver.drain()

@@ -43,7 +43,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(params=["lru", "arc", plug_in.NAME])
 def tier(request: pytest.FixtureRequest) -> CPUOffloadingManager:
     """Three blocks; everything tested here holds for every policy."""
-    return CPUOffloadingManager(3, request.param)
+    return CPUOffloadingManager(3, request.param, enable_events=True)
 
 
 def prepare_store(tier: OffloadingManager, *numbers: int) -> PrepareStoreOutput:
@@ -325,9 +325,9 @@ def test_what_is_in_flight_at_a_reset_never_comes_back(tier: CPUOffloadingManage
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def test_events_switched_off_do_not_pile_up() -> None:
+def test_events_do_not_pile_up_unless_they_were_asked_for() -> None:
     """Without a consumer they would never be taken."""
-    tier = CPUOffloadingManager(2, enable_events=False)
+    tier = CPUOffloadingManager(2)
     store(tier, 1, 2)
     store(tier, 3)
     tier.reset()
@@ -396,7 +396,7 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.capacity = 4
-        self.tier = CPUOffloadingManager(self.capacity, self.policy)
+        self.tier = CPUOffloadingManager(self.capacity, self.policy, enable_events=True)
         self.stored: set[OffloadKey] = set()
         self.pending: set[OffloadKey] = set()
         self.doomed: set[OffloadKey] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.offload import tier_plug_in
 from tests.offload.engine.http.test_tokenizer import write_tokenizer
 from tests.support.actual_hits import cached_tokens
 from tests.support.engine_process import COMMAND, EngineProcess, engine_processes, simulated
@@ -184,6 +186,9 @@ async def send_headers(client: HttpClient, count: int) -> None:
         (("--grace-s", "nan"), "--grace-s"),
         (("--disk-directory", "/nowhere", "--disk-bytes", "9"), "disk"),
         (("--cpu-blocks", "9", "--cpu-cache-policy", "nonsense"), "nonsense"),
+        (("--tier", "cqu", "num_blocks=4"), "did you mean cpu?"),
+        (("--tier", "cpu", "num_block=4"), "did you mean num_blocks?"),
+        (("--tier", "cpu", "num_blocks"), "must be OPTION=VALUE"),
         (("--tokenizer", "/nowhere"), "/nowhere"),
         (("--kv-events-endpoint", "nonsense"), "endpoint"),
         (("--slowdown", "0"), "--slowdown"),
@@ -210,6 +215,26 @@ def test_a_port_in_use_is_reported() -> None:
         taken.listen()
         done = kvroute("engine", "--simulate", "--port", str(taken.getsockname()[1]))
     assert (done.returncode, "cannot be listened on" in done.stderr) == (2, True)
+
+
+async def test_a_tier_of_another_package_is_named_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its options; and what a client's request says to the tiers reaches it."""
+    tier_plug_in.install(tmp_path)
+    heard = tmp_path / "heard"
+    monkeypatch.setenv("PEER_LOG", str(heard))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    options = ("--tier", "peer", "num_blocks=100", "peer=10.0.0.7", "--no-promote")
+    async with engine_processes(1, *simulated(), *options) as (engine,):
+        params = {"share": True, "nested": {"from": ["a", 1]}}
+        asked = {"max_tokens": 1, "kv_transfer_params": params}
+        await engine.post("/v1/completions", {"prompt": list(range(100)), **asked})
+        chat = {"messages": [{"role": "user", "content": "hello"}], **asked}
+        assert (await engine.post("/v1/chat/completions", chat)).status == 200
+        refused = await engine.post("/v1/completions", {"prompt": "x", "kv_transfer_params": "no"})
+        assert (refused.status, refused.json["error"]["param"]) == (400, "kv_transfer_params")
+    assert [json.loads(line) for line in heard.read_text().splitlines()] == [params, params]
 
 
 # --- commands of other packages -------------------------------------------------------------------

@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> BlockStore:
 
 @pytest.fixture
 def manager(store: BlockStore) -> FileOffloadingManager:
-    return FileOffloadingManager(store, 3 * FILE_BYTES)
+    return FileOffloadingManager(store, 3 * FILE_BYTES, enable_events=True)
 
 
 def put(manager: FileOffloadingManager, store: BlockStore, *keys: OffloadKey) -> None:
@@ -253,7 +253,7 @@ def test_a_restart_keeps_the_order_of_use_and_the_bound_and_reports_the_blocks(
     store.read(A, memoryview(bytearray(100)))
     store.close()
     smaller = BlockStore(store.root, PAYLOADS)
-    again = FileOffloadingManager(smaller, 2 * FILE_BYTES)
+    again = FileOffloadingManager(smaller, 2 * FILE_BYTES, enable_events=True)
     (event,) = again.take_events()
     assert (event.keys, event.removed) == ((C, A), False)
     assert states(again, A, B, C) == [HIT, MISS, HIT]
@@ -277,9 +277,9 @@ def test_sizes_and_owners_are_checked_at_the_start(
         FileOffloadingManager(BlockStore(store.root, PAYLOADS), 10_000)
 
 
-def test_without_events_none_are_kept(store: BlockStore) -> None:
+def test_events_are_kept_only_if_they_were_asked_for(store: BlockStore) -> None:
     """They would never be taken."""
-    manager = FileOffloadingManager(store, 3 * FILE_BYTES, enable_events=False)
+    manager = FileOffloadingManager(store, 3 * FILE_BYTES)
     put(manager, store, A)
     manager.reset()
     assert manager.take_events() == []
@@ -316,7 +316,7 @@ class FileTier(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.store = BlockStore(self.root, PAYLOADS)
-        self.manager = FileOffloadingManager(self.store, self.MAX_BYTES)
+        self.manager = FileOffloadingManager(self.store, self.MAX_BYTES, enable_events=True)
         self.announced: set[OffloadKey] = set()
         self.served: dict[OffloadKey, int] = {}
         self.take_events()

@@ -1,0 +1,106 @@
+"""What a tier's specification must do, what it is made from, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvevents.layout import KVCacheGroup
+from offload.base import OffloadingManager, OffloadingWorker
+from offload.fs.store import BlockFiles
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """One lower tier, as an operator configures it."""
+
+    name: str
+    """A built-in specification, `cpu` or `fs`, or a plug-in."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The specification's own; numbers may be written as text."""
+
+
+class TransferBackend(Protocol):
+    """What makes the workers of an engine's tiers."""
+
+    def cpu_worker(
+        self, num_blocks: int, blocks_per_offloaded_block: Sequence[int]
+    ) -> OffloadingWorker:
+        """What copies to and from memory.
+
+        Args:
+            num_blocks: Room in offloaded blocks.
+            blocks_per_offloaded_block: GPU blocks in each, per group.
+        """
+        ...
+
+    def disk(
+        self,
+        directory: Path,
+        payload_bytes: Sequence[int],
+        identity: str,
+        blocks_per_offloaded_block: Sequence[int],
+    ) -> tuple[BlockFiles, OffloadingWorker]:
+        """Open a directory, and make what copies to and from its files.
+
+        Args:
+            directory: Where the files are.
+            payload_bytes: Bytes of an offloaded block, per group.
+            identity: Of the weights; files of other weights are refused.
+            blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
+        """
+        ...
+
+    def worker(self, make: Callable[[Any], OffloadingWorker]) -> OffloadingWorker:
+        """What copies to and from a tier of another package.
+
+        Args:
+            make: Given the engine's pages, a `CanonicalKVCache`. An engine without tensors does not
+                call it, and returns a worker that only takes the time.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TierHost:
+    """The engine that tiers are made for."""
+
+    groups: Sequence[KVCacheGroup]
+    page_bytes: Sequence[int]
+    """Bytes of a GPU block, per group."""
+    identity: str
+    """Of the weights: blocks of equal hashes have equal bytes only under one identity."""
+    enable_events: bool
+    """Whether the engine takes and publishes the tiers' events."""
+    backend: TransferBackend
+
+
+class OffloadingSpec(Protocol):
+    """One tier that is being made: called in this order, `close` once its worker was shut down."""
+
+    @property
+    def blocks_per_offloaded_block(self) -> Sequence[int]:
+        """GPU blocks in an offloaded block, per group."""
+        ...
+
+    def create_manager(self) -> OffloadingManager:
+        """The scheduler's side.
+
+        Raises:
+            CacheConfigError: The options contradict the engine.
+        """
+        ...
+
+    def create_worker(self) -> OffloadingWorker:
+        """The side that moves bytes.
+
+        Raises:
+            CacheConfigError: The options contradict the engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what was opened; also called if a part could not be made."""
+        ...
