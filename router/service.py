@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -17,7 +17,6 @@ from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
 from kvevents.subscriber import SubscriberOptions
 from router.config import RouterConfig
-from router.errors import NoReplica
 from router.feed import Feed
 from router.index import PrefixIndex, SourceId, create_index
 from router.observability.collector import CollectedParts, collect
@@ -41,14 +40,12 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.replica_tokenizers import ReplicaTokenizers
 from router.routing.tokenizer_check import TokenizerCheck
 from router.scoring import PolicySettings, make_policy
-from router.upstream import PoolLimits, Timeouts, UpstreamClient, UpstreamError
+from router.upstream import PoolLimits, Timeouts, UpstreamClient
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZE_RESPONSE_BYTES = 32 * 1024 * 1024
-_TOKENIZE_HEADERS = ((b"content-type", b"application/json"),)
 
 
 class RouterService:
@@ -80,7 +77,13 @@ class RouterService:
         self._upstream = upstream = UpstreamClient(limits)
         load = LoadTracker()
         self.registry = ReplicaRegistry(UpstreamFetch(upstream), config.health, load)
-        tokenizers = _ReplicaTokenizers(upstream, self.registry, load, _tokenize_timeouts(config))
+        tokenizers = ReplicaTokenizers(
+            upstream,
+            self.registry,
+            load,
+            config.server.timeouts.tokenize_s,
+            _patient_timeouts(config),
+        )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
         self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
@@ -267,59 +270,6 @@ class _ReplicaFollower(ReplicaListener):
                 logger.error("event streams: %s", error)
 
 
-class _ReplicaTokenizers:
-    """The `/tokenize` and `/detokenize` endpoints of the replicas."""
-
-    def __init__(
-        self,
-        upstream: UpstreamClient,
-        registry: ReplicaRegistry,
-        load: LoadTracker,
-        timeouts: Timeouts,
-    ) -> None:
-        self._upstream = upstream
-        self._registry = registry
-        self._load = load
-        self._timeouts = timeouts
-
-    async def ask(self, replica: Replica, path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to one replica; return status and body. Raises ConnectionError where it does not
-        respond."""
-        try:
-            status, _, response = await self._upstream.fetch(
-                replica.origin,
-                b"POST",
-                path.encode(),
-                body,
-                self._timeouts,
-                _TOKENIZE_RESPONSE_BYTES,
-                (*_TOKENIZE_HEADERS, *replica.headers),
-            )
-        except UpstreamError as error:
-            raise ConnectionError(error) from error
-        return status, response
-
-    async def ask_one_of(self, names: Sequence[str], path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to the least loaded healthy replica that serves a model by one of *names*. Raises
-        ConnectionError where none responds."""
-        replica = min(
-            self._healthy(names),
-            key=lambda found: self._load.load_of(found.id).requests,
-            default=None,
-        )
-        if replica is None:
-            raise ConnectionError(NoReplica(names[0], "none is healthy"))
-        return await self.ask(replica, path, body)
-
-    def _healthy(self, names: Sequence[str]) -> Iterator[Replica]:
-        return (
-            replica
-            for name in names
-            for replica in self._registry.serving(name)
-            if replica.is_healthy
-        )
-
-
 def _policy_settings(config: RouterConfig) -> PolicySettings:
     return PolicySettings(config.policy.weights, config.policy.options, Random())
 
@@ -333,7 +283,7 @@ def _proxy_settings(config: RouterConfig) -> ProxySettings:
     )
 
 
-def _tokenize_timeouts(config: RouterConfig) -> Timeouts:
+def _patient_timeouts(config: RouterConfig) -> Timeouts:
     connect_s = config.server.timeouts.connect_s
     return Timeouts(connect_s, config.health.timeout_s + 5.0, connect_s)
 

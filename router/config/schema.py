@@ -102,6 +102,9 @@ class TimeoutsConfig(Section, frozen=True):
     has been generated."""
     idle_s: Seconds = 120.0
     """Silence in the middle of a response."""
+    tokenize_s: Seconds = 0.5
+    """For a replica to tokenise a prompt where the router cannot; a second more for each megabyte.
+    After it another one is asked, then the request is routed by load."""
     client_body_s: Seconds = 60.0
     """For a client to send its whole request."""
     client_stall_s: Seconds = 60.0

@@ -223,6 +223,11 @@ _REPLICA_GAUGES: _Table[ReplicaView] = (
         lambda view: view.load.decoding_requests,
     ),
     (
+        "kvroute_in_flight_tokenizations",
+        "The router's own requests for token ids in flight there.",
+        lambda view: view.load.tokenizing_requests,
+    ),
+    (
         "kvroute_engine_running_requests",
         "By the engine's own gauge.",
         lambda view: view.engine_load.running if view.engine_load else 0,

@@ -8,7 +8,8 @@ zero whatever happens to a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -26,6 +27,8 @@ class ReplicaLoad(msgspec.Struct):
     decoding_requests: int = 0
     context_tokens: int = 0
     """Prompt and response tokens of the decoding requests."""
+    tokenizing_requests: int = 0
+    """The router's own, for token ids. Not among *requests*: they take no place in a batch."""
 
     @property
     def requests(self) -> int:
@@ -74,6 +77,20 @@ class LoadTracker:
         replicas = {replica_id: replace(load) for replica_id, load in self._loads.items()}
         return LoadStatistics(replicas, self._in_flight, self._started, self._retried)
 
+    @contextlib.contextmanager
+    def tokenizing(self, replica_id: str) -> Iterator[None]:
+        """Count a request for token ids while the block runs."""
+        self._add_tokenizing(replica_id, 1)
+        try:
+            yield
+        finally:
+            self._add_tokenizing(replica_id, -1)
+
+    def _add_tokenizing(self, replica_id: str, requests: int) -> None:
+        load = self._loads.setdefault(replica_id, ReplicaLoad())
+        load.tokenizing_requests += requests
+        self._drop_if_empty(replica_id, load)
+
     # What an `InFlight` does to the sums.
 
     def add(self, replica_id: str, requests: int, prefill_tokens: int) -> None:
@@ -111,7 +128,7 @@ class LoadTracker:
         self._in_flight -= 1
 
     def _drop_if_empty(self, replica_id: str, load: ReplicaLoad) -> None:
-        if not load.prefilling_requests and not load.decoding_requests:
+        if not load.requests and not load.tokenizing_requests:
             assert load.prefill_tokens == load.context_tokens == 0
             del self._loads[replica_id]
 

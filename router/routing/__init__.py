@@ -21,10 +21,11 @@ Three objects work on them: `InFlight` (its share of a replica's load), `Request
 
 The files; each imports only what is listed above it:
 
-    admission.py         how many requests are let in, and whether any
-    recent_prefixes.py   which prefixes were just sent where
-    models.py            models and every name they go by, each with index and tokenisation
-    planner.py           hits, load and policy -> a ranking of replicas
-    tokenizer_check.py   does every replica tokenise as the router does?
-    dispatcher.py        a request's body -> a decision
+    admission.py           how many requests are let in, and whether any
+    recent_prefixes.py     which prefixes were just sent where
+    models.py              models and every name they go by, each with index and tokenisation
+    planner.py             hits, load and policy -> a ranking of replicas
+    replica_tokenizers.py  which replica is asked for token ids
+    tokenizer_check.py     does every replica tokenise as the router does?
+    dispatcher.py          a request's body -> a decision
 """

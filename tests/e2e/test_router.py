@@ -8,6 +8,7 @@ import json
 import resource
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import yaml
 
 from tests.support.engine_stub import (
     DONE,
+    Behaviour,
     EngineStub,
     after,
     begun_until,
@@ -217,6 +219,65 @@ async def test_a_prompt_is_routed_although_no_replica_can_tokenise_it(
         assert (await router.metrics()).sum(
             "kvroute_untokenized_prompts_total", model=stubs[0].model
         ) == 2
+
+
+async def test_a_replica_whose_tokenizer_hangs_delays_a_text_by_half_a_second_and_once(
+    router: RouterProcess,
+) -> None:
+    """Every text request waited 7 s for a frozen replica, and was then routed without its tokens
+    although another one could tell them."""
+    async with engines(3) as stubs, router.serving(*stubs):
+        stubs[0].tokenizing = hang
+        times = []
+        for number in range(12):
+            began = time.monotonic()
+            body = {"model": stubs[0].model, "prompt": f"text {number}"}
+            assert (await router.post("/v1/completions", body)).status == 200
+            times.append(time.monotonic() - began)
+        known = await router.metrics()
+        assert known.sum("kvroute_tokenized_prompts_total", coverage="whole") >= 12
+        slow = [took_s for took_s in times if took_s > 0.4]
+        assert len(slow) == 1, times
+        assert slow[0] < 2
+        stubs[1].tokenizing = stubs[2].tokenizing = hang
+        began = time.monotonic()
+        body = {"model": stubs[0].model, "prompt": "nobody knows"}
+        assert (await router.post("/v1/completions", body)).status == 200
+        assert time.monotonic() - began < 3, "two are asked, then it is routed without"
+
+
+async def test_texts_are_tokenised_at_all_replicas_in_turn(router: RouterProcess) -> None:
+    """All of them went to the first: the tokenizer of one replica bounded the router."""
+    async with engines(4) as stubs, router.serving(*stubs):
+        for number in range(20):
+            body = {"model": stubs[0].model, "prompt": f"text {number}"}
+            await router.post("/v1/completions", body)
+        assert [tokenized_at(stub) for stub in stubs] == [5] * 4
+        holds = asyncio.Event()
+        stubs[0].tokenizing = _tokens_after(holds)
+        bodies = [{"model": stubs[0].model, "prompt": f"more {number}"} for number in range(4)]
+        waiting = [asyncio.create_task(router.post("/route", body)) for body in bodies]
+        await router.until(
+            lambda now: now.sum("kvroute_in_flight_tokenizations", replica=stubs[0].name) == 1,
+            "it is counted",
+        )
+        holds.set()
+        assert {found.status for found in await asyncio.gather(*waiting)} == {200}
+        await router.until(
+            lambda now: not now.sum("kvroute_in_flight_tokenizations"), "and no longer"
+        )
+
+
+def tokenized_at(stub: EngineStub) -> int:
+    return sum(request.path == "/tokenize" for request in stub.requests)
+
+
+def _tokens_after(event: asyncio.Event) -> Behaviour:
+    async def behave(exchange: Any) -> None:
+        await exchange.wait(event)
+        await exchange.whole(b'{"tokens": [1]}')
+
+    return behave
 
 
 async def _no_tokens(exchange: Any) -> None:
