@@ -28,7 +28,7 @@ _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.ENODEV)
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ZmqEndpoint:
     """One checked address."""
 
     scheme: str
@@ -38,7 +38,7 @@ class Endpoint:
     """Only with tcp."""
 
     @classmethod
-    def parse(cls, place: str, text: str) -> Endpoint:
+    def parse(cls, place: str, text: str) -> ZmqEndpoint:
         """Read `tcp://host:port`, `ipc://path` or `inproc://name`.
 
         Args:
@@ -56,7 +56,7 @@ class Endpoint:
             raise EndpointError(f"{place}: {text[:200]!r} lacks an address after {scheme}://")
         return _parse_tcp(place, text, rest) if scheme == "tcp" else cls(scheme, rest)
 
-    def for_rank(self, data_parallel_rank: int) -> Endpoint:
+    def for_rank(self, data_parallel_rank: int) -> ZmqEndpoint:
         """The address of one rank: the port plus the rank, or the name with a suffix.
 
         A port that the system picks stays as it is.
@@ -79,7 +79,7 @@ class Endpoint:
         return f"{self.scheme}://{self.address}" + ("" if self.port is None else f":{self.port}")
 
 
-def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
+def _parse_tcp(place: str, text: str, rest: str) -> ZmqEndpoint:
     host, separator, port = rest.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     if not separator or not host or (":" in host and not is_bracketed):
@@ -87,16 +87,16 @@ def _parse_tcp(place: str, text: str, rest: str) -> Endpoint:
             f"{place}: {text[:200]!r} must be tcp://host:port, with an IPv6 host in brackets"
         )
     if port == "*":
-        return Endpoint("tcp", host, ANY_PORT)
+        return ZmqEndpoint("tcp", host, ANY_PORT)
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise EndpointError(
             f"{place}: port {port[:20]!r} of {text[:200]!r} must be a number in [0, 65535], "
             "0 for any free one"
         )
-    return Endpoint("tcp", host, int(port))
+    return ZmqEndpoint("tcp", host, int(port))
 
 
-def _next_port(endpoint: Endpoint, port: int) -> Endpoint:
+def _next_port(endpoint: ZmqEndpoint, port: int) -> ZmqEndpoint:
     if port > 65535:
         raise EndpointError(
             f"{endpoint}: the data-parallel rank's port {port} must not lie above 65535"
@@ -113,7 +113,7 @@ class Opened:
     is_bound: bool
 
 
-def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> Opened:
+def open_socket(socket: Socket, place: str, endpoint: ZmqEndpoint, may_connect: bool) -> Opened:
     """Bind *socket*, or connect it if the address is another machine's.
 
     Args:
@@ -141,7 +141,7 @@ def open_socket(socket: Socket, place: str, endpoint: Endpoint, may_connect: boo
     return Opened(socket.getsockopt_string(zmq.LAST_ENDPOINT), is_bound=True)
 
 
-def _connect(socket: Socket, place: str, endpoint: Endpoint, may_connect: bool) -> None:
+def _connect(socket: Socket, place: str, endpoint: ZmqEndpoint, may_connect: bool) -> None:
     if not may_connect:
         raise EndpointError(
             f"{place}: {endpoint} is not an address of this machine, and only such an address "

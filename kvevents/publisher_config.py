@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from kvevents.endpoints import Endpoint
+from kvevents.endpoints import ZmqEndpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class PublisherConfig:
     reply_limits: ReplyLimits = field(default_factory=ReplyLimits)
 
     def __post_init__(self) -> None:
-        Endpoint.parse("endpoint", self.endpoint)
+        ZmqEndpoint.parse("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
-            Endpoint.parse("replay_endpoint", self.replay_endpoint)
+            ZmqEndpoint.parse("replay_endpoint", self.replay_endpoint)
         for name in ("buffer_steps", "buffer_bytes", "hwm", "max_queue_size"):
             _check_count(name, getattr(self, name))
         _check_seconds("heartbeat_s", self.heartbeat_s)

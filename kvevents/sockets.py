@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvevents.endpoints import Context, Endpoint, Socket
+from kvevents.endpoints import Context, Socket, ZmqEndpoint
 from kvevents.errors import EndpointError, NoConnection
 from kvevents.messages import MAX_FRAMES
 
@@ -225,7 +225,7 @@ class SocketConnection:
             self._wake.set()
 
 
-def check_connectable(setting: str, text: str) -> Endpoint:
+def check_connectable(setting: str, text: str) -> ZmqEndpoint:
     """Read an address that a socket can connect to.
 
     Args:
@@ -235,7 +235,7 @@ def check_connectable(setting: str, text: str) -> Endpoint:
     Raises:
         EndpointError: It is not an address, or names no host and port to connect to.
     """
-    endpoint = Endpoint.parse(setting, text)
+    endpoint = ZmqEndpoint.parse(setting, text)
     if endpoint.scheme == "tcp" and (endpoint.address == "*" or not endpoint.port):
         raise EndpointError(f"{setting}: {text[:200]!r} must name a host and a port to connect to")
     return endpoint

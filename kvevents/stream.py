@@ -30,7 +30,7 @@ from typing import Generic, Protocol, TypeVar
 
 import zmq
 
-from kvevents.endpoints import Context, Endpoint, Opened, Socket, open_socket
+from kvevents.endpoints import Context, Opened, Socket, ZmqEndpoint, open_socket
 from kvevents.errors import EndpointError, PublisherClosed
 from kvevents.messages import SNAPSHOT_START, Batch
 from kvevents.publisher_config import PublisherConfig
@@ -352,7 +352,7 @@ class _Sockets:
 def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
     pub.setsockopt(zmq.SNDHWM, config.hwm)
     pub.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    endpoint = Endpoint.parse("endpoint", config.endpoint).for_rank(rank)
+    endpoint = ZmqEndpoint.parse("endpoint", config.endpoint).for_rank(rank)
     opened = open_socket(pub, "endpoint", endpoint, may_connect=True)
     logger.info(
         "publisher: %s %s", "bound to" if opened.is_bound else "connects to", opened.address
@@ -363,5 +363,5 @@ def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
 def _open_router(router: Socket, config: PublisherConfig, rank: int) -> Opened:
     assert config.replay_endpoint is not None
     prepare_router(router, config.reply_limits)
-    endpoint = Endpoint.parse("replay_endpoint", config.replay_endpoint).for_rank(rank)
+    endpoint = ZmqEndpoint.parse("replay_endpoint", config.replay_endpoint).for_rank(rank)
     return open_socket(router, "replay_endpoint", endpoint, may_connect=False)

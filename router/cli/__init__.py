@@ -4,7 +4,6 @@ The files; each imports only what is listed above it:
 
     signals.py            run until done or until a signal
     running_router.py     queries to a router over HTTP; text made safe for a terminal
-    top_view.py           a router at a glance, as text for a terminal
     serve_command.py      run the router
     route_command.py      ask a running router where a prompt would go
     top_command.py        watch a running router

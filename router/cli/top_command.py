@@ -6,15 +6,20 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from router.cli.running_router import QueryFailed, RunningRouter
+from router.cli.running_router import QueryFailed, RunningRouter, plain
 from router.cli.signals import EndedBySignal, run_until_signal
-from router.cli.top_view import Glance, render
-from router.http.views import Overview, RequestsView
+from router.http.views import LastMinute, Overview, ReplicaSummary, RequestsView, RequestView
+from router.observability.problems import Level
 from router.upstream import Timeouts
 
 KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
@@ -101,3 +106,230 @@ async def _keep_showing(
                 glance = await _look(router)
             except QueryFailed as error:
                 glance.silence = str(error)
+
+
+# --- what it shows --------------------------------------------------------------------------------
+
+
+_STYLES = {Level.BAD: "bold red", Level.WARN: "yellow", Level.GOOD: "green"}
+_VERDICTS = {"over": "bold red", "under": "yellow"}
+_ALL = 10**9
+_REQUESTS_AT_LEAST = 5
+_REQUESTS_AT_ONCE = 10
+_HEADS = 3
+"""Lines of the tables' heads, and between the tables."""
+
+
+@dataclass
+class Glance:
+    """The router's last responses."""
+
+    overview: Overview
+    requests: Sequence[RequestView]
+    """The latest first."""
+    silence: str | None = None
+    """Why the router has not responded since."""
+
+
+def render(glance: Glance, width: int, height: int | None) -> RenderableType:
+    """Everything, or as much as fits; replicas with problems come first and stay.
+
+    Args:
+        glance: What to show.
+        width: Columns of the terminal.
+        height: Lines of the terminal; None for no limit.
+    """
+    replicas = glance.overview.replicas
+    problems = _problems(replicas, _ALL if height is None else height // 4)
+    above = [_headline(glance), *problems, *_totals(glance.overview), Text()]
+    shown, count = len(replicas), _REQUESTS_AT_ONCE
+    if height is not None:
+        _crop(above)
+        shown, count = _room(replicas, height - len(above))
+    table = _replica_table(replicas[:shown], glance.overview.tiers)
+    parts: list[RenderableType] = [*above, table]
+    if shown < len(replicas):
+        parts.append(Text(f"and {len(replicas) - shown:,} more replicas", "dim"))
+    if count > 0:
+        parts += [Text(), _request_table(glance.requests[:count], width)]
+    return Group(*parts)
+
+
+def _crop(lines: Sequence[Text]) -> None:
+    """Make each one line, however narrow the terminal."""
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+
+
+def _room(replicas: Sequence[ReplicaSummary], height: int) -> tuple[int, int]:
+    """How many replicas and how many requests fit into *height* lines; at least one replica."""
+    room, shown = height - _HEADS, 0
+    for replica in replicas:
+        if shown and room - _lines(replica) < _REQUESTS_AT_LEAST:
+            return shown, room - 1  # one line says how many more there are
+        room -= _lines(replica)
+        shown += 1
+    return shown, room
+
+
+# --- above the tables -----------------------------------------------------------------------------
+
+
+def _headline(glance: Glance) -> Text:
+    """The one line that says whether anything is wrong."""
+    if glance.silence is not None:
+        seen = _time_of_day(glance.overview.now)
+        text = f"{glance.silence}; showing the state of {seen}"
+        return plain(text, _STYLES[Level.BAD])
+    headline = glance.overview.headline
+    has_problems = any(replica.problems for replica in glance.overview.replicas)
+    return plain(headline.text + (":" if has_problems else ""), _STYLES[headline.level])
+
+
+def _problems(replicas: Sequence[ReplicaSummary], most: int) -> list[Text]:
+    """A line each, the worst first."""
+    wrong = [(replica.id, problem) for replica in replicas for problem in replica.problems]
+    wrong.sort(key=lambda each: each[1].level.severity)
+    shown = len(wrong) if len(wrong) <= most else most - 1
+    lines = [
+        plain(f"  {name} {problem.text}", _STYLES[problem.level]) for name, problem in wrong[:shown]
+    ]
+    if shown < len(wrong):
+        lines.append(Text(f"  and {len(wrong) - shown:,} more", "dim"))
+    return lines
+
+
+def _totals(overview: Overview) -> list[Text]:
+    """The last minute."""
+    minute = overview.minute
+    rate = minute.requests / max(minute.seconds, 1.0)
+    traffic = f"{rate:,.1f} requests/s, {overview.under_way:,} under way, {minute.failed:,} failed"
+    lines = f"{traffic} · policy {overview.policy}", _hits(minute)
+    return [plain(line) for line in lines]
+
+
+def _hits(minute: LastMinute) -> str:
+    """The hits that engines reported; the predicted ones where none did."""
+    if minute.cached_share is not None:
+        reported = f"{minute.cached_share} of tokens cached, predicted {minute.predicted_share}"
+        split = f"({minute.over:,} over, {minute.under:,} under)"
+        return f"{reported} · {minute.mispredicted_share} mispredicted {split}"
+    if minute.promised_share is not None:
+        return f"{minute.promised_share} of tokens predicted to be cached; no engine reports it"
+    return "no prompt in the last minute"
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+
+def _lines(replica: ReplicaSummary) -> int:
+    return max(1, len(replica.groups))
+
+
+def _replica_table(replicas: Sequence[ReplicaSummary], tiers: Sequence[str]) -> Table:
+    table = _table()
+    table.add_column("replica", min_width=8)  # rich narrows the columns that may wrap
+    table.add_column("state", no_wrap=True)
+    for name in ("sent", "run", "wait", "KV"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("events", min_width=6)
+    table.add_column("group", no_wrap=True)
+    for tier in tiers:
+        table.add_column(_cell(tier), justify="right", no_wrap=True)
+    for replica in replicas:
+        _add_replica(table, replica, tiers)
+    return table
+
+
+def _add_replica(table: Table, replica: ReplicaSummary, tiers: Sequence[str]) -> None:
+    first = [
+        _cell(replica.id, _STYLES[replica.level]),
+        _cell(replica.state),
+        _cell(f"{replica.requests:,}"),
+        *map(_cell, _engine_load(replica)),
+        _cell(_events(replica)),
+    ]
+    blank = [Text() for _ in first]
+    groups = [(group.label, group.blocks) for group in replica.groups] or [("-", {})]
+    for index, (label, held) in enumerate(groups):
+        counts = [_cell(f"{held.get(tier, 0):,}") for tier in tiers]
+        table.add_row(*(blank if index else first), _cell(label), *counts)
+
+
+def _engine_load(replica: ReplicaSummary) -> tuple[str, str, str]:
+    """The engine's own load: running, waiting, use of its KV cache."""
+    load = replica.engine_load
+    if load is None:
+        return "-", "-", "-"
+    usage = "-" if load.kv_cache_usage is None else f"{load.kv_cache_usage:.0%}"
+    return f"{load.running:,}", f"{load.waiting:,}", usage
+
+
+def _events(replica: ReplicaSummary) -> str:
+    """The states of its streams; those of several ranks counted."""
+    states = [source.state or "-" for source in replica.sources]
+    if len(states) < 2:
+        return states[0] if states else "none"
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def _request_table(requests: Sequence[RequestView], width: int) -> Table:
+    table = _table(width)
+    table.add_column("at", no_wrap=True)
+    table.add_column("to", min_width=8)
+    table.add_column("predicted", no_wrap=True, justify="right")
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("TTFB", no_wrap=True, justify="right")
+    table.add_column("status", no_wrap=True)
+    table.add_column("why", ratio=1)
+    for request in requests:
+        _add_request(table, request)
+    return table
+
+
+def _add_request(table: Table, request: RequestView) -> None:
+    end = {None: "running", "completed": ""}.get(request.end, str(request.end).replace("_", " "))
+    status = [
+        str(request.status or ""),
+        end,
+        f"({request.attempts} tries)" if request.attempts > 1 else "",
+    ]
+    table.add_row(
+        _cell(_time_of_day(request.arrived_at)),
+        _cell(request.replica or "none"),
+        _cell(f"{request.predicted.cached_tokens:,}/{request.prompt_tokens:,}"),
+        _cell(_verdict(request), _VERDICTS.get(request.verdict or "", "")),
+        _cell("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),
+        _cell(
+            " ".join(word for word in status if word), _STYLES[Level.BAD] if request.failed else ""
+        ),
+        _cell(request.reason if request.replica else "No replica could take it."),
+    )
+
+
+def _verdict(request: RequestView) -> str:
+    """How the prediction compares with what the engine reported."""
+    if request.actual is None:
+        return "not reported" if request.end else ""
+    difference = abs(request.predicted.cached_tokens - request.actual)
+    return request.verdict or "" if not difference else f"{request.verdict} {difference:,}"
+
+
+def _table(width: int | None = None) -> Table:
+    return Table(
+        box=None, padding=(0, 1, 0, 0), pad_edge=False, width=width, header_style="bold dim"
+    )
+
+
+def _cell(value: object, style: str = "") -> Text:
+    """One line, cut where its column is too narrow."""
+    text = plain(value, style)
+    _crop([text])
+    return text
+
+
+def _time_of_day(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))

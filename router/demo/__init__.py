@@ -4,7 +4,6 @@ The files; each imports only what is listed above it:
 
     workload.py       the prompts of the demo
     blind.py          an index that knows no groups
-    blind_router.py   a router with it, as a process
     processes.py      engines and a router as processes
     client.py         an HTTP client; a streamed completion, timed
     phase.py          one run of the workload, and its results

@@ -7,8 +7,11 @@ removes it.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +31,7 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from kvevents.layout import GroupKind
+from router.config import RouterConfig
 from router.index import (
     ApplyResult,
     DumpError,
@@ -40,6 +44,7 @@ from router.index import (
     SourceStatistics,
     create_index,
 )
+from router.serve import run
 
 _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, int]]])
 
@@ -142,3 +147,8 @@ def _one_group(layout: CacheLayout) -> CacheLayout:
     return msgspec.structs.replace(
         layout, groups=[full], scheduler_block_size=layout.hash_block_size, eagle=False
     )
+
+
+if __name__ == "__main__":
+    # `kvroute serve` with this index: the process that the demo compares with.
+    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), make_index=GroupBlindIndex))

@@ -33,7 +33,7 @@ class RoutingMode:
 
 MODES = (
     RoutingMode("kvroute", "prefix"),
-    RoutingMode("group-blind index", "prefix", "router.demo.blind_router"),
+    RoutingMode("group-blind index", "prefix", "router.demo.blind"),
     RoutingMode("round robin", "round_robin"),
 )
 

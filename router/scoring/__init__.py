@@ -5,16 +5,11 @@ Pure: no I/O, no clock, and all randomness comes from the `Random` passed in.
 The files; each imports only what is listed above it:
 
     types.py      what goes in and out; the weights
-    cost.py       the estimated wait
-    prefix.py     the default policy: least wait
-    simple.py     round robin, random, least loaded
-    session.py    consistent hashing of sessions
-    policies.py   policies by name, plug-ins
+    policies.py   least wait, round robin, random, least loaded, sessions; by name, plug-ins
     ranking.py    leaves out those that cannot serve; holds a policy to its rules
 """
 
-from router.scoring.cost import Estimate, estimate
-from router.scoring.policies import PolicySettings, make_policy, policy_names
+from router.scoring.policies import Estimate, PolicySettings, estimate, make_policy, policy_names
 from router.scoring.ranking import Ranking, rank
 from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvevents.endpoints import Endpoint, open_socket
+from kvevents.endpoints import ZmqEndpoint, open_socket
 from kvevents.errors import EndpointError
 from kvevents.publisher_config import PublisherConfig, ReplyLimits
 
@@ -40,12 +40,12 @@ def socket() -> Iterator[zmq.Socket[bytes]]:
 )
 def test_an_address_is_written_as_it_was_read(text: str) -> None:
     """What is shown to people is what they configured."""
-    assert str(Endpoint.parse("endpoint", text)) == text
+    assert str(ZmqEndpoint.parse("endpoint", text)) == text
 
 
 def test_a_star_for_a_port_leaves_it_to_the_system() -> None:
     """ZMQ has two spellings for it."""
-    assert Endpoint.parse("endpoint", "tcp://*:*") == Endpoint.parse("endpoint", "tcp://*:0")
+    assert ZmqEndpoint.parse("endpoint", "tcp://*:*") == ZmqEndpoint.parse("endpoint", "tcp://*:0")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_star_for_a_port_leaves_it_to_the_system() -> None:
 def test_a_malformed_address_is_refused_with_its_place_and_rule(text: str, rule: str) -> None:
     """libzmq accepts some of these, and binds elsewhere."""
     with pytest.raises(EndpointError, match=f"^replay_endpoint: .*{rule}"):
-        Endpoint.parse("replay_endpoint", text)
+        ZmqEndpoint.parse("replay_endpoint", text)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_malformed_address_is_refused_with_its_place_and_rule(text: str, rule:
 )
 def test_a_rank_shifts_the_address(text: str, expected: str) -> None:
     """As vLLM counts, so that one configuration serves all ranks."""
-    endpoint = Endpoint.parse("endpoint", text)
+    endpoint = ZmqEndpoint.parse("endpoint", text)
     assert str(endpoint.for_rank(3)) == expected
     assert endpoint.for_rank(0) == endpoint
 
@@ -93,13 +93,13 @@ def test_a_rank_shifts_the_address(text: str, expected: str) -> None:
 def test_a_rank_beyond_the_last_port_is_refused() -> None:
     """Ports end at 65535."""
     with pytest.raises(EndpointError, match="65536 must not lie above 65535"):
-        Endpoint.parse("endpoint", "tcp://*:65535").for_rank(1)
+        ZmqEndpoint.parse("endpoint", "tcp://*:65535").for_rank(1)
 
 
 def test_an_address_of_this_machine_is_bound(socket: zmq.Socket[bytes]) -> None:
     """And the port that the system picked is reported."""
     opened = open_socket(
-        socket, "endpoint", Endpoint.parse("endpoint", "tcp://127.0.0.1:0"), may_connect=True
+        socket, "endpoint", ZmqEndpoint.parse("endpoint", "tcp://127.0.0.1:0"), may_connect=True
     )
     assert opened.is_bound
     assert opened.address.startswith("tcp://127.0.0.1:")
@@ -110,7 +110,9 @@ def test_an_ipc_path_is_bound(socket: zmq.Socket[bytes], tmp_path: Path) -> None
     """For a router on the engine's machine."""
     path = f"ipc://{tmp_path}/kv"
     assert (
-        open_socket(socket, "endpoint", Endpoint.parse("endpoint", path), may_connect=True).address
+        open_socket(
+            socket, "endpoint", ZmqEndpoint.parse("endpoint", path), may_connect=True
+        ).address
         == path
     )
 
@@ -118,7 +120,7 @@ def test_an_ipc_path_is_bound(socket: zmq.Socket[bytes], tmp_path: Path) -> None
 def test_an_address_of_another_machine_is_connected_to(socket: zmq.Socket[bytes]) -> None:
     """There a collector binds, and the engines connect to it."""
     opened = open_socket(
-        socket, "endpoint", Endpoint.parse("endpoint", ELSEWHERE), may_connect=True
+        socket, "endpoint", ZmqEndpoint.parse("endpoint", ELSEWHERE), may_connect=True
     )
     assert not opened.is_bound
     assert opened.address == ELSEWHERE
@@ -137,7 +139,7 @@ def test_what_can_be_neither_bound_nor_connected_to_is_refused(
 ) -> None:
     """At the start, instead of silence afterwards."""
     with pytest.raises(EndpointError, match=f"^endpoint: .*{rule}"):
-        open_socket(socket, "endpoint", Endpoint.parse("endpoint", text), may_connect)
+        open_socket(socket, "endpoint", ZmqEndpoint.parse("endpoint", text), may_connect)
 
 
 @pytest.mark.parametrize("name", ["buffer_steps", "buffer_bytes", "hwm", "max_queue_size"])

@@ -378,7 +378,7 @@ def test_what_is_stored_after_a_reset_in_the_same_step_is_reported_behind_it() -
     assert stored([event])[0].block_hashes == prompt.block_hashes
 
 
-# --- what it reports --------------------------------------------------------------------------------
+# --- what it reports ------------------------------------------------------------------------------
 
 
 def test_without_an_event_log_everything_else_is_the_same() -> None:

@@ -146,8 +146,8 @@ async def raw_server(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Connections that were just being accepted, and tasks that were cancelled before they began,
-        # have closed nothing.
+        # Connections that were just being accepted have closed nothing; neither have tasks that
+        # were cancelled before they began.
         for _ in range(3):
             for writer in writers:
                 writer.transport.abort()
@@ -162,7 +162,7 @@ def full_listener() -> Iterator[Origin]:
     """An address where connections neither come about nor are refused, as with a host that drops
     packets.
 
-    Linux takes backlog + 1 connections that are not accepted, and leaves further ones without a reply.
+    Linux takes backlog + 1 connections that are not accepted, and leaves further ones unanswered.
     """
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as listener,

@@ -26,8 +26,8 @@ differs in these points:
    II and III. Here a failed copy makes a block free, and a block without a key may still be in
    flight; so the manager decides, by `evict`, whether REPLACE runs. The bounds |T1| + |B1| <= c and
    |T1| + |T2| + |B1| + |B2| <= 2c are kept as in case IV either way.
-5. A key that is discarded leaves no ghost: it was not evicted, so its return shows nothing about the
-   lists' sizes.
+5. A key that is discarded leaves no ghost: it was not evicted, so its return shows nothing about
+   the lists' sizes.
 """
 
 from __future__ import annotations

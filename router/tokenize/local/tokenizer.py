@@ -23,8 +23,7 @@ from router.tokenize.errors import ModelFilesError, UntokenizableError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.local.backend import build_backend, encode_all, find_ends
 from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics, SegmentKey
-from router.tokenize.local.segmenter_check import choose_segmenter
-from router.tokenize.local.segments import TokenizerRules, read_rules
+from router.tokenize.local.segments import TokenizerRules, choose_segmenter, read_rules
 from router.tokenize.model_files import ModelFiles
 from router.tokenize.prompts import ChatPrompt, Coverage, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate

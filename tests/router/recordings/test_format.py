@@ -93,7 +93,7 @@ def test_the_line_number_is_that_of_the_record_last_read(path: Path) -> None:
 def test_fields_of_other_recorders_are_ignored(tmp_path: Path) -> None:
     """They note seeds, counts, drafts of tomorrow."""
     lines = [
-        '{"groups": [{"kind": "mamba", "block_size": 8, "colour": 1}], "queries": 500, "note": "x"}',
+        '{"groups": [{"kind": "mamba", "block_size": 8, "colour": 1}], "queries": 50, "note": "x"}',
         '{"frame": "aGk=", "at": 1.5}',
         '{"query": [1], "hit": 0, "took_s": 2}',
     ]

@@ -37,7 +37,7 @@ def test_only_the_common_beginning_counts() -> None:
 
 
 def test_an_entry_counts_until_its_time_is_over_and_no_longer() -> None:
-    """By then the events must have arrived; a prediction that outlives them would hide evictions."""
+    """By then the events have arrived; a prediction that outlives them would hide evictions."""
     recent = RecentPrefixes(ttl_s=5)
     recent.remember("a", chain("x"), now=10)
     assert recent.match(chain("x"), STEP, now=14.999) == {"a": 16}

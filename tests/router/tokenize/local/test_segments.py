@@ -12,8 +12,14 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from router.tokenize import LocalTokenizer
 from router.tokenize.local.backend import encode_all
-from router.tokenize.local.segmenter_check import choose_segmenter, survives_self_test
-from router.tokenize.local.segments import Segmenter, TokenizerRules, read_rules, segmenter_for
+from router.tokenize.local.segments import (
+    Segmenter,
+    TokenizerRules,
+    choose_segmenter,
+    read_rules,
+    segmenter_for,
+    survives_self_test,
+)
 
 # Text that tokenizers have rules about: blanks of all kinds, composing accents, case that changes
 # the length, emoji in several code points, control characters, marks of SentencePiece.

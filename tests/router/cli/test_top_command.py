@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from router.cli.running_router import plain
-from router.cli.top_view import Glance, render
+from router.cli.top_command import Glance, render
 from router.http.examples import RESPONSES
 from router.http.views import (
     GroupSummary,

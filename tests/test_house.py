@@ -1,0 +1,133 @@
+"""The shape of the source: names that mean one thing, documented arguments, fair-sized rooms."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("kvevents", "offload", "router")
+MAX_FUNCTION_LINES = 50
+MAX_SINGLE_IMPORTERS = 19
+"""Modules of `router` that only one other module imports."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of every module, by dotted name; a package has the name of its folder."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text())
+    return found
+
+
+def is_package(module: str) -> bool:
+    return (ROOT / module.replace(".", "/") / "__init__.py").is_file()
+
+
+def test_every_class_name_stands_for_one_thing() -> None:
+    """Whoever searches for a class should find one definition."""
+    places = defaultdict(list)
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node.body)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+            "_"
+        ):
+            yield node
+
+
+def argument_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = function.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    starred = (given.vararg, given.kwarg)
+    return sum(arg.arg not in ("self", "cls") for arg in named) + sum(map(bool, starred))
+
+
+def is_override(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("override" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_public_functions_of_several_arguments_document_them() -> None:
+    """A signature says types; units, shapes and rules are said in `Args:`."""
+    missing = [
+        f"{module}.{function.name}"
+        for module, tree in trees().items()
+        for function in public_functions(tree.body)
+        if argument_count(function) >= 2
+        and not is_override(function)
+        and "Args:" not in (ast.get_docstring(function) or "")
+    ]
+    assert missing == []
+
+
+def test_no_function_is_long() -> None:
+    """A long function hides a second name."""
+    long = [
+        f"{module}.{node.name}: {(node.end_lineno or 0) - node.lineno + 1}"
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_few_modules_of_the_router_have_a_single_importer() -> None:
+    """Such a file often belongs to its caller; each one costs a jump."""
+    single = [module for module, users in importers().items() if len(users) == 1]
+    of_router = [module for module in single if module.startswith("router.")]
+    assert of_router, "nothing was found: the count is broken"
+    assert len(of_router) <= MAX_SINGLE_IMPORTERS, sorted(of_router)
+
+
+def importers() -> dict[str, set[str]]:
+    """By module, which others import it; through a package's face counts as directly."""
+    found: dict[str, set[str]] = {module: set() for module in trees() if not is_package(module)}
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                origin = origin_of(node.module or "", alias.name)
+                if origin in found and not is_face(module, origin):
+                    found[origin].add(module)
+    return found
+
+
+def origin_of(module: str, name: str) -> str:
+    """The module that defines *name*, which *module* may only pass on."""
+    if f"{module}.{name}" in trees():
+        return f"{module}.{name}"
+    while is_package(module) and (passed_on := imports(module).get(name)):
+        module, name = passed_on
+    return module
+
+
+@cache
+def imports(module: str) -> dict[str, tuple[str, str]]:
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in trees()[module].body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def is_face(module: str, origin: str) -> bool:
+    """Is *module* the package around *origin*, or *origin* itself?"""
+    return module == origin or (is_package(module) and origin.startswith(f"{module}."))
