@@ -252,6 +252,10 @@ class ShuttingDown(_NotNow):
     def __init__(self, retry_after_s: int = 1) -> None:
         super().__init__("the router is shutting down; try again", retry_after_s)
 
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        # On a new connection the client may reach a router that stays.
+        return (*super().headers(), (b"connection", b"close"))
+
 
 def _shown(text: str) -> str:
     """A name from outside, quoted and cut to a bounded length."""

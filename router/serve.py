@@ -1,5 +1,5 @@
 """Runs the application under uvicorn until a signal: then refuses what is new, finishes what runs,
-and exits with 0."""
+and exits with 0. Until then it listens, so that probes and scrapes see what it does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import math
+import os
 import resource
 import signal
 import socket
@@ -24,6 +25,7 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.http.connection_guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
 from router.index import PrefixIndex, create_index
+from router.routing.admission import Admission
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -36,31 +38,60 @@ stream, waiting each time. With Python's own 5 ms, the slowest 5 % of the tokens
 with this, 1 ms."""
 
 
+_MIN_OPEN_FILES = 64
+"""Below that not even one replica and a few clients have their sockets."""
+
+
 class _GuardedServer(uvicorn.Server):
-    """uvicorn that looks after its clients, and leaves signals alone: it would raise them again
-    when it has stopped."""
+    """uvicorn that looks after its clients, listens until its last request has ended, and leaves
+    signals alone: it would raise them again when it has stopped.
+
+    Args:
+        config: uvicorn's.
+        admission: Refuses requests once the server is to stop, and knows those that run.
+        grace_s: How long these may run on.
+    """
 
     signals = 0
     """Signals to stop received so far."""
+
+    def __init__(self, config: uvicorn.Config, admission: Admission, grace_s: float) -> None:
+        super().__init__(config)
+        self._admission = admission
+        self._grace_s = grace_s
+        self._stop_by = math.inf
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def cut_connections(self) -> None:
-        """End every request at once."""
-        for connection in self._connections():
-            connection.abort()
+    def stop(self) -> None:
+        """The first call lets requests finish, the second cuts them, the third exits at once."""
+        self.signals += 1
+        if self.signals == 1:
+            self._admission.shut_down()
+            self._stop_by = asyncio.get_running_loop().time() + self._grace_s
+        else:
+            self.should_exit = True
+            self.force_exit = self.signals > 2
+        logger.info("shutting down: %d requests under way", self._admission.under_way)
+        if self.signals == 2:
+            for connection in self._connections():
+                connection.abort()
 
     def _connections(self) -> tuple[GuardedHttpProtocol, ...]:
         return tuple(cast(set[GuardedHttpProtocol], self.server_state.connections))
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
+        now = asyncio.get_running_loop().time()
         if counter % 10 == 0:
-            now = asyncio.get_running_loop().time()
             for connection in self._connections():
                 connection.look_after(now)
+        if self.signals and (now >= self._stop_by or not self._admission.under_way):
+            # uvicorn ends its connections now. What else still runs is a scrape or the like.
+            self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
+            self.should_exit = True
         return await super().on_tick(counter)
 
 
@@ -89,14 +120,15 @@ async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = cr
         ConfigError: The address cannot be bound, or a tokenizer cannot be used.
     """
     service = RouterService(config, make_index=make_index)
-    server = _GuardedServer(_uvicorn_config(service, config))
+    grace_s = config.server.timeouts.shutdown_grace_s
+    server = _GuardedServer(_uvicorn_config(service, config), service.admission, grace_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, server, service)
+        loop.add_signal_handler(number, server.stop)
     with contextlib.closing(_listen(config.server.host, config.server.port)) as listener:
         host, port = listener.getsockname()[:2]
         _exempt_from_collection()
-        print(f"kvroute listens on http://{_in_url(host)}:{port}", file=sys.stderr, flush=True)
+        _announce(f"kvroute listens on http://{_in_url(host)}:{port}")
         await server.serve(sockets=[listener])
 
 
@@ -106,28 +138,41 @@ def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_ind
     Args:
         config: The whole configuration.
         make_index: Makes the index of each model.
+    Raises:
+        ConfigError: As for `serve`, or too few files may be open.
     """
     _set_up_logging(config)
     _allow_open_files()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    if sys.version_info >= (3, 11):
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, make_index))
-    else:
-        uvloop.install()
-        asyncio.run(serve(config, make_index))
+    try:
+        if sys.version_info >= (3, 11):
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(config, make_index))
+        else:
+            uvloop.install()
+            asyncio.run(serve(config, make_index))
+    finally:
+        _give_up_unwritten_log()
     return 0
 
 
-def _stop(server: _GuardedServer, service: RouterService) -> None:
-    """The first signal lets requests finish, the second cuts them, the third exits at once."""
-    server.signals += 1
-    server.should_exit = True
-    service.admission.shut_down()
-    server.force_exit = server.signals > 2
-    logger.info("shutting down: %d requests under way", service.admission.under_way)
-    if server.signals == 2:
-        server.cut_connections()
+def _announce(text: str) -> None:
+    """Say something on stderr. A full disk behind it must not keep the router from starting."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _give_up_unwritten_log() -> None:
+    """Drop what a full disk behind stderr did not take: Python would try to write it once more at
+    the very end, and exit with 120 instead of 0."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 def _uvicorn_config(service: RouterService, config: RouterConfig) -> uvicorn.Config:
@@ -149,7 +194,6 @@ def _uvicorn_config(service: RouterService, config: RouterConfig) -> uvicorn.Con
         server_header=False,
         date_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(timeouts.shutdown_grace_s),
     )
 
 
@@ -193,3 +237,7 @@ def _allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 0 <= hard < _MIN_OPEN_FILES:
+        rule = f"the router needs {_MIN_OPEN_FILES} at least, and two more for each stream"
+        problem = f"the limit on open files is {hard}; {rule} (ulimit -n, LimitNOFILE=)"
+        raise ConfigError([ConfigProblem("", problem)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import resource
 import socket
@@ -32,6 +31,7 @@ from tests.support.engine_stub import (
 from tests.support.http_client import Answer, ask, connect, eventually, request_bytes
 from tests.support.model_files import write_tokenizer
 from tests.support.router_process import COMMAND, QUICK_HEALTH, ROOT, RouterProcess, router_process
+from tests.support.vllm_publisher import free_port
 
 CLIENT_KEY = "client-key-sentinel-7c1e"
 OPERATOR_KEY = "operator-key-sentinel-93ab"
@@ -889,7 +889,8 @@ async def test_every_endpoint_is_described(router: RouterProcess) -> None:
 
 async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0() -> None:
     """A rolling update of the router must not cost a single response, and idle connections or
-    half-sent requests must not hold it up."""
+    half-sent requests must not hold it up. Until it ends, probes and scrapes get their answers: a
+    refused connection would look like a crash."""
     go = asyncio.Event()
     async with engines(1) as (stub,):
         with router_process(OPEN) as router:
@@ -910,23 +911,30 @@ async def test_sigterm_refuses_what_is_new_finishes_what_runs_and_exits_with_0()
                         lambda: "shutting down: 1 requests" in router.log(),
                         "it has heard the signal",
                     )
-                    await refused_or_closed(kept.ask("POST", "/v1/completions", body))
-                    await eventually(lambda: is_refused(router.port), "nothing listens any more")
+                    await assert_turned_away(await kept.ask("POST", "/v1/completions", body))
+                    assert await kept.is_closed()
+                    await assert_turned_away(await router.post("/v1/completions", body))
+                    ready = await router.get("/readyz")
+                    assert (ready.status, ready.json["reason"]) == (
+                        503,
+                        "the router is shutting down",
+                    )
+                    assert (await router.get("/healthz")).status == 200
+                    now = await router.metrics()
+                    assert now.sum("kvroute_requests_under_way") == 1
+                    assert router.process.poll() is None, "a stream is still running"
+                    go.set()
+                    assert (await running.read_body()).endswith(DONE)
                     assert await half.is_closed()
-                assert router.process.poll() is None, "a stream is still running"
-                go.set()
-                assert (await running.read_body()).endswith(DONE)
-                assert await router.ended() == 0
+                    assert await router.ended() == 0
+                assert is_refused(router.port)
                 assert stub.left == []
             router.check_log()
 
 
-async def refused_or_closed(asking: Any) -> None:
-    """A request on a kept connection gets either a 503 or a closed connection, but never a response
-    from a replica and never silence."""
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        found: Answer = await asking
-        assert (found.status, found.error["code"]) == (503, "shutting_down")
+async def assert_turned_away(answer: Answer) -> None:
+    assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+    assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
 
 
 def is_refused(port: int) -> bool:
@@ -1041,6 +1049,43 @@ async def test_a_router_with_few_files_allowed_takes_what_the_system_grants() ->
                 await eventually(lambda: stub.active == 100, "all of them are under way")
                 go.set()
                 assert {found.status for found in await asyncio.gather(*asking)} == {200}
+
+
+def test_too_few_open_files_are_a_configuration_error(tmp_path: Path) -> None:
+    """A service manager shows the last line, and that should say what to change."""
+    path = tmp_path / "kvroute.yaml"
+    path.write_text("{}")
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -n 12; exec {' '.join(COMMAND)} --config {path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert "the limit on open files is 12; the router needs 64 at least" in done.stderr
+
+
+async def test_a_full_disk_behind_stderr_neither_prevents_the_start_nor_ends_the_router() -> None:
+    """A log is not worth an outage."""
+    port = free_port()
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(
+            [*COMMAND, "--port", str(port), "--replica", "http://127.0.0.1:1"],
+            cwd=ROOT,
+            stderr=full,
+        )
+    try:
+        await eventually(lambda: not is_refused(port) or process.poll() is not None, "it listens")
+        for _ in range(20):
+            assert (await ask(port, "GET", "/healthz")).status == 200
+        process.terminate()
+        await eventually(lambda: process.poll() is not None, "it has ended")
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def test_the_tokenizer_of_a_replica_that_is_known_by_its_url_alone_is_compared(
