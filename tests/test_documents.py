@@ -287,7 +287,7 @@ def test_every_option_is_documented_with_its_default(path: str, section: Any) ->
     assert documented_defaults(path) == defaults(section)
 
 
-def test_the_configuration_document_knows_no_other_sections() -> None:
+def test_the_configuration_document_has_no_other_sections() -> None:
     """A removed section must not stay in the document."""
     headings = re.findall(r"^##+ `(.*?)`", read("docs/configuration.md"), re.MULTILINE)
     assert headings == [
@@ -403,7 +403,7 @@ def test_every_reason_for_an_unknown_prompt_is_documented() -> None:
         "start from nothing (",
     ],
 )
-def test_quoted_log_lines_are_what_the_code_says(words: str) -> None:
+def test_quoted_log_lines_are_in_the_code(words: str) -> None:
     """Operators search the log for them."""
     assert words in read("docs/operations.md")
     assert words in source_code()
@@ -443,7 +443,7 @@ def test_every_file_is_listed_once_and_every_listed_one_exists() -> None:
     assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in modules())
 
 
-def test_every_file_imports_only_what_stands_above_it_in_the_list() -> None:
+def test_every_file_imports_only_what_is_listed_above_it() -> None:
     """So the list can be read from the top, and each file needs only what is above it."""
     places = {path: place for place, path in enumerate(all_listed_files())}
     for path in modules():
@@ -543,7 +543,7 @@ def test_the_table_of_rooms_is_true() -> None:
     assert table_of_rooms() == rooms_imported()
 
 
-def test_kvevents_needs_what_the_readme_says() -> None:
+def test_kvevents_needs_only_what_the_readme_says() -> None:
     """An engine that embeds it must not need another dependency."""
     allowed = sys.stdlib_module_names | {"kvevents", "msgspec", "zmq", "xxhash"}
     for path in (ROOT / "kvevents").rglob("*.py"):

@@ -125,7 +125,7 @@ def test_engines_and_the_router_count_the_same_work(policy: str) -> None:
     )
 
 
-def test_answers_do_not_depend_on_where_they_are_computed() -> None:
+def test_responses_do_not_depend_on_where_they_are_computed() -> None:
     """Conversations continue from their responses: all policies must get the same prompts."""
     answers = [
         {record.request_id: record.answer for record in simulate(policy).outcome.records}
@@ -243,7 +243,7 @@ def test_prefix_routing_reuses_more_than_round_robin() -> None:
     assert reused["prefix"] > reused["round_robin"]
 
 
-def test_exact_hits_reuse_more_and_answer_sooner_than_group_blind_ones() -> None:
+def test_exact_hits_reuse_more_and_respond_sooner_than_group_blind_ones() -> None:
     """This is the headline: compared with the same policy over an index that ignores groups, and
     with round robin."""
     found = {}

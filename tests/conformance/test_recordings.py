@@ -65,7 +65,7 @@ def test_the_command_fails_when_a_prediction_differs(tmp_path: Path) -> None:
     "text",
     ["", "no json\n", '{"groups": [{"kind": "sliding_window", "block_size": 16}]}\n', "{}\n{}\n"],
 )
-def test_a_file_that_is_no_recording_is_refused_with_line_and_rule(
+def test_a_file_that_is_not_a_recording_is_refused_with_line_and_rule(
     tmp_path: Path, text: str
 ) -> None:
     """Users see what is wrong instead of a traceback."""

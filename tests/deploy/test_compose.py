@@ -98,7 +98,7 @@ def test_the_routers_replicas_are_the_engines() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_runs_the_engines_command_and_tells_its_ports(name: str) -> None:
+def test_an_engine_runs_the_engines_command_and_exposes_its_ports(name: str) -> None:
     """HTTP, events and their replay."""
     assert SERVICES[name]["command"] == ENGINE_COMMAND
     assert {int(port) for port in SERVICES[name]["expose"]} == ENGINE_PORTS

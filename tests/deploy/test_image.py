@@ -118,7 +118,7 @@ def test_the_commands_are_what_the_images_hold() -> None:
         assert all(json.loads(line) == ["kvroute"] for line in stage.all_of("ENTRYPOINT"))
 
 
-def test_an_image_tells_its_ports() -> None:
+def test_an_image_exposes_its_ports() -> None:
     """They are those of the engine's command."""
     lines = [
         line for stage in lineage(stages(DOCKERFILE), "engine") for line in stage.all_of("EXPOSE")

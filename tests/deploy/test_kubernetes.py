@@ -200,7 +200,7 @@ def router() -> Iterator[RouterProcess]:
 @pytest.mark.parametrize(
     ("probe", "status"), [("startupProbe", 200), ("livenessProbe", 200), ("readinessProbe", 503)]
 )
-async def test_the_probes_ask_what_a_router_answers(
+async def test_the_probes_use_endpoints_of_the_router(
     router: RouterProcess, probe: str, status: int
 ) -> None:
     """A router without a replica is alive but not ready; if it were killed for that, it would never
@@ -292,7 +292,7 @@ def test_routers_reach_engines_and_names_only() -> None:
 
 
 @WORKLOADS
-def test_a_pod_has_no_more_rights_than_it_needs(workload: dict[str, Any]) -> None:
+def test_a_pod_has_only_the_rights_it_needs(workload: dict[str, Any]) -> None:
     """It meets the standard of its namespace, and has a read-only file system."""
     spec, security = pod(workload)["securityContext"], container(workload)["securityContext"]
     assert spec["runAsNonRoot"]
@@ -320,14 +320,14 @@ def test_a_pod_has_no_access_to_kubernetes(workload: dict[str, Any]) -> None:
 
 
 @WORKLOADS
-def test_a_container_says_what_it_needs(workload: dict[str, Any]) -> None:
+def test_a_container_declares_its_resources(workload: dict[str, Any]) -> None:
     """Without a request it is evicted first; without a limit it can take down the node."""
     resources = container(workload)["resources"]
     assert set(resources["requests"]) == {"cpu", "memory"}
     assert "memory" in resources["limits"]
 
 
-def test_the_alert_on_the_index_comes_before_the_memory_ends() -> None:
+def test_the_alert_on_the_index_fires_before_the_memory_is_full() -> None:
     """At 280 bytes a block."""
     (limit,) = re.findall(r"^(\d+)Gi$", container(ROUTER)["resources"]["limits"]["memory"])
     (blocks,) = re.findall(

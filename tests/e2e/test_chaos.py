@@ -255,7 +255,7 @@ async def until_followed(router: RouterProcess, engine: EngineProcess) -> dict[s
 # --- engines that hang ----------------------------------------------------------------------------
 
 
-async def test_an_engine_whose_steps_hang_fails_no_request(
+async def test_requests_survive_an_engine_whose_steps_hang(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
     """Its health checks keep passing, as vLLM's do. Requests notice the hang and are sent
@@ -293,7 +293,7 @@ async def test_an_engine_whose_steps_hang_fails_no_request(
         await assert_exact(router, victim, engines)
 
 
-async def test_a_process_that_stands_still_fails_its_checks_and_returns(
+async def test_a_frozen_process_fails_its_checks_and_returns(
     router: RouterProcess, engines: list[EngineProcess]
 ) -> None:
     """Its port still takes connections; once its checks have failed, begun streams end with an
@@ -484,7 +484,7 @@ async def until_ready(router: RouterProcess, engines: Sequence[EngineProcess]) -
         await router.until_in_rotation(engine)
 
 
-async def test_a_router_that_has_heard_no_replica_denies_no_model() -> None:
+async def test_a_router_without_a_report_from_a_replica_does_not_deny_a_model() -> None:
     """Clients take a 404 as final, but right after a start the router does not know yet which
     models there are."""
     config = {"health": HEALTH, "replicas": [{"url": f"http://127.0.0.1:{free_port()}"}]}

@@ -268,7 +268,7 @@ def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
     index.explain(index.prepare(tokens(40)), source)
 
 
-def test_an_event_that_cannot_be_read_costs_no_other_and_the_source_says_so() -> None:
+def test_an_unreadable_event_costs_no_other_and_is_reported() -> None:
     """Which blocks the bad one took away is not known: what is left may be too much."""
     prompt = Prefix(tokens(64))
     removed = msgspec.to_builtins(BlockRemoved(prompt.hashes[2:], "GPU", 0))

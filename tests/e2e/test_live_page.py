@@ -130,7 +130,7 @@ async def test_only_the_operator_sees_requests_and_replicas(
         "limit=",
     ],
 )
-async def test_a_query_that_makes_no_sense_is_refused(router: RouterProcess, query: str) -> None:
+async def test_an_invalid_query_is_refused(router: RouterProcess, query: str) -> None:
     """The error has the place and the rule, as everywhere."""
     answer = await router.get(f"/requests?{query}")
     assert answer.status == 400

@@ -64,7 +64,7 @@ def fields(body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("body", WITH_PROMPT_LOGPROBS, ids=fields)
-async def test_no_hit_is_predicted_where_the_logprobs_of_the_prompt_are_asked_for(
+async def test_no_hit_is_predicted_if_the_request_asks_for_logprobs_of_its_prompt(
     router: RouterProcess, body: dict[str, Any]
 ) -> None:
     """They come from computing the prompt, so vLLM reads nothing from its cache; a predicted hit
@@ -74,7 +74,7 @@ async def test_no_hit_is_predicted_where_the_logprobs_of_the_prompt_are_asked_fo
 
 
 @pytest.mark.parametrize("body", WITHOUT, ids=fields)
-async def test_a_hit_is_predicted_where_only_answers_have_logprobs(
+async def test_a_hit_is_predicted_if_only_the_response_has_logprobs(
     router: RouterProcess, body: dict[str, Any]
 ) -> None:
     """These do not need the prompt computed, and many clients ask for them."""

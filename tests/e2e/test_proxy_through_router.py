@@ -171,7 +171,7 @@ async def test_small_events_are_not_held_back_for_larger_packets(router: RouterP
         assert time.monotonic() - began < rounds * 0.04
 
 
-async def test_an_answer_that_is_not_streamed_arrives_byte_for_byte(router: RouterProcess) -> None:
+async def test_a_response_that_is_not_streamed_arrives_byte_for_byte(router: RouterProcess) -> None:
     """Even if it is not JSON, and with its original length."""
     content = bytes(range(256)) * 5000
 
@@ -538,7 +538,7 @@ def small(stub: EngineStub, number: int) -> dict[str, Any]:
     return body_for(stub, stream=False, prompt=prompt_ids(8, number))
 
 
-async def test_when_every_replica_fails_the_client_is_told_to_come_again(
+async def test_when_every_replica_fails_the_client_is_asked_to_retry(
     router: RouterProcess,
 ) -> None:
     """The client needs an error that it can act on, not a closed connection."""
@@ -553,7 +553,7 @@ async def test_when_every_replica_fails_the_client_is_told_to_come_again(
             assert refused.error["type"] == "server_error"
 
 
-async def test_an_answer_that_is_cut_short_is_seen_to_be_cut(router: RouterProcess) -> None:
+async def test_a_truncated_response_looks_truncated(router: RouterProcess) -> None:
     """Half a JSON response that looks complete would be taken for a complete one."""
 
     async def behave(exchange: Exchange) -> None:
@@ -577,7 +577,7 @@ async def test_an_answer_that_is_cut_short_is_seen_to_be_cut(router: RouterProce
     "status",
     ["400 Bad Request", "404 Not Found", "422 Unprocessable Entity", "429 Too Many Requests"],
 )
-async def test_a_4xx_answer_never_counts_against_a_replica(
+async def test_a_4xx_response_never_counts_against_a_replica(
     router: RouterProcess, status: str
 ) -> None:
     """Otherwise one client with a bad request could take the fleet down."""

@@ -84,7 +84,9 @@ def locked() -> Iterator[RouterProcess]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_goes_where_it_is_cached(router: RouterProcess, stream: bool) -> None:
+async def test_a_prompt_is_routed_to_where_it_is_cached(
+    router: RouterProcess, stream: bool
+) -> None:
     """This is the purpose of the router: the events of one replica decide, and the client is told
     where and how much."""
     async with engines(3, has_events=True) as stubs, router.serving(*stubs):
@@ -131,7 +133,7 @@ async def test_a_request_without_a_usable_id_gets_a_new_one(router: RouterProces
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-async def test_predictions_are_held_against_what_engines_report(
+async def test_predictions_are_compared_with_what_engines_report(
     router: RouterProcess, path: str, stream: bool
 ) -> None:
     """Predicted versus actual exposes a wrong seed, block size or tokenizer, in every form of
@@ -179,7 +181,7 @@ async def test_predictions_are_held_against_what_engines_report(
 OUTCOMES = ("exact", "over", "under")
 
 
-async def test_the_route_answer_is_the_same_in_json_and_msgpack(router: RouterProcess) -> None:
+async def test_the_route_response_is_the_same_in_json_and_msgpack(router: RouterProcess) -> None:
     """Gateways ask for every request they route, so they may use the cheaper form."""
     async with engines(2, has_events=True) as stubs, router.serving(*stubs):
         ids = prompt_ids(48, 2)
@@ -504,7 +506,7 @@ async def until_ready(router: RouterProcess) -> None:
         ("GET", "/metrics", OPERATOR),
     ],
 )
-async def test_who_has_no_key_gets_401(
+async def test_a_request_without_a_valid_key_gets_401(
     locked: RouterProcess, method: str, path: str, right: dict[str, str]
 ) -> None:
     """Also with the wrong one of the two keys: a client must not drain replicas, and an operator's
@@ -673,7 +675,7 @@ async def test_trailers_do_not_become_headers(router: RouterProcess) -> None:
         assert request.headers["x-request-id"] != "late"
 
 
-async def test_requests_over_the_bound_on_requests_are_told_to_come_again(
+async def test_requests_over_the_limit_get_503_with_retry_after(
     locked: RouterProcess,
 ) -> None:
     """Requests over the limit would only slow down all of them."""
@@ -752,7 +754,7 @@ async def test_requests_over_the_bound_on_requests_are_told_to_come_again(
         ),
     ],
 )
-async def test_bad_input_is_answered_with_place_and_rule(
+async def test_the_error_for_bad_input_has_the_place_and_the_rule(
     router: RouterProcess, path: str, body: bytes, place: str, rule: str
 ) -> None:
     """The author of a client must be able to fix it from the response, and operators see how often
@@ -1088,7 +1090,7 @@ async def test_a_full_disk_behind_stderr_neither_prevents_the_start_nor_ends_the
         process.wait()
 
 
-async def test_the_tokenizer_of_a_replica_that_is_known_by_its_url_alone_is_compared(
+async def test_the_tokenizer_of_a_replica_known_only_by_its_url_is_compared(
     tmp_path: Path,
 ) -> None:
     """It becomes healthy before it has reported what it serves; the comparison must happen

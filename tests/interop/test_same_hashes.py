@@ -81,7 +81,7 @@ def test_an_appended_token_completes_the_same_block() -> None:
     assert request.block_hashes == vllm_hashes("sha256", 16)
 
 
-def test_a_salt_and_an_adapter_of_one_name_share_no_block() -> None:
+def test_a_salt_and_an_adapter_of_the_same_name_share_no_block() -> None:
     """What one tenant computed with an adapter is wrong for another without it, whatever the salt
     is called."""
     hasher = RequestHasher(HashChain.from_seed("sha256"), 16)

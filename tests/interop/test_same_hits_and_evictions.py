@@ -44,7 +44,7 @@ def workload(
 
 @pytest.mark.parametrize("pressure", PRESSURES)
 @pytest.mark.parametrize("name", layouts.ALL)
-def test_every_answer_and_every_cached_block_is_the_same(name: str, pressure: str) -> None:
+def test_every_result_and_every_cached_block_is_the_same(name: str, pressure: str) -> None:
     """Hits of new and of random prompts, refusals, cached (group, hash) pairs and free blocks,
     after every operation."""
     run = workload(

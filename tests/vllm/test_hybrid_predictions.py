@@ -137,7 +137,7 @@ async def test_a_router_restarted_in_the_middle_is_exact_at_once(
     )
 
 
-async def test_a_server_restarted_on_its_address_is_forgotten_and_learned_anew(
+async def test_a_server_restarted_at_its_address_is_forgotten_and_learned_again(
     servers: list[VllmServer], figures: Figures
 ) -> None:
     """It starts again at number 0 and does not say that it is another process."""

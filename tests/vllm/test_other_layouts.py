@@ -61,7 +61,7 @@ def two_servers(
     ]
 
 
-async def test_full_attention_alone_and_linear_attention_behind_one_router(
+async def test_full_attention_only_and_linear_attention_behind_one_router(
     directory: Path, figures: Figures
 ) -> None:
     """A fleet serves several models, most of them without hybrid attention."""
@@ -70,7 +70,7 @@ async def test_full_attention_alone_and_linear_attention_behind_one_router(
         await check_serially(servers, 80, figures, "two models")
 
 
-async def test_sliding_windows_alone_and_chunked_attention_behind_one_router(
+async def test_sliding_windows_only_and_chunked_attention_behind_one_router(
     directory: Path, figures: Figures
 ) -> None:
     """The events of the first do not give the place of any block, so the router computes the
