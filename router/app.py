@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from router.http.api import ApiParts, create_api
-from router.http.gateway import PROXIED_PATHS, Gateway, Receive, Scope, Send
+from router.http.gateway import Gateway, Receive, Scope, Send
+from router.http.proxied_paths import ProxiedPaths
 from router.service import RouterService
 
 
@@ -14,6 +15,7 @@ class RouterApp:
     """
 
     def __init__(self, service: RouterService) -> None:
+        self._paths = ProxiedPaths(service.config.server.extra_paths)
         self._gateway = Gateway(
             service.config.server,
             service.config.policy.session_header,
@@ -24,6 +26,7 @@ class RouterApp:
         )
         parts = ApiParts(
             config=service.config,
+            proxied_paths=self._paths,
             admission=service.admission,
             readiness=service.readiness,
             dispatcher=service.dispatcher,
@@ -39,7 +42,13 @@ class RouterApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PROXIED_PATHS:
-            await self._gateway(scope, receive, send)
+        if scope["type"] != "http":
+            await self._api(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server leaves the body out
+        path = self._paths.find(scope["path"])
+        if path is not None and scope["method"] in path.methods:
+            await self._gateway(path, scope, receive, send)
         else:
             await self._api(scope, receive, send)

@@ -41,11 +41,15 @@ from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers
+from router.routing.stored_responses import StoredResponses
 from router.routing.tokenizer_check import TokenizerCheck
 from router.scoring import PolicySettings, make_policy
-from router.upstream import PoolLimits, Timeouts, UpstreamClient
+from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)
+
+_RESPONSE_BYTES = 16 * 1024 * 1024
+_RESPONSE_S = 2.0
 
 
 class RouterService:
@@ -97,10 +101,13 @@ class RouterService:
         policy = make_policy(config.policy.name, _policy_settings(config))
         stale_after_s = config.health.engine_load_stale_after_s
         planner = RoutePlanner(policy, load, self._recent, self.feed.is_suspect, stale_after_s)
-        self.dispatcher = Dispatcher(self.models, self.registry, planner, config.policy.name)
+        self.responses = StoredResponses(_ReplicaResponses(upstream, config).has)
+        self.dispatcher = Dispatcher(
+            self.models, self.registry, planner, config.policy.name, self.responses
+        )
         self.proxy = Proxy(upstream, _proxy_settings(config))
         self.observers = RequestObservers(
-            load, self.metrics, planner, self.registry, self.request_log
+            load, self.metrics, planner, self.registry, self.request_log, self.responses
         )
         self._follower = _ReplicaFollower(
             self.registry,
@@ -268,6 +275,34 @@ class _ReplicaFollower(ReplicaListener):
                 await change()
             except KVEventsError as error:
                 logger.error("event streams: %s", error)
+
+
+class _ReplicaResponses:
+    """The stored responses of the replicas."""
+
+    def __init__(self, upstream: UpstreamClient, config: RouterConfig) -> None:
+        self._upstream = upstream
+        times = config.server.timeouts.connect_s, config.health.timeout_s
+        self._timeouts = Timeouts(min(times), min(*times, _RESPONSE_S), min(*times, _RESPONSE_S))
+
+    async def has(self, replica: Replica, response_id: str) -> bool:
+        """Whether a replica has the response of that id, which must fit into a path."""
+        target = b"/v1/responses/" + response_id.encode()
+        try:
+            status, _, _ = await self._upstream.fetch(
+                replica.origin,
+                b"GET",
+                target,
+                b"",
+                self._timeouts,
+                _RESPONSE_BYTES,
+                replica.headers,
+            )
+        except ResponseTooLarge:
+            return True
+        except UpstreamError:
+            return False
+        return status == 200
 
 
 def _policy_settings(config: RouterConfig) -> PolicySettings:

@@ -42,6 +42,7 @@ from router.config.values import (
     Name,
     PolicyName,
     Port,
+    ProxiedPathPattern,
     ReplicaId,
     Seconds,
     Secret,
@@ -140,6 +141,8 @@ class ServerConfig(Section, frozen=True):
     max_concurrent_requests: Count = 4096
     """Requests under way; more are refused with 503."""
     max_upstream_connections: Count = 16_384
+    extra_paths: Items[ProxiedPathPattern] = ()
+    """More paths that go to a replica as they are, by load."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetriesConfig = RetriesConfig()
 

@@ -25,6 +25,14 @@ from router.upstream.origin import Origin, OriginError
 
 MASK = "***"
 _ENDPOINT = re.compile(r"(tcp://[^\s/]+:\d{1,5}|ipc://\S+|inproc://\S+)\Z")
+_PROXIED_PATH = re.compile(
+    r"/(?:[A-Za-z0-9._~!$&'()+,;=:@-]+/)*(?:[A-Za-z0-9._~!$&'()+,;=:@-]+|\*)\Z"
+)
+_OWN_PATHS = (
+    *("/healthz", "/readyz", "/health", "/ping", "/metrics", "/route", "/v1/models"),
+    *("/replicas", "/overview", "/requests", "/config", "/openapi.json", "/docs", "/redoc"),
+    *("/static",),
+)
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # What a header's value may hold without quoting: visible ASCII (RFC 9110 5.5).
@@ -91,6 +99,18 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint
 
 
+def _check_proxied_path(path: str) -> str:
+    if not _PROXIED_PATH.match(path):
+        raise broken_rule(
+            f"{path!r}; expected a path like /pooling, or /v2/* for all that begins with /v2/"
+        )
+    for own in _OWN_PATHS:
+        prefix = path.removesuffix("*")
+        if path == own or path.startswith(f"{own}/") or (prefix != path and own.startswith(prefix)):
+            raise broken_rule(f"{path!r}; the router itself answers {own}")
+    return path
+
+
 def _check_policy(name: str) -> str:
     if name not in BUILT_IN and name not in policy_names():
         raise broken_rule(f"{name!r}; expected one of {', '.join(policy_names())}")
@@ -126,6 +146,9 @@ PolicyName = Annotated[
 ]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096), PLAIN]
 UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), PLAIN]
+ProxiedPathPattern = Annotated[
+    str, Field(max_length=256), PLAIN, AfterValidator(_check_proxied_path)
+]
 Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
 ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]

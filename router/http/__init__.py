@@ -4,6 +4,8 @@ The files; each imports only what is listed above it:
 
     uvicorn_protocol.py   uvicorn's protocol with an abort, and joined writes
     connection_guard.py   bounds on what a client's connection may cost
+    proxied_paths.py      which paths go to a replica, and what decides to which
+    form_body.py          one field of a multipart form
     gateway.py            the proxied paths: admit, read, decide, stream
     views.py              the bodies of the router's own responses, as types
     responses.py          makes those bodies from the state of the parts

@@ -16,6 +16,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from router.config import ReplicaConfig, RouterConfig, key_bytes, read_replica
 from router.errors import (
@@ -24,11 +26,12 @@ from router.errors import (
     MethodNotAllowed,
     ReplicaExists,
     RequestError,
+    UnknownModel,
     UnknownPath,
     UnknownReplica,
 )
 from router.feed import Feed
-from router.http.gateway import PROXIED_PATHS, ClientLeft, read_body
+from router.http.gateway import ClientLeft, read_body
 from router.http.live_page import add_page
 from router.http.openapi import (
     JSON,
@@ -42,6 +45,7 @@ from router.http.openapi import (
     sends_text,
     takes,
 )
+from router.http.proxied_paths import ProxiedPaths, dialect_of
 from router.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -52,6 +56,7 @@ from router.http.request_bodies import (
 )
 from router.http.responses import (
     Fleet,
+    model_entry,
     model_list,
     overview,
     replica_details,
@@ -59,6 +64,7 @@ from router.http.responses import (
     route_view,
 )
 from router.http.views import (
+    ModelEntry,
     ModelList,
     Overview,
     RemovedReplica,
@@ -71,7 +77,8 @@ from router.http.views import (
 from router.observability.metrics import CONTENT_TYPE, RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import MAX_REQUESTS, RequestLog
-from router.replicas import ReplicaRegistry, ReplicaView
+from router.proxy import error_body
+from router.replicas import Replica, ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
@@ -89,6 +96,7 @@ class ApiParts:
     """The parts of a router that the endpoints read or change."""
 
     config: RouterConfig
+    proxied_paths: ProxiedPaths
     admission: Admission
     readiness: Readiness
     dispatcher: Dispatcher
@@ -108,6 +116,10 @@ class ApiParts:
         """One replica, now."""
         only = [view for view in self.registry.snapshot() if view.id == replica_id]
         return replica_details(self._fleet_of(only))[0]
+
+    def healthy(self) -> list[Replica]:
+        """The healthy replicas."""
+        return [replica for replica in self.registry.replicas() if replica.is_healthy]
 
     def _fleet_of(self, replicas: Sequence[ReplicaView]) -> Fleet:
         return Fleet(
@@ -135,6 +147,7 @@ def create_api(
         generate_unique_id_function=_operation_id,
         default_response_class=Response,
         openapi_url=None,
+        redirect_slashes=False,
     )
     server = parts.config.server
     client = Access("client", key_bytes(server.client_api_key))
@@ -176,6 +189,19 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         if reason:
             return _json(StatusView(status="not ready", reason=reason), 503)
         return _json(StatusView(status="ready"))
+
+    as_engines = described(
+        "operation", "The same, as engines name it", {200: ready, 503: not_ready}
+    )
+
+    @app.get("/health", **as_engines)
+    async def health() -> Response:
+        return await readyz()
+
+    @app.post("/ping", include_in_schema=False, name="post_ping")
+    @app.get("/ping", **as_engines)
+    async def ping() -> Response:
+        return await readyz()
 
     scraper = operator if parts.config.observability.metrics_need_key else None
     text = sends_text("Every metric, in Prometheus's text format.", CONTENT_TYPE)
@@ -219,7 +245,7 @@ def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
         decision = await parts.dispatcher.dispatch(
             Endpoint.ROUTE, content, session, _encoding(request)
         )
-        parts.metrics.decided(decision.model.name, decision.tokenization_s, decision.routing_s)
+        parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
         return _encoded(request, route_view(decision))
 
@@ -235,8 +261,24 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
         ),
     )
     async def models() -> Response:
-        healthy = (replica for replica in parts.registry.replicas() if replica.is_healthy)
-        return _json(model_list(parts.models.names(), parts.models.served_names(healthy)))
+        return _json(model_list(parts.models.names(), parts.healthy()))
+
+    @app.get(
+        "/v1/models/{name:path}",
+        **described(
+            "routing",
+            "One of them",
+            {200: sends(ModelEntry, "As in OpenAI's API.")},
+            access=client,
+            errors=(UnknownModel("gemma-4"),),
+        ),
+    )
+    async def model(name: str) -> Response:
+        serving = [replica for replica in parts.healthy() if replica.serves(name)]
+        names = parts.models.names()
+        if name not in names or not serving:
+            raise UnknownModel(name)
+        return _json(model_entry(name, names[name], serving))
 
 
 # --- replicas -------------------------------------------------------------------------------------
@@ -374,7 +416,7 @@ def _add_description(app: FastAPI, client: Access) -> None:
 
     @functools.cache
     def encoded() -> bytes:
-        return msgspec.json.encode(document(app, PROXIED_PATHS, client))
+        return msgspec.json.encode(document(app, client))
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
@@ -430,20 +472,21 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
     """Give every error the one form, and count it."""
 
-    async def refuse(_request: Request, error: Exception) -> Response:
+    async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         parts.metrics.bad_requests.labels(error.code).inc()
         headers = {name.decode(): value.decode() for name, value in error.headers()}
-        return _json(error.openai(), error.status, headers)
+        body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)
+        return Response(body, error.status, headers, JSON)
 
     async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if request.url.path in PROXIED_PATHS:
-            return await refuse(request, MethodNotAllowed("POST"))
-        if error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "other methods")
-            return await refuse(request, MethodNotAllowed(allowed))
-        return await refuse(request, UnknownPath())
+        allowed = _allowed_methods(app, parts.proxied_paths, request.scope)
+        if not allowed:
+            return await refuse(request, UnknownPath())
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers={"allow": allowed})
+        return await refuse(request, MethodNotAllowed(allowed))
 
     async def count_gone(_request: Request, _error: Exception) -> Response:
         parts.metrics.bad_requests.labels("client_gone").inc()
@@ -452,3 +495,17 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
     app.add_exception_handler(RequestError, refuse)
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_exception_handler(ClientLeft, count_gone)
+
+
+def _allowed_methods(app: FastAPI, proxied: ProxiedPaths, scope: Scope) -> str:
+    """The methods of a path, for the `Allow` header; empty if there is no such path."""
+    found: set[str] = set()
+    for route in app.router.routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    path = proxied.find(scope["path"])
+    found.update(() if path is None else path.methods)
+    if not found:
+        return ""
+    found |= {"OPTIONS", "HEAD"} if "GET" in found else {"OPTIONS"}
+    return ", ".join(sorted(found))

@@ -12,31 +12,19 @@ from async_timeout import timeout
 
 from router.config import ServerConfig, key_bytes
 from router.errors import BadRequest, BodyTooLarge, RequestError, Unauthorized
+from router.http.form_body import form_field, is_form
+from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
 from router.http.uvicorn_protocol import client_abort
 from router.observability.request_observer import RequestObservers
 from router.proxy import Dialect, Proxy, ProxyRequest, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import Decision, Dispatcher
-from router.tokenize import Endpoint
 from router.upstream import Header, Timeouts
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-
-PROMPT_PATHS: dict[str, Endpoint] = {
-    endpoint.value: endpoint
-    for endpoint in (
-        Endpoint.CHAT,
-        Endpoint.COMPLETIONS,
-        Endpoint.RESPONSES,
-        Endpoint.MESSAGES,
-        Endpoint.EMBEDDINGS,
-    )
-}
-OTHER_PATHS = ("/tokenize", "/detokenize")
-PROXIED_PATHS = frozenset((*PROMPT_PATHS, *OTHER_PATHS))
 
 MAX_REQUEST_ID_LENGTH = 128
 KEY_HEADERS = (b"authorization", b"x-api-key")
@@ -83,10 +71,11 @@ class Gateway:
         timeouts = server.timeouts
         self._patient = Timeouts(timeouts.connect_s, timeouts.whole_response_s, timeouts.idle_s)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request to a path of `PROXIED_PATHS`.
+    async def __call__(self, path: ProxiedPath, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request to a proxied path, by one of its methods.
 
         Args:
+            path: What is known of it.
             scope: The request's line and headers.
             receive: Gives its body.
             send: Takes the response.
@@ -97,7 +86,7 @@ class Gateway:
             with self._admission:
                 check_key(headers, self._client_key)
                 body = await self._read_body(headers, receive)
-                decision = await self._decide(scope["path"], headers, body)
+                decision = await self._decide(path, headers, body)
                 observer = self._observers.observe(
                     decision, scope["path"], request_id.decode("latin-1")
                 )
@@ -105,7 +94,9 @@ class Gateway:
                 await self._proxy.stream(decision.attempts(), request, receive, send, observer)
         except RequestError as error:
             self._observers.refused(error)
-            await send_error(send, error, ((b"x-request-id", request_id),), _dialect(scope))
+            await send_error(
+                send, error, ((b"x-request-id", request_id),), dialect_of(scope["path"])
+            )
         except ClientLeft:
             self._observers.client_left()
         except asyncio.CancelledError:
@@ -119,10 +110,24 @@ class Gateway:
             headers, receive, server.max_body_bytes, server.timeouts.client_body_s
         )
 
-    async def _decide(self, path: str, headers: dict[bytes, bytes], body: bytes) -> Decision:
+    async def _decide(
+        self, path: ProxiedPath, headers: dict[bytes, bytes], body: bytes
+    ) -> Decision:
+        if path.routed_by is RoutedBy.RESPONSE:
+            return await self._dispatcher.dispatch_to_holder(path.response_id, body)
+        content_type = headers.get(b"content-type", b"")
+        needs_model = path.routed_by is RoutedBy.LOAD
+        if is_form(content_type) and path.routed_by is not RoutedBy.CACHE:
+            model = await asyncio.to_thread(form_field, content_type, body, b"model")
+            return self._dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
+        if path.routed_by is RoutedBy.ANY and body[:64].lstrip()[:1] != b"{":
+            return self._dispatcher.dispatch_by_load(None, body, needs_model=False)
         session = headers.get(self._session_header)
         return await self._dispatcher.dispatch(
-            PROMPT_PATHS.get(path), body, session.decode("latin-1") if session else None
+            path.endpoint,
+            body,
+            session.decode("latin-1") if session else None,
+            needs_model=path.routed_by is not RoutedBy.ANY,
         )
 
     def _request(self, scope: Scope, decision: Decision, request_id: bytes) -> ProxyRequest:
@@ -134,19 +139,15 @@ class Gateway:
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream
         return ProxyRequest(
-            method=b"POST",
+            method=scope["method"].encode(),
             target=target,
             headers=headers,
             body=decision.body,
             response_headers=((b"x-request-id", request_id),),
-            dialect=_dialect(scope),
+            dialect=dialect_of(scope["path"]),
             timeouts=self._patient if is_whole else None,
             abort_client=client_abort(scope),
         )
-
-
-def _dialect(scope: Scope) -> Dialect:
-    return Dialect.ANTHROPIC if scope["path"] == Endpoint.MESSAGES.value else Dialect.OPENAI
 
 
 async def _cut(scope: Scope) -> None:

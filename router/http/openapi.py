@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -197,13 +198,12 @@ def _error_responses(
 # --- the document ---------------------------------------------------------------------------------
 
 
-def document(app: FastAPI, proxied_paths: Iterable[str], client: Access) -> dict[str, Any]:
-    """The OpenAPI document of the whole router.
+def document(app: FastAPI, client: Access) -> dict[str, Any]:
+    """The OpenAPI document of the whole router, those paths apart that its operator added.
 
     Args:
         app: With all endpoints that are not proxied.
-        proxied_paths: Those that are.
-        client: Whose key these want.
+        client: Whose key those want that are.
     """
     found = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes
@@ -213,8 +213,11 @@ def document(app: FastAPI, proxied_paths: Iterable[str], client: Access) -> dict
             # FastAPI adds its own validation error wherever a path has a parameter; any string is
             # a valid id here.
             operation["responses"].pop("422", None)
-    for path in sorted(proxied_paths):
+    for path in sorted(_PROXIED):
         found["paths"][path] = {"post": _proxied(path, client)}
+    for method, path, summary in _PASSED_ON:
+        methods = found["paths"].setdefault(path, {})
+        methods[method] = _passed_on(method, path, summary, client)
     found["components"] = {
         "schemas": _schemas(),
         "examples": _examples(),
@@ -232,6 +235,21 @@ _PROXIED: dict[str, tuple[type[Any], str]] = {
     "/tokenize": (TokenizeRequest, "vLLM's tokenizer"),
     "/detokenize": (DetokenizeRequest, "vLLM's detokenizer"),
 }
+_PASSED_ON = (
+    ("post", "/v1/messages/count_tokens", "Anthropic's count of tokens"),
+    ("post", "/v1/rerank", "Documents ranked by a query"),
+    ("post", "/v2/rerank", "Documents ranked by a query"),
+    ("post", "/rerank", "Documents ranked by a query"),
+    ("post", "/v1/score", "Pairs of texts scored"),
+    ("post", "/score", "Pairs of texts scored"),
+    ("post", "/v1/audio/{operation}", "OpenAI's audio: `transcriptions`, `translations`, `speech`"),
+    ("get", "/version", "The version of some replica's engine"),
+    ("get", "/v1/responses/{response_id}", "A stored response, from the replica that has it"),
+    ("delete", "/v1/responses/{response_id}", "Delete it there"),
+    ("post", "/v1/responses/{response_id}/cancel", "Cancel it there"),
+    ("get", "/v1/responses/{response_id}/input_items", "What it was asked"),
+)
+"""Method, path and summary of what goes to a replica without a look at its prompt."""
 _PROXY_HEADERS = {
     "x-kv-replica": "The replica that responded.",
     "x-kv-hit-tokens": "Prompt tokens predicted to be cached there.",
@@ -264,6 +282,29 @@ def _proxied(path: str, client: Access) -> dict[str, Any]:
         "requestBody": takes(body, description=f"As in {what}."),
         "responses": {
             "200": success,
+            **{str(status): response for status, response in errors.items()},
+        },
+        "security": client.security,
+    }
+
+
+def _passed_on(method: str, path: str, summary: str, client: Access) -> dict[str, Any]:
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    dialect = Dialect.ANTHROPIC if path.startswith("/v1/messages/") else Dialect.OPENAI
+    refused = (BodyTooLarge(64 * 1024 * 1024), *NOT_ROUTED) if method == "post" else NOT_ROUTED[1:]
+    errors = _error_responses((*refused, Unauthorized(), Overloaded(4096), ShuttingDown()), dialect)
+    media = {JSON: {"schema": _reference(EngineResponse)}}
+    return {
+        "tags": ["proxy"],
+        "summary": summary,
+        "description": "Passed on by load, or to the replica that has the response.",
+        "operationId": f"{method}_{re.sub('[^a-z0-9]+', '_', path).strip('_')}",
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ],
+        "responses": {
+            "200": {"description": "The replica's response, byte for byte.", "content": media},
             **{str(status): response for status, response in errors.items()},
         },
         "security": client.security,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,6 @@ from router.http.views import (
     HitView,
     LastMinute,
     ModelEntry,
-    ModelList,
     Overview,
     PromptView,
     RankedReplica,
@@ -41,7 +41,7 @@ from router.observability.labels import (
 )
 from router.observability.problems import Level, problems_of, summarize_source
 from router.observability.request_log import RequestLog, RollingTotals, RoutedRequest
-from router.replicas import ReplicaView
+from router.replicas import Replica, ReplicaView
 from router.routing.dispatcher import Decision
 from router.scoring import Ranked
 
@@ -74,7 +74,7 @@ def route_view(decision: Decision) -> RouteView:
     return RouteView(
         replica=ranking[0].replica,
         dp_rank=ranking[0].dp_rank,
-        model=decision.model.name,
+        model=decision.model_name,
         policy=decision.policy,
         prompt_tokens=decision.prompt_tokens,
         prompts=[
@@ -96,6 +96,7 @@ def route_view(decision: Decision) -> RouteView:
 
 
 def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
+    assert decision.model is not None
     index, candidate = decision.model.index, ranked.candidate
     source = decision.source_of(candidate)
     prompts = decision.prompts if index.holds(source) else ()
@@ -114,22 +115,38 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
     )
 
 
-def model_list(names: Mapping[str, str | None], served: Iterable[str]) -> ModelList:
-    """The models that clients may ask for.
+def model_list(names: Mapping[str, str | None], healthy: Sequence[Replica]) -> dict[str, Any]:
+    """The models that clients may ask for: a `ModelList` whose entries keep all that engines say.
 
     Args:
         names: Every known model and adapter, with the model that an adapter is for.
-        served: Those that some healthy replica serves.
+        healthy: Those whose models are listed.
     """
-    created = int(time.time())
-    alive = set(served)
-    return ModelList(
-        data=[
-            ModelEntry(id=name, created=created, root=parent or name, parent=parent)
-            for name, parent in sorted(names.items())
-            if name in alive
-        ]
-    )
+    entries = [
+        model_entry(name, parent, serving)
+        for name, parent in sorted(names.items())
+        if (serving := [replica for replica in healthy if replica.serves(name)])
+    ]
+    return {"object": "list", "data": entries}
+
+
+def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> dict[str, Any]:
+    """One model: a `ModelEntry`, and all else that the first replica says of it.
+
+    Args:
+        name: Of the model or adapter.
+        parent: The model that an adapter is for.
+        serving: The healthy replicas that serve it.
+    """
+    entry = ModelEntry(id=name, created=int(time.time()), root=parent or name, parent=parent)
+    said = [replica.model_entries.get(name, {}) for replica in serving]
+    lengths = [length for one in said if type(length := one.get("max_model_len")) is int]
+    found = {**msgspec.to_builtins(entry), **(said[0] if said else {})}
+    found |= {"id": name, "parent": parent}
+    if lengths:
+        # A client must not send more than the replica that its request may go to takes.
+        found["max_model_len"] = min(lengths)
+    return found
 
 
 # --- requests -------------------------------------------------------------------------------------

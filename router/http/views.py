@@ -138,10 +138,13 @@ class ModelEntry(View, frozen=True, kw_only=True):
     """The model itself, or the one that an adapter is for."""
     parent: str | None
     """The model that an adapter is for."""
+    max_model_len: int | msgspec.UnsetType | None = msgspec.UNSET
+    """The longest prompt and response together, where the engines say; of several the least."""
 
 
 class ModelList(View, frozen=True, kw_only=True):
-    """Every name that some healthy replica serves."""
+    """Every name that some healthy replica serves. Entries have all other fields that the engine's
+    own have."""
 
     object: Literal["list"] = "list"
     data: list[ModelEntry]

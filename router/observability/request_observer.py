@@ -9,11 +9,13 @@ from router.errors import NoReplica, RequestError
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretried
-from router.proxy.usage import UsageReader
+from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
 from router.replicas.load import InFlight, LoadTracker
 from router.routing.dispatcher import Decision
 from router.routing.planner import RoutePlanner, uncached_tokens
+from router.routing.stored_responses import StoredResponses
+from router.tokenize import Endpoint
 
 # A 500 may be the request's own fault: were it held against the replica, one client could empty the
 # fleet. A kept connection may be closed for its age. The last two follow from checks that failed.
@@ -32,6 +34,7 @@ class RequestObservers:
         planner: RoutePlanner,
         replicas: ReplicaRegistry,
         log: RequestLog,
+        responses: StoredResponses,
     ) -> None:
         """Keep the parts that hear of requests.
 
@@ -41,12 +44,14 @@ class RequestObservers:
             planner: Remembers which prompts were just sent where.
             replicas: Hears which of them failed and which served.
             log: Gets a line for each request.
+            responses: Learns who has which stored response.
         """
         self.load = load
         self.metrics = metrics
         self.planner = planner
         self.replicas = replicas
         self.log = log
+        self.responses = responses
         self.reporting: set[str] = set()
         """Replicas whose responses have reported cached tokens at least once."""
 
@@ -60,7 +65,7 @@ class RequestObservers:
         Raises:
             NoReplica: The ranking is empty; the request is logged as refused.
         """
-        self.metrics.decided(decision.model.name, decision.tokenization_s, decision.routing_s)
+        self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         request = _logged(decision, path, request_id)
         try:
             decision.require_replica()
@@ -107,6 +112,8 @@ class RequestObserver(ProxyObserver):
         "_reporting",
         "_request",
         "_responded",
+        "_response_id",
+        "_responses",
         "_usage",
     )
 
@@ -119,6 +126,10 @@ class RequestObserver(ProxyObserver):
         self._replicas = shared.replicas
         self._log = shared.log
         self._reporting = shared.reporting
+        self._responses = shared.responses
+        spec = decision.spec
+        stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
+        self._response_id = ResponseIdReader() if stores else None
         self._decision = decision
         self._request = request
         self._in_flight: InFlight | None = None
@@ -164,10 +175,12 @@ class RequestObserver(ProxyObserver):
         self._log.update(self._request)
         self._replicas.report_served(replica_id)
         if replica_id in self._replicas:
-            self._metrics.first_byte.labels(self._decision.model.name, replica_id).observe(seconds)
+            self._metrics.first_byte.labels(self._decision.model_name, replica_id).observe(seconds)
 
     @override
     def on_chunk(self, data: bytes) -> None:
+        if self._response_id is not None and (found := self._response_id.feed(data)):
+            self._responses.learn(found, self._responded or "")
         self._usage.feed(data)
         events = self._usage.data_events
         if self._in_flight is not None and events > self._events:
@@ -178,7 +191,7 @@ class RequestObserver(ProxyObserver):
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.ended()
-        model, replica = self._decision.model.name, self._label()
+        model, replica = self._decision.model_name, self._label()
         self._metrics.requests.labels(
             model, replica, self._decision.policy, str(status or "none")
         ).inc()
@@ -206,7 +219,7 @@ class RequestObserver(ProxyObserver):
         if actual is not None:
             self._request.actual_tokens = actual
             self._metrics.compare(
-                self._decision.model.name, replica_id, self._request.cached_tokens, actual
+                self._decision.model_name, replica_id, self._request.cached_tokens, actual
             )
 
     def _cached_tokens(self, replica_id: str) -> int | None:
@@ -226,7 +239,7 @@ def _logged(decision: Decision, path: str, request_id: str) -> RoutedRequest:
     return RoutedRequest(
         request_id=request_id,
         path=path,
-        model=decision.model.name,
+        model=decision.model_name,
         policy=decision.policy,
         stream=decision.spec is not None and decision.spec.stream,
         prompt_tokens=decision.prompt_tokens,

@@ -7,7 +7,7 @@ The files; each imports only what is listed above it:
     headers.py   which headers go through
     retries.py   how often a request may be tried again
     proxy.py     the steps of one request, and a watch on the clients of all
-    usage.py     the token counts in a passing response
+    usage.py     the token counts and the id in a passing response
 """
 
 from router.proxy.errors import error_body

@@ -12,6 +12,17 @@ _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 # How the last event of a finished stream ends, OpenAI's and Anthropic's.
 _LAST_EVENTS = (b"data: [DONE]", b"data:[DONE]", b'"message_stop"}', b'"message_stop" }')
 _TAIL_BYTES = 32
+# Anthropic's SDKs know these types; by our code, or else by OpenAI's type.
+_ANTHROPIC_TYPES = {
+    "model_not_found": "not_found_error",
+    "path_not_found": "not_found_error",
+    "body_too_large": "request_too_large",
+    "overloaded": "overloaded_error",
+    "no_replica": "overloaded_error",
+    "no_replica_available": "overloaded_error",
+    "shutting_down": "overloaded_error",
+    "server_error": "api_error",
+}
 
 
 def error_body(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
@@ -25,7 +36,8 @@ def error_body(dialect: Dialect, message: str, kind: str, code: str) -> bytes:
     """
     body: dict[str, object] = {"error": {"message": message, "type": kind, "code": code}}
     if dialect is Dialect.ANTHROPIC:
-        body = {"type": "error", **body}
+        kind = _ANTHROPIC_TYPES.get(code) or _ANTHROPIC_TYPES.get(kind, kind)
+        body = {"type": "error", "error": {"type": kind, "message": message, "code": code}}
     return json.dumps(body).encode()
 
 

@@ -1,4 +1,5 @@
-"""The token counts that a response reports, read from the bytes as they pass.
+"""What a response reports, read from the bytes as they pass: token counts, and the id under which
+the engine keeps it.
 
 Three forms are known: OpenAI's completions (`usage.prompt_tokens_details.cached_tokens`), its
 responses (`usage.input_tokens_details.cached_tokens`) and Anthropic's messages
@@ -9,6 +10,7 @@ reports them in its last event, in every event, or (Anthropic) half of them in t
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -16,6 +18,10 @@ import msgspec
 # Bytes kept of a JSON body, or of a single event (twice as many for a moment): the tail, where the
 # usage is.
 MAX_KEPT_BYTES = 64 * 1024
+
+MAX_ID_BYTES = 16 * 1024
+"""Bytes from the beginning of a body in which its id is looked for."""
+_ID = re.compile(rb'(?:\A|"response"\s*:)\s*\{\s*"id"\s*:\s*"([A-Za-z0-9_.:-]{1,256})"')
 
 _KEY = b'"usage"'
 _NOTHING = (b'"usage":null', b'"usage": null')
@@ -123,6 +129,26 @@ class UsageReader:
         self._rest += data
         if len(self._rest) > 2 * MAX_KEPT_BYTES:
             del self._rest[:-MAX_KEPT_BYTES]
+
+
+class ResponseIdReader:
+    """Finds the id of a response of `/v1/responses`: at the beginning of the body, or of the
+    response in the first event, where engines write it."""
+
+    __slots__ = ("_is_over", "_read")
+
+    def __init__(self) -> None:
+        self._read = b""
+        self._is_over = False
+
+    def feed(self, data: bytes) -> str | None:
+        """Take the next piece of the body, cut anywhere; return the id once, when it is known."""
+        if self._is_over:
+            return None
+        self._read += data[:MAX_ID_BYTES]
+        found = _ID.search(self._read)
+        self._is_over = found is not None or len(self._read) >= MAX_ID_BYTES
+        return None if found is None else found[1].decode()
 
 
 def _payload(line: bytes) -> bytes:

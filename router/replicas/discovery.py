@@ -110,6 +110,13 @@ def parse_models(body: bytes) -> ServedModels:
     return ServedModels(models, tuple(adapters.items()))
 
 
+def parse_model_entries(body: bytes) -> dict[str, dict[str, Any]]:
+    """All that a response to `GET /v1/models` says of each model, by name; without what it says of
+    itself only. The response must have been read by `parse_models` before."""
+    listed = msgspec.json.decode(body)
+    return {entry["id"]: entry for entry in listed["data"]}
+
+
 def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple[EventSource, ...]:
     """Event sources as the configuration gives them, by rank.
 

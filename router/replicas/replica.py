@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from router.config import ReplicaConfig, key_bytes
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
@@ -34,6 +36,8 @@ class Replica:
         """Its event sources, if they are configured."""
         self.sources: tuple[EventSource, ...] = ()
         """Those that were announced; none before its models are known."""
+        self.model_entries: dict[str, dict[str, Any]] = {}
+        """What it says of each model in `GET /v1/models`, by name."""
         self.notes: tuple[str, ...] = ()
         """What went wrong in the last discovery, and what was assumed."""
         self.engine_load: EngineLoad | None = None

@@ -20,6 +20,7 @@ from router.replicas.discovery import (
     MAX_RESPONSE_BYTES,
     MODELS_PATH,
     SOURCES_PATH,
+    parse_model_entries,
     parse_models,
     parse_sources,
 )
@@ -236,7 +237,9 @@ class Watcher:
     async def _models(self, notes: list[str]) -> ServedModels | None:
         configured = self._replica.config.models
         try:
-            served = parse_models(await self._body(MODELS_PATH, MAX_RESPONSE_BYTES))
+            body = await self._body(MODELS_PATH, MAX_RESPONSE_BYTES)
+            served = parse_models(body)
+            self._replica.model_entries = parse_model_entries(body)
         except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(MODELS_PATH, error))
             return None

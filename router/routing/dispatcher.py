@@ -18,6 +18,7 @@ from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner, prepare, source_of
+from router.routing.stored_responses import StoredResponses
 from router.scoring import Candidate, Ranked, Ranking, RouteRequest
 from router.tokenize import (
     Endpoint,
@@ -31,6 +32,8 @@ from router.tokenize import (
 
 _Result = TypeVar("_Result")
 
+ANY_MODEL = "any"
+"""Stands for the model where a request names none and need not."""
 INLINE_BODY_BYTES = 262_144
 INLINE_TOKENS = 65_536
 """Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a
@@ -44,7 +47,8 @@ and more, and Python runs one thread at a time anyhow."""
 class Decision:
     """Where a request should go, and why; all that is needed to send it there."""
 
-    model: Model
+    model: Model | None
+    """None for a request that names none, where any of several would do."""
     spec: PromptSpec | None = None
     """None for a request without a prompt to generate from, as `/tokenize`."""
     tokenized: Sequence[TokenizedPrompt] = ()
@@ -68,6 +72,11 @@ class Decision:
     """From the parsed request to its token ids."""
     routing_s: float
     """From there to the ranking."""
+
+    @property
+    def model_name(self) -> str:
+        """For logs, metrics and messages."""
+        return self.model.name if self.model is not None else ANY_MODEL
 
     @property
     def is_comparable(self) -> bool:
@@ -139,7 +148,7 @@ class Decision:
     def require_replica(self) -> None:
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
         if not self.ranking.ranked:
-            raise NoReplica(self.model.name, self.ranking.empty_reason)
+            raise NoReplica(self.model_name, self.ranking.empty_reason)
 
 
 class _OnlyModel(msgspec.Struct):
@@ -155,6 +164,7 @@ class Dispatcher:
         replicas: ReplicaRegistry,
         planner: RoutePlanner,
         policy_name: str,
+        responses: StoredResponses,
         limits: PromptLimits | None = None,
     ) -> None:
         """Keep the parts that decisions are made from.
@@ -164,12 +174,14 @@ class Dispatcher:
             replicas: Every replica.
             planner: Ranks the replicas of a model.
             policy_name: The name of the planner's policy.
+            responses: Which replica has which stored response.
             limits: Bounds on prompts.
         """
         self._models = models
         self._replicas = replicas
         self._planner = planner
         self._policy_name = policy_name
+        self._responses = responses
         self._limits = limits or PromptLimits()
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
@@ -179,6 +191,8 @@ class Dispatcher:
         body: bytes,
         session: str | None = None,
         encoding: Literal["json", "msgpack"] = "json",
+        *,
+        needs_model: bool = True,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -188,6 +202,7 @@ class Dispatcher:
             body: As the client sent it.
             session: The client's session, where a header names it; the body may name one as well.
             encoding: Of the body; `/route` takes both.
+            needs_model: As for `dispatch_by_load`, where *endpoint* is None.
         Raises:
             BadRequest: The body breaks a rule.
             UnknownModel: No replica serves the model it names.
@@ -196,7 +211,7 @@ class Dispatcher:
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
-            return await self._dispatch_without_prompt(body)
+            return self.dispatch_by_load(await self._model_in(body), body, needs_model=needs_model)
         return await self._dispatch_prompt(endpoint, body, session, encoding)
 
     async def _dispatch_prompt(
@@ -221,6 +236,8 @@ class Dispatcher:
             model=model.name, prompt_tokens=count, session=session or spec.session
         )
         replicas = self._serving(model, lora_name)
+        if spec.stored_response is not None:
+            replicas = await self._holder(spec.stored_response, replicas)
         ranking = self._planner.rank(request, model.index, prompts, replicas.values())
         return Decision(
             model=model,
@@ -238,7 +255,7 @@ class Dispatcher:
             routing_s=time.perf_counter() - tokenized_at,
         )
 
-    async def _dispatch_without_prompt(self, body: bytes) -> Decision:
+    async def _model_in(self, body: bytes) -> str | None:
         try:
             named = await self._run(
                 lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES
@@ -247,20 +264,60 @@ class Dispatcher:
             raise BadRequest(
                 "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
             ) from None
-        model, lora_name = self._resolve(named.model)
+        return named.model
+
+    def dispatch_by_load(
+        self, name: str | None, body: bytes, *, needs_model: bool = True
+    ) -> Decision:
+        """Decide where a request goes whose prompt, if it has one, is not looked at.
+
+        Args:
+            name: The model it names.
+            body: As the client sent it.
+            needs_model: Whether it must name one where there are several; else any replica will do.
+        Raises:
+            UnknownModel: No replica serves the model it names.
+            NoReplica: The same, but some replica has not reported its models yet.
+        """
+        if not name and not needs_model and len(self._models) != 1:
+            return self._by_load(None, self._all_replicas(), body)
+        model, lora_name = self._resolve(name)
+        return self._by_load(model, self._serving(model, lora_name), body)
+
+    async def dispatch_to_holder(self, response_id: str, body: bytes) -> Decision:
+        """Decide where a request goes that is about a stored response.
+
+        Args:
+            response_id: The response.
+            body: As the client sent it.
+        """
+        replicas = await self._holder(response_id, self._all_replicas())
+        served = next(iter(replicas.values())).served.models if len(replicas) == 1 else ()
+        return self._by_load(self._models.get(served[0]) if served else None, replicas, body)
+
+    def _by_load(
+        self, model: Model | None, replicas: Mapping[str, Replica], body: bytes
+    ) -> Decision:
         started = time.perf_counter()
-        request = RouteRequest(model=model.name, prompt_tokens=0)
-        replicas = self._serving(model, lora_name)
-        ranking = self._planner.rank(request, model.index, (), replicas.values())
+        request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
         return Decision(
             model=model,
             policy=self._policy_name,
-            ranking=ranking,
+            ranking=self._planner.rank_by_load(request, replicas.values()),
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
             body=body,
             routing_s=time.perf_counter() - started,
         )
+
+    async def _holder(self, response_id: str, replicas: dict[str, Replica]) -> dict[str, Replica]:
+        """Only the replica that has the response: every other one would respond that there is
+        none. All of *replicas* where nobody knows."""
+        holder = await self._responses.holder(response_id, replicas)
+        return replicas if holder is None else {holder.id: holder}
+
+    def _all_replicas(self) -> dict[str, Replica]:
+        return {replica.id: replica for replica in self._replicas.replicas()}
 
     def _resolve(self, name: str | None) -> tuple[Model, str | None]:
         try:

@@ -92,6 +92,9 @@ class ModelSet:
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
+    def __len__(self) -> int:
+        return len(self._models)
+
     def get(self, name: str) -> Model | None:
         """The base model of exactly this name, not an alias or an adapter."""
         return self._models.get(name)

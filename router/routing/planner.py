@@ -73,6 +73,18 @@ class RoutePlanner:
         ]
         return rank(self._policy, request, candidates)
 
+    def rank_by_load(self, request: RouteRequest, replicas: Iterable[Replica]) -> Ranking:
+        """Rank *replicas* for a request whose prompt is not looked at.
+
+        Args:
+            request: What the policy may know of it.
+            replicas: All that can serve it, whatever their state.
+        Raises:
+            PolicyError: A plug-in broke the rules of a policy.
+        """
+        candidates = [self._candidate(replica, {}, 0) for replica in replicas]
+        return rank(self._policy, request, candidates)
+
     def obstacle(self, replica: Replica) -> str | None:
         """Why a replica cannot take a request at this moment; None if it can."""
         return "removed" if replica.removed else replica.obstacle(self._load.load_of(replica.id))

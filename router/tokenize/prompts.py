@@ -116,6 +116,8 @@ class PromptSpec:
     reads_cache: bool = True
     """False where the logprobs of the prompt itself are asked for: the engine computes all of it,
     whatever it has cached."""
+    stored_response: str | None = field(default=None, repr=False)
+    """`previous_response_id`: the response that this one continues. One replica has it."""
     has_engine_arguments: bool = False
     """The body has `vllm_xargs`, which `strip_report_mode` looks into."""
 

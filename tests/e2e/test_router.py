@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import resource
 import socket
 import subprocess
@@ -800,10 +801,12 @@ async def test_an_unknown_model_is_404_and_a_known_one_without_replicas_503(
     ("method", "path", "status", "allowed"),
     [
         ("GET", "/nothing/here", 404, None),
-        ("POST", "/v1/audio/speech", 404, None),
-        ("GET", "/v1/chat/completions", 405, "POST"),
-        ("DELETE", "/route", 405, "POST"),
-        ("PUT", "/replicas", 405, None),
+        ("POST", "/v1/audio/", 404, None),
+        ("POST", "/metrics/", 404, None),
+        ("GET", "/v1/chat/completions", 405, "OPTIONS, POST"),
+        ("DELETE", "/route", 405, "OPTIONS, POST"),
+        ("PUT", "/replicas", 405, "GET, HEAD, OPTIONS, POST"),
+        ("PATCH", "/v1/responses/resp_1", 405, "DELETE, GET, HEAD, OPTIONS"),
     ],
 )
 async def test_a_wrong_path_or_method_has_the_same_form_of_error(
@@ -852,7 +855,21 @@ ENDPOINTS = {
     "/v1/embeddings": {"post"},
     "/tokenize": {"post"},
     "/detokenize": {"post"},
+    "/v1/messages/count_tokens": {"post"},
+    "/v1/rerank": {"post"},
+    "/v2/rerank": {"post"},
+    "/rerank": {"post"},
+    "/v1/score": {"post"},
+    "/score": {"post"},
+    "/v1/audio/{operation}": {"post"},
+    "/version": {"get"},
+    "/v1/responses/{response_id}": {"get", "delete"},
+    "/v1/responses/{response_id}/cancel": {"post"},
+    "/v1/responses/{response_id}/input_items": {"get"},
     "/v1/models": {"get"},
+    "/v1/models/{name}": {"get"},
+    "/health": {"get"},
+    "/ping": {"get"},
     "/route": {"post"},
     "/healthz": {"get"},
     "/readyz": {"get"},
@@ -876,9 +893,8 @@ async def test_every_endpoint_is_described(router: RouterProcess) -> None:
     assert (await router.get("/docs")).status == 200
     for path, methods in ENDPOINTS.items():
         for method in methods:
-            found = await ask(
-                router.port, method.upper(), path.replace("{replica_id}", "nobody"), b"{}"
-            )
+            target = re.sub(r"\{\w+\}", "nobody", path)
+            found = await ask(router.port, method.upper(), target, b"{}")
             assert found.status != 405
             assert found.status != 404 or found.error["code"] in (
                 "replica_not_found",

@@ -324,6 +324,10 @@ class EngineStub:
     """What /tokenize does instead of responding."""
     waiting_requests: int = 0
     """The value of its gauge of queued requests."""
+    paths: dict[str, Behaviour] = field(default_factory=dict)
+    """What else it has, and what a request there meets."""
+    model_details: dict[str, Any] = field(default_factory=dict)
+    """What it says of its model beside the name."""
     silent_paths: tuple[str, ...] = ()
     """Paths whose requests are accepted and never responded to."""
 
@@ -457,6 +461,9 @@ class EngineStub:
             await self._tokenize(exchange)
         elif path in PROMPT_PATHS:
             await self._generate(exchange)
+        elif path in self.paths:
+            self.requests.append(exchange.request)
+            await self.paths[path](exchange)
         else:
             await exchange.whole(b'{"error": {"message": "no such path"}}', "404 Not Found")
 
@@ -486,7 +493,10 @@ class EngineStub:
         ]
         return {
             "object": "list",
-            "data": [{"id": self.model, "object": "model", "parent": None}, *adapters],
+            "data": [
+                {"id": self.model, "object": "model", "parent": None, **self.model_details},
+                *adapters,
+            ],
         }
 
     def _event_sources(self) -> dict[str, Any]:

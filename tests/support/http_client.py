@@ -112,6 +112,8 @@ class HttpClient:
 
     async def read_body(self) -> bytes:
         """The whole body. Raises IncompleteReadError if it ends too early."""
+        if self.status in (204, 304):
+            return b""
         if "content-length" in self.headers:
             async with timeout(DEADLINE_S):
                 return await self.reader.readexactly(int(self.headers["content-length"]))

@@ -85,6 +85,7 @@ def parse_request(
         session=_session(fields),
         body_bytes=len(body),
         reads_cache=not _asks_for_prompt_logprobs(fields, form),
+        stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
         has_engine_arguments=ARGUMENTS_FIELD in fields,
     )
 
@@ -178,6 +179,11 @@ def _session(fields: Mapping[str, Any]) -> str | None:
     return next(
         (hint[:_MAX_SESSION_CHARS] for hint in hints if isinstance(hint, str) and hint), None
     )
+
+
+def _stored_response(fields: Mapping[str, Any]) -> str | None:
+    named = fields.get("previous_response_id")
+    return named if isinstance(named, str) and named else None
 
 
 def _chat(

@@ -538,3 +538,20 @@ def test_a_wrong_replica_in_a_request_is_answered_with_every_problem() -> None:
     }
     with pytest.raises(BadRequest, match=r"\$: a list of 0; expected a mapping"):
         read_replica([])
+
+
+@pytest.mark.parametrize("path", ["/pooling", "/v2/*", "/a/b-c/*"])
+def test_paths_to_pass_on_may_be_added(path: str) -> None:
+    """Engines offer more than any router knows."""
+    config = RouterConfig.from_yaml(f"server: {{extra_paths: ['{path}']}}", {})
+    assert config.server.extra_paths == (path,)
+
+
+@pytest.mark.parametrize(
+    "path", ["pooling", "/a*b", "/a?b=1", "/a//b", "/*", "/replicas", "/replicas/x", "/v1/models/x"]
+)
+def test_what_the_router_answers_itself_cannot_be_passed_on(path: str) -> None:
+    """The path would be shadowed, or shadow an endpoint of the router."""
+    with pytest.raises(ConfigError) as error:
+        RouterConfig.from_yaml(f"server: {{extra_paths: ['{path}']}}", {})
+    assert "server.extra_paths[0]" in str(error.value)

@@ -38,7 +38,7 @@ REPLICA = {
 }
 KEYS = {"CLIENT_KEY": "client-key-sentinel", "OPERATOR_KEY": "operator-key-sentinel"}
 LOCKED = "server: {client_api_key: '${CLIENT_KEY}', operator_api_key: '${OPERATOR_KEY}'}"
-OPEN_PATHS = {"/", "/healthz", "/readyz", "/metrics"}
+OPEN_PATHS = {"/", "/healthz", "/readyz", "/health", "/ping", "/metrics"}
 """Nobody needs a key for these (for /metrics only where it is configured so)."""
 OPERATOR_PATHS = {
     "/config",

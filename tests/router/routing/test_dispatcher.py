@@ -16,6 +16,7 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.stored_responses import StoredResponses
 from router.scoring import make_policy
 from router.tokenize import Endpoint
 
@@ -31,8 +32,15 @@ class Setting:
         self.load = load = LoadTracker()
         self.registry = ReplicaRegistry(_no_response, HealthConfig(), load)
         self.models = ModelSet([ModelConfig(name="m", lora_adapters=("a",))], _no_tokens)
+        self.holders: set[tuple[str, str]] = set()
+        self.asked: list[tuple[str, str]] = []
+        self.responses = StoredResponses(self._has_response)
         planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(), lambda _: False)
-        self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix")
+        self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix", self.responses)
+
+    async def _has_response(self, replica: Replica, response_id: str) -> bool:
+        self.asked.append((replica.id, response_id))
+        return (replica.id, response_id) in self.holders
 
     def add(self, name: str, ranks: int = 1, **config: object) -> Replica:
         """Add a healthy replica with one event source a rank."""
