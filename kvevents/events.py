@@ -248,6 +248,28 @@ class KVEventAggregator:
                 reports.append(missing)
             missing.workers.add(worker)
 
+    def withdraw_event(self, worker: int, event: Event) -> bool:
+        """Take back a worker's last report of an event that was not popped; False if there is none.
+
+        Args:
+            worker: As given to `add_events`.
+            event: What no longer holds for that worker.
+        """
+        reports = self._reports.get(event, [])
+        last = next((each for each in reversed(reports) if worker in each.workers), None)
+        if last is None:
+            return False
+        last.workers.discard(worker)
+        if not last.workers:
+            reports.remove(last)
+        if not reports:
+            del self._reports[event]
+        return True
+
+    def get_workers(self, event: Event) -> set[int]:
+        """The workers that reported an event, and whose reports were not popped."""
+        return set[int]().union(*(each.workers for each in self._reports.get(event, [])))
+
     def get_common_events(self) -> list[Event]:
         """The events that every worker reported, in the order of their first report."""
         return [event for _, event in sorted(self._common(), key=itemgetter(0))]

@@ -31,6 +31,7 @@ The files; each imports only what is listed above it:
     base.py            keys, specs, and the protocols of lower tiers
     tier_entries.py    what all tiers share: entries in flight, lookups, events
     reuse_filter.py    lets a tier store only what several requests used
+    tensor_parallel.py one engine's tiers where each of several workers holds its shard
     transfer/          copies between an engine's pages and a tier
     cpu/               the tier in memory
     fs/                the tier on disk

@@ -158,6 +158,22 @@ def test_common_events_keep_the_order_of_their_first_report() -> None:
     assert aggregator.pop_common_events() == [STORED, REMOVED, AllBlocksCleared()]
 
 
+def test_a_worker_can_take_back_what_is_not_common_yet() -> None:
+    """It evicted the block before the others had stored theirs: nobody must be told of it."""
+    aggregator = KVEventAggregator(num_workers=2)
+    aggregator.add_events(0, [STORED, STORED])
+    assert aggregator.withdraw_event(0, STORED)
+    aggregator.add_events(1, [STORED])
+    assert aggregator.get_workers(STORED) == {0, 1}
+    assert aggregator.withdraw_event(0, STORED)
+    assert not aggregator.withdraw_event(0, STORED)
+    assert not aggregator.withdraw_event(0, REMOVED)
+    assert (aggregator.pop_common_events(), aggregator.get_workers(STORED)) == ([], {1})
+    aggregator.add_events(0, [STORED])
+    assert aggregator.pop_common_events() == [STORED]
+    assert (aggregator.get_all_events(), aggregator.get_workers(STORED)) == ([], set())
+
+
 def test_workers_can_join_and_the_count_can_be_reset() -> None:
     """The number of workers is known only once they have reported."""
     aggregator = KVEventAggregator(num_workers=1)
