@@ -100,7 +100,14 @@ class RouterService:
         )
         policy = make_policy(config.policy.name, _policy_settings(config))
         stale_after_s = config.health.engine_load_stale_after_s
-        planner = RoutePlanner(policy, load, self._recent, self.feed.is_suspect, stale_after_s)
+        planner = RoutePlanner(
+            policy,
+            load,
+            self._recent,
+            self.feed.is_suspect,
+            stale_after_s,
+            weights=config.policy.weights,
+        )
         self.responses = StoredResponses(_ReplicaResponses(upstream, config).has)
         self.dispatcher = Dispatcher(
             self.models, self.registry, planner, config.policy.name, self.responses

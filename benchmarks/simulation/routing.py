@@ -77,7 +77,7 @@ class SimulatedRouter:
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         ranking = self._planner.rank(request, self.index, prompts, self._replicas)
         chosen = ranking.ranked[0].candidate
-        self._planner.remember(prompts, chosen.replica_id)
+        self._planner.remember(prompts, SourceId(chosen.replica_id))
         in_flight = self.load.started(
             chosen.replica_id, uncached_tokens(len(token_ids), chosen), len(token_ids)
         )

@@ -136,6 +136,8 @@ class ServerConfig(Section, frozen=True):
     """Required of everyone who sends prompts; null lets everyone in."""
     operator_api_key: Secret | None = None
     """Required of everyone who reads or changes the list of replicas."""
+    trust_client_rank: bool = False
+    """Whether clients may choose a replica's data-parallel rank, by `x-data-parallel-rank`."""
     max_body_bytes: Bytes = 64 * 1024 * 1024
     max_header_bytes: Bytes = 64 * 1024
     max_concurrent_requests: Count = 4096

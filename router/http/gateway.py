@@ -18,7 +18,7 @@ from router.http.uvicorn_protocol import client_abort
 from router.observability.request_observer import RequestObservers
 from router.proxy import Dialect, Proxy, ProxyRequest, error_body
 from router.routing.admission import Admission
-from router.routing.dispatcher import Decision, Dispatcher
+from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher
 from router.upstream import Header, Timeouts
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -27,6 +27,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 MAX_REQUEST_ID_LENGTH = 128
+MAX_RANK_DIGITS = 5
 KEY_HEADERS = (b"authorization", b"x-api-key")
 """Where OpenAI's SDKs and Anthropic's put the client's key."""
 
@@ -61,7 +62,11 @@ class Gateway:
         self._client_key = key_bytes(server.client_api_key)
         # The router's key is for the router only: replicas do not get to see it.
         self._dropped = frozenset(
-            (b"x-request-id", *(KEY_HEADERS if self._client_key is not None else ()))
+            (
+                b"x-request-id",
+                *(KEY_HEADERS if self._client_key is not None else ()),
+                *(() if server.trust_client_rank else (RANK_HEADER,)),
+            )
         )
         self._session_header = session_header.encode()
         self._admission = admission
@@ -128,6 +133,7 @@ class Gateway:
             body,
             session.decode("latin-1") if session else None,
             needs_model=path.routed_by is not RoutedBy.ANY,
+            dp_rank=_rank(headers) if self._server.trust_client_rank else None,
         )
 
     def _request(self, scope: Scope, decision: Decision, request_id: bytes) -> ProxyRequest:
@@ -243,6 +249,12 @@ async def send_error(
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": start})
     await send({"type": "http.response.body", "body": body})
+
+
+def _rank(headers: dict[bytes, bytes]) -> int | None:
+    """The data-parallel rank that a request asks for; what is no number is left to the engine."""
+    given = headers.get(RANK_HEADER, b"")
+    return int(given) if given.isdigit() and len(given) <= MAX_RANK_DIGITS else None
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:

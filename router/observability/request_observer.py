@@ -142,11 +142,16 @@ class RequestObserver(ProxyObserver):
         replica_id = attempt.replica_id
         ranked = self._decision.ranked(replica_id)
         uncached = uncached_tokens(self._decision.prompt_tokens, ranked.candidate)
+        source = self._decision.certain_source_of(ranked.candidate)
+        dp_rank = ranked.candidate.dp_rank if source is not None else None
         if self._in_flight is None:
-            self._in_flight = self._load.started(replica_id, uncached, self._decision.prompt_tokens)
+            self._in_flight = self._load.started(
+                replica_id, uncached, self._decision.prompt_tokens, dp_rank
+            )
         else:
-            self._in_flight.retried(replica_id, uncached)
-        self._planner.remember(self._decision.prompts, replica_id)
+            self._in_flight.retried(replica_id, uncached, dp_rank)
+        if source is not None:
+            self._planner.remember(self._decision.prompts, source)
         self._request.sent_to(ranked)
         self._log.update(self._request)
 
@@ -215,7 +220,9 @@ class RequestObserver(ProxyObserver):
         replica_id = self._responded
         if replica_id is None or replica_id not in self._replicas:
             return
-        actual = self._cached_tokens(replica_id) if self._decision.is_comparable else None
+        candidate = self._decision.ranked(replica_id).candidate
+        is_comparable = self._decision.is_comparable_at(candidate)
+        actual = self._cached_tokens(replica_id) if is_comparable else None
         if actual is not None:
             self._request.actual_tokens = actual
             self._metrics.compare(

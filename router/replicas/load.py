@@ -1,5 +1,5 @@
-"""What this router has in flight at each replica: prompt tokens until the first response token,
-then decoding requests.
+"""What this router has in flight at each replica, and at each of its data-parallel ranks: prompt
+tokens until the first response token, then decoding requests.
 
 Each request is accounted for by one `InFlight`. Its steps may be called in any order, repeatedly or
 not at all; after `ended` everything it added has been taken back. So the sums return to exactly
@@ -9,7 +9,7 @@ zero whatever happens to a request.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -17,9 +17,12 @@ from types import TracebackType
 import msgspec
 from msgspec.structs import replace
 
+_Place = tuple[str, int | None]
+"""A replica and one of its ranks; None stands for the whole replica."""
+
 
 class ReplicaLoad(msgspec.Struct):
-    """What this router has in flight at one replica. Readers get copies."""
+    """What this router has in flight at one replica, or one rank of it. Readers get copies."""
 
     prefilling_requests: int = 0
     prefill_tokens: int = 0
@@ -36,6 +39,10 @@ class ReplicaLoad(msgspec.Struct):
         return self.prefilling_requests + self.decoding_requests
 
 
+_FIELDS = ReplicaLoad.__struct_fields__
+_NOTHING = ReplicaLoad()
+
+
 @dataclass(frozen=True, slots=True)
 class LoadStatistics:
     """In flight by replica (only those with any), and requests since the start."""
@@ -47,14 +54,16 @@ class LoadStatistics:
 
 
 class LoadTracker:
-    """The sums by replica. Memory is bounded by what is in flight: a replica without requests has
-    no entry."""
+    """The sums by replica and rank. Memory is bounded by what is in flight: a replica without
+    requests has no entry, nor has such a rank."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, ReplicaLoad] = {}
+        self._loads: dict[_Place, ReplicaLoad] = {}
         self._in_flight = self._started = self._retried = 0
 
-    def started(self, replica_id: str, uncached_tokens: int, prompt_tokens: int) -> InFlight:
+    def started(
+        self, replica_id: str, uncached_tokens: int, prompt_tokens: int, dp_rank: int | None = None
+    ) -> InFlight:
         """A request is about to be sent; call `InFlight.ended` when it is over, or use the result
         in a `with` statement.
 
@@ -62,19 +71,45 @@ class LoadTracker:
             replica_id: Where it is sent.
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             prompt_tokens: The whole prompt.
+            dp_rank: Of the replica's ranks the one that gets it; None if the engine chooses.
         """
         self._started += 1
         self._in_flight += 1
-        return InFlight(self, replica_id, max(uncached_tokens, 0), max(prompt_tokens, 0))
+        return InFlight(self, replica_id, max(uncached_tokens, 0), max(prompt_tokens, 0), dp_rank)
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
         """What is in flight at a replica; zeros for one that is unknown."""
-        load = self._loads.get(replica_id)
+        load = self._loads.get((replica_id, None))
         return ReplicaLoad() if load is None else replace(load)
+
+    def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
+        """What is in flight at each rank of a replica. Requests whose rank the engine chose are
+        shared out equally, rounded up.
+
+        Args:
+            replica_id: The replica.
+            dp_ranks: All its ranks.
+        """
+        known = [self._loads.get((replica_id, rank)) or _NOTHING for rank in dp_ranks]
+        whole = self._loads.get((replica_id, None)) or _NOTHING
+        shares = [
+            -((sum(getattr(load, name) for load in known) - getattr(whole, name)) // len(known))
+            for name in _FIELDS
+        ]
+        return [
+            ReplicaLoad(
+                *(getattr(load, name) + share for name, share in zip(_FIELDS, shares, strict=True))
+            )
+            for load in known
+        ]
 
     def statistics(self) -> LoadStatistics:
         """Everything in flight."""
-        replicas = {replica_id: replace(load) for replica_id, load in self._loads.items()}
+        replicas = {
+            replica_id: replace(load)
+            for (replica_id, rank), load in self._loads.items()
+            if rank is None
+        }
         return LoadStatistics(replicas, self._in_flight, self._started, self._retried)
 
     @contextlib.contextmanager
@@ -87,37 +122,46 @@ class LoadTracker:
             self._add_tokenizing(replica_id, -1)
 
     def _add_tokenizing(self, replica_id: str, requests: int) -> None:
-        load = self._loads.setdefault(replica_id, ReplicaLoad())
+        place = (replica_id, None)
+        load = self._loads.setdefault(place, ReplicaLoad())
         load.tokenizing_requests += requests
-        self._drop_if_empty(replica_id, load)
+        self._drop_if_empty(place, load)
 
     # What an `InFlight` does to the sums.
 
-    def add(self, replica_id: str, requests: int, prefill_tokens: int) -> None:
+    def add(
+        self, replica_id: str, requests: int, prefill_tokens: int, dp_rank: int | None = None
+    ) -> None:
         """Add to what is in prefill.
 
         Args:
             replica_id: Where.
             requests: 1 or -1.
             prefill_tokens: Their uncached prompt tokens; of the same sign.
+            dp_rank: At which of its ranks, if that is known.
         """
-        load = self._loads.setdefault(replica_id, ReplicaLoad())
-        load.prefilling_requests += requests
-        load.prefill_tokens += prefill_tokens
-        self._drop_if_empty(replica_id, load)
+        for place in _places(replica_id, dp_rank):
+            load = self._loads.setdefault(place, ReplicaLoad())
+            load.prefilling_requests += requests
+            load.prefill_tokens += prefill_tokens
+            self._drop_if_empty(place, load)
 
-    def add_decoding(self, replica_id: str, requests: int, context_tokens: int) -> None:
+    def add_decoding(
+        self, replica_id: str, requests: int, context_tokens: int, dp_rank: int | None = None
+    ) -> None:
         """Add to what is in decode.
 
         Args:
             replica_id: Where.
             requests: 1, 0 or -1.
             context_tokens: By how much their context grew or shrank.
+            dp_rank: At which of its ranks, if that is known.
         """
-        load = self._loads.setdefault(replica_id, ReplicaLoad())
-        load.decoding_requests += requests
-        load.context_tokens += context_tokens
-        self._drop_if_empty(replica_id, load)
+        for place in _places(replica_id, dp_rank):
+            load = self._loads.setdefault(place, ReplicaLoad())
+            load.decoding_requests += requests
+            load.context_tokens += context_tokens
+            self._drop_if_empty(place, load)
 
     def count_retried(self) -> None:
         """A request moved to another replica."""
@@ -127,10 +171,15 @@ class LoadTracker:
         """A request is over."""
         self._in_flight -= 1
 
-    def _drop_if_empty(self, replica_id: str, load: ReplicaLoad) -> None:
+    def _drop_if_empty(self, place: _Place, load: ReplicaLoad) -> None:
         if not load.requests and not load.tokenizing_requests:
             assert load.prefill_tokens == load.context_tokens == 0
-            del self._loads[replica_id]
+            del self._loads[place]
+
+
+def _places(replica_id: str, dp_rank: int | None) -> tuple[_Place, ...]:
+    whole = (replica_id, None)
+    return (whole,) if dp_rank is None else (whole, (replica_id, dp_rank))
 
 
 class _Phase(Enum):
@@ -148,10 +197,12 @@ class InFlight:
         replica_id: Where it is sent.
         uncached_tokens: Prompt tokens that have to be computed there; not negative.
         prompt_tokens: The whole prompt; not negative.
+        dp_rank: The rank that gets it, if that is known.
     """
 
     __slots__ = (
         "_context_tokens",
+        "_dp_rank",
         "_phase",
         "_prompt_tokens",
         "_tracker",
@@ -160,9 +211,15 @@ class InFlight:
     )
 
     def __init__(
-        self, tracker: LoadTracker, replica_id: str, uncached_tokens: int, prompt_tokens: int
+        self,
+        tracker: LoadTracker,
+        replica_id: str,
+        uncached_tokens: int,
+        prompt_tokens: int,
+        dp_rank: int | None = None,
     ) -> None:
         self.replica_id = replica_id
+        self._dp_rank = dp_rank
         self._tracker = tracker
         self._prompt_tokens = prompt_tokens
         self._phase: _Phase
@@ -175,26 +232,28 @@ class InFlight:
         self._leave()
         self._phase = _Phase.DECODE
         self._context_tokens = self._prompt_tokens
-        self._tracker.add_decoding(self.replica_id, 1, self._context_tokens)
+        self._tracker.add_decoding(self.replica_id, 1, self._context_tokens, self._dp_rank)
 
     def generated(self, tokens: int) -> None:
         """The response grew by about *tokens*, and so did its context."""
         if self._phase is _Phase.DECODE and tokens > 0:
             self._context_tokens += tokens
-            self._tracker.add_decoding(self.replica_id, 0, tokens)
+            self._tracker.add_decoding(self.replica_id, 0, tokens, self._dp_rank)
 
-    def retried(self, replica_id: str, uncached_tokens: int) -> None:
+    def retried(self, replica_id: str, uncached_tokens: int, dp_rank: int | None = None) -> None:
         """The replica failed; the request is sent to another one, from the start.
 
         Args:
             replica_id: Where it is sent now.
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
+            dp_rank: The rank that gets it there, if that is known.
         """
         if self._phase is _Phase.ENDED:
             return
         self._leave()
         self._tracker.count_retried()
         self.replica_id = replica_id
+        self._dp_rank = dp_rank
         self._enter_prefill(max(uncached_tokens, 0))
 
     def ended(self) -> None:
@@ -219,11 +278,11 @@ class InFlight:
         self._phase = _Phase.PREFILL
         self._uncached_tokens = uncached_tokens
         self._context_tokens = 0
-        self._tracker.add(self.replica_id, 1, uncached_tokens)
+        self._tracker.add(self.replica_id, 1, uncached_tokens, self._dp_rank)
 
     def _leave(self) -> None:
         """Take back what this request added to the sums."""
         if self._phase is _Phase.PREFILL:
-            self._tracker.add(self.replica_id, -1, -self._uncached_tokens)
+            self._tracker.add(self.replica_id, -1, -self._uncached_tokens, self._dp_rank)
         elif self._phase is _Phase.DECODE:
-            self._tracker.add_decoding(self.replica_id, -1, -self._context_tokens)
+            self._tracker.add_decoding(self.replica_id, -1, -self._context_tokens, self._dp_rank)

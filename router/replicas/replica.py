@@ -91,8 +91,9 @@ class Replica:
         recent_tokens: int = 0,
         suspect: bool = False,
         dp_rank: int | None = None,
+        rank_load: ReplicaLoad | None = None,
     ) -> Candidate:
-        """This replica as scoring sees it, for one prompt.
+        """This replica as scoring sees it, or one of its ranks, for one prompt.
 
         Args:
             load: What this router has in flight there.
@@ -102,10 +103,14 @@ class Replica:
             cached_tokens: Those and what lower tiers hold.
             recent_tokens: Prompt tokens that were sent there just now.
             suspect: Whether the prediction is doubtful, since events were lost.
-            dp_rank: The rank that holds the prefix, where there is a choice.
+            dp_rank: The rank to ask for, where there is a choice.
+            rank_load: What this router has in flight at the rank that the candidate stands for;
+                None where there is only one. The engine's own load is then shared out equally.
         """
         fresh = now - self.engine_load_at <= engine_load_stale_after_s
         engine_load = self.engine_load if fresh else None
+        ranks = 1 if rank_load is None else len(self.sources)
+        own = load if rank_load is None else rank_load
         return Candidate(
             replica_id=self.id,
             gpu_cached_tokens=gpu_cached_tokens,
@@ -113,12 +118,12 @@ class Replica:
             recent_tokens=recent_tokens,
             suspect=suspect,
             load=CandidateLoad(
-                queued_prefill_tokens=load.prefill_tokens,
-                prefilling_requests=load.prefilling_requests,
-                decoding_requests=load.decoding_requests,
-                decode_context_tokens=load.context_tokens,
-                foreign_requests=0 if engine_load is None else self.foreign_requests,
-                waiting_requests=0 if engine_load is None else engine_load.waiting,
+                queued_prefill_tokens=own.prefill_tokens,
+                prefilling_requests=own.prefilling_requests,
+                decoding_requests=own.decoding_requests,
+                decode_context_tokens=own.context_tokens,
+                foreign_requests=0 if engine_load is None else -(-self.foreign_requests // ranks),
+                waiting_requests=0 if engine_load is None else -(-engine_load.waiting // ranks),
             ),
             speed=self._speed,
             obstacle=self.obstacle(load),

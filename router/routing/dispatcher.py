@@ -17,7 +17,7 @@ from router.index import HashedPrompt, SourceId
 from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.models import Model, ModelSet
-from router.routing.planner import RoutePlanner, prepare, source_of
+from router.routing.planner import RankChoice, RoutePlanner, prepare, source_of
 from router.routing.stored_responses import StoredResponses
 from router.scoring import Candidate, Ranked, Ranking, RouteRequest
 from router.tokenize import (
@@ -38,6 +38,10 @@ INLINE_BODY_BYTES = 262_144
 INLINE_TOKENS = 65_536
 """Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a
 few milliseconds, not longer."""
+RANK_HEADER = b"x-data-parallel-rank"
+RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
+"""Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
+every vLLM for embeddings."""
 LARGE_AT_ONCE = 2
 """Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
 and more, and Python runs one thread at a time anyhow."""
@@ -78,15 +82,27 @@ class Decision:
         """For logs, metrics and messages."""
         return self.model.name if self.model is not None else ANY_MODEL
 
-    @property
-    def is_comparable(self) -> bool:
+    def is_comparable_at(self, candidate: Candidate) -> bool:
         """Whether the engine's `cached_tokens` will count the same as the prediction."""
         return (
             self.spec is not None
             and self.spec.choices == 1
             and len(self.tokenized) == 1
             and self.tokenized[0].exact
+            and (self.reads_rank or len(self.replicas[candidate.replica_id].sources) < 2)
         )
+
+    @property
+    def reads_rank(self) -> bool:
+        """Whether the engine is sure to read the data-parallel rank that it is asked for."""
+        return self.spec is not None and self.spec.endpoint not in RANK_IGNORED
+
+    def certain_source_of(self, candidate: Candidate) -> SourceId | None:
+        """The cache that the request will meet at *candidate*; None if the engine chooses."""
+        has_choice = len(self.replicas[candidate.replica_id].sources) > 1
+        if has_choice and (candidate.dp_rank is None or not self.reads_rank):
+            return None
+        return self.source_of(candidate)
 
     def ranked(self, replica_id: str) -> Ranked:
         """The entry of a replica in the ranking; of one that was left out, an entry behind all."""
@@ -134,7 +150,7 @@ class Decision:
         replica = self.replicas[candidate.replica_id]
         headers = replica.headers
         if candidate.dp_rank is not None:
-            headers = (*headers, (b"x-data-parallel-rank", b"%d" % candidate.dp_rank))
+            headers = (*headers, (RANK_HEADER, b"%d" % candidate.dp_rank))
         return Attempt(
             replica.id,
             replica.origin,
@@ -193,6 +209,7 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"] = "json",
         *,
         needs_model: bool = True,
+        dp_rank: int | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -203,6 +220,7 @@ class Dispatcher:
             session: The client's session, where a header names it; the body may name one as well.
             encoding: Of the body; `/route` takes both.
             needs_model: As for `dispatch_by_load`, where *endpoint* is None.
+            dp_rank: The data-parallel rank that the client asks for, where clients may.
         Raises:
             BadRequest: The body breaks a rule.
             UnknownModel: No replica serves the model it names.
@@ -212,7 +230,7 @@ class Dispatcher:
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
             return self.dispatch_by_load(await self._model_in(body), body, needs_model=needs_model)
-        return await self._dispatch_prompt(endpoint, body, session, encoding)
+        return await self._dispatch_prompt(endpoint, body, session, encoding, dp_rank)
 
     async def _dispatch_prompt(
         self,
@@ -220,6 +238,7 @@ class Dispatcher:
         body: bytes,
         session: str | None,
         encoding: Literal["json", "msgpack"],
+        dp_rank: int | None,
     ) -> Decision:
         spec = await self._parse(endpoint, body, encoding)
         model, lora_name = self._resolve(spec.model)
@@ -238,7 +257,8 @@ class Dispatcher:
         replicas = self._serving(model, lora_name)
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
-        ranking = self._planner.rank(request, model.index, prompts, replicas.values())
+        choice = RankChoice(spec.endpoint not in RANK_IGNORED, dp_rank)
+        ranking = self._planner.rank(request, model.index, prompts, replicas.values(), choice)
         return Decision(
             model=model,
             spec=spec,

@@ -1,15 +1,25 @@
-"""Ranks replicas for a request by what each would reuse, what each has to do, and the policy."""
+"""Ranks replicas for a request by what each would reuse, what each has to do, and the policy.
+
+A replica with several data-parallel ranks has a cache and a queue for each. It enters the ranking
+once, as the rank where the request would wait least. That rank is asked for whenever it matters:
+wherever a hit, a recent prompt or load tells the ranks apart, and for every prompt that is
+remembered, since the next one like it should find the same rank.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from random import Random
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
 from router.replicas import Replica
-from router.replicas.load import LoadTracker
+from router.replicas.load import LoadTracker, ReplicaLoad
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, Policy, Ranking, RouteRequest, rank
+from router.scoring import Candidate, Policy, Ranking, RouteRequest, Weights, estimate, rank
 from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
@@ -18,6 +28,32 @@ MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
 
 _NO_HIT = Hit(0, 0)
+
+
+class RankChoice(NamedTuple):
+    """What a request allows in the choice of a data-parallel rank."""
+
+    is_read: bool = True
+    """Whether the engine reads the rank that it is asked for. If not, only what every rank would
+    reuse counts."""
+    asked: int | None = None
+    """The rank that the client asks for, where clients may."""
+
+
+ANY_RANK = RankChoice()
+UNREAD_RANK = RankChoice(is_read=False)
+
+
+class _Found(NamedTuple):
+    """What is known of a request's prompts, by cache."""
+
+    hits: Mapping[SourceId, Hit]
+    recent: Mapping[SourceId, int]
+    is_remembered: bool
+    """Whether the next prompt like it will be found where this one goes."""
+
+
+_NOTHING_FOUND = _Found({}, {}, False)
 
 
 class RoutePlanner:
@@ -31,6 +67,8 @@ class RoutePlanner:
         is_suspect: Callable[[SourceId], bool],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        weights: Weights | None = None,
+        random: Random | None = None,
     ) -> None:
         """Keep the parts that a ranking is made from.
 
@@ -41,6 +79,8 @@ class RoutePlanner:
             is_suspect: Whether events of a source were lost, so that its hits are doubtful.
             engine_load_stale_after_s: Age from which an engine's own load no longer counts.
             clock: A monotonic clock, in seconds.
+            weights: What things cost, for the choice among the ranks of a replica.
+            random: Decides between equal ranks.
         """
         self._policy = policy
         self._load = load
@@ -48,6 +88,8 @@ class RoutePlanner:
         self._is_suspect = is_suspect
         self._engine_load_stale_after_s = engine_load_stale_after_s
         self._clock = clock
+        self._weights = weights or Weights()
+        self._random = (random or Random()).random
 
     def rank(
         self,
@@ -55,6 +97,7 @@ class RoutePlanner:
         index: PrefixIndex,
         prompts: Sequence[HashedPrompt],
         replicas: Iterable[Replica],
+        choice: RankChoice = ANY_RANK,
     ) -> Ranking:
         """Rank *replicas* for a request.
 
@@ -63,15 +106,11 @@ class RoutePlanner:
             index: The model's index.
             prompts: The request's prompts, from `prepare`.
             replicas: All that serve the model, whatever their state.
+            choice: What the request allows in the choice of a rank.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        hits = _sum([index.match_prompt(prompt) for prompt in prompts])
-        recent = self._recent_tokens(prompts)
-        candidates = [
-            self._candidate(replica, hits, recent.get(replica.id, 0)) for replica in replicas
-        ]
-        return rank(self._policy, request, candidates)
+        return self._rank(request, self._find(index, prompts), replicas, choice)
 
     def rank_by_load(self, request: RouteRequest, replicas: Iterable[Replica]) -> Ranking:
         """Rank *replicas* for a request whose prompt is not looked at.
@@ -82,53 +121,120 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        candidates = [self._candidate(replica, {}, 0) for replica in replicas]
-        return rank(self._policy, request, candidates)
+        return self._rank(request, _NOTHING_FOUND, replicas, UNREAD_RANK)
 
     def obstacle(self, replica: Replica) -> str | None:
         """Why a replica cannot take a request at this moment; None if it can."""
         return "removed" if replica.removed else replica.obstacle(self._load.load_of(replica.id))
 
-    def remember(self, prompts: Sequence[HashedPrompt], replica_id: str) -> None:
-        """Count on the prefixes of *prompts* at a replica before its events report them.
+    def remember(self, prompts: Sequence[HashedPrompt], source: SourceId) -> None:
+        """Count on the prefixes of *prompts* in a cache before its events report them.
 
         Args:
             prompts: From `prepare`.
-            replica_id: Where the request is about to be sent.
+            source: Where the request is about to be sent.
         """
         now = self._clock()
         for prompt in prompts:
-            self._recent.remember(replica_id, prompt.prefix_keys(RECENT_STEP), now)
+            self._recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
 
     def forget(self, replica_id: str) -> None:
-        """Count no longer on what was sent to this replica."""
+        """Count no longer on what was sent to this replica, at any of its ranks."""
         self._recent.forget(replica_id)
 
-    def _recent_tokens(self, prompts: Sequence[HashedPrompt]) -> dict[str, int]:
-        """Prompt tokens that were just sent to each replica; only where there are any."""
+    def _rank(
+        self,
+        request: RouteRequest,
+        found: _Found,
+        replicas: Iterable[Replica],
+        choice: RankChoice,
+    ) -> Ranking:
+        candidates = [
+            self._best_rank(replica, found, request, choice)
+            if len(replica.sources) > 1
+            else self._candidate(replica, source_of(replica, None), found)
+            for replica in replicas
+        ]
+        return rank(self._policy, request, candidates)
+
+    def _find(self, index: PrefixIndex, prompts: Sequence[HashedPrompt]) -> _Found:
         now = self._clock()
-        tokens: dict[str, int] = {}
+        recent: dict[SourceId, int] = {}
+        is_remembered = False
         for prompt in prompts:
             keys = prompt.prefix_keys(RECENT_STEP)
-            for replica_id, found in self._recent.match(keys, RECENT_STEP, now).items():
-                tokens[replica_id] = tokens.get(replica_id, 0) + found
-        return tokens
+            is_remembered |= len(keys) > 0
+            for source, tokens in self._recent.match(keys, RECENT_STEP, now).items():
+                recent[source] = recent.get(source, 0) + tokens
+        hits = _sum([index.match_prompt(prompt) for prompt in prompts])
+        return _Found(hits, recent, is_remembered)
+
+    def _best_rank(
+        self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice
+    ) -> Candidate:
+        """A replica of several ranks as the one where the request would wait least."""
+        ranks = [source.dp_rank for source in replica.sources]
+        loads = zip(ranks, self._load.loads_of_ranks(replica.id, ranks), strict=True)
+        candidates = [
+            self._candidate(replica, SourceId(replica.id, dp_rank), found, dp_rank, load)
+            for dp_rank, load in loads
+            if choice.asked not in ranks or choice.asked == dp_rank
+        ]
+        return self._choose(candidates, found, request, choice)
+
+    def _choose(
+        self,
+        candidates: Sequence[Candidate],
+        found: _Found,
+        request: RouteRequest,
+        choice: RankChoice,
+    ) -> Candidate:
+        costs = [
+            estimate(request.prompt_tokens, candidate, self._weights).cost
+            for candidate in candidates
+        ]
+        order = [
+            (cost, candidate.load.requests, self._random(), number)
+            for number, (cost, candidate) in enumerate(zip(costs, candidates, strict=True))
+        ]
+        best = candidates[min(order)[-1]]
+        if not choice.is_read and len(candidates) > 1:
+            return _worst(best, candidates)
+        matters = found.is_remembered or len(set(costs)) > 1 or choice.asked == best.dp_rank
+        return best if matters else replace(best, dp_rank=None)
 
     def _candidate(
-        self, replica: Replica, hits: Mapping[SourceId, Hit], recent_tokens: int
+        self,
+        replica: Replica,
+        source: SourceId,
+        found: _Found,
+        dp_rank: int | None = None,
+        rank_load: ReplicaLoad | None = None,
     ) -> Candidate:
-        source, hit = _best_source(replica, hits)
-        has_choice = len(replica.sources) > 1 and hit.cached_tokens > 0
+        hit = found.hits.get(source, _NO_HIT)
         return replica.candidate(
             self._load.load_of(replica.id),
             self._clock(),
             self._engine_load_stale_after_s,
             gpu_cached_tokens=hit.gpu_cached_tokens,
             cached_tokens=hit.cached_tokens,
-            recent_tokens=recent_tokens,
+            recent_tokens=found.recent.get(source, 0),
             suspect=self._is_suspect(source),
-            dp_rank=source.dp_rank if has_choice else None,
+            dp_rank=dp_rank,
+            rank_load=rank_load,
         )
+
+
+def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
+    """*best*, with what any of *candidates* would reuse: the engine sends the request to one of
+    them, whichever is asked for."""
+    return replace(
+        best,
+        gpu_cached_tokens=min(candidate.gpu_cached_tokens for candidate in candidates),
+        cached_tokens=min(candidate.cached_tokens for candidate in candidates),
+        recent_tokens=min(candidate.recent_tokens for candidate in candidates),
+        suspect=any(candidate.suspect for candidate in candidates),
+    )
 
 
 def prepare(index: PrefixIndex, tokenized: Sequence[TokenizedPrompt]) -> list[HashedPrompt]:
@@ -177,21 +283,6 @@ def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
         candidate: The replica, as it was ranked for this prompt.
     """
     return max(prompt_tokens - max(candidate.cached_tokens, candidate.recent_tokens), 0)
-
-
-def _best_source(replica: Replica, hits: Mapping[SourceId, Hit]) -> tuple[SourceId, Hit]:
-    """The data-parallel rank with the longest hit; of equal ones the first."""
-    best = source_of(replica, None)
-    hit = hits.get(best, _NO_HIT)
-    for announced in replica.sources[1:]:
-        source = SourceId(replica.id, announced.dp_rank)
-        other = hits.get(source, _NO_HIT)
-        if (other.cached_tokens, other.gpu_cached_tokens) > (
-            hit.cached_tokens,
-            hit.gpu_cached_tokens,
-        ):
-            best, hit = source, other
-    return best, hit
 
 
 def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:

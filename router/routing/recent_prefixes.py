@@ -1,5 +1,5 @@
-"""Which prefixes were just sent where: a prediction that stands in until the engines' events
-report them.
+"""Which prefixes were just sent to which cache: a prediction that stands in until the engines'
+events report them.
 
 The events about a prompt's blocks arrive only after its prefill. Without this memory, the router
 would spread a burst of equal prompts over all replicas, and each would compute the same prefix.
@@ -21,15 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-_Generation = dict[str, dict[int, float]]
-"""replica -> key -> when it expires."""
+from router.index import SourceId
+
+_Generation = dict[SourceId, dict[int, float]]
+"""cache -> key -> when it expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentStatistics:
     """Entries held now, and counts since the start."""
 
-    replicas: int
+    sources: int
     entries: int
     """Expired ones included, until their generation is dropped."""
     evicted: int
@@ -39,12 +41,12 @@ class RecentStatistics:
 
 
 class RecentPrefixes:
-    """Remembers prefix keys by replica. The caller passes the time: *now* is seconds on a monotonic
+    """Remembers prefix keys by cache. The caller passes the time: *now* is seconds on a monotonic
     clock.
 
     Args:
         ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
-        max_entries: Bound on keys over all replicas, some 80 bytes each.
+        max_entries: Bound on keys over all caches, some 80 bytes each.
     """
 
     def __init__(self, ttl_s: float = 5.0, max_entries: int = 262_144) -> None:
@@ -59,23 +61,23 @@ class RecentPrefixes:
         self._rotate_at: float | None = None
         self._evicted = self._truncated = 0
 
-    def remember(self, replica: str, keys: Sequence[int], now: float) -> None:
-        """Remember that a prompt was just sent to a replica.
+    def remember(self, source: SourceId, keys: Sequence[int], now: float) -> None:
+        """Remember that a prompt was just sent to a cache.
 
         Args:
-            replica: Its id.
+            source: A data-parallel rank of a replica.
             keys: The prompt's keys, from its start.
             now: Seconds.
         """
         self._rotate(now)
         fitting = self._fit(keys)
         if fitting:
-            self._young.setdefault(replica, {}).update(zip(fitting, repeat(now + self._ttl_s)))
+            self._young.setdefault(source, {}).update(zip(fitting, repeat(now + self._ttl_s)))
 
-    def match(self, keys: Sequence[int], step: int, now: float) -> dict[str, int]:
-        """Return how many leading tokens of a prompt were recently sent to each replica.
+    def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
+        """Return how many leading tokens of a prompt were recently sent to each cache.
 
-        Replicas with none are left out.
+        Caches with none are left out.
 
         Args:
             keys: The prompt's keys at every multiple of *step* tokens, as given to `remember`. Use
@@ -88,25 +90,27 @@ class RecentPrefixes:
         if not keys:
             return {}
         found = {
-            replica: self._live_keys(replica, keys, now)
-            for replica in self._young.keys() | self._old.keys()
+            source: self._live_keys(source, keys, now)
+            for source in self._young.keys() | self._old.keys()
         }
-        return {replica: count * step for replica, count in found.items() if count}
+        return {source: count * step for source, count in found.items() if count}
 
     def forget(self, replica: str) -> None:
-        """Forget what was sent to a replica: it restarted, failed, or was removed."""
-        self._young.pop(replica, None)
-        self._old.pop(replica, None)
+        """Forget what was sent to a replica, at all its ranks: it restarted, failed, or was
+        removed."""
+        for generation in (self._young, self._old):
+            for source in [source for source in generation if source.replica == replica]:
+                del generation[source]
 
     def statistics(self) -> RecentStatistics:
         """Sizes and counts."""
-        replicas = len(self._young.keys() | self._old.keys())
+        sources = len(self._young.keys() | self._old.keys())
         entries = _size(self._young) + _size(self._old)
-        return RecentStatistics(replicas, entries, self._evicted, self._truncated)
+        return RecentStatistics(sources, entries, self._evicted, self._truncated)
 
-    def _live_keys(self, replica: str, keys: Sequence[int], now: float) -> int:
+    def _live_keys(self, source: SourceId, keys: Sequence[int], now: float) -> int:
         """How many leading *keys* are live there."""
-        young, old = self._young.get(replica, {}), self._old.get(replica, {})
+        young, old = self._young.get(source, {}), self._old.get(source, {})
 
         def is_live(index: int) -> bool:
             key = keys[index]

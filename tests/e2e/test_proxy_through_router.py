@@ -203,6 +203,21 @@ async def test_a_request_arrives_as_it_was_sent(router: RouterProcess) -> None:
         assert request.headers["x-tenant"] == "blue"
 
 
+async def test_a_data_parallel_rank_is_not_taken_from_a_client_unless_that_is_configured(
+    router: RouterProcess,
+) -> None:
+    """A client that names a rank would spoil the predictions for it, and could fill one rank."""
+    header = {"x-data-parallel-rank": "1"}
+    async with engines(1) as (stub,), router.serving(stub):
+        await router.post("/v1/completions", body_for(stub), header)
+        assert "x-data-parallel-rank" not in stub.requests[-1].headers
+    trusting = {**CONFIG, "server": {**CONFIG["server"], "trust_client_rank": True}}
+    with router_process(trusting) as other:
+        async with engines(1) as (stub,), other.serving(stub):
+            await other.post("/v1/completions", body_for(stub), header)
+            assert stub.requests[-1].headers["x-data-parallel-rank"] == "1"
+
+
 @pytest.mark.parametrize("key", ["kv_cache_report_mode", "\\u006bv_cache_report_mode"])
 async def test_a_report_mode_does_not_reach_the_engine(router: RouterProcess, key: str) -> None:
     """It makes the engine announce every block of a hit again, which corrupts the counts for

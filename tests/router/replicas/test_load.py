@@ -86,6 +86,33 @@ def test_negative_predictions_count_as_nothing() -> None:
     assert load.load_of("b") == ReplicaLoad(decoding_requests=1)
 
 
+def test_each_rank_has_a_load_of_its_own_and_shares_what_has_none() -> None:
+    """The engine chose the rank of some requests; where they went is not known."""
+    load = LoadTracker()
+    first = load.started("a", 300, 1000, dp_rank=0)
+    second = load.started("a", 200, 500, dp_rank=1)
+    unknown = load.started("a", 31, 31)
+    assert load.load_of("a") == ReplicaLoad(prefilling_requests=3, prefill_tokens=531)
+    assert load.loads_of_ranks("a", [0, 1]) == [
+        ReplicaLoad(prefilling_requests=2, prefill_tokens=316),
+        ReplicaLoad(prefilling_requests=2, prefill_tokens=216),
+    ]
+    first.first_token()
+    first.generated(20)
+    second.retried("b", 100, dp_rank=3)
+    unknown.ended()
+    assert load.loads_of_ranks("a", [0, 1]) == [
+        ReplicaLoad(decoding_requests=1, context_tokens=1020),
+        ReplicaLoad(),
+    ]
+    assert load.loads_of_ranks("b", [3]) == [ReplicaLoad(prefilling_requests=1, prefill_tokens=100)]
+    assert sorted(load.statistics().replicas) == ["a", "b"]
+    first.ended()
+    second.ended()
+    assert load.loads_of_ranks("a", [0, 1]) == [ReplicaLoad(), ReplicaLoad()]
+    assert load.loads_of_ranks("never heard of", [0]) == [ReplicaLoad()]
+
+
 replica_ids = st.sampled_from("abc")
 tokens = st.integers(0, 10_000)
 steps = st.one_of(

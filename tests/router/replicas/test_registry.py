@@ -895,6 +895,7 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
             "prefill_tokens": 100,
             "decoding_requests": 0,
             "context_tokens": 0,
+            "tokenizing_requests": 0,
         }
         assert view["engine_load"] == {"running": 5, "waiting": 2, "kv_cache_usage": 0.5}
         assert view["checks"] >= 1

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from router.errors import PolicyError
+from router.index import SourceId
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
@@ -190,13 +191,14 @@ class Cluster:
     def send(self, prompt_tokens: int) -> str:
         """Route one prompt that begins with the prefix; it stays in flight, its response begun."""
         asked = request(prompt_tokens)
-        recent = self.recent.match(self.keys, self.step, now=0)
+        found = self.recent.match(self.keys, self.step, now=0)
+        recent = {source.replica: tokens for source, tokens in found.items()}
         best = (
             rank(self.policy, asked, [self._candidate(name, recent) for name in self.names])
             .ranked[0]
             .candidate
         )
-        self.recent.remember(best.replica_id, self.keys, now=0)
+        self.recent.remember(SourceId(best.replica_id), self.keys, now=0)
         known = max(best.gpu_cached_tokens, best.recent_tokens)
         self.flight = self.load.started(best.replica_id, prompt_tokens - known, prompt_tokens)
         return best.replica_id

@@ -1,0 +1,143 @@
+"""What one request leaves behind: load, the memory of where it went, and a compared prediction."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvevents.events import BlockStored, EventBatch
+from router.config import HealthConfig, ModelConfig, ReplicaConfig
+from router.index import SourceId
+from router.observability.metrics import RouterMetrics
+from router.observability.request_log import RequestLog
+from router.observability.request_observer import RequestObserver, RequestObservers
+from router.proxy import End, Failure
+from router.replicas import EventSource, ReplicaRegistry
+from router.replicas.load import LoadTracker
+from router.routing.dispatcher import Decision, Dispatcher
+from router.routing.models import ModelSet
+from router.routing.planner import RoutePlanner
+from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.stored_responses import StoredResponses
+from router.scoring import make_policy
+from router.tokenize import Endpoint
+
+IDS = list(range(1, 130))
+USAGE = b'{"usage": {"prompt_tokens": 129, "prompt_tokens_details": {"cached_tokens": %d}}}'
+
+
+class Observed:
+    """Everything behind an observer, with replicas that are never asked."""
+
+    def __init__(self) -> None:
+        self.load = LoadTracker()
+        self.metrics = CollectorRegistry()
+        self.registry = ReplicaRegistry(_no_response, HealthConfig(), self.load)
+        self.models = ModelSet([ModelConfig(name="m")], _no_response)
+        planner = RoutePlanner(make_policy("prefix"), self.load, RecentPrefixes(), lambda _: False)
+        responses = StoredResponses(_has_no_response)
+        self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix", responses)
+        self.observers = RequestObservers(
+            self.load, RouterMetrics(self.metrics), planner, self.registry, RequestLog(), responses
+        )
+
+    def add(self, name: str, ranks: int = 1) -> None:
+        number = len(self.registry.replicas()) + 1
+        replica = self.registry.add(
+            ReplicaConfig(url=f"http://127.0.0.1:{number}", id=name, models=("m",))
+        )
+        replica.record.check_passed()
+        replica.sources = tuple(EventSource(rank, "tcp://127.0.0.1:1") for rank in range(ranks))
+
+    async def observe(
+        self, ids: Sequence[int] = IDS, endpoint: Endpoint = Endpoint.COMPLETIONS
+    ) -> tuple[Decision, RequestObserver]:
+        field = b"input" if endpoint is Endpoint.EMBEDDINGS else b"prompt"
+        body = b'{"model": "m", "%b": %b}' % (field, str(list(ids)).encode())
+        decision = await self.dispatcher.dispatch(endpoint, body)
+        return decision, self.observers.observe(decision, endpoint.value, "id")
+
+    async def recent(self, ids: Sequence[int] = IDS) -> dict[str, int]:
+        """What a prompt would find as sent just now."""
+        decision, _ = await self.observe(ids)
+        ranking = decision.ranking.ranked
+        return {entry.candidate.replica_id: entry.candidate.recent_tokens for entry in ranking}
+
+
+async def _no_response(*_arguments: object) -> tuple[int, bytes]:
+    raise ConnectionError
+
+
+async def _has_no_response(*_arguments: object) -> bool:
+    return False
+
+
+@pytest.fixture
+async def observed() -> AsyncIterator[Observed]:
+    made = Observed()
+    yield made
+    await made.registry.close()
+    made.models.close()
+
+
+async def test_a_failed_attempt_voids_what_was_remembered_of_the_replica(
+    observed: Observed,
+) -> None:
+    """What it was computing is gone with it; the next equal prompt must not go there for that."""
+    observed.add("r0")
+    observed.add("r1")
+    decision, observer = await observed.observe()
+    first, second = decision.attempts()
+    observer.on_attempt(first)
+    assert (await observed.recent())[first.replica_id] == 128
+    observer.on_failure(first, Failure.CLOSED)
+    assert (await observed.recent())[first.replica_id] == 0
+    observer.on_attempt(second)
+    assert await observed.recent() == {first.replica_id: 0, second.replica_id: 128}
+
+
+async def test_a_request_counts_at_the_rank_that_gets_it(observed: Observed) -> None:
+    """The next one must find that rank busy, and an equal one must find it there."""
+    observed.add("r0", ranks=2)
+    decision, observer = await observed.observe()
+    (attempt,) = decision.attempts()
+    rank = decision.ranked("r0").candidate.dp_rank
+    assert rank is not None
+    observer.on_attempt(attempt)
+    loads = observed.load.loads_of_ranks("r0", [0, 1])
+    assert [load.requests for load in loads] == ([1, 0] if rank == 0 else [0, 1])
+    again, _ = await observed.observe()
+    candidate = again.ranked("r0").candidate
+    assert (candidate.dp_rank, candidate.recent_tokens) == (rank, 128)
+    observer.on_end(End.COMPLETED, 200, 1.0)
+    assert observed.load.statistics().replicas == {}
+
+
+async def test_where_the_engine_chooses_the_rank_none_is_counted_on(observed: Observed) -> None:
+    """The router does not know which of the caches will hold the prompt."""
+    observed.add("r0", ranks=2)
+    decision, observer = await observed.observe(endpoint=Endpoint.EMBEDDINGS)
+    (attempt,) = decision.attempts()
+    observer.on_attempt(attempt)
+    assert await observed.recent() == {"r0": 0}
+    assert [load.requests for load in observed.load.loads_of_ranks("r0", [0, 1])] == [1, 1], (
+        "half a request at each, rounded up"
+    )
+
+
+async def test_a_prediction_is_compared_with_what_the_engine_reports(observed: Observed) -> None:
+    """The metric that shows a wrong seed, block size or tokenizer."""
+    observed.add("r0")
+    blocks = BlockStored([1, 2, 3, 4], None, IDS[:64], "GPU", 0)
+    observed.models.index_of("m").apply(SourceId("r0"), EventBatch(0.0, [blocks]))
+    for reported, outcome in ((64, "exact"), (32, "over"), (96, "under")):
+        decision, observer = await observed.observe()
+        (attempt,) = decision.attempts()
+        observer.on_attempt(attempt)
+        observer.on_first_byte(attempt, 0.1)
+        observer.on_chunk(USAGE % reported)
+        observer.on_end(End.COMPLETED, 200, 1.0)
+        labels = {"model": "m", "replica": "r0", "outcome": outcome}
+        assert observed.metrics.get_sample_value("kvroute_predictions_total", labels) == 1

@@ -1,0 +1,332 @@
+"""What index, load and the memory of recent prompts know reaches the policy, rank by rank."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvevents.events import BlockStored, EventBatch
+from router.config import ReplicaConfig
+from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
+from router.replicas import EventSource, Replica
+from router.replicas.engine_load import EngineLoad
+from router.replicas.health import HealthRecord
+from router.replicas.load import LoadTracker
+from router.routing.planner import (
+    ANY_RANK,
+    MAX_MATCHED_PROMPTS,
+    RECENT_STEP,
+    UNREAD_RANK,
+    RankChoice,
+    RoutePlanner,
+    prepare,
+    source_of,
+    uncached_tokens,
+)
+from router.routing.recent_prefixes import RecentPrefixes
+from router.scoring import Candidate, Ranking, RouteRequest, make_policy
+from router.tokenize import TokenizedPrompt
+
+IDS = list(range(1, 257))
+OTHER_IDS = list(range(5000, 5016))
+R0 = SourceId("r0")
+
+
+class Planning:
+    """A planner with its real parts; only the clock stands still, and losses are set by hand."""
+
+    def __init__(self) -> None:
+        self.index: PrefixIndex = create_index()
+        self.load = LoadTracker()
+        self.suspects: set[SourceId] = set()
+        self.planner = RoutePlanner(
+            make_policy("prefix"),
+            self.load,
+            RecentPrefixes(ttl_s=5),
+            self.suspects.__contains__,
+            clock=lambda: 0.0,
+            random=Random(4),
+        )
+
+    def store(
+        self,
+        source: SourceId,
+        ids: Sequence[int],
+        medium: str = "GPU",
+        lora: str | None = None,
+        extra: Any = None,
+    ) -> None:
+        """Blocks of 16 tokens, reported by a source."""
+        hashes = [hash((lora, str(extra), *ids[: end + 16])) for end in range(0, len(ids), 16)]
+        event = BlockStored(
+            hashes,
+            None,
+            list(ids),
+            medium,
+            0,
+            lora_name=lora,
+            extra_keys=extra,
+            kv_cache_spec_kind="full_attention",
+            block_size=16,
+        )
+        self.index.apply(source, EventBatch(0.0, [event]))
+
+    def prompts(self, *prompts: Sequence[int], **keys: Any) -> list[HashedPrompt]:
+        tokenized = [TokenizedPrompt(array("I", ids), **keys) for ids in prompts]
+        return prepare(self.index, tokenized)
+
+    def rank(
+        self,
+        prompts: Sequence[HashedPrompt],
+        *replicas: Replica,
+        choice: RankChoice = ANY_RANK,
+        tokens: int = len(IDS),
+    ) -> Ranking:
+        request = RouteRequest(model="m", prompt_tokens=tokens)
+        return self.planner.rank(request, self.index, prompts, replicas, choice)
+
+    def only(
+        self, prompts: Sequence[HashedPrompt], found: Replica, choice: RankChoice = ANY_RANK
+    ) -> Candidate:
+        """The one candidate."""
+        (ranked,) = self.rank(prompts, found, choice=choice).ranked
+        return ranked.candidate
+
+
+@pytest.fixture
+def planning() -> Planning:
+    return Planning()
+
+
+def replica(name: str = "r0", ranks: int = 1) -> Replica:
+    record = HealthRecord(1, 1)
+    record.check_passed()
+    made = Replica(ReplicaConfig(url="http://127.0.0.1:1", id=name), record, 0.0)
+    made.sources = tuple(EventSource(rank, "tcp://127.0.0.1:1") for rank in range(ranks))
+    return made
+
+
+# --- hits -----------------------------------------------------------------------------------------
+
+
+def test_hits_on_the_gpu_and_in_lower_tiers_are_told_apart(planning: Planning) -> None:
+    """Bringing blocks back costs time that blocks on the GPU do not."""
+    planning.store(R0, IDS[:64])
+    planning.store(R0, IDS[:128], "CPU")
+    found = planning.only(planning.prompts([*IDS, 0]), replica())
+    assert (found.gpu_cached_tokens, found.cached_tokens) == (64, 128)
+    assert uncached_tokens(len(IDS), found) == len(IDS) - 128, "they are not computed again"
+
+
+def test_a_loss_of_events_reaches_the_policy(planning: Planning) -> None:
+    """Otherwise a hit that may be gone counts as much as one that is certain."""
+    planning.store(R0, IDS)
+    prompts = planning.prompts([*IDS, 0])
+    assert not planning.only(prompts, replica()).suspect
+    planning.suspects.add(R0)
+    assert planning.only(prompts, replica()).suspect
+
+
+def test_an_adapters_blocks_are_matched_with_its_prompts_only(planning: Planning) -> None:
+    """The adapter changes every block's content."""
+    planning.store(R0, IDS, lora="sql")
+    with_it = planning.prompts([*IDS, 0], lora_name="sql")
+    assert planning.only(with_it, replica()).cached_tokens == 256
+    assert planning.only(planning.prompts([*IDS, 0]), replica()).cached_tokens == 0
+
+
+def test_images_are_matched_by_their_keys(planning: Planning) -> None:
+    """Two images have the same placeholder tokens."""
+    planning.store(R0, IDS[:16], extra=[["cat.png"]])
+    for name, hit in (("cat.png", 16), ("dog.png", 0)):
+        prompts = planning.prompts([*IDS[:16], 0], extra_keys=[[name]])
+        assert planning.only(prompts, replica()).cached_tokens == hit
+
+
+def test_salted_prompts_match_their_own_blocks_only(planning: Planning) -> None:
+    """A salt keeps tenants apart."""
+    planning.store(R0, IDS[:16], extra=[["tenant"]])
+    for salt, hit in (("tenant", 16), ("another", 0), (None, 0)):
+        prompts = planning.prompts([*IDS[:16], 0], cache_salt=salt)
+        assert planning.only(prompts, replica()).cached_tokens == hit
+
+
+def test_hits_and_recent_tokens_of_all_prompts_of_a_batch_are_added_up(planning: Planning) -> None:
+    """The engine computes all of them."""
+    first, last = [*IDS, 0], [*range(1000, 1128), 0]
+    planning.store(R0, first[:256])
+    planning.store(R0, last[:64])
+    prompts = planning.prompts(first, last)
+    assert planning.only(prompts, replica()).cached_tokens == 256 + 64
+    planning.planner.remember(prompts, R0)
+    assert planning.only(prompts, replica()).recent_tokens == 256 + 128
+
+
+def test_the_first_prompts_of_a_long_batch_are_looked_up(planning: Planning) -> None:
+    """A batch of thousands of prompts must not hold up the loop; its rest counts as uncached."""
+    assert len(planning.prompts(*[IDS[:16]] * MAX_MATCHED_PROMPTS)) == MAX_MATCHED_PROMPTS
+    assert len(planning.prompts(*[IDS[:16]] * (MAX_MATCHED_PROMPTS + 1))) == MAX_MATCHED_PROMPTS
+    assert planning.prompts([], IDS[:16], []) != []
+    assert len(planning.prompts([], IDS[:16], [])) == 1, "nothing is known of an empty one"
+
+
+# --- recent prompts and load ----------------------------------------------------------------------
+
+
+def test_a_hit_and_the_same_tokens_sent_just_now_count_once(planning: Planning) -> None:
+    """For some seconds both are known of one prefix; added up, a half-cached prompt would look
+    wholly cached."""
+    planning.store(R0, IDS[:128])
+    prompts = planning.prompts([*IDS, 0])
+    planning.planner.remember(planning.prompts(IDS[:128]), R0)
+    found = planning.only(prompts, replica())
+    assert (found.cached_tokens, found.recent_tokens) == (128, 128)
+    assert uncached_tokens(256, found) == 128
+    (ranked,) = planning.rank(prompts, replica()).ranked
+    assert ranked.cost == pytest.approx(128)
+
+
+def test_what_was_sent_to_a_replica_is_forgotten_with_it(planning: Planning) -> None:
+    """A failed replica has lost what was being computed, at all its ranks."""
+    prompts = planning.prompts(IDS)
+    two = replica(ranks=2)
+    for rank in range(2):
+        planning.planner.remember(prompts, SourceId("r0", rank))
+    assert planning.only(prompts, two).recent_tokens == 256
+    planning.planner.forget("r0")
+    assert planning.only(prompts, two).recent_tokens == 0
+
+
+def test_the_prompts_of_a_request_are_remembered_where_it_goes(planning: Planning) -> None:
+    """The second of two equal prompts must go where the first is being computed."""
+    prompts = planning.prompts(IDS)
+    planning.planner.remember(prompts, SourceId("r1"))
+    ranking = planning.rank(prompts, replica("r0"), replica("r1"))
+    assert [entry.candidate.replica_id for entry in ranking.ranked] == ["r1", "r0"]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_the_rank_with_the_hit_is_asked_for(planning: Planning) -> None:
+    """Left to itself the engine takes any, and computes the prompt again."""
+    planning.store(SourceId("r0", 1), IDS)
+    found = planning.only(planning.prompts([*IDS, 0]), replica(ranks=3))
+    assert (found.dp_rank, found.cached_tokens) == (1, 256)
+
+
+def test_of_equal_hits_the_one_on_the_gpu_wins(planning: Planning) -> None:
+    """Blocks in a lower tier have to be brought back first."""
+    prompts = planning.prompts([*IDS, 0])
+    planning.store(SourceId("r0", 0), OTHER_IDS)
+    planning.store(SourceId("r0", 0), IDS, "CPU")
+    planning.store(SourceId("r0", 1), IDS)
+    assert planning.only(prompts, replica(ranks=2)).dp_rank == 1
+
+
+def test_a_longer_hit_in_a_lower_tier_beats_a_short_one_on_the_gpu(planning: Planning) -> None:
+    """By what is left to compute."""
+    planning.store(SourceId("r0", 0), IDS[:16])
+    planning.store(SourceId("r0", 1), OTHER_IDS)
+    planning.store(SourceId("r0", 1), IDS, "CPU")
+    assert planning.only(planning.prompts([*IDS, 0]), replica(ranks=2)).dp_rank == 1
+
+
+def test_the_rank_of_a_recent_prompt_is_asked_for(planning: Planning) -> None:
+    """Before its events arrive, only the router knows where an equal prompt is being computed."""
+    prompts = planning.prompts(IDS)
+    planning.planner.remember(prompts, SourceId("r0", 2))
+    found = planning.only(prompts, replica(ranks=4))
+    assert (found.dp_rank, found.recent_tokens) == (2, 256)
+
+
+def test_hits_of_one_rank_do_not_lean_on_recent_prompts_of_another(planning: Planning) -> None:
+    """They are two caches."""
+    prompts = planning.prompts([*IDS, 0])
+    planning.store(SourceId("r0", 0), IDS[:192])
+    planning.planner.remember(planning.prompts(IDS[:64]), SourceId("r0", 1))
+    found = planning.only(prompts, replica(ranks=2))
+    assert (found.dp_rank, found.cached_tokens, found.recent_tokens) == (0, 192, 0)
+
+
+def test_a_busy_rank_gives_way_to_an_idle_one(planning: Planning) -> None:
+    """The load of the whole replica would say nothing about which."""
+    two = replica(ranks=2)
+    flight = planning.load.started("r0", 5000, 5000, dp_rank=0)
+    found = planning.only([], two)
+    assert (found.dp_rank, found.load.requests) == (1, 0)
+    flight.ended()
+    planning.store(SourceId("r0", 0), IDS)
+    busy = planning.load.started("r0", 100, 100, dp_rank=0)
+    assert planning.only(planning.prompts([*IDS, 0]), two).dp_rank == 0, "worth waiting for"
+    busy.ended()
+
+
+def test_the_queue_of_a_replica_is_that_of_the_rank(planning: Planning) -> None:
+    """With all ranks' requests a replica of eight would look eight times as busy as it is."""
+    two = replica(ranks=2)
+    two.take_engine_load(EngineLoad(5, 3, None), own_requests=0, now=0.0)
+    flights = [planning.load.started("r0", 1000, 1000, dp_rank=rank) for rank in (0, 0, 1)]
+    unknown = [planning.load.started("r0", 300, 300) for _ in range(2)]
+    load = planning.only([], two).load
+    assert (load.queued_prefill_tokens, load.prefilling_requests) == (1000 + 300, 2)
+    assert (load.foreign_requests, load.waiting_requests) == (4, 2), "half, rounded up"
+    for flight in (*flights, *unknown):
+        flight.ended()
+    assert planning.load.statistics().replicas == {}
+
+
+def test_a_prompt_that_nothing_tells_apart_leaves_the_rank_to_the_engine(
+    planning: Planning,
+) -> None:
+    """It balances better than the router, which sees only its own requests."""
+    two = replica(ranks=2)
+    assert planning.only([], two).dp_rank is None
+    short = planning.prompts(IDS[: RECENT_STEP - 1])
+    assert planning.only(short, two).dp_rank is None
+    assert planning.only(planning.prompts(IDS), replica(ranks=1)).dp_rank is None
+
+
+def test_new_prompts_are_spread_over_equal_ranks(planning: Planning) -> None:
+    """They are pinned, so that the next one like it finds the same rank: always the first one would
+    use the others' caches for nothing."""
+    prompts = planning.prompts(IDS)
+    found = {planning.only(prompts, replica(ranks=2)).dp_rank for _ in range(64)}
+    assert found == {0, 1}
+
+
+def test_where_the_rank_is_not_read_only_what_every_rank_has_counts(planning: Planning) -> None:
+    """vLLM before 0.33 takes any rank for /v1/responses: a hit of one of them is luck."""
+    prompts = planning.prompts([*IDS, 0])
+    two = replica(ranks=2)
+    planning.store(SourceId("r0", 0), IDS)
+    planning.store(SourceId("r0", 1), IDS[:48])
+    planning.planner.remember(prompts, SourceId("r0", 0))
+    planning.suspects.add(SourceId("r0", 1))
+    found = planning.only(prompts, two, UNREAD_RANK)
+    assert (found.gpu_cached_tokens, found.cached_tokens, found.recent_tokens) == (48, 48, 0)
+    assert found.suspect
+    assert found.dp_rank == 0, "asked for all the same: vLLM 0.33 reads it"
+    assert planning.only(prompts, replica("r1"), UNREAD_RANK).dp_rank is None
+
+
+def test_a_rank_that_the_client_asks_for_is_taken(planning: Planning) -> None:
+    """Where clients may choose, the prediction must be that rank's."""
+    planning.store(SourceId("r0", 0), IDS)
+    planning.store(SourceId("r0", 1), IDS[:16])
+    prompts = planning.prompts([*IDS, 0])
+    found = planning.only(prompts, replica(ranks=2), RankChoice(asked=1))
+    assert (found.dp_rank, found.cached_tokens) == (1, 16)
+    assert planning.only([], replica(ranks=2), RankChoice(asked=1)).dp_rank == 1
+    assert planning.only(prompts, replica(ranks=2), RankChoice(asked=9)).dp_rank == 0
+
+
+def test_the_cache_of_a_candidate_is_that_of_its_rank() -> None:
+    """Explanations and comparisons look there."""
+    two = replica(ranks=2)
+    assert source_of(two, 1) == SourceId("r0", 1)
+    assert source_of(two, None) == source_of(replica(ranks=0), None) == R0
