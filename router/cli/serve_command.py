@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from router.config import RouterConfig, read_replica
+from router.config import Overrides, RouterConfig
+from router.routing.models import ModelSet
+from router.scoring import PolicySettings, make_policy
 from router.serve import run as run_server
 
 
@@ -29,15 +32,23 @@ def add_to(commands: Any) -> None:
         metavar="URL",
         help="a replica to start with, whose models and event streams are discovered; repeatable",
     )
-    parser.add_argument("--check", action="store_true", help="check the configuration and exit")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the configuration, load tokenizers, templates and the policy, and exit",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or only check the configuration."""
-    config = RouterConfig.load(arguments.config, os.environ) if arguments.config else RouterConfig()
-    config = _overridden(config, arguments)
+    overrides = Overrides(arguments.host, arguments.port, arguments.replica)
+    if arguments.config:
+        config = RouterConfig.load(arguments.config, os.environ, overrides)
+    else:
+        config = RouterConfig.from_yaml("", os.environ, overrides=overrides)
     if arguments.check:
+        _load(config)
         print(
             f"the configuration is sound: {len(config.models)} models, "
             f"{len(config.replicas)} replicas"
@@ -46,9 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     return run_server(config)
 
 
-def _overridden(config: RouterConfig, arguments: argparse.Namespace) -> RouterConfig:
-    host = config.server.host if arguments.host is None else arguments.host
-    port = config.server.port if arguments.port is None else arguments.port
-    added = tuple(read_replica({"url": url}) for url in arguments.replica)
-    server = config.server.model_copy(update={"host": host, "port": port})
-    return config.model_copy(update={"server": server, "replicas": config.replicas + added})
+def _load(config: RouterConfig) -> None:
+    """Load what a start would load, and let it go again.
+
+    Raises:
+        ConfigError: A tokenizer or a chat template cannot be used.
+        PolicyError: The policy cannot be made.
+    """
+    ModelSet(config.models, _no_replica).close()
+    make_policy(config.policy.name, PolicySettings(config.policy.weights, config.policy.options))
+
+
+async def _no_replica(models: Sequence[str], path: str, body: bytes) -> tuple[int, bytes]:
+    raise ConnectionError(f"{models[0]}: no replica is asked for {path} ({len(body)} bytes)")

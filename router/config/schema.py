@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -393,6 +393,26 @@ class ObservabilityConfig(Section, frozen=True):
 # --- the whole ------------------------------------------------------------------------------------
 
 
+class Overrides(NamedTuple):
+    """What the command line says besides the file; None and an empty list leave the file's."""
+
+    host: str | None = None
+    port: int | None = None
+    replica_urls: Sequence[str] = ()
+
+    def applied_to(self, data: object) -> object:
+        """A document with these values in it; what is not a document is left to be refused."""
+        if not isinstance(data, dict):
+            return data
+        server, replicas = data.get("server") or {}, data.get("replicas") or []
+        given = {"host": self.host, "port": self.port}
+        if isinstance(server, dict):
+            server = {**server, **{key: value for key, value in given.items() if value is not None}}
+        if isinstance(replicas, list):
+            replicas = [*replicas, *({"url": url} for url in self.replica_urls)]
+        return {**data, "server": server, "replicas": replicas}
+
+
 class RouterConfig(Section, frozen=True):
     """Everything that is configured. Frozen; at run time replicas are added to and removed from the
     registry, not here."""
@@ -406,20 +426,27 @@ class RouterConfig(Section, frozen=True):
     observability: ObservabilityConfig = ObservabilityConfig()
 
     @classmethod
-    def load(cls, path: str | Path, environ: Mapping[str, str]) -> RouterConfig:
+    def load(
+        cls, path: str | Path, environ: Mapping[str, str], overrides: Overrides | None = None
+    ) -> RouterConfig:
         """Read a file. Relative paths in it start at its own directory.
 
         Args:
             path: The YAML file.
             environ: Where `${NAME}` is looked up, as `os.environ`.
+            overrides: What the command line says besides.
         Raises:
             ConfigError: The file cannot be read, or has problems; the message lists all of them.
         """
-        return cls.from_yaml(read_text(Path(path)), environ, Path(path).parent)
+        return cls.from_yaml(read_text(Path(path)), environ, Path(path).parent, overrides)
 
     @classmethod
     def from_yaml(
-        cls, text: str, environ: Mapping[str, str], base_directory: Path | None = None
+        cls,
+        text: str,
+        environ: Mapping[str, str],
+        base_directory: Path | None = None,
+        overrides: Overrides | None = None,
     ) -> RouterConfig:
         """Read a text.
 
@@ -427,11 +454,14 @@ class RouterConfig(Section, frozen=True):
             text: The YAML document; an empty one means the defaults.
             environ: Where `${NAME}` is looked up, as `os.environ`.
             base_directory: Where relative paths start; None leaves them as they are.
+            overrides: What the command line says besides; checked together with the text.
         Raises:
             ConfigError: With every problem in the text.
         """
         document = parse_document(text)
         data = {} if document is None else document
+        if overrides is not None:
+            data = overrides.applied_to(data)
         context = {"environ": environ}
         try:
             config = cls.model_validate(data, context=context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,16 +28,23 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     succeeds(analyze, "verify", "--man=no", "--recursive-errors=no", str(tmp_path / UNIT.name))
 
 
-def test_it_checks_the_configuration_that_it_then_serves() -> None:
-    """An error then shows as a failed start with its path, not as a router that restarts."""
-    (check,), (serve,) = values("ExecStartPre"), values("ExecStart")
-    assert check == f"{serve} --check"
+def test_it_serves_the_documented_configuration() -> None:
+    """As the containers do."""
+    (serve,) = values("ExecStart")
     assert shlex.split(serve)[1:] == ROUTER_COMMAND
 
 
-def test_a_refused_configuration_is_not_tried_again() -> None:
-    """The exit code is that of the command line."""
+def test_a_refused_configuration_is_not_tried_again(tmp_path: Path) -> None:
+    """systemd looks at the exit code of the main process only: a refused ExecStartPre would be
+    restarted for ever (systemd issue 11868)."""
     assert values("RestartPreventExitStatus") == [str(command_line.EXIT_USAGE)]
+    assert values("ExecStartPre") == []
+    refused = tmp_path / "kvroute.yaml"
+    refused.write_text("server: {port: 99999}\n")
+    command = [sys.executable, "-m", "router.cli.main", "serve", "--config", str(refused)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == command_line.EXIT_USAGE
+    assert "server.port" in done.stderr
 
 
 def test_running_requests_have_the_time_that_the_router_gives_them() -> None:

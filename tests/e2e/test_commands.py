@@ -48,6 +48,35 @@ def frames(path: Path) -> list[bytes]:
         return [record for record in reader if not isinstance(record, Query)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--port", "99999"], "server.port: 99999"),
+        (["--port", "-1"], "server.port: -1"),
+        (["--replica", "http://a:1", "--replica", "http://a:1"], "replicas[1].url"),
+        (["--replica", "foo"], "replicas[0].url"),
+    ],
+)
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_options_are_checked_together_with_the_file(
+    arguments: list[str], problem: str, check: list[str]
+) -> None:
+    """A typo on the command line is an error with its place, not a traceback."""
+    done = kvroute("serve", *arguments, *check)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_loads_tokenizers(tmp_path: Path) -> None:
+    """What `--check` lets pass must start; a deployment relies on it."""
+    path = tmp_path / "kvroute.yaml"
+    path.write_text("models: [{name: m, tokenizer: missing}]\n")
+    done = kvroute("serve", "--config", str(path), "--check")
+    assert done.returncode == 2
+    assert f"{tmp_path}/missing/tokenizer.json" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["stream.jsonl", "stream.jsonl.gz"])
 def test_a_captured_stream_is_what_was_published_and_can_be_replayed(
     tmp_path: Path, name: str
