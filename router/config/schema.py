@@ -277,8 +277,8 @@ class ReplicaConfig(Section, frozen=True):
     models: Items[Name] | None = None
     """What it serves; null asks its GET /v1/models."""
     kv_events: Items[EventSourceConfig] | None = None
-    """Where its events are; null asks its GET /kv_event_sources, an empty list means that it
-    publishes none."""
+    """Where its events are; null asks its GET /kv_event_sources or /server_info, an empty list
+    means that it publishes none."""
     api_key: Secret | None = None
     """Sent to it in place of the client's key."""
     speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0

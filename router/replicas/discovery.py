@@ -12,6 +12,15 @@ with the port offset of the rank already in the addresses, `null` for no replay 
 where there are no events. Development branches of vLLM returned a list whose entries carry
 `data_parallel_rank`; both are read.
 
+SGLang (0.5.17 and newer) has it in `GET /server_info`, under `kv_events`, once for all ranks; rank
+r is r ports further, and null stands for no events. Up to 0.5.21 the replay port stands only in
+the flag that it was started with, `kv_events_config`:
+
+    {"kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
+                   "replay_endpoint_port_base": 6557, "topic": "kv-events", "dp_size": 2,
+                   "block_size": 16},
+     "kv_events_config": "{\\"replay_endpoint\\": \\"tcp://*:6557\\", ...}", ...}
+
 `GET /v1/models` lists base models, and LoRA adapters as entries with a `parent`.
 """
 
@@ -29,10 +38,12 @@ from router.errors import InvalidReplicaResponse
 from router.replicas.types import EventSource, ServedModels
 
 SOURCES_PATH = "/kv_event_sources"
+SERVER_INFO_PATH = "/server_info"
 MODELS_PATH = "/v1/models"
 MAX_RESPONSE_BYTES = 1024 * 1024
 MAX_RANKS = 1024
 MAX_RANK = 65_535
+MAX_PORT = 65_535
 MAX_MODELS = 4096
 MAX_NAME_CHARS = 256
 MAX_TOPIC_CHARS = 1024
@@ -47,6 +58,24 @@ class _SourceEntry(msgspec.Struct):
     topic: str = ""
     publisher: str | None = "zmq"
     data_parallel_rank: int | None = None
+
+
+class _SglangPublisher(msgspec.Struct):
+    endpoint_port_base: int
+    endpoint_host: str = "*"
+    replay_endpoint_port_base: int | None = None
+    topic: str = ""
+    publisher: str | None = "zmq"
+    dp_size: int = 1
+
+
+class _ServerInfo(msgspec.Struct):
+    kv_events: _SglangPublisher | None = None
+    kv_events_config: str | None = None
+
+
+class _SglangFlag(msgspec.Struct):
+    replay_endpoint: str | None = None
 
 
 class _ModelEntry(msgspec.Struct):
@@ -83,6 +112,37 @@ def parse_sources(body: bytes, host: str) -> tuple[EventSource, ...]:
         if before.dp_rank == after.dp_rank:
             raise InvalidReplicaResponse(SOURCES_PATH, f"rank {after.dp_rank} appears twice")
     return tuple(sources)
+
+
+def parse_server_info(body: bytes, host: str) -> tuple[EventSource, ...]:
+    """The event sources in SGLang's response to `GET /server_info`, by rank; empty if the engine
+    publishes nothing, or does not say.
+
+    Args:
+        body: The response's.
+        host: The replica's own, which replaces wildcards.
+    Raises:
+        InvalidReplicaResponse: The body has another form, or names an address that cannot be
+            connected to.
+    """
+    info: _ServerInfo = _decode(SERVER_INFO_PATH, body, _ServerInfo)
+    publisher = info.kv_events
+    if publisher is None or publisher.publisher != "zmq":
+        return ()
+    place = f"{SERVER_INFO_PATH} kv_events"
+    if not 1 <= publisher.dp_size <= MAX_RANKS:
+        raise InvalidReplicaResponse(place, f"dp_size {publisher.dp_size}; 1 to {MAX_RANKS}")
+    if publisher.replay_endpoint_port_base is None:
+        publisher.replay_endpoint_port_base = _replay_port(info.kv_events_config or "")
+    last = max(publisher.endpoint_port_base, publisher.replay_endpoint_port_base or 0)
+    if last + publisher.dp_size - 1 > MAX_PORT:
+        raise InvalidReplicaResponse(
+            place, f"{publisher.dp_size} ports from {last} on; the last must be at most {MAX_PORT}"
+        )
+    return tuple(
+        _checked(place, rank, _sglang_entry(publisher, rank), host)
+        for rank in range(publisher.dp_size)
+    )
 
 
 def parse_models(body: bytes) -> ServedModels:
@@ -167,14 +227,38 @@ def _source(rank: str, entry: _SourceEntry, host: str) -> EventSource:
         raise InvalidReplicaResponse(
             SOURCES_PATH, f"rank {rank[:40]!r}; expected a number up to {MAX_RANK}"
         )
-    place = f"{SOURCES_PATH} rank {rank}"
+    return _checked(f"{SOURCES_PATH} rank {rank}", int(rank), entry, host)
+
+
+def _replay_port(flag: str) -> int | None:
+    """The port of rank 0's replay endpoint in SGLang's `--kv-events-config`, if there is one."""
+    try:
+        endpoint = msgspec.json.decode(flag, type=_SglangFlag).replay_endpoint or ""
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    port = endpoint.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else None
+
+
+def _sglang_entry(publisher: _SglangPublisher, rank: int) -> _SourceEntry:
+    address = f"tcp://{publisher.endpoint_host}"
+    replay = publisher.replay_endpoint_port_base
+    return _SourceEntry(
+        f"{address}:{publisher.endpoint_port_base + rank}",
+        # The replay socket is always bound, wherever the other one connects to.
+        None if replay is None else f"tcp://*:{replay + rank}",
+        publisher.topic,
+    )
+
+
+def _checked(place: str, rank: int, entry: _SourceEntry, host: str) -> EventSource:
     if len(entry.topic) > MAX_TOPIC_CHARS:
         raise InvalidReplicaResponse(
             place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken"
         )
     replay = entry.replay_endpoint
     return EventSource(
-        int(rank),
+        rank,
         _address(f"{place} endpoint", entry.endpoint, host),
         _address(f"{place} replay_endpoint", replay, host) if replay else None,
         entry.topic,

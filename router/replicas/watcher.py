@@ -19,9 +19,11 @@ from router.errors import InvalidReplicaResponse
 from router.replicas.discovery import (
     MAX_RESPONSE_BYTES,
     MODELS_PATH,
+    SERVER_INFO_PATH,
     SOURCES_PATH,
     parse_model_entries,
     parse_models,
+    parse_server_info,
     parse_sources,
 )
 from router.replicas.engine_load import parse_engine_load
@@ -253,19 +255,37 @@ class Watcher:
     async def _sources(self, notes: list[str]) -> tuple[EventSource, ...] | None:
         if self._replica.configured_sources is not None:
             return self._replica.configured_sources
+        host = self._replica.origin.host
         try:
-            body = await self._body(SOURCES_PATH, MAX_RESPONSE_BYTES)
-            return parse_sources(body, self._replica.origin.host)
+            return parse_sources(await self._body(SOURCES_PATH, MAX_RESPONSE_BYTES), host)
         except _Refused as refused:
-            notes.append(
-                f"GET {SOURCES_PATH} returned {refused.status}: configure kv_events, or its cache"
-                " stays unknown"
-            )
-            # An older engine does not have this endpoint, and will not have it next time.
-            return () if refused.status in (404, 405) else None
+            # An engine of another kind, or an older one, does not have this endpoint.
+            if refused.status in (404, 405):
+                return await self._sglang_sources(refused.status, notes)
+            notes.append(_unknown_cache(SOURCES_PATH, refused.status))
         except (*UNREACHABLE, InvalidReplicaResponse) as error:
             notes.append(_note(SOURCES_PATH, error))
+        return None
+
+    async def _sglang_sources(
+        self, status: int, notes: list[str]
+    ) -> tuple[EventSource, ...] | None:
+        """What SGLang tells where vLLM's path returned *status*."""
+        host = self._replica.origin.host
+        try:
+            found = parse_server_info(await self._body(SERVER_INFO_PATH, MAX_RESPONSE_BYTES), host)
+        except _Refused as refused:
+            notes.append(_unknown_cache(SOURCES_PATH, status))
+            return () if refused.status in (404, 405) else None
+        except (*UNREACHABLE, InvalidReplicaResponse) as error:
+            notes.append(_note(SERVER_INFO_PATH, error))
             return None
+        if not found:
+            notes.append(
+                f"GET {SERVER_INFO_PATH} names no kv_events: start it with --kv-events-config, or"
+                " configure kv_events"
+            )
+        return found
 
     async def _body(self, path: str, max_bytes: int) -> bytes:
         """The body of a response with status 200; raises `_Refused`, and what `Fetch` raises."""
@@ -316,6 +336,10 @@ class Watcher:
             await early.wait()
         finally:
             timer.cancel()
+
+
+def _unknown_cache(path: str, status: int) -> str:
+    return f"GET {path} returned {status}: configure kv_events, or its cache stays unknown"
 
 
 def _note(path: str, error: BaseException) -> str:

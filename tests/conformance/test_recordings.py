@@ -12,8 +12,6 @@ import pytest
 from router.recordings.replay import ReplaySummary, replay
 
 STREAMS = sorted((Path(__file__).parent / "streams").glob("*.jsonl.gz"))
-FROM_HEADER_ONLY = {"mamba_partial_only.jsonl.gz"}
-"""Streams whose first queries precede any event with the block sizes."""
 
 
 @pytest.mark.parametrize("learn_layout", [False, True], ids=["header", "learned"])

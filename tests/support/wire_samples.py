@@ -4,6 +4,9 @@ version sent it.
 A file is a sequence of messages, gzipped: u64 nanoseconds, u32 frame count, then per frame u32
 length and the bytes, all big endian. A live message is `[topic, seq, payload]`; a replayed one
 `["", seq, payload]`, or from vLLM 0.26 on `["", topic, seq, payload]`.
+
+vLLM's are of running engines. SGLang's were made by the event classes and the publisher of its
+packages, from a made-up history: requests of three tenants and one adapter, evictions, a clear.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ class Sequenced(NamedTuple):
     payload: bytes
 
 
-def versions() -> list[str]:
-    """The engine versions with samples, oldest first."""
+def versions(engine: str = "vllm") -> list[str]:
+    """The versions of *engine* that have samples, oldest first."""
     names = {
-        path.name.removeprefix("vllm-").removesuffix(".raw.gz").removesuffix(".replay")
-        for path in FOLDER.glob("*.gz")
+        path.name.removeprefix(f"{engine}-").removesuffix(".raw.gz").removesuffix(".replay")
+        for path in FOLDER.glob(f"{engine}-*.gz")
     }
     return sorted(names, key=number)
 
@@ -56,19 +59,35 @@ def messages(path: Path) -> Iterator[list[bytes]]:
         yield frames
 
 
-def live(version: str) -> list[Sequenced]:
-    """What a subscriber received."""
-    return [_sequenced(frames) for frames in messages(FOLDER / f"vllm-{version}.raw.gz")]
+def live(version: str, engine: str = "vllm") -> list[Sequenced]:
+    """What a subscriber received.
+
+    Args:
+        version: Of the engine.
+        engine: `vllm` or `sglang`.
+    """
+    return [_sequenced(frames) for frames in messages(FOLDER / f"{engine}-{version}.raw.gz")]
 
 
-def replay_frames(version: str) -> list[list[bytes]]:
-    """The replies of the replay socket to a request from 0, the end marker included."""
-    return list(messages(FOLDER / f"vllm-{version}.replay.raw.gz"))
+def replay_frames(version: str, engine: str = "vllm") -> list[list[bytes]]:
+    """The replies of the replay socket to a request from 0, the end marker included.
+
+    Args:
+        version: Of the engine.
+        engine: `vllm` or `sglang`.
+    """
+    return list(messages(FOLDER / f"{engine}-{version}.replay.raw.gz"))
 
 
-def replayed(version: str) -> list[Sequenced]:
-    """The batches of a replay, without the end marker."""
-    return [_sequenced(frames) for frames in replay_frames(version) if frames[-2] != END_OF_REPLAY]
+def replayed(version: str, engine: str = "vllm") -> list[Sequenced]:
+    """The batches of a replay, without the end marker.
+
+    Args:
+        version: Of the engine.
+        engine: `vllm` or `sglang`.
+    """
+    frames_of_all = replay_frames(version, engine)
+    return [_sequenced(frames) for frames in frames_of_all if frames[-2] != END_OF_REPLAY]
 
 
 def _sequenced(frames: list[bytes]) -> Sequenced:

@@ -36,7 +36,7 @@ from router.replicas import (
     ServedModels,
     UpstreamFetch,
 )
-from router.replicas.discovery import parse_models, parse_sources, reachable
+from router.replicas.discovery import parse_models, parse_server_info, parse_sources, reachable
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.registry import MAX_REPLICAS
@@ -69,6 +69,20 @@ def zmq_config(port: int, **more: object) -> dict[str, object]:
         "topic": "kv-events",
     }
     return config | more
+
+
+SGLANG = {
+    "publisher": "zmq",
+    "endpoint_host": "*",
+    "endpoint_port_base": 5557,
+    "replay_endpoint_port_base": 6557,
+    "topic": "kv-events",
+    "block_size": 16,
+    "dp_size": 1,
+    "load_endpoint_port_base": 7557,
+    "load_topic": "load",
+}
+"""Of `/server_info`, as SGLang 0.5.23 writes it."""
 
 
 def models(*names: str, **adapters: str) -> dict[str, object]:
@@ -327,6 +341,53 @@ async def test_an_engine_that_does_not_know_the_question_has_no_sources() -> Non
         assert replica.failed_discoveries == 0
 
 
+async def test_the_sources_of_an_sglang_are_found_in_its_server_info() -> None:
+    """It has no `/kv_event_sources`; a URL is all that has to be configured."""
+    async with setting() as here:
+        engine = await here.engine()
+        del engine.responses["/kv_event_sources"]
+        engine.respond("/server_info", {"tp_size": 1, "kv_events": SGLANG | {"dp_size": 2}})
+        replica = here.add(engine, "r")
+        await until(lambda: replica.sources)
+        assert replica.sources == (
+            EventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:6557", "kv-events"),
+            EventSource(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558", "kv-events"),
+        )
+        assert replica.notes == ()
+
+
+@pytest.mark.parametrize("body", [{"kv_events": None}, {"tp_size": 1}])
+async def test_an_sglang_without_events_has_no_sources_and_says_how_to_get_them(
+    body: object,
+) -> None:
+    """It must be started with a flag, or is too old to say."""
+    async with setting() as here:
+        engine = await here.engine()
+        del engine.responses["/kv_event_sources"]
+        engine.respond("/server_info", body)
+        replica = here.add(engine, "r")
+        await until(lambda: replica.discoveries)
+        assert replica.sources == ()
+        assert replica.notes == (
+            "GET /server_info names no kv_events: start it with --kv-events-config, or configure"
+            " kv_events",
+        )
+        assert replica.failed_discoveries == 0
+
+
+async def test_a_server_info_that_cannot_be_had_now_is_asked_for_again() -> None:
+    """An engine that is busy has not lost its sources."""
+    async with setting() as here:
+        engine = await here.engine()
+        del engine.responses["/kv_event_sources"]
+        engine.respond("/server_info", {"kv_events": SGLANG})
+        replica = here.add(engine, "r")
+        await until(lambda: replica.sources)
+        engine.respond("/server_info", {}, status=500)
+        await until(lambda: replica.failed_discoveries)
+        assert len(replica.sources) == 1
+
+
 async def test_a_restart_on_other_ports_is_discovered() -> None:
     """Event ports may be chosen by the system; the old ones would be silent for ever."""
     async with setting() as here:
@@ -449,6 +510,72 @@ def test_event_sources_that_make_no_sense_are_refused_with_their_place(
     """The text goes to the operator; sockets are opened for what passes."""
     with pytest.raises(InvalidReplicaResponse, match="/kv_event_sources.*" + message):
         parse_sources(body if isinstance(body, bytes) else json.dumps(body).encode(), "host")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, EventSource(0, "tcp://host:5557", "tcp://host:6557", "kv-events")),
+        (
+            {"endpoint_host": "[::]"},
+            EventSource(0, "tcp://host:5557", "tcp://host:6557", "kv-events"),
+        ),
+        (
+            {"endpoint_host": "10.0.0.7", "replay_endpoint_port_base": None, "topic": ""},
+            EventSource(0, "tcp://10.0.0.7:5557"),
+        ),
+        ({"publisher": "null"}, None),
+    ],
+)
+def test_the_publisher_in_a_server_info_is_read(
+    change: dict[str, object], expected: EventSource | None
+) -> None:
+    """One description stands for all ranks."""
+    body = json.dumps({"version": "0.5.23", "kv_events": SGLANG | change}).encode()
+    assert parse_server_info(body, "host") == (() if expected is None else (expected,))
+
+
+@pytest.mark.parametrize(
+    ("flag", "replay"),
+    [
+        ('{"publisher": "zmq", "replay_endpoint": "tcp://*:6557"}', "tcp://host:6557"),
+        ('{"publisher": "zmq"}', None),
+        ('{"replay_endpoint": "inproc://replay"}', None),
+        ("--broken", None),
+        (None, None),
+    ],
+)
+def test_the_replay_port_that_only_the_flag_tells_is_found_there(
+    flag: str | None, replay: str | None
+) -> None:
+    """SGLang up to 0.5.21; without replays a router that starts late stays suspect."""
+    old = {name: value for name, value in SGLANG.items() if name != "replay_endpoint_port_base"}
+    body = json.dumps({"kv_events": old, "kv_events_config": flag}).encode()
+    (source,) = parse_server_info(body, "host")
+    assert source == EventSource(0, "tcp://host:5557", replay, "kv-events")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"endpoint_port_base": "5557"}, "cannot be read"),
+        ({"endpoint_port_base": 70_000}, "1 ports from 70000 on; the last must be at most 65535"),
+        ({"endpoint_port_base": 65_535, "dp_size": 2}, "2 ports from 65535 on"),
+        ({"endpoint_port_base": -5}, "kv_events endpoint"),
+        ({"endpoint_host": "host/x"}, "kv_events endpoint"),
+        ({"dp_size": 0}, "dp_size 0; 1 to 1024"),
+        ({"dp_size": 10**9}, "dp_size 1000000000; 1 to 1024"),
+        ({"topic": "t" * 2000}, "topic of 2000 characters"),
+    ],
+    ids=str,
+)
+def test_a_server_info_that_makes_no_sense_is_refused_with_its_place(
+    change: dict[str, object], message: str
+) -> None:
+    """The text goes to the operator; sockets are opened for what passes."""
+    body = json.dumps({"kv_events": SGLANG | change}).encode()
+    with pytest.raises(InvalidReplicaResponse, match="/server_info.*" + message):
+        parse_server_info(body, "host")
 
 
 @pytest.mark.parametrize(
