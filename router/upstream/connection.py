@@ -212,6 +212,8 @@ class HttpConnection(asyncio.Protocol):
             self._violation = f"status {status} is not from 200 to 599"
         elif len(self._response.headers) > MAX_HEADERS:
             self._violation = f"more than {MAX_HEADERS} headers"
+        elif not _is_plain(self._response):
+            self._violation = "a transfer coding other than chunked"
 
     def on_body(self, data: bytes) -> None:
         self._unframed_bytes = 0
@@ -261,12 +263,24 @@ class HttpConnection(asyncio.Protocol):
             or f"more than {MAX_UNFRAMED_BYTES} bytes of headers or framing in a row"
         )
         response.fail(ResponseBroken(f"{self.origin}: {rule}", received=True))
+        if not response.started:
+            # Nobody has seen any of it: another server may be asked.
+            response.discard()
         self.cut()
 
     def _pause(self) -> None:
         if self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
+
+
+def _is_plain(response: UpstreamResponse) -> bool:
+    """Whether the body needs no decoding but that of chunks: nobody asked for more."""
+    return all(
+        value.strip().lower() == b"chunked"
+        for name, value in response.headers
+        if name == b"transfer-encoding"
+    )
 
 
 def _is_delimited(response: UpstreamResponse) -> bool:

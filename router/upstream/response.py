@@ -151,6 +151,11 @@ class UpstreamResponse:
         self._chunks.append(data)
         self._buffered += len(data)
 
+    def discard(self) -> None:
+        """Throw away what has been received and not read."""
+        self._chunks.clear()
+        self._buffered = 0
+
     def fail(self, error: UpstreamError) -> None:
         """End with *error*, unless the response has ended already."""
         if self.error is None and not self.complete:

@@ -310,6 +310,9 @@ async def test_headers_come_as_they_are_with_names_in_lower_case(client: Upstrea
         CHUNKED + b"0\r\n" + b"a: b\r\n" * 100_000,
         CHUNKED + b"0\r\na: " + b"b" * 1_000_000,
         CHUNKED + b"1;" + b"b" * 1_000_000,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"0\r\n\r\n",
     ],
 )
 async def test_a_malformed_or_unbounded_response_is_an_error_and_ends_the_connection(
@@ -329,6 +332,31 @@ async def test_a_malformed_or_unbounded_response_is_an_error_and_ends_the_connec
         assert caught.value.received
         assert str(caught.value).startswith(server.url)
         await eventually(lambda: server.closed == 1, "the connection is closed")
+    assert client.statistics().broken == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 999 Odd\r\ncontent-length: 4\r\n\r\nbody",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 300 + b"content-length: 4\r\n\r\nbody",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 300 + b"content-length: 9\r\n\r\nbody",
+        CHUNKED + b"4\r\nbody\r\nno size\r\n",
+    ],
+)
+async def test_a_response_that_is_broken_in_its_first_segment_is_never_begun(
+    client: UpstreamClient, raw: bytes
+) -> None:
+    """Another server may still be asked; the body that came with a broken head hid that."""
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(raw)
+        await connection.wait_closed()
+
+    async with raw_server(handle) as server:
+        with pytest.raises(ResponseBroken):
+            await post(client, server.origin)
     assert client.statistics().broken == 1
 
 
