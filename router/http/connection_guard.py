@@ -50,15 +50,21 @@ MALFORMED = Refusal("malformed_http")
 HEAD_TOO_LARGE = Refusal("headers_too_large")
 PIPELINED = Refusal("too_many_pipelined")
 SLOW_REQUEST = Refusal("slow_request")
+BAD_HOST = Refusal("bad_host")
+UNKNOWN_CODING = Refusal("unknown_transfer_coding")
 NOT_READ = Refusal("response_not_read")
 
 _STATUS_LINES = {
     MALFORMED: b"HTTP/1.1 400 Bad Request\r\n",
     HEAD_TOO_LARGE: b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
     PIPELINED: b"HTTP/1.1 400 Bad Request\r\n",
+    BAD_HOST: b"HTTP/1.1 400 Bad Request\r\n",
+    UNKNOWN_CODING: b"HTTP/1.1 501 Not Implemented\r\n",
 }
 
 
+_PROBE_DELAYS_S = (0.0, 0.05, 0.25)
+"""After a client's FIN: the reset that one probe brings about must have come by the next."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -83,6 +89,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._unframed_bytes = 0
         self._violation = MALFORMED
         self._refused_at: float | None = None
+        self._deferred: Refusal | None = None
+        self._has_left_half = False
         self._unsent_bytes = 0
         self._stalled_since: float | None = None
         self._has_declined_upgrade = False
@@ -91,7 +99,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused_at is not None:
+        if self._refused_at is not None or self._deferred is not None:
             return
         self._unset_keepalive_if_required()
         if self._receiving_since is None:
@@ -108,6 +116,31 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         if self._running is not None and not self._running.response_complete:
             _mark_disconnected(self._running)
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Serve the requests that are complete, unless the client has left altogether.
+
+        A client that only stops sending (`shutdown`, netcat) cannot be told at once from one that
+        has closed its socket: both send FIN. But the kernel of the latter resets the connection
+        when something comes. An interim response is something that every client must skip (RFC
+        9110 15.2); the second one meets the reset that the first one brought about. Once a response
+        has begun no more than FIN is needed, as before: who has begun to read and then closes has
+        left.
+        """
+        running = self._running
+        if (
+            running is None
+            or running.response_complete
+            or running.response_started
+            or running.more_body
+            or running.scope["http_version"] != "1.1"
+        ):
+            return False
+        self._has_left_half = True
+        self._receiving_since = None
+        for delay_s in _PROBE_DELAYS_S:
+            self.loop.call_later(delay_s, self._probe, running)
+        return True
 
     def look_after(self, now: float) -> None:
         """End the connection if it is over its time."""
@@ -139,6 +172,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._violation = PIPELINED
             raise _OverBound
+        self._check_head()
         self._is_in_head = False
         super().on_headers_complete()
         if not self.pipeline:
@@ -164,6 +198,12 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
+        if self._running is not None or self.transport.is_closing():
+            return
+        if self._deferred is not None:
+            self._respond_with(self._deferred)
+        elif self._has_left_half:
+            self.transport.close()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -207,18 +247,55 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
+    def _check_head(self) -> None:
+        """Raise `_OverBound` for a head that must be refused before anyone sees it."""
+        codings = [
+            coding.strip().lower()
+            for name, value in self.headers
+            if name == b"transfer-encoding"
+            for coding in value.split(b",")
+        ]
+        if any(coding != b"chunked" for coding in codings):
+            # RFC 9112 6.1: only chunks are decoded here.
+            self._violation = UNKNOWN_CODING
+            raise _OverBound
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            # RFC 9112 3.2: two readers of one message may take two hosts for the one meant.
+            self._violation = BAD_HOST
+            raise _OverBound
+
+    def _probe(self, running: RequestResponseCycle) -> None:
+        """Send what a client that has left will not take."""
+        if running is self._running and not running.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
     def _refuse(self, reason: Refusal) -> None:
-        """Respond with an error and take nothing more. If another request is being served, there
-        is no place for a response: the connection is closed."""
+        """Respond with an error and take nothing more. Requests that came whole before it get their
+        responses first."""
         type(self).on_refusal(reason)
-        self._refused_at = self.loop.time()
         running = self._running
-        if running is not None and not running.response_complete:
-            if running.response_started or not running.more_body:
-                self.abort()
-                return
+        if running is None or running.response_complete:
+            self._respond_with(reason)
+        elif not running.more_body:
+            self._deferred = reason
+            self._receiving_since = None
+            self._drop_incomplete()
+        elif running.response_started:
+            self._refused_at = self.loop.time()
+            self.abort()
+        else:
             # The malformed bytes are the body of the running request itself.
             _mark_disconnected(running)
+            self._respond_with(reason)
+
+    def _drop_incomplete(self) -> None:
+        """Do not serve a request whose own body is malformed."""
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()
+
+    def _respond_with(self, reason: Refusal) -> None:
+        self._refused_at = self.loop.time()
         body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -244,6 +321,10 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
                 f"request: more than {MAX_PIPELINED} requests wait on this connection; "
                 "wait for responses"
             )
+        if reason is UNKNOWN_CODING:
+            return "transfer-encoding: only chunked is decoded here; send the body without others"
+        if reason is BAD_HOST:
+            return "host: missing, or there twice; an HTTP/1.1 request has one"
         return "request: not a well-formed HTTP/1.1 request"
 
     def _overdue(self, now: float) -> Refusal | None:

@@ -12,10 +12,11 @@ Use it as `uvicorn.Config(http=AbortableHttpProtocol)`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 ABORT_EXTENSION = "kvroute.abort"
 
@@ -87,6 +88,30 @@ class AbortableHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = functools.partial(_without_chunks, app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+
+async def _without_chunks(
+    app: Any, cycle: RequestResponseCycle, scope: Any, receive: Any, send: Any
+) -> None:
+    """Run *app* for a client of HTTP/1.0, which knows no chunks (RFC 9112 6.1): a body of unknown
+    length ends with the connection."""
+    is_open_ended = False
+
+    async def send_plain(message: MutableMapping[str, Any]) -> None:
+        nonlocal is_open_ended
+        if message["type"] == "http.response.start":
+            is_open_ended = all(name != b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = False if is_open_ended else None
+        elif is_open_ended:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)
 
 
 def client_abort(scope: Mapping[str, Any]) -> Callable[[], object] | None:

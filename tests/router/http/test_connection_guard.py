@@ -15,6 +15,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from router.http.connection_guard import (
+    _PROBE_DELAYS_S,
+    MAX_PIPELINED,
     ClientLimits,
     GuardedHttpProtocol,
     Refusal,
@@ -31,6 +33,7 @@ class GuardedServer:
     """An application behind the protocol; it responds with *body* once *go* is set."""
 
     body: bytes = b"ok"
+    has_length: bool = True
     port: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
     state: ServerState = field(default_factory=ServerState)
@@ -53,7 +56,7 @@ class GuardedServer:
             self.gone.append(scope["path"])
         gone.cancel()
         going.cancel()
-        headers = [(b"content-length", b"%d" % len(self.body))]
+        headers = [(b"content-length", b"%d" % len(self.body))] if self.has_length else []
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": self.body})
 
@@ -225,6 +228,10 @@ async def test_too_many_pipelined_requests_are_refused() -> None:
     """Thousands of them fit into one packet, and each costs kilobytes."""
     async with guarded_server() as app, connect(app.port) as client:
         await client.write(request_bytes("GET", "/x") * 2000)
+        await eventually(lambda: app.refusals, "the excess is refused")
+        app.go.set()
+        statuses = [(await client.read_answer()).status for _ in range(MAX_PIPELINED + 2)]
+        assert statuses == [200] * (MAX_PIPELINED + 1) + [400], "what came before it is served"
         assert await client.is_closed()
         assert app.refusals == ["too_many_pipelined"]
 
@@ -303,9 +310,93 @@ async def test_an_error_after_a_request_is_not_sent_as_its_response() -> None:
         await client.write(request_bytes("GET", "/x"))
         await eventually(lambda: app.requests, "the request is under way")
         await client.write(b"nonsense\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            assert await client.reader.read(100) == b""
-        assert app.refusals == ["malformed_http"]
+        await eventually(lambda: app.refusals == ["malformed_http"], "the nonsense is refused")
+        app.go.set()
+        assert [(await client.read_answer()).status for _ in range(2)] == [200, 400]
+        assert await client.is_closed()
+
+
+async def test_a_request_is_not_lost_for_bad_bytes_in_its_own_segment() -> None:
+    """A client that forgets content-length would otherwise see nothing but the end."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        await client.write(b'POST /x HTTP/1.1\r\nhost: x\r\n\r\n{"model": "m"}\r\n\r\n')
+        assert [(await client.read_answer()).status for _ in range(2)] == [200, 400]
+        assert await client.is_closed()
+
+
+async def test_a_pipelined_request_with_a_malformed_body_is_not_served() -> None:
+    """The one before it is."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/whole") + CHUNKED + b"no size\r\n")
+        await eventually(lambda: app.refusals, "the body is refused")
+        app.go.set()
+        assert [(await client.read_answer()).status for _ in range(2)] == [200, 400]
+        assert await client.is_closed()
+        assert [path for path, _, _ in app.requests] == ["/whole"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        (b"", 400, "bad_host"),
+        (b"host: a\r\nhost: a\r\n", 400, "bad_host"),
+        (b"host: a\r\nHOST: b\r\n", 400, "bad_host"),
+        (b"host: a\r\ntransfer-encoding: gzip, chunked\r\n", 501, "unknown_transfer_coding"),
+        (b"host: a\r\ntransfer-encoding: x\r\ntransfer-encoding: chunked\r\n", 501, None),
+    ],
+)
+async def test_a_head_that_two_readers_may_take_differently_is_refused(
+    headers: bytes, status: int, code: str | None
+) -> None:
+    """RFC 9112 3.2 and 6.1."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        await client.write(b"POST /x HTTP/1.1\r\n" + headers + b"\r\n0\r\n\r\n")
+        found = await client.read_answer()
+        assert found.status == status
+        assert found.error["code"] == (code or "unknown_transfer_coding")
+        assert app.requests == []
+
+
+@pytest.mark.parametrize("host", [b"", b"host: x\r\n"])
+async def test_a_client_of_http_1_0_gets_its_body_without_chunks(host: bytes) -> None:
+    """It does not know them (RFC 9112 6.1); the connection's end is the body's."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.go.set()
+        app.has_length = False
+        await client.write(b"GET /x HTTP/1.0\r\n" + host + b"\r\n")
+        raw = await client.reader.read()
+        head, _, body = raw.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body == b"ok"
+
+
+# --- clients that stop sending --------------------------------------------------------------------
+
+
+async def test_a_client_that_stops_sending_gets_its_response() -> None:
+    """netcat does so at the end of its input, and so do scripts that call `shutdown`."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/x") * 3)
+        client.writer.write_eof()
+        await eventually(lambda: app.requests, "the request is under way")
+        await asyncio.sleep(2 * sum(_PROBE_DELAYS_S))  # for whatever a probe may end
+        app.go.set()
+        assert [(await client.read_answer()).body for _ in range(3)] == [b"ok"] * 3
+        assert await client.is_closed()
+        assert app.gone == []
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_closes_is_noticed_before_its_response(reset: bool) -> None:
+    """With FIN it looks like one that only stops sending, and the engine would work for nobody."""
+    async with guarded_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("GET", "/x"))
+        await eventually(lambda: app.requests, "the request is under way")
+        client.leave(reset)
+        await eventually(lambda: app.gone == ["/x"], "it hears that its client has left", 1.0)
 
 
 @pytest.mark.parametrize(
