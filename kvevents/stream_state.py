@@ -121,6 +121,8 @@ SHOWN: Mapping[State, SourceState] = {
 class Input(Enum):
     """What can happen to a stream."""
 
+    __hash__ = object.__hash__  # by identity: a look-up for every batch, and Enum's own is slow
+
     # The connection.
     CONNECTED = "connected"
     CONNECTED_WITHOUT_REPLAY = "connected without replay"
