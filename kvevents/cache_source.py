@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvevents.cache_state import CacheState, Snapshot
-from kvevents.codec import decode, encode
+from kvevents.codec import decode, encode, with_block_size
 from kvevents.errors import MalformedBatch
-from kvevents.events import CacheLayout, Event, EventBatch
+from kvevents.events import GPU, BlockStored, CacheLayout, Event, EventBatch
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,20 @@ class EngineStep(NamedTuple):
 class CacheSource:
     """Writes steps as payloads and keeps the cache's state; a `kvevents.stream.StreamSource`."""
 
-    def __init__(self, announcement: CacheLayout, data_parallel_rank: int) -> None:
+    def __init__(
+        self, announcement: CacheLayout, data_parallel_rank: int, with_block_size: bool = False
+    ) -> None:
+        """
+        Args:
+            announcement: The layout.
+            data_parallel_rank: Written into every batch.
+            with_block_size: See `PublisherConfig`.
+        """
         self.state = CacheState(announcement)
         self.rejected_events = 0
         """See `kvevents.publisher.PublisherStatistics`."""
         self._rank = data_parallel_rank
+        self._with_block_size = with_block_size
         self._last_snapshot: weakref.ref[Snapshot] | None = None
         self._last_snapshot_seq = -1
 
@@ -101,7 +110,7 @@ class CacheSource:
 
     def _encode(self, ts: float, events: Sequence[Event]) -> bytes:
         try:
-            return encode(EventBatch(ts, events, self._rank))
+            return self._encode_all(ts, events)
         except _ENCODING_ERRORS:
             valid = [event for event in events if _is_valid(event)]
         if not self.rejected_events:
@@ -110,7 +119,26 @@ class CacheSource:
                 "further ones are only counted"
             )
         self.rejected_events += len(events) - len(valid)
-        return encode(EventBatch(ts, valid, self._rank))
+        return self._encode_all(ts, valid)
+
+    def _encode_all(self, ts: float, events: Sequence[Event]) -> bytes:
+        if self._with_block_size:
+            events = [
+                with_block_size(event, self._block_size(event))
+                if isinstance(event, BlockStored)
+                else event
+                for event in events
+            ]
+        return encode(EventBatch(ts, events, self._rank))
+
+    def _block_size(self, event: BlockStored) -> int:
+        """Of the event's blocks; 0 for a lower tier's that show no tokens."""
+        shown = event.block_size or event.tokens_per_block
+        groups, index = self.state.layout.groups, event.group_idx or 0
+        if event.tier != GPU or index >= len(groups):
+            return shown
+        # Holes make a run look as if its blocks were larger; entries inside blocks are smaller.
+        return min(shown or groups[index].block_size, groups[index].block_size)
 
 
 def _is_valid(event: Event) -> bool:

@@ -145,6 +145,23 @@ def encode(batch: EventBatch) -> bytes:
     return _encoder.encode((batch.ts, batch.events, batch.data_parallel_rank))
 
 
+class _ExplicitStored(BlockStored, frozen=True, omit_defaults=False, tag="BlockStored"):
+    """Written with every field."""
+
+    __hash__ = BlockStored.__hash__
+
+
+def with_block_size(event: BlockStored, block_size: int) -> BlockStored:
+    """The event in a form that readers accept which require `block_size`, as vLLM's own class does.
+
+    Args:
+        event: Of ours.
+        block_size: In tokens; 0 where there is none to tell.
+    """
+    fields = {name: getattr(event, name) for name in event.__struct_fields__}
+    return _ExplicitStored(**fields | {"block_size": block_size})
+
+
 def decode(payload: bytes) -> EventBatch:
     """Read one batch in any dialect.
 

@@ -138,7 +138,7 @@ class ZmqEventPublisher(EventPublisher):
         self.publisher_id = announcement.publisher_id
         self._present_state = present_state
         self._state_is_due = False
-        self._source = CacheSource(announcement, data_parallel_rank)
+        self._source = CacheSource(announcement, data_parallel_rank, config.with_block_size)
         self._stream: Stream[EngineStep] = Stream(config, self._source, data_parallel_rank, context)
 
     @property

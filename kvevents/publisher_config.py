@@ -57,6 +57,9 @@ class PublisherConfig:
     heartbeat_s: float = 1.0
     """Silence after which an empty batch makes a loss at the tail visible."""
     reply_limits: ReplyLimits = field(default_factory=ReplyLimits)
+    with_block_size: bool = False
+    """Stored events carry `block_size` and every other field, for readers that require them. They
+    must still pass over a batch with a `CacheLayout`, an event that only ours have."""
 
     def __post_init__(self) -> None:
         ZmqEndpoint.parse("endpoint", self.endpoint)

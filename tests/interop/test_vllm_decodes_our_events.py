@@ -15,6 +15,7 @@ import pytest
 from vllm.distributed import kv_events as vllm_events
 
 from kvevents import codec
+from kvevents.cache_source import CacheSource, EngineStep
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.hashing import to_wire_int
 from tests.interop import layouts
@@ -82,6 +83,25 @@ def test_vllms_class_for_a_store_refuses_ours_for_its_missing_block_size() -> No
     the price."""
     with pytest.raises(msgspec.ValidationError, match="missing required field `block_size`"):
         vllm_decoder.decode(on_the_wire(our_events()))
+
+
+def test_with_block_sizes_vllms_own_class_reads_everything_our_cache_says() -> None:
+    """`PublisherConfig.with_block_size` is for readers that are built on that class."""
+    events = our_events()
+    announced = CacheLayout(
+        "p", [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 50)], 16, 16
+    )
+    source = CacheSource(announced, 3, with_block_size=True)
+    batch = vllm_decoder.decode(source.payload(EngineStep(1.5, tuple(events), None)))
+    assert len(batch.events) == len(events)
+    for theirs, ours in zip(batch.events, events, strict=True):
+        assert type(theirs).__name__ == type(ours).__name__
+        shared = set(theirs.__struct_fields__) & set(ours.__struct_fields__) - {"block_size"}
+        assert {name: getattr(theirs, name) for name in shared} == {
+            name: getattr(ours, name) for name in shared
+        }
+    stored = [event for event in batch.events if isinstance(event, vllm_events.BlockStored)]
+    assert {event.block_size for event in stored} == {16}
 
 
 def test_vllms_batch_refuses_a_cache_layout() -> None:

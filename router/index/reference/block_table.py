@@ -127,6 +127,27 @@ class BlockTable:
                 removed += 1
         return removed
 
+    def leave(
+        self, where: GroupTier, block_hashes: Sequence[BlockHash], copies_left: Sequence[int]
+    ) -> int:
+        """Remove a copy of each block, as `remove` does, and correct how many are left.
+
+        Args:
+            where: Group and tier.
+            block_hashes: The engine's.
+            copies_left: The engine's own count, for each hash.
+        """
+        removed = 0
+        for block_hash, left in zip(block_hashes, copies_left, strict=True):
+            held = self.held.get(where, {})
+            copies = held.get(block_hash, 0)
+            removed += copies > 0
+            if copies > left:
+                self._discount(where, held, block_hash, copies, copies - left)
+            elif copies < left and (copies or self.room(where)):
+                self.add(where, (block_hash,), left - copies)
+        return removed
+
     def clear(self, tier: str) -> int:
         """Remove every copy in a tier; returns how many there were."""
         removed = 0

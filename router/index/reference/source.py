@@ -152,7 +152,11 @@ class SourceCache:
             result.waiting += table.unplaced_of(taken)
 
     def _remove(self, event: BlockRemoved, result: ApplyResult) -> None:
-        removed = self.table.remove((event.group_idx or 0, event.tier), event.block_hashes)
+        where, left = (event.group_idx or 0, event.tier), event.remaining_copy_counts
+        if left is None:
+            removed = self.table.remove(where, event.block_hashes)
+        else:
+            removed = self.table.leave(where, event.block_hashes, left)
         result.removed += removed
         result.skipped += len(event.block_hashes) - removed
 

@@ -106,6 +106,38 @@ def test_a_clear_empties_the_tier_it_names_and_no_other(
     assert statistics(index).blocks == {(0, "CPU"): 2}
 
 
+def test_a_removal_leaves_as_many_copies_as_the_engine_tells(
+    implementation: Implementation,
+) -> None:
+    """The engine knows, also where the index missed a store or counted one too many."""
+    index = index_with(implementation)
+    one = PROMPT.stored(0, FULL, 0, 16)
+
+    def left(count: int) -> ApplyResult:
+        return apply(index, replace(PROMPT.removed(0, [16]), remaining_copy_counts=[count]))
+
+    apply(index, one, one, one)
+    assert left(0) == ApplyResult(removed=1)
+    assert gpu_hit(index, PROMPT.tokens) == 0
+    apply(index, one)
+    assert left(2) == ApplyResult(removed=1)
+    assert apply(index, PROMPT.removed(0, [16])) == ApplyResult(removed=1)
+    assert gpu_hit(index, PROMPT.tokens) == 16
+    assert left(0) == ApplyResult(removed=1)
+    assert left(1) == ApplyResult(skipped=1)
+    assert statistics(index).blocks == {(0, "GPU"): 1}
+
+
+def test_copies_that_an_engine_tells_of_are_bounded_as_others_are(
+    implementation: Implementation,
+) -> None:
+    """A removal must not be a way to fill the index."""
+    index = index_with(implementation, blocks=2)
+    removed = replace(PROMPT.removed(0, [16, 32, 48]), remaining_copy_counts=[9, 9, 9])
+    apply(index, removed)
+    assert statistics(index).blocks == {(0, "GPU"): 2}
+
+
 def test_a_batch_that_hides_removals_makes_the_source_incomplete(
     implementation: Implementation,
 ) -> None:
