@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvevents.codec import decode
 from kvevents.errors import KVEventsError, MalformedBatch
-from kvevents.events import CacheLayout
+from kvevents.events import AllBlocksCleared, CacheLayout, TierBlocksCleared
 from kvevents.messages import Batch
 from kvevents.sequence import SequenceTracker, fingerprint
 from kvevents.stream_state import Input, SourceState
@@ -27,6 +27,7 @@ class Effect(Enum):
     """Nothing published before matters any more: whatever was missing no longer is."""
 
 
+_CLEARS = (AllBlocksCleared, TierBlocksCleared)
 _FATES = {
     Effect.INCOMPLETE: Input.PARTLY_KEPT,
     Effect.KNOWN_AGAIN: Input.ALL_KNOWN,
@@ -178,6 +179,22 @@ class Delivery:
         self._counters.batches += 1
         self._batches_held += 1
         return Input.NEXT if effect is Effect.KEPT else _FATES[effect]
+
+
+def last_in_snapshot(first: Batch) -> int | None:
+    """The last batch that the snapshot beginning with *first* includes, -1 if there was none; None
+    if this is no snapshot.
+
+    Ours begins with the layout, and all of it carries the number of that batch. The one proposed
+    for vLLM begins by clearing the cache, and carries the number of the next batch.
+    """
+    if publisher_of(first.payload) is not None:
+        return first.seq
+    try:
+        events = decode(first.payload).events
+    except MalformedBatch:
+        return None
+    return first.seq - 1 if events and isinstance(events[0], _CLEARS) else None
 
 
 def publisher_of(payload: bytes) -> str | None:

@@ -15,7 +15,8 @@ from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply
 END_MARKER = b"\xff" * 8
 SNAPSHOT_START = b"snapshot"
 """Requests the present state instead of batches. vLLM reads it as a huge number and replies with
-only the end marker."""
+only the end marker. It may come to reply with a snapshot of its own form (see
+`kvevents.delivery.last_in_snapshot`)."""
 MAX_SEQ = 2**63 - 1
 MAX_FRAMES = 4
 

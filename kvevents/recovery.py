@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import NamedTuple
 
-from kvevents.delivery import Delivery, StreamCounters, publisher_of
+from kvevents.delivery import Delivery, StreamCounters, last_in_snapshot
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
 from kvevents.messages import Batch
@@ -154,7 +154,7 @@ class Questions:
 
     async def _ask_snapshot(self) -> Input:
         self._next = await self._put(None)
-        if self._next is None or publisher_of(self._next.payload) is None:
+        if self._next is None or last_in_snapshot(self._next) is None:
             return Input.NO_SNAPSHOT
         return Input.SNAPSHOT_BEGINS
 
@@ -231,7 +231,8 @@ class Questions:
 
     async def _take_snapshot(self) -> AsyncIterator[Result]:
         assert self._next is not None
-        seq = self._next.seq
+        last = last_in_snapshot(self._next)
+        assert last is not None
         try:
             while self._next is not None:
                 await self._work.breathe()
@@ -244,10 +245,11 @@ class Questions:
             yield Result(Input.SNAPSHOT_BROKEN)
             return
         self._end()
-        self._delivery.end_snapshot(seq)
         self._counters.snapshots += 1
-        async for result in self._take_since(seq):
-            yield result
+        if last >= 0:
+            self._delivery.end_snapshot(last)
+            async for result in self._take_since(last):
+                yield result
         yield Result(Input.SNAPSHOT_END)
 
     async def _take_since(self, seq: int) -> AsyncIterator[Result]:

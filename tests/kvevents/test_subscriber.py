@@ -21,7 +21,7 @@ from async_timeout import timeout
 
 from kvevents.codec import encode
 from kvevents.errors import EndpointError
-from kvevents.events import AllBlocksCleared, CacheLayout, EventBatch, GroupSpec
+from kvevents.events import AllBlocksCleared, BlockStored, CacheLayout, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.live import BacklogLimits
 from kvevents.messages import SNAPSHOT_START
@@ -753,6 +753,74 @@ async def test_an_answer_against_the_rules_is_cut_and_survived(
 def _is_hurt(subscriber: Subscriber) -> bool:
     statistics = subscriber.statistics()
     return statistics.unanswered + statistics.malformed + statistics.restarts > 0
+
+
+CLEARED, STORED = (
+    encode(EventBatch(0.0, [event]))
+    for event in (AllBlocksCleared(), BlockStored([1], None, [1] * 16, "GPU", 0))
+)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_a_snapshot_that_names_the_next_batch_is_followed_by_that_batch(
+    count: int, publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """The form proposed for vLLM: it begins with a clear and carries the number to go on with.
+    Taken for the number it stands for, as in ours, one live batch would pass for known."""
+    first = publish(publisher, 8 - count, in_ring=False) + 1
+
+    def answer(self: VllmPublisher, start: int) -> list[Reply]:
+        if start != int.from_bytes(SNAPSHOT_START, "big"):
+            return self.replies(start)
+        return [self.reply(first, CLEARED), self.reply(first, STORED), self.end()]
+
+    publisher.answer = answer
+    publish(publisher, count)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, 7)
+        assert subscriber.statistics().snapshots == 1
+        assert [batch.payload for batch in notebook.batches] == [
+            CLEARED,
+            STORED,
+            *(f"a {seq}".encode() for seq in range(first, 8)),
+        ]
+        publish(publisher, 1)
+        await until_live(subscriber, 8)
+        assert subscriber.statistics().snapshots == 1
+
+
+async def test_a_snapshot_before_the_first_batch_is_followed_by_batch_0(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """An engine that has just started: the next batch is its first."""
+
+    def answer(self: VllmPublisher, start: int) -> list[Reply]:
+        is_snapshot = start == int.from_bytes(SNAPSHOT_START, "big")
+        return [self.reply(0, CLEARED), self.end()] if is_snapshot else self.replies(start)
+
+    publisher.answer = answer
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, None)
+        publish(publisher, 2)
+        await until_live(subscriber, 1)
+        assert [batch.payload for batch in notebook.batches] == [CLEARED, b"a 0", b"a 1"]
+
+
+async def test_an_answer_that_begins_with_neither_layout_nor_clear_is_no_snapshot(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """An endpoint that does not know the request may send what it has."""
+
+    def answer(self: VllmPublisher, start: int) -> list[Reply]:
+        is_snapshot = start == int.from_bytes(SNAPSHOT_START, "big")
+        return [self.reply(5, STORED), self.end()] if is_snapshot else self.replies(start)
+
+    publisher.answer = answer
+    last = publish(publisher, 3)
+    async with following(subscriber_to(publisher, notebook)) as subscriber:
+        await until_live(subscriber, last)
+        assert subscriber.statistics().snapshots == 0
+        assert notebook.seqs == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
