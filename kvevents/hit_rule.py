@@ -113,29 +113,158 @@ def longest_hit(layout: KVCacheLayout, present: Present, limit: int, prompt_toke
 
 
 def longest_extended_hit(
-    layout: KVCacheLayout, on_gpu: Present, below: Present, gpu_hit: int, prompt_tokens: int
+    layout: KVCacheLayout,
+    below: Present,
+    gpu_hit: int,
+    prompt_tokens: int,
+    units: Sequence[int] | None = None,
 ) -> int:
-    """The hit with the blocks that lower tiers can load, in tokens, at least *gpu_hit*.
+    """The hit with what a lower tier can load, in tokens, at least *gpu_hit*.
 
-    Beyond the GPU's hit only blocks count that a lower tier holds; before it a window may use the
-    GPU's. If all groups are full attention, the whole prompt may be hit: the engine computes the
-    last token again over the same blocks. Any other kind would then need blocks before its window
-    or its state, so the last token is left out, as in vLLM.
+    The rule of vLLM's offloading connector. It looks up whole units from the one that holds the end
+    of the GPU's hit: what a window needs before that is on the GPU. If all groups are full
+    attention the whole prompt may be hit: the engine computes the last token again over the same
+    blocks. With any other kind the last token is left out, but the unit that holds it is looked up,
+    and a window has to be whole at that unit's end; with Mamba the hit ends between units. Less
+    than a unit beyond the GPU's hit is not loaded.
+
+    Full attention and a window of 64, in units of 32 after a GPU hit of 64:
+
+        end                  96  128  160  192
+        full attention        x    x    x    x
+        window                -    x    x    x
+        a prompt of 192                      |    191: the window needs 160 and 192, and has them
+        a prompt of 193                      |    192
+        a prompt of 190                |          160: only five units are whole
 
     Args:
         layout: The cache's groups.
-        on_gpu: The GPU's blocks.
-        below: The blocks of all lower tiers.
+        below: The tier's units, by the token at which they end.
         gpu_hit: The result of `longest_hit` for the GPU.
         prompt_tokens: Length of the prompt.
+        units: The tokens of a unit by group, each a multiple of the group's block size; None: a
+            unit is a block.
     """
+    search = _UnitSearch(layout, below, gpu_hit, prompt_tokens, units)
+    return max(gpu_hit, search.longest())
 
-    def present(group: int, end: int) -> bool:
-        return below(group, end) if end > gpu_hit else on_gpu(group, end)
 
-    kinds = {group.kind for group in layout.groups} - {GroupKind.NOT_CACHED}
-    limit = prompt_tokens if kinds == {GroupKind.FULL} else prompt_tokens - 1
-    return max(gpu_hit, longest_hit(layout, present, limit, prompt_tokens))
+class _UnitSearch:
+    """One search of a tier; the arguments are those of `longest_extended_hit`."""
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        below: Present,
+        gpu_hit: int,
+        prompt_tokens: int,
+        units: Sequence[int] | None,
+    ) -> None:
+        self._layout = layout
+        self._below = below
+        self._gpu_hit = gpu_hit
+        self._prompt_tokens = prompt_tokens
+        self._units = units or [group.block_size for group in layout.groups]
+        cached = [
+            index
+            for index, group in enumerate(layout.groups)
+            if group.kind is not GroupKind.NOT_CACHED
+        ]
+        self._full = [index for index in cached if layout.groups[index].kind is GroupKind.FULL]
+        self._others = sorted(set(cached) - set(self._full), key=self._window_units, reverse=True)
+
+    def longest(self) -> int:
+        """Each group in turn cuts the hit; the windows go on until none cuts what another found."""
+        hit, before = self._limit(), 0
+        groups, gave_extra = [*self._full, *self._others], set[int]()
+        while groups:
+            agreeing, groups = groups, []
+            has_window = False
+            for index in agreeing:
+                hit = self._cut(index, hit, index in gave_extra)
+                if hit - self._gpu_hit < self._units[index]:
+                    return 0
+                is_eagle = self._is_eagle(index)
+                if is_eagle:
+                    gave_extra.add(index)
+                if hit < before:
+                    if not is_eagle:
+                        gave_extra.clear()
+                    groups = self._others if has_window else groups
+                has_window |= index in self._others
+                before = hit
+        return before
+
+    def _limit(self) -> int:
+        if not self._others:
+            return self._prompt_tokens
+        kinds = [group.kind for group in self._layout.groups]
+        states = [
+            unit for unit, kind in zip(self._units, kinds, strict=True) if kind is GroupKind.MAMBA
+        ]
+        return _align(self._prompt_tokens - 1, math.lcm(*states))
+
+    def _cut(self, index: int, hit: int, gave_extra: bool) -> int:
+        """The longest prefix of at most *hit* tokens that the units of a group allow."""
+        unit = self._units[index]
+        whole = self._prompt_tokens // unit
+        hit = min(hit, whole * unit)
+        if self._layout.groups[index].kind is GroupKind.MAMBA:
+            hit = _align(hit, unit)
+        if hit - self._gpu_hit < unit:
+            return 0
+        extra = int(self._is_eagle(index) and not gave_extra)
+        start, stop = self._gpu_hit // unit, min(-(-hit // unit) + extra, whole)
+        if index in self._full:
+            found = self._run(index, start, stop)
+        else:
+            needed = self._window_units(index) + extra
+            edge = min(hit, (stop - extra) * unit)
+            found = self._window(index, start, stop, needed, self._edge_units(index, edge) + extra)
+        return min(hit, (start + found - extra) * unit) if found else 0
+
+    def _is_eagle(self, index: int) -> bool:
+        return self._layout.eagle and self._layout.groups[index].kind is not GroupKind.MAMBA
+
+    def _run(self, index: int, start: int, stop: int) -> int:
+        unit = self._units[index]
+        for number in range(start, stop):
+            if not self._below(index, (number + 1) * unit):
+                return number - start
+        return stop - start
+
+    def _window(self, index: int, start: int, stop: int, needed: int, at_edge: int) -> int:
+        """Units from *start* to the end of the last run that is long enough, or that begins at
+        *start*; a run that ends at *stop* must be *at_edge* long."""
+        unit, run = self._units[index], 0
+        required = at_edge
+        for number in range(stop - 1, start - 1, -1):
+            if self._below(index, (number + 1) * unit):
+                run += 1
+            else:
+                run, required = 0, needed
+            if run == required:
+                return number - start + run
+        return run
+
+    def _window_units(self, index: int) -> int:
+        group, unit = self._layout.groups[index], self._units[index]
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            assert group.sliding_window is not None
+            return -(-group.sliding_window // unit)
+        if group.kind is GroupKind.CHUNKED_LOCAL:
+            assert group.attention_chunk_size is not None
+            return -(-group.attention_chunk_size // unit)
+        return 1
+
+    def _edge_units(self, index: int, end: int) -> int:
+        """Units that a window needs if the hit ends inside its last one."""
+        group, unit = self._layout.groups[index], self._units[index]
+        needed = self._window_units(index)
+        if group.kind is not GroupKind.SLIDING_WINDOW:
+            return needed
+        assert group.sliding_window is not None
+        return max(needed, -(-(group.sliding_window - 1 - end % -unit) // unit))
 
 
 @lru_cache(maxsize=32)

@@ -116,25 +116,19 @@ class LoadPlanner:
             tier.touch(reversed(blocks), context_of(request))
 
     def _longest(self, request: CacheRequest, gpu_hit: int, search: _Search) -> int:
-        pool = self._cache.pool
-
-        def on_gpu(group: int, end: int) -> bool:
-            return request.hash_at(end) in pool.cached(GroupIdx(group))
-
         def below(group: int, end: int) -> bool:
             return search.find(GroupIdx(group), request.hash_at(end)) is not None
 
-        return longest_extended_hit(self._layout, on_gpu, below, gpu_hit, request.num_tokens)
+        return longest_extended_hit(self._layout, below, gpu_hit, request.num_tokens)
 
     def _pieces(
         self, request: CacheRequest, start: int, stop: int, search: _Search
     ) -> Iterator[Piece]:
         for manager in self._managers if stop > start else ():
-            needed = manager.needed_blocks(stop)
-            first = max(needed.start, start // manager.block_size)
-            yield from reversed(
-                list(self._backwards(request, manager, first, needed.stop - 1, search))
-            )
+            # A hit that leaves out the last token of a prompt ends inside a block.
+            last = -(-stop // manager.block_size) - 1
+            first = max(manager.needed_blocks(stop).start, start // manager.block_size)
+            yield from reversed(list(self._backwards(request, manager, first, last, search)))
 
     def _backwards(
         self, request: CacheRequest, manager: GroupManager, first: int, last: int, search: _Search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,7 +17,13 @@ from kvevents.hit_rule import (
     longest_hit,
 )
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from tests.support.engine_model import defined_accept, defined_hit, defined_own, lengths
+from tests.support.engine_model import (
+    defined_accept,
+    defined_hit,
+    defined_own,
+    defined_tier_hit,
+    lengths,
+)
 
 FULL = KVCacheGroup(GroupKind.FULL, 16)
 NOT_CACHED = KVCacheGroup(GroupKind.NOT_CACHED, 1)
@@ -385,6 +391,7 @@ def _hit_with_copy(case: Case) -> int:
 class TieredCase:
     gpu: Case
     below: Cache
+    units: list[int]
 
     @property
     def gpu_hit(self) -> int:
@@ -395,43 +402,40 @@ class TieredCase:
     def found(self, below: Callable[[int, int], bool] | None = None) -> int:
         case = self.gpu
         return longest_extended_hit(
-            case.layout, case.cache.has, below or self.below.has, self.gpu_hit, case.prompt_tokens
+            case.layout, below or self.below.has, self.gpu_hit, case.prompt_tokens, self.units
         )
 
     def defined(self) -> int:
-        """The design's sentence: beyond the GPU's hit a tier's blocks count, before it the
-        GPU's."""
-        case, gpu_hit = self.gpu, self.gpu_hit
-        ends = {(group, end) for group, end in case.cache.ends if end <= gpu_hit}
-        ends |= {(group, end) for group, end in self.below.ends if end > gpu_hit}
-        kinds = {group.kind for group in case.layout.groups}
-        limit = case.prompt_tokens - (not kinds <= {GroupKind.FULL, GroupKind.NOT_CACHED})
-        return max(
-            gpu_hit,
-            defined_hit(
-                case.layout, lambda group, end: (group, end) in ends, limit, case.prompt_tokens
-            ),
+        case = self.gpu
+        return defined_tier_hit(
+            case.layout, self.below.has, self.gpu_hit, case.prompt_tokens, self.units
         )
 
 
 def tiered_cases(count: int, seed: int) -> Iterator[TieredCase]:
+    """Tiers of blocks, and of units of several blocks."""
     rng = random.Random(seed)
     for case in random_cases(count, seed):
-        groups = range(len(case.layout.groups))
-        below = set[tuple[int, int]]().union(
-            *(random_ends(rng, case.layout, index, case.prompt_tokens) for index in groups)
-        )
-        yield TieredCase(case, Cache(below, set()))
+        blocks = rng.choice((1, 1, 2, 3))
+        units = [group.block_size * blocks for group in case.layout.groups]
+        below = {
+            (index, end)
+            for index, unit in enumerate(units)
+            for end in range(unit, case.prompt_tokens + 1, unit)
+            if rng.random() < 0.8
+        }
+        yield TieredCase(case, Cache(below, set()), units)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_tier_extends_a_hit_as_the_design_says(seed: int) -> None:
-    """Engine and router both ask this function; the definition is the model's."""
-    cases = list(tiered_cases(2000, 20 + seed))
-    wrong = [case.gpu for case in cases if case.found() != case.defined()]
-    assert smallest(wrong) == []
+def test_a_tier_extends_a_hit_as_the_engine_does(seed: int) -> None:
+    """Engine and router both ask this function; the definition tries every length."""
+    cases = list(tiered_cases(4000, 20 + seed))
+    wrong = [case for case in cases if case.found() != case.defined()]
+    assert wrong == []
     assert sum(case.found() > case.gpu_hit for case in cases) > 300
     assert sum(case.found() == case.gpu_hit > 0 for case in cases) > 100
+    assert sum(case.found() == case.gpu.prompt_tokens - 1 for case in cases) > 50
 
 
 def test_an_empty_tier_changes_nothing() -> None:
@@ -450,6 +454,7 @@ def extended(
     below: dict[int, set[int]],
     prompt_tokens: int,
     eagle: bool = False,
+    units: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """The GPU's hit and the hit with a tier, of blocks named by group and end."""
     layout = KVCacheLayout.build(groups, eagle=eagle)
@@ -459,7 +464,7 @@ def extended(
 
     gpu_hit = longest_hit(layout, on_gpu, prompt_tokens - 1, prompt_tokens)
     found = longest_extended_hit(
-        layout, on_gpu, lambda group, end: end in below.get(group, ()), gpu_hit, prompt_tokens
+        layout, lambda group, end: end in below.get(group, ()), gpu_hit, prompt_tokens, units
     )
     return gpu_hit, found
 
@@ -506,21 +511,61 @@ def test_beyond_the_gpus_hit_the_gpus_blocks_do_not_count() -> None:
         ((FULL,), 160),
         ((FULL, FULL), 160),
         ((FULL, NOT_CACHED), 160),
-        ((window(33),), 144),
-        ((FULL, window(33)), 144),
-        ((FULL, chunked(32)), 144),
+        ((window(33),), 159),
+        ((FULL, window(33)), 159),
+        ((FULL, chunked(32)), 159),
         ((FULL, mamba()), 144),
+        ((FULL, window(33), mamba()), 144),
         ((mamba(),), 144),
     ],
 )
-def test_only_full_attention_alone_may_load_the_whole_prompt(
+def test_of_a_prompt_that_ends_with_a_block_a_tier_loads_all_that_its_kinds_allow(
     groups: tuple[KVCacheGroup, ...], hit_tokens: int
 ) -> None:
-    """The last token is computed again, over the same blocks; a window or a state would need the
-    blocks before its own."""
+    """With full attention alone the last token is computed again, over the same blocks. A window
+    leaves that token out, and its block is loaded all the same; a state exists only between
+    blocks."""
     everything = dict.fromkeys(range(len(groups)), EVERY)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=160) == (0, hit_tokens)
     assert extended(*groups, gpu={}, below=everything, prompt_tokens=161) == (0, 160)
+    assert extended(*groups, gpu={}, below=everything, prompt_tokens=159) == (0, 144)
+
+
+def test_a_window_must_be_whole_at_the_end_of_the_last_unit() -> None:
+    """The one block that a prompt of 192 tokens adds to one of 176 decides about all of them."""
+    layout = (FULL, window(64))
+    below = {0: set(range(16, 193, 16)), 1: {128, 144, 160, 176}}
+    assert extended(*layout, gpu={}, below=below, prompt_tokens=192) == (0, 176)
+    whole = below | {1: {144, 160, 176, 192}}
+    assert extended(*layout, gpu={}, below=whole, prompt_tokens=192) == (0, 191)
+    # With all but one token of the last unit, one unit more is needed than a window has.
+    assert extended(FULL, window(66), gpu={}, below=whole, prompt_tokens=192, units=(32, 32)) == (
+        0,
+        0,
+    )
+
+
+def test_less_than_a_unit_beyond_the_gpus_hit_is_not_loaded() -> None:
+    """15 tokens of a block of 16, or a block of a unit of two."""
+    gpu = {0: EVERY - {160}, 1: EVERY - {160}}
+    everything = {0: EVERY, 1: EVERY}
+    assert extended(FULL, window(33), gpu=gpu, below=everything, prompt_tokens=160) == (144, 144)
+    assert extended(FULL, gpu={0: {16}}, below={0: {32, 64}}, prompt_tokens=63, units=(32,)) == (
+        16,
+        16,
+    )
+    assert extended(FULL, gpu={0: {16}}, below={0: {32, 64}}, prompt_tokens=64, units=(32,)) == (
+        16,
+        64,
+    )
+
+
+def test_only_whole_units_of_a_tier_count() -> None:
+    """A tier that keeps four blocks together brings back 64 tokens or none of them."""
+    units = {"units": (64,), "gpu": dict[int, set[int]]()}
+    assert extended(FULL, below={0: EVERY}, prompt_tokens=127, **units) == (0, 64)  # type: ignore[arg-type]
+    assert extended(FULL, below={0: EVERY}, prompt_tokens=128, **units) == (0, 128)  # type: ignore[arg-type]
+    assert extended(FULL, below={0: EVERY - {64}}, prompt_tokens=128, **units) == (0, 0)  # type: ignore[arg-type]
 
 
 def test_eagle_gives_a_block_back_of_a_loaded_prompt_too() -> None:

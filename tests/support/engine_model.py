@@ -123,6 +123,83 @@ def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int)
     )
 
 
+def defined_tier_hit(
+    layout: KVCacheLayout, has: Has, gpu_hit: int, prompt_tokens: int, units: Sequence[int]
+) -> int:
+    """The hit with a tier that keeps *units*: the groups are asked in turn, those of full attention
+    once, and each tries every length; with EAGLE, one unit further until it has given that up."""
+    tier = _Tier(layout, has, gpu_hit, prompt_tokens, units)
+    hit, asked, gave = tier.limit(), [*tier.full, *tier.others], set[int]()
+    while True:
+        before = hit
+        for index in asked:
+            further = int(one_block_further(layout, layout.groups[index]) > 0 and index not in gave)
+            own = next((n for n in range(hit, 0, -1) if tier.accepts(index, n, hit, further)), 0)
+            if own - gpu_hit < units[index]:
+                return gpu_hit
+            if further:
+                gave.add(index)
+            elif own < hit and layout.groups[index].kind is GroupKind.MAMBA and index != asked[0]:
+                gave.clear()
+            hit = own
+        if hit == before or not tier.others:
+            return hit
+        asked = tier.others
+
+
+@dataclass
+class _Tier:
+    layout: KVCacheLayout
+    has: Has
+    gpu_hit: int
+    prompt_tokens: int
+    units: Sequence[int]
+
+    @property
+    def full(self) -> list[int]:
+        return [i for i, g in enumerate(self.layout.groups) if g.kind is GroupKind.FULL]
+
+    @property
+    def others(self) -> list[int]:
+        """The longest window first."""
+        ignored = (GroupKind.FULL, GroupKind.NOT_CACHED)
+        found = [i for i, g in enumerate(self.layout.groups) if g.kind not in ignored]
+        return sorted(found, key=lambda i: -self.window_units(i, 0))
+
+    def limit(self) -> int:
+        if not self.others:
+            return self.prompt_tokens
+        kinds = enumerate(self.layout.groups)
+        states = math.lcm(*(self.units[i] for i, g in kinds if g.kind is GroupKind.MAMBA))
+        return (self.prompt_tokens - 1) // states * states
+
+    def accepts(self, index: int, length: int, limit: int, further: int) -> bool:
+        """A group's own length is the limit, or ends with a unit."""
+        unit = self.units[index]
+        last = -(-length // unit)
+        if length % unit and self.layout.groups[index].kind is GroupKind.MAMBA:
+            return False
+        if (last + further) * unit > self.prompt_tokens or (length % unit and length != limit):
+            return False
+        first = self.gpu_hit // unit
+        if self.layout.groups[index].kind is not GroupKind.FULL:
+            first = max(first, last - self.window_units(index, last * unit - length))
+        return all(self.has(index, (number + 1) * unit) for number in range(first, last + further))
+
+    def window_units(self, index: int, behind: int) -> int:
+        """As vLLM counts them: all tokens of the window, and those *behind* the hit in its last
+        unit."""
+        group, unit = self.layout.groups[index], self.units[index]
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            assert group.sliding_window is not None
+            window = max(group.sliding_window, group.sliding_window - 1 + behind)
+            return -(-window // unit)
+        if group.kind is GroupKind.CHUNKED_LOCAL:
+            assert group.attention_chunk_size is not None
+            return -(-group.attention_chunk_size // unit)
+        return 1
+
+
 def _of_equals(layout: KVCacheLayout, has: Has) -> Has:
     """The engine treats groups with equal specs as one: a block counts if all of them have it."""
     return lambda group, end: all(
@@ -292,19 +369,11 @@ class EngineModel:
         gpu = defined_hit(
             self.layout, lambda group, end: (group, end) in on_gpu, length - 1, length
         )
-        both = {(group, end) for group, end in on_gpu if end <= gpu} | {
-            (group, end) for group, end in below if end > gpu
-        }
-        plain = all(
-            group.kind in (GroupKind.FULL, GroupKind.NOT_CACHED) for group in self.layout.groups
+        blocks = [group.block_size for group in self.layout.groups]
+        total = defined_tier_hit(
+            self.layout, lambda group, end: (group, end) in below, gpu, length, blocks
         )
-        total = defined_hit(
-            self.layout,
-            lambda group, end: (group, end) in both,
-            length if plain else length - 1,
-            length,
-        )
-        return gpu, max(gpu, total) if any(block.tier != "GPU" for block in self.copies) else gpu
+        return gpu, total
 
     def _found(self, prompt: Prompt) -> set[tuple[int, str, int]]:
         """Group, tier and end of the prompt's blocks that are present and whose hash was shown with

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvevents.events import CPU, STORAGE, BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
-from kvevents.layout import GroupKind
+from kvevents.events import CPU, STORAGE, BlockHash, BlockRemoved, BlockStored, Event
 from offload.base import OffloadingWorker, TransferResult
 from offload.config import CacheConfig
 from offload.connector import ExternalHit, OffloadingConnector, StoreScope, Tier
@@ -18,7 +17,7 @@ from offload.coordinator import ComputedBlocks
 from offload.request import CacheRequest
 from offload.transfer.canonical import CanonicalKVCache, DataRef
 from tests.support.cache_driver import CacheDriver, Job, Pages
-from tests.support.engine_model import defined_hit
+from tests.support.engine_model import defined_tier_hit
 
 SLOT_BYTES = 8
 """One 64-bit number per token."""
@@ -184,13 +183,10 @@ class OffloadDriver(CacheDriver):
             if end > reach:
                 return False
             block_hash = request.block_hashes[end // layout.hash_block_size - 1]
-            if end > gpu_hit:
-                return any((group, block_hash) in under_test.present for under_test in self.tiers)
-            return block_hash in self.cache.pool.cached(GroupIdx(group))
+            return any((group, block_hash) in under_test.present for under_test in self.tiers)
 
-        plain = all(group.kind in (GroupKind.FULL, GroupKind.NOT_CACHED) for group in layout.groups)
-        limit = request.num_tokens if plain else request.num_tokens - 1
-        return max(gpu_hit, defined_hit(layout, has, limit, request.num_tokens))
+        blocks = [group.block_size for group in layout.groups]
+        return defined_tier_hit(layout, has, gpu_hit, request.num_tokens, blocks)
 
     def check_invariants(self) -> None:
         super().check_invariants()

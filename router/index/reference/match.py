@@ -33,7 +33,7 @@ def hit_of(source: SourceCache, prompt: PromptKeys) -> Hit:
     if not lower:
         return Hit(gpu, gpu)
     below = _presence(source, hashes, layout, lower)
-    return Hit(gpu, longest_extended_hit(layout, on_gpu, below, gpu, length))
+    return Hit(gpu, longest_extended_hit(layout, below, gpu, length))
 
 
 def group_hits(source: SourceCache, prompt: PromptKeys) -> Iterator[GroupHit]:
