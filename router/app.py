@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from router.http.access import Guard, Scope
 from router.http.api import ApiParts, create_api
-from router.http.gateway import Gateway, Receive, Scope, Send
+from router.http.gateway import Gateway, Receive, Send
 from router.http.proxied_paths import ProxiedPaths
 from router.service import RouterService
 
@@ -16,8 +17,10 @@ class RouterApp:
 
     def __init__(self, service: RouterService) -> None:
         self._paths = ProxiedPaths(service.config.server.extra_paths)
+        guard = Guard(service.config.server)
         self._gateway = Gateway(
             service.config.server,
+            guard,
             service.config.policy.session_header,
             service.admission,
             service.dispatcher,
@@ -26,6 +29,7 @@ class RouterApp:
         )
         parts = ApiParts(
             config=service.config,
+            guard=guard,
             proxied_paths=self._paths,
             admission=service.admission,
             readiness=service.readiness,

@@ -7,12 +7,16 @@
     └── RequestError            the response to a client's or an operator's request is an error
         ├── BadRequest          400  the input breaks a rule: place, value, rule
         ├── Unauthorized        401  no API key, or a wrong one
+        ├── ForeignHost         403  `Host` names another machine
+        ├── ForeignOrigin       403  a page on another origin wants to change something
+        ├── LoopbackOnly        403  without an operator key, only this machine operates
         ├── UnknownModel        404  no replica serves a model of that name
         ├── UnknownReplica      404  no replica has that id
         ├── UnknownPath         404  no such endpoint
         ├── MethodNotAllowed    405  the endpoint takes other methods
         ├── ReplicaExists       409  the id or the URL is taken
         ├── BodyTooLarge        413  over the bound on bodies
+        ├── NotJson             415  what changes something must be sent as JSON
         ├── Overloaded          503  over the bound on requests under way
         ├── NoReplica           503  no replica can serve it now
         └── ShuttingDown        503  the router finishes what it has and takes nothing new
@@ -124,6 +128,45 @@ class Unauthorized(RequestError):
         return ((b"www-authenticate", b"Bearer"),)
 
 
+class ForeignHost(RequestError):
+    """The request has no key, and its `Host` names another machine."""
+
+    status = 403
+    type = "permission_error"
+    code = "foreign_host"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"host: {_shown(name)} is not known to be this router; use its address, or add the "
+            "name to server.host_names"
+        )
+
+
+class ForeignOrigin(RequestError):
+    """A page on another origin wants to change something."""
+
+    status = 403
+    type = "permission_error"
+    code = "foreign_origin"
+
+    def __init__(self) -> None:
+        super().__init__("origin: pages of other origins may not change this router")
+
+
+class LoopbackOnly(RequestError):
+    """No operator key is set, so only the router's own machine may operate it."""
+
+    status = 403
+    type = "permission_error"
+    code = "loopback_only"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "client address: no operator key is set, so only the router's own machine may ask "
+            "this; set server.operator_api_key"
+        )
+
+
 class UnknownModel(RequestError):
     """No replica serves a model of that name."""
 
@@ -205,6 +248,17 @@ class BodyTooLarge(RequestError):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"body: longer than the limit of {limit_bytes} bytes")
+
+
+class NotJson(RequestError):
+    """What changes something must be sent as JSON, which a foreign page cannot do unasked."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+    def __init__(self) -> None:
+        super().__init__("content-type: must be application/json, with or without a body")
 
 
 class _NotNow(RequestError):

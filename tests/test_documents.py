@@ -206,22 +206,23 @@ async def test_the_curl_commands_for_replicas_work() -> None:
     transport = httpx.ASGITransport(RouterApp(service))
     async with (
         service.lifespan(None),
-        httpx.AsyncClient(transport=transport, base_url="http://router") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
     ):
         for _, *arguments in commands:
-            method, path, body = request_of(arguments)
-            answer = await client.request(method, path, content=body)
+            method, path, headers, body = request_of(arguments)
+            answer = await client.request(method, path, headers=headers, content=body)
             assert answer.is_success, (arguments, answer.text)
         assert service.registry.replicas() == ()
 
 
-def request_of(arguments: list[str]) -> tuple[str, str, bytes]:
-    """Method, path and body of a curl command; the replica is a port that is not in use."""
+def request_of(arguments: list[str]) -> tuple[str, str, dict[str, str], bytes]:
+    """Method, path, headers and body of a curl command; the replica is a port that nothing uses."""
     words = [word.replace("10.0.0.9:8000", "127.0.0.1:1") for word in arguments]
     method = words[words.index("-X") + 1] if "-X" in words else "GET"
+    fields = words[words.index("-H") + 1].split(": ") if "-H" in words else []
     body = words[words.index("-d") + 1].encode() if "-d" in words else b""
     path = next(word.removeprefix("ROUTER") for word in words if word.startswith("ROUTER"))
-    return method, path, body
+    return method, path, dict([fields] if fields else []), body
 
 
 # --- configuration --------------------------------------------------------------------------------

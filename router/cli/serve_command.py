@@ -33,6 +33,11 @@ def add_to(commands: Any) -> None:
         help="a replica to start with, whose models and event streams are discovered; repeatable",
     )
     parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen beyond this machine without a client key; as server.insecure",
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="check the configuration, load tokenizers, templates and the policy, and exit",
@@ -42,7 +47,9 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or only check the configuration."""
-    overrides = Overrides(arguments.host, arguments.port, arguments.replica)
+    overrides = Overrides(
+        arguments.host, arguments.port, arguments.replica, arguments.insecure or None
+    )
     if arguments.config:
         config = RouterConfig.load(arguments.config, os.environ, overrides)
     else:

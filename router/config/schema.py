@@ -6,6 +6,7 @@ Units are part of the names: `_s` is seconds, `_bytes` bytes, `_tokens` tokens.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ from router.config.values import (
     Count,
     FilePath,
     HeaderName,
+    HostName,
     Items,
     Name,
     PolicyName,
@@ -126,6 +128,13 @@ class RetriesConfig(Section, frozen=True):
     """How many more than that at once."""
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class ServerConfig(Section, frozen=True):
     """Where the router listens, who may come in, and its limits."""
 
@@ -135,9 +144,15 @@ class ServerConfig(Section, frozen=True):
     client_api_key: Secret | None = None
     """Required of everyone who sends prompts; null lets everyone in."""
     operator_api_key: Secret | None = None
-    """Required of everyone who reads or changes the list of replicas."""
+    """Required of everyone who reads or changes the list of replicas; null lets only this machine
+    do so."""
     trust_client_rank: bool = False
     """Whether clients may choose a replica's data-parallel rank, by `x-data-parallel-rank`."""
+    host_names: Items[HostName] = ()
+    """Under which the router may be asked without a key, besides addresses, `localhost` and the
+    machine's own name; `*` is any."""
+    insecure: bool = False
+    """Listen on other addresses than loopback although there is no client key."""
     max_body_bytes: Bytes = 64 * 1024 * 1024
     max_header_bytes: Bytes = 64 * 1024
     max_concurrent_requests: Count = 4096
@@ -147,6 +162,15 @@ class ServerConfig(Section, frozen=True):
     """More paths that go to a replica as they are, by load."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetriesConfig = RetriesConfig()
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """An address that others reach, and no key for clients."""
+        if self.client_api_key is None and not self.insecure and not _is_loopback(self.host):
+            rule = (
+                "others reach it, and without client_api_key all of them may send prompts; "
+                "set the key, or insecure: true (--insecure)"
+            )
+            yield ("host",), f"{self.host!r}; {rule}"
 
 
 class GroupConfig(Section, frozen=True):
@@ -399,13 +423,14 @@ class Overrides(NamedTuple):
     host: str | None = None
     port: int | None = None
     replica_urls: Sequence[str] = ()
+    insecure: bool | None = None
 
     def applied_to(self, data: object) -> object:
         """A document with these values in it; what is not a document is left to be refused."""
         if not isinstance(data, dict):
             return data
         server, replicas = data.get("server") or {}, data.get("replicas") or []
-        given = {"host": self.host, "port": self.port}
+        given = {"host": self.host, "port": self.port, "insecure": self.insecure}
         if isinstance(server, dict):
             server = {**server, **{key: value for key, value in given.items() if value is not None}}
         if isinstance(replicas, list):
@@ -471,6 +496,12 @@ class RouterConfig(Section, frozen=True):
         if problems:
             raise ConfigError(problems)
         return config if base_directory is None else config._relative_to(base_directory)
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """What asks for a key that is not there."""
+        if self.observability.metrics_need_key and self.server.operator_api_key is None:
+            place = ("observability", "metrics_need_key")
+            yield place, "true; server.operator_api_key must be set for that"
 
     def to_public_dict(self) -> dict[str, Any]:
         """The configuration as plain data, with every secret masked."""

@@ -151,6 +151,7 @@ ProxiedPathPattern = Annotated[
 ]
 Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
 ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
+HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]
 ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), PLAIN]
 """Appears in headers, in metrics and in the path of a URL."""

@@ -19,10 +19,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from router.config import ReplicaConfig, RouterConfig, key_bytes, read_replica
+from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.errors import (
     BadRequest,
     BodyTooLarge,
+    ForeignHost,
     MethodNotAllowed,
     ReplicaExists,
     RequestError,
@@ -31,6 +32,7 @@ from router.errors import (
     UnknownReplica,
 )
 from router.feed import Feed
+from router.http.access import Guard
 from router.http.gateway import ClientLeft, read_body
 from router.http.live_page import add_page
 from router.http.openapi import (
@@ -96,6 +98,7 @@ class ApiParts:
     """The parts of a router that the endpoints read or change."""
 
     config: RouterConfig
+    guard: Guard
     proxied_paths: ProxiedPaths
     admission: Admission
     readiness: Readiness
@@ -149,9 +152,7 @@ def create_api(
         openapi_url=None,
         redirect_slashes=False,
     )
-    server = parts.config.server
-    client = Access("client", key_bytes(server.client_api_key))
-    operator = Access("operator", key_bytes(server.operator_api_key))
+    client, operator = Access("client", parts.guard), Access("operator", parts.guard)
     _add_error_handlers(app, parts)
     _add_probes(app, parts, operator)
     _add_route(app, parts, client)
@@ -208,9 +209,17 @@ def _add_probes(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.get(
         "/metrics",
-        **described("operation", "Prometheus metrics", {200: text}, access=scraper),
+        **described(
+            "operation",
+            "Prometheus metrics",
+            {200: text},
+            access=scraper,
+            errors=(ForeignHost("router.example"),),
+        ),
     )
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        if scraper is None:
+            parts.guard.check_host(dict(request.headers.raw))
         return Response(await parts.render_metrics(), media_type=CONTENT_TYPE)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 from async_timeout import timeout
 
-from router.config import ServerConfig, key_bytes
-from router.errors import BadRequest, BodyTooLarge, RequestError, Unauthorized
+from router.config import ServerConfig
+from router.errors import BadRequest, BodyTooLarge, RequestError
+from router.http.access import KEY_HEADERS, Guard, Scope
 from router.http.form_body import form_field, is_form
 from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
 from router.http.uvicorn_protocol import client_abort
@@ -21,15 +21,12 @@ from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher
 from router.upstream import Header, Timeouts
 
-Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_RANK_DIGITS = 5
-KEY_HEADERS = (b"authorization", b"x-api-key")
-"""Where OpenAI's SDKs and Anthropic's put the client's key."""
 
 
 class ClientLeft(Exception):
@@ -42,6 +39,7 @@ class Gateway:
     def __init__(
         self,
         server: ServerConfig,
+        guard: Guard,
         session_header: str,
         admission: Admission,
         dispatcher: Dispatcher,
@@ -51,7 +49,8 @@ class Gateway:
         """Keep the parts that a request passes through.
 
         Args:
-            server: The client's key, bounds and timeouts.
+            server: Bounds and timeouts.
+            guard: Checks who sends a request.
             session_header: The header that names a client's session, in lower case.
             admission: Lets requests in.
             dispatcher: Decides where they go.
@@ -59,12 +58,12 @@ class Gateway:
             observers: Observes what becomes of them.
         """
         self._server = server
-        self._client_key = key_bytes(server.client_api_key)
+        self._guard = guard
         # The router's key is for the router only: replicas do not get to see it.
         self._dropped = frozenset(
             (
                 b"x-request-id",
-                *(KEY_HEADERS if self._client_key is not None else ()),
+                *(KEY_HEADERS if guard.needs_key("client") else ()),
                 *(() if server.trust_client_rank else (RANK_HEADER,)),
             )
         )
@@ -89,7 +88,7 @@ class Gateway:
         request_id = _request_id(headers)
         try:
             with self._admission:
-                check_key(headers, self._client_key)
+                self._guard.check("client", scope, headers)
                 body = await self._read_body(headers, receive)
                 decision = await self._decide(path, headers, body)
                 observer = self._observers.observe(
@@ -164,23 +163,6 @@ async def _cut(scope: Scope) -> None:
         abort()
         # Let the server see the closed socket before the application returns without a response.
         await asyncio.sleep(0)
-
-
-def check_key(headers: dict[bytes, bytes], expected: bytes | None) -> None:
-    """Check a request's key: a bearer token, or Anthropic's `x-api-key`.
-
-    Args:
-        headers: The request's, names in lower case.
-        expected: The right key; None lets every request pass.
-    Raises:
-        Unauthorized: The key is missing or wrong.
-    """
-    if expected is None:
-        return
-    given = headers.get(b"authorization", b"")
-    token = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
-    if not hmac.compare_digest(token, expected):
-        raise Unauthorized
 
 
 async def read_body(

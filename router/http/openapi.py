@@ -23,7 +23,11 @@ from router.config import ReplicaConfig, RouterConfig
 from router.errors import (
     BadRequest,
     BodyTooLarge,
+    ForeignHost,
+    ForeignOrigin,
+    LoopbackOnly,
     NoReplica,
+    NotJson,
     Overloaded,
     RequestError,
     ShuttingDown,
@@ -31,7 +35,7 @@ from router.errors import (
     UnknownModel,
 )
 from router.http import examples
-from router.http.gateway import check_key
+from router.http.access import Guard, Role
 from router.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -65,14 +69,24 @@ NOT_ROUTED = (
 class Access:
     """Whose key an endpoint wants."""
 
-    name: str
-    """`client` or `operator`."""
-    key: bytes | None
-    """None: the endpoint is open."""
+    name: Role
+    guard: Guard
 
     async def check(self, request: Request) -> None:
-        """Raise `Unauthorized` unless the request carries the key; a FastAPI dependency."""
-        check_key(dict(request.headers.raw), self.key)
+        """Check the request as `Guard.check` does, and whether a foreign page wants to change
+        something; a FastAPI dependency."""
+        headers = dict(request.headers.raw)
+        self.guard.check(self.name, request.scope, headers)
+        if self.name == "operator":
+            self.guard.check_change(request.method, headers)
+
+    def refusals(self) -> tuple[RequestError, ...]:
+        """One example of every error that tells who may ask."""
+        if self.guard.needs_key(self.name):
+            return (ForeignOrigin(), NotJson()) if self.name == "operator" else ()
+        if self.name == "operator":
+            return ForeignHost("router.example"), LoopbackOnly(), ForeignOrigin(), NotJson()
+        return (ForeignHost("router.example"),)
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
@@ -81,7 +95,7 @@ class Access:
             {f"{self.name}Bearer": []},
             {f"{self.name}Header": []},
         ]
-        return either if self.key is not None else [*either, {}]
+        return either if self.guard.needs_key(self.name) else [*either, {}]
 
 
 # --- what an endpoint passes to FastAPI -----------------------------------------------------------
@@ -108,7 +122,7 @@ def described(
     """
     if access is not None:
         operation["security"] = access.security
-        errors = (*errors, Unauthorized())
+        errors = (*errors, Unauthorized(), *access.refusals())
     return {
         "tags": [tag],
         "summary": summary,
@@ -270,7 +284,10 @@ def _proxied(path: str, client: Access) -> dict[str, Any]:
     if "stream" in body.__struct_fields__:
         success["content"][EVENT_STREAM] = {"schema": {"type": "string"}}
     errors = _error_responses(
-        (*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), Overloaded(4096), ShuttingDown()),
+        (
+            *(*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), *client.refusals()),
+            *(Overloaded(4096), ShuttingDown()),
+        ),
         Dialect.ANTHROPIC if body is MessagesRequest else Dialect.OPENAI,
     )
     return {

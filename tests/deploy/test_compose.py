@@ -17,6 +17,7 @@ from tests.deploy.files import (
     DEPLOY,
     ENGINE_COMMAND,
     ENGINE_PORTS,
+    KEYS,
     PROMETHEUS,
     load,
     succeeds,
@@ -27,7 +28,7 @@ from tests.deploy.files import (
 COMPOSE = load(DEPLOY / "compose.yaml")
 SERVICES: dict[str, Any] = COMPOSE["services"]
 ENGINES = [name for name in SERVICES if name.startswith("engine")]
-ROUTER = RouterConfig.load(DEPLOY / "compose/kvroute.yaml", {})
+ROUTER = RouterConfig.load(DEPLOY / "compose/kvroute.yaml", KEYS)
 
 
 def mounts(name: str) -> dict[str, str]:
@@ -41,7 +42,8 @@ def test_compose_itself_accepts_the_file() -> None:
     docker = tool("docker", "docker.io and docker-compose")
     if "compose" not in succeeds(docker, "--help"):
         pytest.skip("docker has no plug-in compose")
-    succeeds(docker, "compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--quiet")
+    compose = (docker, "compose", "-f", str(DEPLOY / "compose.yaml"))
+    succeeds("env", "OPERATOR_KEY=x", *compose, "config", "--quiet")
 
 
 def test_there_are_a_router_three_engines_prometheus_and_grafana() -> None:
@@ -65,7 +67,7 @@ def test_images_are_pinned_and_those_of_ours_can_be_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_only_this_machine_reaches_published_ports(name: str) -> None:
-    """The setup has no keys, and engines are not published at all."""
+    """Prompts need no key, and engines are not published at all."""
     ports = SERVICES[name].get("ports", [])
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert not (name in ENGINES and ports)
@@ -88,6 +90,12 @@ def test_the_router_finds_its_configuration_and_listens_where_it_is_published() 
     assert (DEPLOY / mounts("router")[CONFIG_PATH]).resolve() == DEPLOY / "compose/kvroute.yaml"
     assert SERVICES["router"]["ports"] == [f"127.0.0.1:{ROUTER.server.port}:{ROUTER.server.port}"]
     assert ROUTER.server.host == "0.0.0.0"
+
+
+def test_the_operator_must_choose_a_key() -> None:
+    """In a container, nobody comes from loopback."""
+    assert ROUTER.server.operator_api_key is not None
+    assert SERVICES["router"]["environment"]["OPERATOR_KEY"].startswith("${OPERATOR_KEY:?")
 
 
 def test_the_routers_replicas_are_the_engines() -> None:
@@ -132,6 +140,7 @@ def test_prometheus_scrapes_the_router_and_every_engine() -> None:
         job["job_name"]: job["static_configs"][0]["targets"]
         for job in load(PROMETHEUS / "prometheus.yml")["scrape_configs"]
     }
+    assert "router" in ROUTER.server.host_names
     assert jobs == {
         "kvroute": [f"router:{ROUTER.server.port}"],
         "engines": [f"{name}:8000" for name in ENGINES],

@@ -151,6 +151,8 @@ def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
     )
     config = str(DEPLOY / "compose/kvroute.yaml")
     said = succeeds(
+        "env",
+        "OPERATOR_KEY=x",
         sys.executable,
         "-I",
         "-c",

@@ -80,7 +80,7 @@ class RouterProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-test-")
         directory = Path(self._directory.name)
         whole = {**(config or {})}
-        whole["server"] = {"port": 0, **whole.get("server", {})}
+        whole["server"] = {"port": 0, "host_names": ["router", "x"], **whole.get("server", {})}
         path = directory / "kvroute.yaml"
         path.write_text(yaml.safe_dump(whole))
         self._log = directory / "stderr.log"
@@ -133,6 +133,7 @@ class RouterProcess:
     async def post(
         self, target: str, body: object = b"", headers: Mapping[str, str] | None = None
     ) -> Answer:
+        headers = {"content-type": "application/json", **(headers or {})}
         return await ask(self.port, "POST", target, body, headers)
 
     async def delete(self, target: str, headers: Mapping[str, str] | None = None) -> Answer:

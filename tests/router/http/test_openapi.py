@@ -67,7 +67,7 @@ def application(yaml: str = "") -> RouterApp:
 
 def client_of(app: RouterApp) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
-    return httpx.AsyncClient(transport=transport, base_url="http://router")
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 async def document_of(yaml: str = "") -> dict[str, Any]:

@@ -1,0 +1,290 @@
+"""Attacks, with real sockets and a real browser: pages on other origins, rebound names, missing and
+wrong keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import browser_page, needs_browser
+from tests.support.http_client import Answer, HttpClient
+from tests.support.router_process import COMMAND, ROOT, RouterProcess, router_process
+
+CLIENT_KEY, OPERATOR_KEY = "client-key-sentinel-5c1d", "operator-key-sentinel-77b2"
+CLIENT = {"authorization": f"Bearer {CLIENT_KEY}"}
+OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
+JSON = {"content-type": "application/json"}
+REPLICA = {"url": "http://127.0.0.1:9", "id": "planted"}
+CHANGES = (
+    ("POST", "/replicas"),
+    ("DELETE", "/replicas/first"),
+    ("POST", "/replicas/first/drain"),
+    ("POST", "/replicas/first/undrain"),
+)
+OPERATION = ("/replicas", "/replicas/first", "/requests", "/overview", "/config")
+FIRST = {"id": "first", "url": "http://127.0.0.1:9", "models": ["m"], "kv_events": []}
+
+
+def own_address() -> str:
+    """An address of this machine that other machines reach; from there, a connection is no
+    loopback's."""
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with probe, contextlib.suppress(OSError):
+        probe.connect(("198.51.100.1", 9))
+        address: str = probe.getsockname()[0]
+        if not address.startswith("127."):
+            return address
+    pytest.skip("this machine has no other address than loopback")
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    """As it comes: without keys, on loopback."""
+    with router_process({"server": {"host_names": ["router"]}, "replicas": [FIRST]}) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def exposed() -> Iterator[RouterProcess]:
+    """Reached by others, with a key for clients only."""
+    server = {"host": "0.0.0.0", "client_api_key": "${CLIENT_KEY}"}
+    with router_process({"server": server, "replicas": [FIRST]}, {"CLIENT_KEY": CLIENT_KEY}) as it:
+        yield it
+
+
+async def ask_as(
+    address: str, port: int, method: str, target: str, headers: dict[str, str]
+) -> Answer:
+    """Ask under *address*, which is the `Host` as well unless *headers* have one."""
+    reader, writer = await asyncio.open_connection(address, port)
+    try:
+        client = HttpClient(reader, writer)
+        lines = [f"{method} {target} HTTP/1.1"]
+        lines += [
+            f"{name}: {value}" for name, value in ({"host": f"{address}:{port}"} | headers).items()
+        ]
+        await client.write("\r\n".join([*lines, "content-length: 2", "", "{}"]).encode())
+        return await client.read_answer()
+    finally:
+        writer.close()
+
+
+async def replica_states(router: RouterProcess) -> dict[str, str]:
+    replicas = (await router.get("/replicas")).json["replicas"]
+    return {replica["id"]: replica["state"] for replica in replicas}
+
+
+# --- pages on other origins -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:3000"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+    ids=lambda headers: " ".join(*headers.items()),
+)
+async def test_a_page_on_another_origin_changes_nothing(
+    router: RouterProcess, method: str, path: str, headers: dict[str, str]
+) -> None:
+    """It could add a replica that gets the next prompt, and drain the others."""
+    before = await replica_states(router)
+    refused = await ask_as("127.0.0.1", router.port, method, path, {**JSON, **headers})
+    assert (refused.status, refused.error["code"]) == (403, "foreign_origin")
+    assert (await replica_states(router)).keys() == before.keys()
+
+
+@pytest.mark.parametrize("path", [path for method, path in CHANGES if method == "POST"])
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
+async def test_what_a_page_may_send_unasked_changes_nothing(
+    router: RouterProcess, path: str, content_type: str
+) -> None:
+    """Browsers send these types to any origin; for JSON they ask first. It also holds for browsers
+    that send no `Origin`."""
+    refused = await router.post(path, REPLICA, {"content-type": content_type})
+    assert (refused.status, refused.error["code"]) == (415, "unsupported_media_type")
+    assert "planted" not in await replica_states(router)
+
+
+async def test_the_routers_own_page_and_commands_may_change_it(router: RouterProcess) -> None:
+    """The checks are for others."""
+    own = {"origin": f"http://127.0.0.1:{router.port}", "sec-fetch-site": "same-origin"}
+    for headers in (JSON, {**JSON, **own}, {"content-type": "application/json; charset=utf-8"}):
+        drained = await ask_as(
+            "127.0.0.1", router.port, "POST", "/replicas/first/drain", dict(headers)
+        )
+        assert (drained.status, drained.json["state"]) == (200, "draining")
+        assert (await router.post("/replicas/first/undrain")).status == 200
+
+
+@contextlib.asynccontextmanager
+async def page_elsewhere(html: str) -> AsyncIterator[str]:
+    """Serve one page on another port, so on another origin; yields its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = "HTTP/1.1 200 OK\r\ncontent-type: text/html\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + html.encode())
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+
+
+@needs_browser
+async def test_a_hostile_page_in_a_browser_neither_adds_nor_drains_a_replica(
+    router: RouterProcess,
+) -> None:
+    """As it was done to an earlier version: `no-cors`, plain text, nobody asked."""
+    script = """<script>
+      const send = (path, method, type, body) => fetch("ROUTER" + path, {
+        method, body, mode: type === "application/json" ? "cors" : "no-cors",
+        headers: {"content-type": type}}).then(() => "sent", () => "stopped");
+      const plan = async () => { const done = [];
+        for (const type of ["text/plain", "application/json"]) {
+          done.push(await send("/replicas", "POST", type,
+            '{"id": "planted", "url": "http://127.0.0.1:9", "speed": 1000}'));
+          done.push(await send("/replicas/first/drain", "POST", type));
+        } document.title = done.join(); }; plan();
+    </script>"""
+    async with (
+        page_elsewhere(script.replace("ROUTER", router.url)) as url,
+        browser_page() as (
+            page,
+            _,
+        ),
+    ):
+        await page.goto(url)
+        await page.wait_for_function("document.title")
+        assert await page.title() == "sent,sent,stopped,stopped"
+    states = await replica_states(router)
+    assert "planted" not in states
+    assert states["first"] != "draining"
+
+
+# --- names that were rebound ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [*OPERATION, "/metrics", "/v1/models", "/route"])
+async def test_a_name_that_is_not_the_routers_is_refused(router: RouterProcess, path: str) -> None:
+    """A page whose own name suddenly resolves to this address is same-origin to the browser."""
+    method = "POST" if path == "/route" else "GET"
+    for host in ("evil.example", f"evil.example:{router.port}", "127.0.0.1.evil.example"):
+        refused = await ask_as("127.0.0.1", router.port, method, path, {"host": host})
+        assert (refused.status, refused.error["code"]) == (403, "foreign_host")
+        assert "server.host_names" in refused.error["message"]
+
+
+async def test_a_rebound_name_cannot_send_prompts(router: RouterProcess) -> None:
+    """It would read the response as well."""
+    for path in ("/v1/chat/completions", "/tokenize"):
+        refused = await ask_as("127.0.0.1", router.port, "POST", path, {"host": "evil.example"})
+        assert (refused.status, refused.error["code"]) == (403, "foreign_host")
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "[::1]:8000", "10.1.2.3:8000", "router", "ROUTER:80"]
+)
+async def test_addresses_localhost_and_configured_names_are_the_routers(
+    router: RouterProcess, host: str
+) -> None:
+    """Nobody else can have them."""
+    found = await ask_as("127.0.0.1", router.port, "GET", "/replicas", {"host": host})
+    assert found.status == 200
+
+
+async def test_probes_answer_under_any_name(router: RouterProcess) -> None:
+    """Load balancers ask as they like, and there is nothing to learn."""
+    for path in ("/healthz", "/readyz"):
+        found = await ask_as("127.0.0.1", router.port, "GET", path, {"host": "balancer.example"})
+        assert found.status in (200, 503)
+
+
+async def test_who_has_a_key_may_use_any_name(exposed: RouterProcess) -> None:
+    """A page cannot know the key, so gateways and proxies need no list of names."""
+    headers = {"host": "llm.example.com", **CLIENT}
+    found = await ask_as("127.0.0.1", exposed.port, "GET", "/v1/models", headers)
+    assert found.status == 200
+
+
+# --- without keys ---------------------------------------------------------------------------------
+
+
+async def test_without_an_operator_key_only_this_machine_operates(exposed: RouterProcess) -> None:
+    """Also where clients need a key: it is no operator's."""
+    address = own_address()
+    for method, path in (*CHANGES, *(("GET", path) for path in OPERATION)):
+        for headers in ({}, CLIENT):
+            refused = await ask_as(address, exposed.port, method, path, {**JSON, **headers})
+            assert (refused.status, refused.error["code"]) == (403, "loopback_only"), path
+    assert (await exposed.get("/replicas")).status == 200
+    for path in ("/healthz", "/metrics"):
+        assert (await ask_as(address, exposed.port, "GET", path, {})).status == 200
+
+
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "via", "x-real-ip"])
+async def test_a_proxy_on_this_machine_does_not_make_others_local(
+    exposed: RouterProcess, header: str
+) -> None:
+    """Its connections come from loopback, whoever asks."""
+    refused = await exposed.get("/replicas", {header: "203.0.113.7"})
+    assert (refused.status, refused.error["code"]) == (403, "loopback_only")
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gpu-node"])
+@pytest.mark.parametrize("check", [(), ("--check",)], ids=["serve", "check"])
+def test_it_does_not_listen_beyond_this_machine_without_a_client_key(
+    host: str, check: tuple[str, ...]
+) -> None:
+    """Everyone there could use the engines. The check says so before the start does."""
+    done = serve("--host", host, "--port", "0", *check)
+    assert done.returncode == 2
+    assert "server.host" in done.stderr
+    assert "--insecure" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_listens_everywhere_where_it_is_told_to_be_insecure(tmp_path: Path) -> None:
+    """By the option, or by the file."""
+    assert serve("--host", "0.0.0.0", "--insecure", "--check").returncode == 0
+    path = tmp_path / "kvroute.yaml"
+    path.write_text("server: {host: 0.0.0.0, insecure: true}")
+    assert serve("--config", str(path), "--check").returncode == 0
+    with router_process({"server": {"host": "0.0.0.0", "insecure": True}}) as process:
+        assert process.port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_loopback_needs_no_key(host: str) -> None:
+    """A first try must not need a configuration."""
+    assert serve("--host", host, "--check").returncode == 0
+
+
+def test_metrics_cannot_need_a_key_that_is_not_there(tmp_path: Path) -> None:
+    """They would be open, though the file says otherwise."""
+    path = tmp_path / "kvroute.yaml"
+    path.write_text("observability: {metrics_need_key: true}")
+    done = serve("--config", str(path), "--check")
+    assert done.returncode == 2
+    assert "observability.metrics_need_key: true; server.operator_api_key must be" in done.stderr
