@@ -89,6 +89,10 @@ class LiveStream:
         """Wait until something may have come; only after `next` returned None."""
         await self._connection.wait(timeout_s)
 
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one."""
+        self._connection.wake()
+
     def next(self) -> Batch | None:
         """The next batch, None if there is none.
 

@@ -325,6 +325,10 @@ class Recovery:
         """Look whether something was lost at the tail."""
         await self._do(live, Input.SILENCE)
 
+    async def rebuild(self, live: LiveStream) -> None:
+        """Get everything anew, if that can be had: the consumer found its picture wrong."""
+        await self._do(live, Input.DISTRUSTED)
+
     async def take(self, live: LiveStream, batch: Batch) -> None:
         """Hand *batch* on, or do what its fate calls for.
 

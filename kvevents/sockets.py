@@ -125,6 +125,10 @@ class SocketConnection:
             timer.cancel()
         self._wake.clear()
 
+    def wake(self) -> None:
+        """End the wait that is under way, or the next one."""
+        self._wake.set()
+
     def close(self) -> None:
         """Close at once; safe to call again."""
         loop = asyncio.get_running_loop()

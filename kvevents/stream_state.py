@@ -8,8 +8,8 @@ After an input that raises no question the stream is at rest and takes live batc
 batch inside a replay or a snapshot is the exception: the answer is read on.
 
 `kvevents.delivery` finds the fates, `kvevents.recovery` asks the questions, `kvevents.subscriber`
-brings silences and connections; all decisions are here. The *ring* is the publisher's store of its
-last batches, which a replay reads. Two examples:
+brings silences, connections and the consumer's own distrust; all decisions are here. The *ring* is
+the publisher's store of its last batches, which a replay reads. Two examples:
 
     a gap that the ring can fill          a gap that it cannot fill, and no snapshots
 
@@ -64,6 +64,9 @@ class State(Enum):
     """A batch looks like another process's; otherwise nothing is known to be missing."""
     REBUILDING = "rebuilding"
     """Nothing is held; a snapshot is asked for, else everything the ring has."""
+    REFRESHING = "refreshing"
+    """Whole as far as known, and yet the consumer finds its picture wrong: a snapshot is asked for,
+    else everything, if the ring still has it."""
     REPLAYING = "replaying"
     """Taking the ring to its end; whole so far."""
     MAKING_UP = "making_up"
@@ -101,6 +104,7 @@ SHOWN: Mapping[State, SourceState] = {
     State.VERIFYING: SourceState.RECOVERING,
     State.DOUBTING: SourceState.RECOVERING,
     State.REBUILDING: SourceState.RECOVERING,
+    State.REFRESHING: SourceState.RECOVERING,
     State.REPLAYING: SourceState.RECOVERING,
     State.MAKING_UP: SourceState.RECOVERING,
     State.LOADING: SourceState.RECOVERING,
@@ -130,6 +134,11 @@ class Input(Enum):
     DISCONNECTED = "disconnected"
     CLOSED = "closed"
     """The subscriber ends."""
+
+    # The consumer.
+    DISTRUSTED = "distrusted"
+    """What was handed on does not fit what the engine does, although nothing seems to be missing.
+    """
 
     # The fate of a batch, live or from the ring. The first four were handed on.
     NEXT = "next"
@@ -286,7 +295,7 @@ RESULTS: Mapping[Action, frozenset[Input]] = {
 """The questions and the inputs that each can bring. The fate `NEXT` is not among them: inside an
 answer it is the ordinary case and is not reported."""
 
-AT_REST = FATES | {Input.SILENCE, Input.DISCONNECTED}
+AT_REST = FATES | {Input.SILENCE, Input.DISTRUSTED, Input.DISCONNECTED}
 """The inputs that can come while no question is under way and the stream is connected."""
 
 
@@ -304,6 +313,7 @@ def _to(state: State, *actions: Action) -> Transition:
 _Row = dict[Input, Transition]
 
 _LOOK = (Action.START_PATIENCE, Action.ASK_FROM_LAST)
+_REFRESH = (Action.START_PATIENCE, Action.ASK_SNAPSHOT)
 _LOOK_FIRST = (Action.START_PATIENCE, Action.PUT_BACK, Action.ASK_FROM_LAST)
 
 # Parts of rows. Functions stand for states that differ only in where an input leads.
@@ -361,6 +371,7 @@ def _incomplete(state: State, adrift: State) -> _Row:
         **_RING_CANNOT_HELP,
         Input.NEXT: _to(state),
         Input.DUPLICATE: _to(state),
+        Input.DISTRUSTED: _to(state),
         Input.PARTLY_KEPT: _to(state),
         Input.ALL_KNOWN: _to(State.LIVE),
         Input.GAP: _to(state, *_LOOK_FIRST),
@@ -383,6 +394,7 @@ def _adrift(state: State, plain: State, passed: State) -> _Row:
         **_RING_CANNOT_HELP,
         Input.NEXT: _to(plain),
         Input.DUPLICATE: _to(plain),
+        Input.DISTRUSTED: _to(state),
         Input.PARTLY_KEPT: _to(passed),
         Input.ALL_KNOWN: _to(State.LIVE_ADRIFT),
         Input.GAP: _to(passed, Action.HAND_ON),
@@ -430,6 +442,16 @@ _ROWS: dict[State, _Row] = {
         Input.NO_SNAPSHOT: _to(State.REBUILDING, Action.ASK_FROM_0),
         Input.DISCONNECTED: _to(State.CONNECTING),
     },
+    State.REFRESHING: {
+        **_SNAPSHOT,
+        Input.NO_SNAPSHOT: _to(State.REFRESHING, Action.ASK_FROM_0),
+        Input.RING_FROM_0: _to(State.REPLAYING, Action.CLEAR, Action.FOLLOW_PAST_HOLES),
+        # What is held may be wrong; the little that the ring still has would be less.
+        Input.RING_LATER: _to(State.LIVE),
+        Input.RING_EMPTY: _to(State.LIVE),
+        Input.VACANT: _to(State.LIVE),
+        Input.NO_ANSWER: _to(State.LIVE),
+    },
     State.REPLAYING: {
         **_PAST_HOLES,
         Input.BEGINNING: _to(State.REPLAYING),
@@ -472,6 +494,7 @@ _ROWS: dict[State, _Row] = {
         Input.IDENTITY_CHANGED: _to(State.VERIFYING, *_LOOK_FIRST),
         Input.MALFORMED: _to(State.VERIFYING, *_LOOK_FIRST),
         Input.SILENCE: _to(State.LIVE, *_LOOK),
+        Input.DISTRUSTED: _to(State.REFRESHING, *_REFRESH),
         Input.NOTHING_HELD: _to(State.LIVE, Action.ASK_SNAPSHOT),
         Input.NO_SNAPSHOT: _to(State.LIVE, Action.ASK_FROM_0),
         Input.NEWS: _to(State.VERIFYING, Action.FOLLOW),

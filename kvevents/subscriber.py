@@ -124,6 +124,8 @@ class Subscriber:
         self._stream = StreamRepair()
         self._silence = SilenceTimer(self._options.first_probe_s, self._options.max_probe_s)
         self._last_message_at: float | None = None
+        self._is_distrusted = False
+        self._live: LiveStream | None = None
 
     def statistics(self) -> SubscriberStatistics:
         """Counts since the start, and the state now."""
@@ -136,6 +138,16 @@ class Subscriber:
             publisher_id=self._delivery.tracker.publisher_id,
             **asdict(self._counters),
         )
+
+    def rebuild(self) -> None:
+        """Get everything anew from the publisher, for a consumer that found its picture wrong.
+
+        It is asked once, soon, for a snapshot, else for a replay from batch 0. Where neither can be
+        had, and where the stream is suspect anyhow, nothing changes.
+        """
+        self._is_distrusted = True
+        if self._live is not None:
+            self._live.wake()
 
     async def run(self) -> None:
         """Follow until cancelled; no socket is left behind. To be called once.
@@ -165,6 +177,7 @@ class Subscriber:
                     await live.open()
                     await self._follow(live, recovery)
             finally:
+                self._live = None
                 live.close()
             if monotonic() - connected_at > self._options.max_retry_s:
                 retry.reset()
@@ -204,6 +217,7 @@ class Subscriber:
     async def _follow(self, live: LiveStream, recovery: Recovery) -> None:
         """Take batches until the connection is lost."""
         self._counters.connections += 1
+        self._live = live
         await recovery.connected(live)
         while self._stream.is_connected:
             try:
@@ -218,6 +232,9 @@ class Subscriber:
                 await recovery.take(live, batch)
             elif live.is_down:
                 self._enter(Input.DISCONNECTED)
+            if self._is_distrusted and self._stream.is_connected:
+                self._is_distrusted = False
+                await recovery.rebuild(live)
             # A live stream is looked at only after a silence, so not while batches wait.
             if batch is None or self._stream.state is not State.LIVE:
                 await self._look_or_wait(live, recovery, is_silent=batch is None)

@@ -75,7 +75,8 @@ def question_after(place: Place, given: Input, actions: Iterable[Action]) -> Act
 
 
 def has_holes_after(place: Place, given: Input, actions: Iterable[Action]) -> bool:
-    """Do holes remain in what the consumer holds? What may be one counts as one."""
+    """Do holes remain in what the consumer holds? What may be one counts as one. A ring that begins
+    later shows a hole, unless it was asked for what is held anyhow."""
     if given in (Input.ALL_KNOWN, Input.BEGINNING):
         return False
     kept = place.has_holes and Action.CLEAR not in actions
@@ -85,7 +86,8 @@ def has_holes_after(place: Place, given: Input, actions: Iterable[Action]) -> bo
         kept
         or passed
         or unproven
-        or given in (Input.PARTLY_KEPT, Input.RING_LATER, Input.CONNECTED_WITHOUT_REPLAY)
+        or (given is Input.RING_LATER and place.state is not State.REFRESHING)
+        or given in (Input.PARTLY_KEPT, Input.CONNECTED_WITHOUT_REPLAY)
     )
 
 

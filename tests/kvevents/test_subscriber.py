@@ -149,6 +149,63 @@ async def test_a_suspect_source_is_known_again_when_its_cache_was_cleared(
             await until_live(subscriber, publish(publisher, 5))
 
 
+async def test_a_consumer_that_finds_its_picture_wrong_gets_everything_anew(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """Whatever spoiled it, a rebuild repairs it, and what comes meanwhile is not lost."""
+    async with live(publisher, notebook) as subscriber:
+        last = publish(publisher, 20)
+        await until_live(subscriber, last)
+        notebook.batches[3:] = []
+        subscriber.rebuild()
+        await until(lambda: notebook.reasons == ["rebuild"], "the rebuild")
+        last = publish(publisher, 5)
+        await until_live(subscriber, last)
+        assert notebook.seqs == list(range(25))
+        assert subscriber.statistics().restarts == 0
+        await until_live(subscriber, last)
+        assert notebook.reasons == ["rebuild"], "once"
+
+
+async def test_what_the_ring_no_longer_has_is_kept_although_it_is_doubted(
+    notebook: Notebook,
+) -> None:
+    """A picture that is wrong in places is better than the last ten batches."""
+    with VllmPublisher(ring=10) as publisher:
+        async with live(publisher, notebook) as subscriber:
+            last = publish(publisher, 5)
+            await until_live(subscriber, last)
+            last = publish(publisher, 40)
+            await until_live(subscriber, last)
+            questions = subscriber.statistics().questions
+            subscriber.rebuild()
+            await until(lambda: subscriber.statistics().questions >= questions + 2, "the questions")
+            last = publish(publisher, 5)
+            await until_live(subscriber, last)
+            assert (notebook.seqs, notebook.reasons) == (list(range(50)), [])
+
+
+async def test_a_snapshot_rebuilds_a_picture_that_is_doubted(notebook: Notebook) -> None:
+    """Where the publisher makes snapshots, the ring may be as short as it likes."""
+    config = PublisherConfig(
+        "tcp://127.0.0.1:0", "tcp://127.0.0.1:0", heartbeat_s=1000.0, buffer_steps=2
+    )
+    full = KVCacheLayout.build([KVCacheGroup(GroupKind.FULL, 16)])
+    with ZmqEventPublisher(config, full) as publisher:
+        for _ in range(5):
+            publisher.publish([AllBlocksCleared()])
+        await until(lambda: publisher.statistics().stream.last_seq == 5, "the batches")
+        subscriber = Subscriber(
+            publisher.endpoint, notebook, replay_endpoint=publisher.replay_endpoint, options=QUICK
+        )
+        async with following(subscriber):
+            await until_live(subscriber, 5)
+            subscriber.rebuild()
+            await until(lambda: subscriber.statistics().snapshots == 2, "the second snapshot")
+            await until_live(subscriber, 5)
+            assert notebook.reasons == ["snapshot"], "nothing was held before the first one"
+
+
 async def test_a_gap_is_filled_from_the_ring(publisher: VllmPublisher, notebook: Notebook) -> None:
     """PUB drops at its high-water mark, so a gap is normal."""
     async with live(publisher, notebook) as subscriber:
