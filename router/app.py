@@ -38,6 +38,7 @@ class RouterApp:
             registry=service.registry,
             feed=service.feed,
             tokenizer_check=service.tokenizer_check,
+            repair=service.repair,
             request_log=service.request_log,
             metrics=service.metrics,
             render_metrics=service.render_metrics,

@@ -140,6 +140,13 @@ class Feed:
         feed = self._sources.get(source)
         return feed.state if feed else SourceState.DEAD
 
+    def rebuild(self, source: SourceId) -> None:
+        """Get everything of a source anew, if its publisher still has it: its hits were found
+        wrong. One that is not followed is ignored."""
+        feed = self._sources.get(source)
+        if feed is not None:
+            feed.rebuild()
+
     def has_caught_up(self, source: SourceId) -> bool:
         """Whether all that can be known of a source is known. Of one that is suspect or whose feed
         has died there is no more to come; of one that is not followed yet there is."""
@@ -205,6 +212,15 @@ class _SourceFeed:
             subscriber.run(), name=f"feed {self._source}"
         )
         self._task.add_done_callback(self._on_end)
+
+    def rebuild(self) -> None:
+        assert self._subscriber is not None
+        _log.warning(
+            "replica %s rank %d: its hits were predicted wrongly for long: it is rebuilt",
+            self._source.replica,
+            self._source.dp_rank,
+        )
+        self._subscriber.rebuild()
 
     def cancel(self) -> None:
         """Apply nothing from now on."""

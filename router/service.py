@@ -15,6 +15,7 @@ from kvevents.errors import KVEventsError
 from kvevents.live import BacklogLimits
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
+from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
 from router.config import RouterConfig
 from router.feed import Feed
@@ -24,6 +25,7 @@ from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
+from router.observability.self_repair import CacheFacts, SelfRepair
 from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
@@ -113,8 +115,21 @@ class RouterService:
             self.models, self.registry, planner, config.policy.name, self.responses
         )
         self.proxy = Proxy(upstream, _proxy_settings(config))
+        self.repair = SelfRepair(
+            self.feed.rebuild,
+            self._is_judged,
+            self._cache_facts,
+            config.events.rebuild_cool_down_s,
+            config.events.self_repair,
+        )
         self.observers = RequestObservers(
-            load, self.metrics, planner, self.registry, self.request_log, self.responses
+            load,
+            self.metrics,
+            planner,
+            self.registry,
+            self.request_log,
+            self.responses,
+            self.repair,
         )
         self._follower = _ReplicaFollower(
             self.registry,
@@ -126,6 +141,19 @@ class RouterService:
             upstream,
         )
         self.registry.subscribe(self._follower)
+
+    def _is_judged(self, model: str, source: SourceId) -> bool:
+        disagrees = self.tokenizer_check.disagreements.get((model, source.replica), 0)
+        return not disagrees and self.feed.state(source) is SourceState.LIVE
+
+    def _cache_facts(self, model: str, source: SourceId) -> CacheFacts:
+        cache = self.models.index_of(model).statistics().get(source)
+        if cache is None:
+            return CacheFacts()
+        return CacheFacts(
+            None if cache.layout is None else cache.layout.scheduler_block_size,
+            cache.unplaced > 0 and cache.hash_algorithm is None,
+        )
 
     async def start(self) -> None:
         """Add the configured replicas."""
@@ -161,6 +189,7 @@ class RouterService:
             upstream=self._upstream,
             recent=self._recent,
             admission=self.admission,
+            repair=self.repair,
         )
         return await self.metrics.render(collect(parts))
 

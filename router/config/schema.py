@@ -402,6 +402,10 @@ class EventsConfig(Section, frozen=True):
     silent_after_s: Seconds = 60.0
     """Without any message for this long, the replay endpoint is asked whether the end of the stream
     was lost."""
+    self_repair: bool = True
+    """Rebuild a source whose hits are predicted wrongly for long in quiet moments."""
+    rebuild_cool_down_s: Seconds = 600.0
+    """The least time between two such rebuilds of one source."""
 
 
 class ObservabilityConfig(Section, frozen=True):

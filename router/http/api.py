@@ -79,6 +79,7 @@ from router.http.views import (
 from router.observability.metrics import CONTENT_TYPE, RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import MAX_REQUESTS, RequestLog
+from router.observability.self_repair import SelfRepair
 from router.proxy import error_body
 from router.replicas import Replica, ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
@@ -107,6 +108,7 @@ class ApiParts:
     registry: ReplicaRegistry
     feed: Feed
     tokenizer_check: TokenizerCheck
+    repair: SelfRepair
     request_log: RequestLog
     metrics: RouterMetrics
     render_metrics: Callable[[], Awaitable[bytes]]
@@ -130,6 +132,7 @@ class ApiParts:
             self.models.index_statistics(),
             self.feed.statistics(),
             self.tokenizer_check.disagreements,
+            self.repair.statistics(),
         )
 
 

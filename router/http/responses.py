@@ -29,6 +29,7 @@ from router.http.views import (
     RequestView,
     RouteView,
     SourceView,
+    TrustView,
 )
 from router.index import SourceId, SourceStatistics
 from router.observability.labels import (
@@ -41,6 +42,7 @@ from router.observability.labels import (
 )
 from router.observability.problems import Level, problems_of, summarize_source
 from router.observability.request_log import RequestLog, RollingTotals, RoutedRequest
+from router.observability.self_repair import TrustStatistics
 from router.replicas import Replica, ReplicaView
 from router.routing.dispatcher import Decision
 from router.scoring import Ranked
@@ -62,6 +64,8 @@ class Fleet:
     feeds: Mapping[SourceId, SourceFeedStatistics]
     tokenizer_disagreements: Mapping[tuple[str, str], int]
     """By model and replica: probes that it tokenises differently from the router."""
+    trusts: Mapping[SourceId, TrustStatistics] = dataclasses.field(default_factory=dict)
+    """How far the predictions for a source are believed, once one was compared."""
 
 
 # --- a route --------------------------------------------------------------------------------------
@@ -222,9 +226,17 @@ def _details(replica: ReplicaView, fleet: Fleet) -> ReplicaDetails:
                 **msgspec.structs.asdict(source),
                 feed=None if feed is None else _feed(feed),
                 cache=None if cache is None else _cache(cache),
+                predictions=_trust(fleet.trusts.get(place)),
             )
         )
     return ReplicaDetails(**{**msgspec.structs.asdict(replica), "sources": tuple(sources)})
+
+
+def _trust(trust: TrustStatistics | None) -> TrustView | None:
+    if trust is None:
+        return None
+    cause = None if trust.cause is None else trust.cause.value
+    return TrustView(state=trust.state, rebuilds=trust.rebuilds, cause=cause)
 
 
 def _feed(feed: SourceFeedStatistics) -> FeedView:
@@ -329,7 +341,12 @@ def _summary(replica: ReplicaView, fleet: Fleet, disagreements: int) -> ReplicaS
     ids = [SourceId(replica.id, source.dp_rank) for source in replica.sources]
     caches = [fleet.caches[source_id] for source_id in ids if source_id in fleet.caches]
     sources = [
-        summarize_source(source_id.dp_rank, fleet.feeds.get(source_id), fleet.caches.get(source_id))
+        summarize_source(
+            source_id.dp_rank,
+            fleet.feeds.get(source_id),
+            fleet.caches.get(source_id),
+            fleet.trusts.get(source_id),
+        )
         for source_id in ids
     ]
     problems = problems_of(replica, sources, disagreements)

@@ -18,6 +18,7 @@ from kvevents.subscriber import SubscriberStatistics
 from router.index import GroupHit
 from router.observability.problems import Level, ReplicaProblem, SourceSummary
 from router.observability.request_log import Totals
+from router.observability.self_repair import Trust
 from router.replicas import EventSource, ReplicaView
 from router.replicas.engine_load import EngineLoad
 
@@ -255,12 +256,24 @@ class FeedView(View, frozen=True, kw_only=True):
     """Times the source was emptied, to be rebuilt."""
 
 
+class TrustView(View, frozen=True, kw_only=True):
+    """How far the predictions for a source are believed, by comparisons in quiet moments."""
+
+    state: Trust
+    rebuilds: int
+    """Times the source was rebuilt since its hits were predicted wrongly for long."""
+    cause: str | None
+    """The likely one, while they stay wrong after a rebuild."""
+
+
 class SourceView(EventSource, frozen=True, kw_only=True):
     """One event stream and the cache it describes."""
 
     feed: FeedView | None
     """Null before it is followed."""
     cache: CacheView | None
+    predictions: TrustView | None
+    """Null before one was compared."""
 
 
 class ReplicaDetails(ReplicaView, frozen=True, kw_only=True):

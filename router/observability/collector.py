@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
+from router.observability.self_repair import SelfRepair, Trust, TrustStatistics
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
@@ -43,6 +44,7 @@ class CollectedParts:
     upstream: UpstreamClient
     recent: RecentPrefixes
     admission: Admission
+    repair: SelfRepair
 
 
 def collect(parts: CollectedParts) -> Iterator[Metric]:
@@ -52,6 +54,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
     return itertools.chain(
         _index_metrics(parts.models.index_statistics(), feeds),
         _feed_metrics(feeds),
+        _trust_metrics(parts.repair.statistics(), feeds),
         _replica_metrics(parts.registry.snapshot()),
         _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
@@ -196,6 +199,24 @@ def _feed_metrics(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Me
             for labels, found in labelled
             if found.stream.last_message_at is not None
         ),
+    )
+
+
+def _trust_metrics(
+    trusts: Mapping[SourceId, TrustStatistics], feeds: Mapping[SourceId, SourceFeedStatistics]
+) -> Iterator[Metric]:
+    labelled = [(_source_labels(source, feeds), found) for source, found in trusts.items()]
+    yield _counter(
+        "kvroute_source_rebuilds",
+        "Rebuilds of a source whose hits were predicted wrongly for long.",
+        _SOURCE,
+        ((labels, found.rebuilds) for labels, found in labelled),
+    )
+    yield _gauge(
+        "kvroute_source_mispredicted",
+        "1 while a source's hits stay mispredicted after a rebuild.",
+        _SOURCE,
+        ((labels, found.state is Trust.LASTING) for labels, found in labelled),
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from router.feed import SourceFeedStatistics
 from router.index import SourceStatistics
 from router.observability.labels import duration
+from router.observability.self_repair import TrustStatistics
 from router.replicas import ReplicaView
 
 MAX_NOTES = 4
@@ -53,10 +54,15 @@ class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the replica holds blocks that the index does not know, or the reverse."""
     unreadable: int
     """Events that break the format, left out of their batches."""
+    mispredicted: str | None = None
+    """What its hits stay mispredicted by, after a rebuild."""
 
 
 def summarize_source(
-    dp_rank: int, feed: SourceFeedStatistics | None, cache: SourceStatistics | None
+    dp_rank: int,
+    feed: SourceFeedStatistics | None,
+    cache: SourceStatistics | None,
+    trust: TrustStatistics | None = None,
 ) -> SourceSummary:
     """One event stream in brief.
 
@@ -64,6 +70,7 @@ def summarize_source(
         dp_rank: The data-parallel rank that publishes it.
         feed: The stream; None before it is followed.
         cache: What the index holds of it; None before it is followed.
+        trust: How far its predictions are believed; None before one was compared.
     """
     # Where the engine's hash function is known, blocks without a known prefix are found by hash.
     unplaced = cache.unplaced if cache is not None and cache.hash_algorithm is None else 0
@@ -73,6 +80,7 @@ def summarize_source(
         unplaced=unplaced,
         incomplete=cache is not None and cache.is_incomplete,
         unreadable=0 if feed is None else feed.applied.unreadable,
+        mispredicted=None if trust is None or trust.cause is None else trust.cause.value,
     )
 
 
@@ -128,6 +136,10 @@ def _of_streams(replica: ReplicaView, sources: Sequence[SourceSummary]) -> Itera
 
 
 def _of_cache(sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:
+    for cause in sorted({source.mispredicted for source in sources if source.mispredicted}):
+        ranks = [source.dp_rank for source in sources if source.mispredicted == cause]
+        text = f"its hits stay mispredicted after a rebuild: {cause}{_name_ranks(ranks, sources)}"
+        yield ReplicaProblem(Level.BAD, text)
     incomplete = [source.dp_rank for source in sources if source.incomplete]
     unplaced = sum(source.unplaced for source in sources)
     unreadable = sum(source.unreadable for source in sources)

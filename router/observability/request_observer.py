@@ -3,11 +3,15 @@ compared with what the engine reports."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from typing_extensions import override
 
 from router.errors import NoReplica, RequestError
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
+from router.observability.self_repair import Comparison, Moment, SelfRepair
 from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretried
 from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
@@ -35,6 +39,8 @@ class RequestObservers:
         replicas: ReplicaRegistry,
         log: RequestLog,
         responses: StoredResponses,
+        repair: SelfRepair,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the parts that hear of requests.
 
@@ -45,6 +51,8 @@ class RequestObservers:
             replicas: Hears which of them failed and which served.
             log: Gets a line for each request.
             responses: Learns who has which stored response.
+            repair: Judges the sources by how they were predicted.
+            clock: A monotonic clock, in seconds.
         """
         self.load = load
         self.metrics = metrics
@@ -52,6 +60,8 @@ class RequestObservers:
         self.replicas = replicas
         self.log = log
         self.responses = responses
+        self.repair = repair
+        self.clock = clock
         self.reporting: set[str] = set()
         """Replicas whose responses have reported cached tokens at least once."""
 
@@ -90,6 +100,7 @@ class RequestObservers:
     def forget_replica(self, replica_id: str) -> None:
         """Drop the series of a replica that was removed."""
         self.reporting.discard(replica_id)
+        self.repair.forget(replica_id)
         self.metrics.forget("replica", replica_id)
 
     def forget_model(self, model: str) -> None:
@@ -101,13 +112,16 @@ class RequestObserver(ProxyObserver):
     """Observes one request."""
 
     __slots__ = (
+        "_clock",
         "_decision",
         "_events",
         "_in_flight",
         "_load",
         "_log",
         "_metrics",
+        "_moment",
         "_planner",
+        "_repair",
         "_replicas",
         "_reporting",
         "_request",
@@ -127,12 +141,15 @@ class RequestObserver(ProxyObserver):
         self._log = shared.log
         self._reporting = shared.reporting
         self._responses = shared.responses
+        self._repair = shared.repair
+        self._clock = shared.clock
         spec = decision.spec
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
         self._decision = decision
         self._request = request
         self._in_flight: InFlight | None = None
+        self._moment: Moment | None = None
         self._usage = UsageReader()
         self._events = 0
         self._responded: str | None = None
@@ -152,6 +169,8 @@ class RequestObserver(ProxyObserver):
             self._in_flight.retried(replica_id, uncached, dp_rank)
         if source is not None:
             self._planner.remember(self._decision.prompts, source)
+        self._end_moment()
+        self._moment = self._repair.quiet.began(replica_id, self._clock())
         self._request.sent_to(ranked)
         self._log.update(self._request)
 
@@ -196,6 +215,7 @@ class RequestObserver(ProxyObserver):
     def on_end(self, end: End, status: int | None, seconds: float) -> None:
         if self._in_flight is not None:
             self._in_flight.ended()
+        was_quiet = self._end_moment()
         model, replica = self._decision.model_name, self._label()
         self._metrics.requests.labels(
             model, replica, self._decision.policy, str(status or "none")
@@ -203,7 +223,7 @@ class RequestObserver(ProxyObserver):
         self._metrics.ends.labels(end.value).inc()
         self._metrics.total.labels(model).observe(seconds)
         if end is End.COMPLETED and status == 200:
-            self._compare()
+            self._compare(was_quiet)
         self._request.status, self._request.end = status, end.value
         self._request.seconds = seconds
         self._log.finish(self._request)
@@ -215,7 +235,12 @@ class RequestObserver(ProxyObserver):
             return "none"
         return self._responded if self._responded in self._replicas else "removed"
 
-    def _compare(self) -> None:
+    def _end_moment(self) -> bool:
+        """Whether the request had the replica it was sent to last to itself; it has no longer."""
+        moment, self._moment = self._moment, None
+        return moment is not None and self._repair.quiet.ended(moment, self._clock())
+
+    def _compare(self, was_quiet: bool) -> None:
         """Compare the prediction with what the engine reported."""
         replica_id = self._responded
         if replica_id is None or replica_id not in self._replicas:
@@ -228,6 +253,20 @@ class RequestObserver(ProxyObserver):
             self._metrics.compare(
                 self._decision.model_name, replica_id, self._request.cached_tokens, actual
             )
+        source = self._decision.certain_source_of(candidate)
+        if actual is not None and was_quiet and source is not None and not candidate.suspect:
+            self._repair.compare(self._decision.model_name, source, self._comparison(actual))
+
+    def _comparison(self, actual: int) -> Comparison:
+        prompt = self._decision.tokenized[0]
+        return Comparison(
+            self._clock(),
+            self._request.cached_tokens,
+            actual,
+            has_salt=prompt.cache_salt is not None,
+            has_adapter=prompt.lora_name is not None,
+            has_media=prompt.extra_keys is not None,
+        )
 
     def _cached_tokens(self, replica_id: str) -> int | None:
         """What the engine reported as cached. vLLM leaves a zero out, so from a replica that has

@@ -121,6 +121,20 @@ async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:
         assert not feed.is_suspect(A)
 
 
+async def test_a_source_is_rebuilt_on_demand(feed: Feed, models: Models) -> None:
+    """Its hits were wrong although no batch is missing; everything is asked for once more."""
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        publisher.publish(stored(64))
+        await until_live(feed, A, 0)
+        models.indexes["one"].clear(A)
+        feed.rebuild(A)
+        await until(lambda: models.hit(A).gpu_cached_tokens == 64, "the rebuild")
+        await until_live(feed, A, 0)
+        assert feed.statistics()[A].applied.cleared == 1
+        feed.rebuild(B)
+
+
 async def test_a_source_that_is_not_followed_is_dead_and_has_no_hits_to_suspect(feed: Feed) -> None:
     """A replica that was just removed, or that publishes nothing, can still be asked about."""
     assert feed.state(A) is SourceState.DEAD

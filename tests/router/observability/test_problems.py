@@ -18,6 +18,7 @@ from router.observability.problems import (
     problems_of,
     summarize_source,
 )
+from router.observability.self_repair import Cause, Trust, TrustStatistics
 from router.replicas import ReplicaView
 from router.replicas.types import ReplicaLoad
 from tests.support.blocks import FULL, SOURCE, Prefix, window
@@ -161,3 +162,17 @@ def test_blocks_without_a_place_are_lost_only_where_the_hash_function_is_unknown
     known = index.statistics()[SOURCE]
     assert known.unplaced == 3
     assert summarize_source(0, None, known).unplaced == unplaced
+
+
+def test_hits_that_stay_wrong_are_named_with_their_likely_cause() -> None:
+    """Nothing was lost, so nothing else would say what to look at."""
+    trust = TrustStatistics(Trust.LASTING, 1, Cause.EAGLE)
+    wrong = summarize_source(1, None, None, trust)
+    (problem,) = problems_of(replica(), [source(), source(dp_rank=2), wrong], 0)
+    assert problem.level is Level.BAD
+    assert problem.text == (
+        "its hits stay mispredicted after a rebuild: always one block too many: it drafts with"
+        " EAGLE or MTP; set layout.eagle (rank 1)"
+    )
+    healed = TrustStatistics(Trust.TRUSTED, 1, None)
+    assert problems_of(replica(), [summarize_source(1, None, None, healed)], 0) == []

@@ -13,6 +13,7 @@ from router.index import SourceId
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObserver, RequestObservers
+from router.observability.self_repair import CacheFacts, SelfRepair, Trust
 from router.proxy import End, Failure
 from router.replicas import EventSource, ReplicaRegistry
 from router.replicas.load import LoadTracker
@@ -39,8 +40,20 @@ class Observed:
         planner = RoutePlanner(make_policy("prefix"), self.load, RecentPrefixes(), lambda _: False)
         responses = StoredResponses(_has_no_response)
         self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix", responses)
+        self.now = 100.0
+        self.rebuilt: list[SourceId] = []
+        self.repair = SelfRepair(
+            self.rebuilt.append, lambda *_: True, lambda *_: CacheFacts(), cool_down_s=600.0
+        )
         self.observers = RequestObservers(
-            self.load, RouterMetrics(self.metrics), planner, self.registry, RequestLog(), responses
+            self.load,
+            RouterMetrics(self.metrics),
+            planner,
+            self.registry,
+            RequestLog(),
+            responses,
+            self.repair,
+            clock=lambda: self.now,
         )
 
     def add(self, name: str, ranks: int = 1) -> None:
@@ -141,3 +154,37 @@ async def test_a_prediction_is_compared_with_what_the_engine_reports(observed: O
         observer.on_end(End.COMPLETED, 200, 1.0)
         labels = {"model": "m", "replica": "r0", "outcome": outcome}
         assert observed.metrics.get_sample_value("kvroute_predictions_total", labels) == 1
+
+
+async def served(observed: Observed, reported: int, overlaps: bool = False) -> None:
+    """One request from its prediction to the engine's report, 20 s after the one before."""
+    observed.now += 20.0
+    decision, observer = await observed.observe()
+    attempt = next(decision.attempts())
+    observer.on_attempt(attempt)
+    observer.on_first_byte(attempt, 0.1)
+    if overlaps:
+        _, other = await observed.observe()
+        other.on_attempt(attempt)
+        other.on_end(End.CLIENT_LEFT, None, 1.0)
+    observer.on_chunk(USAGE % reported)
+    observer.on_end(End.COMPLETED, 200, 1.0)
+
+
+async def test_wrong_predictions_in_quiet_moments_rebuild_the_source(observed: Observed) -> None:
+    """Nothing else would repair it: no batch is missing."""
+    observed.add("r0")
+    for _ in range(4):
+        await served(observed, 64)
+    assert observed.rebuilt == [SourceId("r0")]
+    assert observed.repair.statistics()[SourceId("r0")].state is Trust.REBUILT
+
+
+async def test_wrong_predictions_of_requests_that_overlap_are_no_evidence(
+    observed: Observed,
+) -> None:
+    """Each changes the cache that the other was predicted for."""
+    observed.add("r0")
+    for _ in range(20):
+        await served(observed, 64, overlaps=True)
+    assert (observed.rebuilt, observed.repair.statistics()) == ([], {})

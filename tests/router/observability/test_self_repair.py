@@ -1,0 +1,237 @@
+"""A source that is predicted wrongly for long is rebuilt once; what stays wrong gets a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from router.index import SourceId
+from router.observability.self_repair import (
+    SETTLED_S,
+    TABLE,
+    WINDOW,
+    WRONG_ENOUGH,
+    WRONG_FOR_S,
+    CacheFacts,
+    Cause,
+    Comparison,
+    Finding,
+    QuietMoments,
+    SelfRepair,
+    SourceTrust,
+    Trust,
+    likely_cause,
+)
+
+COOL_DOWN_S = 600.0
+STEP_S = 25.0
+FACTS = CacheFacts(16)
+R0 = SourceId("r0")
+
+
+class Source:
+    """One source's evidence, a comparison every 25 s."""
+
+    def __init__(self) -> None:
+        self.trust = SourceTrust(COOL_DOWN_S)
+        self.now = 0.0
+
+    def see(self, predicted: int, actual: int, times: int = 1) -> int:
+        """Returns how often the source was to be rebuilt."""
+        rebuilds = 0
+        for _ in range(times):
+            self.now += STEP_S
+            rebuilds += self.trust.add(Comparison(self.now, predicted, actual), lambda: FACTS)
+        return rebuilds
+
+
+def test_wrong_predictions_over_a_minute_rebuild_a_source_once() -> None:
+    """The first of them may be chance: the engine's cache was just reset, for one."""
+    source = Source()
+    assert source.see(64, 0, WRONG_ENOUGH - 1) == 0
+    assert source.trust.state is Trust.TRUSTED
+    assert source.see(64, 0) == 1
+    assert (source.trust.state, source.trust.rebuilds) == (Trust.REBUILT, 1)
+    assert source.see(64, 0, 100) == 0, "a rebuild did not help, so another would not"
+    assert source.trust.rebuilds == 1
+
+
+def test_a_burst_of_wrong_predictions_is_not_enough() -> None:
+    """An engine that restarts shows many within a second, and its stream is repaired by itself."""
+    source = Source()
+    moments = [Comparison(0.001 * number, 64, 0) for number in range(WINDOW)]
+    assert not any(source.trust.add(each, lambda: FACTS) for each in moments)
+    late = Comparison(WRONG_FOR_S + 1, 64, 0)
+    assert source.trust.add(late, lambda: FACTS), "but it lasts"
+
+
+def test_a_few_wrong_among_many_right_are_forgotten() -> None:
+    """One in a hundred is what concurrent requests of other clients cause."""
+    source = Source()
+    for _ in range(20):
+        assert source.see(64, 0, WRONG_ENOUGH - 1) == 0
+        assert source.see(64, 64, WINDOW - WRONG_ENOUGH + 1) == 0
+    assert source.trust.state is Trust.TRUSTED
+
+
+def test_new_prompts_say_nothing() -> None:
+    """Zero predicted and zero reused is right whatever the index holds."""
+    source = Source()
+    source.see(64, 0, WRONG_ENOUGH - 1)
+    source.see(0, 0, 100)
+    assert source.see(64, 0) == 1, "they do not push the others out"
+
+
+def test_a_rebuild_that_helped_restores_the_trust_and_may_be_repeated_after_the_cool_down() -> None:
+    """A source that goes wrong once a day is repaired once a day, but never in a loop."""
+    source = Source()
+    assert source.see(64, 0, WRONG_ENOUGH) == 1
+    source.see(64, 64, WINDOW)
+    assert source.trust.state is Trust.TRUSTED
+    assert source.now < COOL_DOWN_S
+    assert source.see(64, 0, WRONG_ENOUGH) == 0
+    assert source.trust.state is Trust.TRUSTED, "within the cool-down nothing is concluded"
+    assert source.see(64, 0, 30) == 1
+    assert source.trust.rebuilds == 2
+
+
+def test_what_stays_wrong_is_named_and_what_becomes_right_is_trusted_again() -> None:
+    """An operator who corrects the configuration must see it at work."""
+    source = Source()
+    source.see(80, 64, 2 * WRONG_ENOUGH)
+    assert (source.trust.state, source.trust.cause) == (Trust.LASTING, Cause.EAGLE)
+    source.see(64, 0, WRONG_ENOUGH)
+    source.see(96, 0, WINDOW)
+    assert source.trust.cause is Cause.TOKENIZER, "by the last comparisons"
+    source.see(64, 64, WINDOW)
+    assert (source.trust.state, source.trust.cause) == (Trust.TRUSTED, None)
+
+
+def test_the_table_never_leads_from_a_lasting_fault_to_a_rebuild() -> None:
+    """A rebuild costs a replay of everything; it must not repeat without a sign of success."""
+    assert (Trust.LASTING, Finding.WRONG) not in TABLE
+    assert [pair for pair, after in TABLE.items() if after is Trust.REBUILT] == [
+        (Trust.TRUSTED, Finding.WRONG)
+    ]
+
+
+# --- causes ---------------------------------------------------------------------------------------
+
+
+def wrong(*pairs: tuple[int, int], **kinds: bool) -> list[Comparison]:
+    return [Comparison(0.0, predicted, actual, **kinds) for predicted, actual in pairs]
+
+
+RIGHT = wrong((64, 64))
+
+
+@pytest.mark.parametrize(
+    ("comparisons", "facts", "cause"),
+    [
+        (RIGHT + wrong((0, 64), has_salt=True), FACTS, Cause.SALT),
+        (RIGHT + wrong((64, 0), has_adapter=True), FACTS, Cause.ADAPTER),
+        (RIGHT + wrong((64, 16), has_media=True), FACTS, Cause.MEDIA),
+        (wrong((0, 64), (0, 32)), CacheFacts(16, has_unplaced=True), Cause.HASH_SEED),
+        (wrong((0, 64), (0, 32)), FACTS, Cause.TOKENIZER),
+        (wrong((64, 0), (32, 0), has_salt=True), FACTS, Cause.TOKENIZER),
+        (RIGHT + wrong((80, 64), (32, 16)), FACTS, Cause.EAGLE),
+        (RIGHT + wrong((64, 80), (16, 32)), FACTS, Cause.NO_EAGLE),
+        (wrong((64, 72), (32, 40)), FACTS, Cause.BLOCK_SIZE),
+        (RIGHT + wrong((128, 64), (64, 16)), FACTS, Cause.MISSING_GROUP),
+        (RIGHT + wrong((64, 128), (16, 127)), FACTS, Cause.UNSEEN_BLOCKS),
+        (RIGHT + wrong((64, 128), (128, 16)), FACTS, Cause.TWO_ENGINES),
+        (wrong((64, 128), (128, 16)), CacheFacts(), Cause.TWO_ENGINES),
+    ],
+)
+def test_the_pattern_of_wrong_predictions_names_the_likely_cause(
+    comparisons: list[Comparison], facts: CacheFacts, cause: Cause
+) -> None:
+    """A number that is merely wrong sends an operator searching for a day."""
+    assert likely_cause(comparisons, facts) is cause
+
+
+def test_salts_are_not_to_blame_where_salted_prompts_are_right_too() -> None:
+    """What right predictions have as well is not the cause."""
+    mixed = wrong((64, 0), has_salt=True) + wrong((64, 64), has_salt=True)
+    assert likely_cause(mixed, FACTS) is not Cause.SALT
+
+
+# --- quiet moments --------------------------------------------------------------------------------
+
+
+def moments() -> Iterator[tuple[str, float, float, bool]]:
+    yield "the first request", 0.0, 1.0, True
+    yield "one at once after it", 1.0 + SETTLED_S / 2, 2.0, False
+    yield "one after a pause", 2.0 + SETTLED_S, 4.0, True
+
+
+def test_a_request_is_quiet_if_it_runs_alone_and_after_a_pause() -> None:
+    """The events about the request before must have arrived."""
+    quiet = QuietMoments()
+    for what, begins, ends, expected in moments():
+        moment = quiet.began("r0", begins)
+        assert quiet.ended(moment, ends) is expected, what
+
+
+def test_overlapping_requests_are_not_quiet_and_other_replicas_do_not_matter() -> None:
+    """Each changes the cache that the other was predicted for."""
+    quiet = QuietMoments()
+    first = quiet.began("r0", 0.0)
+    elsewhere = quiet.began("r1", 0.1)
+    second = quiet.began("r0", 0.2)
+    assert not quiet.ended(second, 0.3)
+    assert not quiet.ended(first, 0.4)
+    assert quiet.ended(elsewhere, 0.5)
+
+
+def test_a_replica_that_is_removed_meanwhile_is_not_known_again() -> None:
+    """Its requests end later."""
+    quiet = QuietMoments()
+    moment = quiet.began("r0", 0.0)
+    quiet.forget("r0")
+    assert not quiet.ended(moment, 1.0)
+
+
+# --- all sources ----------------------------------------------------------------------------------
+
+
+class Judged:
+    """The repair of one source, with what it asks for."""
+
+    def __init__(self, is_on: bool = True) -> None:
+        self.rebuilt: list[SourceId] = []
+        self.is_live = True
+        self.repair = SelfRepair(
+            self.rebuilt.append, lambda *_: self.is_live, lambda *_: FACTS, COOL_DOWN_S, is_on
+        )
+
+    def see_wrong(self, times: int) -> None:
+        for number in range(times):
+            self.repair.compare("m", R0, Comparison(number * STEP_S, 64, 0))
+
+
+def test_only_a_live_source_is_judged() -> None:
+    """A suspect one is known to be wrong, and is being repaired."""
+    judged = Judged()
+    judged.is_live = False
+    judged.see_wrong(50)
+    assert (judged.rebuilt, judged.repair.statistics()) == ([], {})
+
+
+def test_a_source_is_rebuilt_and_forgotten_with_its_replica() -> None:
+    """Another replica of that name begins with a clean record."""
+    judged = Judged()
+    judged.see_wrong(WRONG_ENOUGH)
+    assert judged.rebuilt == [R0]
+    assert judged.repair.statistics()[R0].rebuilds == 1
+    judged.repair.forget("r0")
+    assert judged.repair.statistics() == {}
+
+
+def test_switched_off_it_still_finds_what_is_wrong() -> None:
+    """Those who do not want rebuilds want to know all the same."""
+    judged = Judged(is_on=False)
+    judged.see_wrong(2 * WRONG_ENOUGH)
+    assert judged.rebuilt == []
+    assert judged.repair.statistics()[R0].cause is Cause.TOKENIZER
