@@ -41,6 +41,7 @@ class RouterApp:
             repair=service.repair,
             request_log=service.request_log,
             metrics=service.metrics,
+            shortages=service.shortages,
             render_metrics=service.render_metrics,
         )
         self._api = create_api(parts, service.lifespan)

@@ -17,7 +17,7 @@
         ├── ReplicaExists       409  the id or the URL is taken
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
-        ├── Overloaded          503  over the bound on requests under way
+        ├── Overloaded          503  over a bound of the router itself, or the system's
         ├── NoReplica           503  no replica can serve it now
         └── ShuttingDown        503  the router finishes what it has and takes nothing new
 
@@ -271,14 +271,17 @@ class _NotNow(RequestError):
 
 
 class Overloaded(_NotNow):
-    """The router has as many requests under way as it may."""
+    """A bound of the router itself is reached.
+
+    Args:
+        why: Which one.
+        retry_after_s: For the `Retry-After` header.
+    """
 
     code = "overloaded"
 
-    def __init__(self, limit: int, retry_after_s: int = 1) -> None:
-        super().__init__(
-            f"the router has its limit of {limit} requests under way; try again", retry_after_s
-        )
+    def __init__(self, why: str, retry_after_s: int = 1) -> None:
+        super().__init__(f"the router {why}; try again", retry_after_s)
 
 
 class NoReplica(_NotNow):

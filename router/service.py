@@ -26,6 +26,7 @@ from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
 from router.observability.self_repair import CacheFacts, SelfRepair
+from router.observability.shortages import Shortages
 from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
@@ -63,6 +64,7 @@ class RouterService:
         config: RouterConfig,
         registry: CollectorRegistry | None = None,
         make_index: Callable[[], PrefixIndex] = create_index,
+        reserved_files_from: int | None = None,
     ) -> None:
         """Load tokenizers and make the parts, each from parts that exist already.
 
@@ -70,17 +72,24 @@ class RouterService:
             config: The whole configuration.
             registry: Where the metrics are registered; None: a registry of their own.
             make_index: Makes the index of each model.
+            reserved_files_from: File descriptors from this number on are not for requests.
         Raises:
             ConfigError: A tokenizer or chat template cannot be used.
             PolicyError: The policy cannot be made.
         """
         self.config = config
-        self.admission = Admission(config.server.max_concurrent_requests)
+        self.admission = Admission(
+            config.server.max_concurrent_requests, config.server.max_buffered_bytes
+        )
+        self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.request_log = RequestLog()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
-        limits = PoolLimits(max_connections=config.server.max_upstream_connections)
-        self._upstream = upstream = UpstreamClient(limits)
+        limits = PoolLimits(
+            max_connections=config.server.max_upstream_connections,
+            reserved_from=reserved_files_from,
+        )
+        self._upstream = upstream = UpstreamClient(limits, on_shortage=self.shortages.note)
         load = LoadTracker()
         self.registry = ReplicaRegistry(UpstreamFetch(upstream), config.health, load)
         tokenizers = ReplicaTokenizers(
@@ -130,6 +139,7 @@ class RouterService:
             self.request_log,
             self.responses,
             self.repair,
+            self.shortages,
         )
         self._follower = _ReplicaFollower(
             self.registry,
@@ -190,6 +200,7 @@ class RouterService:
             recent=self._recent,
             admission=self.admission,
             repair=self.repair,
+            shortages=self.shortages,
         )
         return await self.metrics.render(collect(parts))
 

@@ -157,6 +157,9 @@ class ServerConfig(Section, frozen=True):
     max_header_bytes: Bytes = 64 * 1024
     max_concurrent_requests: Count = 4096
     """Requests under way; more are refused with 503."""
+    max_buffered_bytes: Bytes = 1024 * 1024 * 1024
+    """Of the bodies of all requests under way; more are refused with 503. Parsing one takes several
+    times its size for a moment."""
     max_upstream_connections: Count = 16_384
     extra_paths: Items[ProxiedPathPattern] = ()
     """More paths that go to a replica as they are, by load."""

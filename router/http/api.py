@@ -25,6 +25,7 @@ from router.errors import (
     BodyTooLarge,
     ForeignHost,
     MethodNotAllowed,
+    Overloaded,
     ReplicaExists,
     RequestError,
     UnknownModel,
@@ -80,6 +81,7 @@ from router.observability.metrics import CONTENT_TYPE, RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import MAX_REQUESTS, RequestLog
 from router.observability.self_repair import SelfRepair
+from router.observability.shortages import Shortages
 from router.proxy import error_body
 from router.replicas import Replica, ReplicaRegistry, ReplicaView
 from router.routing.admission import Admission
@@ -111,6 +113,7 @@ class ApiParts:
     repair: SelfRepair
     request_log: RequestLog
     metrics: RouterMetrics
+    shortages: Shortages
     render_metrics: Callable[[], Awaitable[bytes]]
 
     def fleet(self) -> Fleet:
@@ -252,11 +255,14 @@ def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
         ),
     )
     async def route(request: Request) -> Response:
-        content = await _body(request, server.max_body_bytes, server.timeouts.client_body_s)
         session = request.headers.get(parts.config.policy.session_header)
-        decision = await parts.dispatcher.dispatch(
-            Endpoint.ROUTE, content, session, _encoding(request)
-        )
+        with parts.admission.buffer() as buffer:
+            content = await _body(
+                request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
+            )
+            decision = await parts.dispatcher.dispatch(
+                Endpoint.ROUTE, content, session, _encoding(request)
+            )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
         return _encoded(request, route_view(decision))
@@ -353,7 +359,8 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def add_replica(request: Request) -> Response:
-        content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s)
+        with parts.admission.buffer() as buffer:
+            content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
         added = parts.registry.add(read_replica(_decode_json(content)))
         return _json(parts.details(added.id), 201)
 
@@ -373,7 +380,8 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     )
     async def overview_of_all() -> Response:
         policy, under_way = parts.config.policy.name, parts.admission.under_way
-        return _json(overview(parts.fleet(), parts.request_log, policy, under_way))
+        short = parts.shortages.present()
+        return _json(overview(parts.fleet(), parts.request_log, policy, under_way, short))
 
     @app.get(
         "/requests",
@@ -447,8 +455,11 @@ def _add_description(app: FastAPI, client: Access) -> None:
 # --- bodies and encodings -------------------------------------------------------------------------
 
 
-async def _body(request: Request, limit_bytes: int, timeout_s: float) -> bytes:
-    return await read_body(dict(request.headers.raw), request.receive, limit_bytes, timeout_s)
+async def _body(
+    request: Request, limit_bytes: int, timeout_s: float, hold: Callable[[int], None]
+) -> bytes:
+    headers = dict(request.headers.raw)
+    return await read_body(headers, request.receive, limit_bytes, timeout_s, hold)
 
 
 def _decode_json(body: bytes) -> Any:
@@ -504,6 +515,11 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
         parts.metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 
+    async def refuse_for_memory(request: Request, _error: Exception) -> Response:
+        parts.shortages.note("memory")
+        return await refuse(request, Overloaded("is out of memory"))
+
+    app.add_exception_handler(MemoryError, refuse_for_memory)
     app.add_exception_handler(RequestError, refuse)
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_exception_handler(ClientLeft, count_gone)

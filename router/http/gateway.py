@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 from async_timeout import timeout
 
 from router.config import ServerConfig
-from router.errors import BadRequest, BodyTooLarge, RequestError
+from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
 from router.http.access import KEY_HEADERS, Guard, Scope
 from router.http.form_body import form_field, is_form
 from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
-from router.http.uvicorn_protocol import client_abort
+from router.http.uvicorn_protocol import client_abort, is_of_reserve
 from router.observability.request_observer import RequestObservers
 from router.proxy import Dialect, Proxy, ProxyRequest, error_body
 from router.routing.admission import Admission
@@ -87,10 +87,15 @@ class Gateway:
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         try:
-            with self._admission:
+            with self._admission, self._admission.buffer() as buffer:
+                if is_of_reserve(scope):
+                    raise Overloaded("is out of file descriptors")
                 self._guard.check("client", scope, headers)
-                body = await self._read_body(headers, receive)
-                decision = await self._decide(path, headers, body)
+                try:
+                    body = await self._read_body(headers, receive, buffer.add)
+                    decision = await self._decide(path, headers, body)
+                except MemoryError:
+                    raise self._observers.out_of_memory() from None
                 observer = self._observers.observe(
                     decision, scope["path"], request_id.decode("latin-1")
                 )
@@ -108,10 +113,12 @@ class Gateway:
                 raise
             await _cut(scope)
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _read_body(
+        self, headers: dict[bytes, bytes], receive: Receive, hold: Callable[[int], None]
+    ) -> bytes:
         server = self._server
         return await read_body(
-            headers, receive, server.max_body_bytes, server.timeouts.client_body_s
+            headers, receive, server.max_body_bytes, server.timeouts.client_body_s, hold
         )
 
     async def _decide(
@@ -166,7 +173,11 @@ async def _cut(scope: Scope) -> None:
 
 
 async def read_body(
-    headers: dict[bytes, bytes], receive: Receive, limit_bytes: int, timeout_s: float
+    headers: dict[bytes, bytes],
+    receive: Receive,
+    limit_bytes: int,
+    timeout_s: float,
+    hold: Callable[[int], None],
 ) -> bytes:
     """Read the whole body of a request.
 
@@ -175,6 +186,7 @@ async def read_body(
         receive: Of the ASGI application.
         limit_bytes: Bound on the body.
         timeout_s: Time within which a body that comes in pieces must be complete.
+        hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
     Raises:
         BodyTooLarge: It is, or announces to be, longer than *limit_bytes*.
         BadRequest: It did not arrive within *timeout_s*.
@@ -188,15 +200,18 @@ async def read_body(
         body: bytes = message.get("body", b"")
         if len(body) > limit_bytes:
             raise BodyTooLarge(limit_bytes)
+        hold(len(body))
         return body
     try:
         async with timeout(timeout_s):
-            return await _read_rest(message, receive, limit_bytes)
+            return await _read_rest(message, receive, limit_bytes, hold)
     except asyncio.TimeoutError:
         raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s") from None
 
 
-async def _read_rest(message: Message, receive: Receive, limit_bytes: int) -> bytes:
+async def _read_rest(
+    message: Message, receive: Receive, limit_bytes: int, hold: Callable[[int], None]
+) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -206,6 +221,7 @@ async def _read_rest(message: Message, receive: Receive, limit_bytes: int) -> by
         size += len(parts[-1])
         if size > limit_bytes:
             raise BodyTooLarge(limit_bytes)
+        hold(len(parts[-1]))
         if not message.get("more_body"):
             return b"".join(parts)
         message = await receive()

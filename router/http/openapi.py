@@ -286,7 +286,7 @@ def _proxied(path: str, client: Access) -> dict[str, Any]:
     errors = _error_responses(
         (
             *(*REFUSED_BODY, *NOT_ROUTED, Unauthorized(), *client.refusals()),
-            *(Overloaded(4096), ShuttingDown()),
+            *(Overloaded("has its limit of 4096 requests under way"), ShuttingDown()),
         ),
         Dialect.ANTHROPIC if body is MessagesRequest else Dialect.OPENAI,
     )
@@ -309,7 +309,15 @@ def _passed_on(method: str, path: str, summary: str, client: Access) -> dict[str
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     dialect = Dialect.ANTHROPIC if path.startswith("/v1/messages/") else Dialect.OPENAI
     refused = (BodyTooLarge(64 * 1024 * 1024), *NOT_ROUTED) if method == "post" else NOT_ROUTED[1:]
-    errors = _error_responses((*refused, Unauthorized(), Overloaded(4096), ShuttingDown()), dialect)
+    errors = _error_responses(
+        (
+            *refused,
+            Unauthorized(),
+            Overloaded("has its limit of 4096 requests under way"),
+            ShuttingDown(),
+        ),
+        dialect,
+    )
     media = {JSON: {"schema": _reference(EngineResponse)}}
     return {
         "tags": ["proxy"],

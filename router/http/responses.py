@@ -267,7 +267,13 @@ def _cache(cache: SourceStatistics) -> CacheView:
 # --- the overview ---------------------------------------------------------------------------------
 
 
-def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Overview:
+def overview(
+    fleet: Fleet,
+    log: RequestLog,
+    policy: str,
+    under_way: int,
+    shortages: Sequence[str] = (),
+) -> Overview:
     """The router at a glance: what is wrong, the last minute, and of each replica what a person
     looks for first. Every open page asks for it once a second; all of `/replicas` would be a
     megabyte for some hundred replicas.
@@ -277,6 +283,7 @@ def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Over
         log: Where requests are recorded.
         policy: The name of the routing policy.
         under_way: Requests admitted and not ended.
+        shortages: What the system refuses the router, in sentences.
     """
     now = time.time()
     disagreements = _by_replica(fleet.tokenizer_disagreements)
@@ -290,7 +297,8 @@ def overview(fleet: Fleet, log: RequestLog, policy: str, under_way: int) -> Over
         uptime=duration(now - log.started_at),
         policy=policy,
         under_way=under_way,
-        headline=_headline(replicas),
+        headline=_headline(replicas, shortages),
+        shortages=list(shortages),
         minute=_minute(log.totals),
         models=sorted({model for replica in fleet.replicas for model in replica.models})[
             :MAX_MODELS
@@ -313,7 +321,11 @@ def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:
     return sums
 
 
-def _headline(replicas: Sequence[ReplicaSummary]) -> Headline:
+def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> Headline:
+    if shortages:
+        # First: it may be why replicas seem to have problems.
+        text = "; ".join(shortages)
+        return Headline(level=Level.BAD, text=text[:1].upper() + text[1:])
     if not replicas:
         return Headline(level=Level.WARN, text="The router has no replicas.")
     wrong = sum(bool(replica.problems) for replica in replicas)

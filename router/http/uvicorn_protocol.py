@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 ABORT_EXTENSION = "kvroute.abort"
+RESERVE_EXTENSION = "kvroute.reserve"
 
 
 class JoiningTransport:
@@ -80,19 +81,47 @@ class JoiningTransport:
 
 
 class AbortableHttpProtocol(HttpToolsProtocol):
-    """Adds the transport's `abort` to the extensions of every request's scope, and joins writes."""
+    """Adds the transport's `abort` to the extensions of every request's scope, and joins writes.
+
+    The last file descriptors are a reserve for probes, scrapes and operators: a connection that
+    gets one of them serves a single request, marked with `RESERVE_EXTENSION`.
+    """
+
+    reserved_from: ClassVar[int | None] = None
+    """The first number of the reserve. The system hands out the lowest that is free."""
+    on_reserve: ClassVar[Callable[[], None]]
+    """Called when a connection has to take one of it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        bound = self.reserved_from
+        self._is_of_reserve = (
+            bound is not None and transport.get_extra_info("socket").fileno() >= bound
+        )
+        if self._is_of_reserve:
+            type(self).on_reserve()
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
+        if self._is_of_reserve:
+            self.scope["extensions"][RESERVE_EXTENSION] = {}
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self._is_of_reserve:
+            self.cycle.keep_alive = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = functools.partial(_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
+
+
+def is_of_reserve(scope: Mapping[str, Any]) -> bool:
+    """Whether the request came on one of the last file descriptors, so that nothing that needs
+    another one can be done for it."""
+    return RESERVE_EXTENSION in scope.get("extensions", ())
 
 
 async def _without_chunks(

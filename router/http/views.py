@@ -374,6 +374,8 @@ class Overview(View, frozen=True, kw_only=True):
     under_way: int
     """Requests admitted and not ended."""
     headline: Headline
+    shortages: list[str] = []
+    """What the system refuses the router, or did within the last minute."""
     minute: LastMinute
     models: list[str]
     """The first hundred."""

@@ -15,6 +15,7 @@ from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.observability.self_repair import SelfRepair, Trust, TrustStatistics
+from router.observability.shortages import Shortages
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
@@ -45,6 +46,7 @@ class CollectedParts:
     recent: RecentPrefixes
     admission: Admission
     repair: SelfRepair
+    shortages: Shortages
 
 
 def collect(parts: CollectedParts) -> Iterator[Metric]:
@@ -338,12 +340,23 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
         ("model", "replica"),
         parts.tokenizer_check.disagreements.items(),
     )
+    yield _counter(
+        "kvroute_shortages",
+        "Times the system refused the router something: open_files, ports, buffers, memory.",
+        ("resource",),
+        [((resource,), count) for resource, count in parts.shortages.counts.items()],
+    )
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
     for name, text, value in (
         (
             "kvroute_requests_under_way",
             "Requests admitted and not ended.",
             parts.admission.under_way,
+        ),
+        (
+            "kvroute_buffered_bytes",
+            "Of the bodies of requests, held until these have ended.",
+            parts.admission.buffered_bytes,
         ),
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
         ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from router.errors import NoReplica, RequestError
+from router.errors import NoReplica, Overloaded, RequestError
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
+from router.observability.shortages import Shortages
 from router.proxy import RETRIED, Attempt, End, Failure, ProxyObserver, Unretried
 from router.proxy.usage import ResponseIdReader, UsageReader
 from router.replicas import ReplicaRegistry
@@ -40,6 +41,7 @@ class RequestObservers:
         log: RequestLog,
         responses: StoredResponses,
         repair: SelfRepair,
+        shortages: Shortages,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the parts that hear of requests.
@@ -52,6 +54,7 @@ class RequestObservers:
             log: Gets a line for each request.
             responses: Learns who has which stored response.
             repair: Judges the sources by how they were predicted.
+            shortages: Hears when memory is short.
             clock: A monotonic clock, in seconds.
         """
         self.load = load
@@ -62,6 +65,7 @@ class RequestObservers:
         self.responses = responses
         self.repair = repair
         self.clock = clock
+        self.shortages = shortages
         self.reporting: set[str] = set()
         """Replicas whose responses have reported cached tokens at least once."""
 
@@ -92,6 +96,11 @@ class RequestObservers:
         self.metrics.bad_requests.labels(error.code).inc()
         if error.status >= 500:
             self.log.count_failure()
+
+    def out_of_memory(self) -> Overloaded:
+        """Note that there was no memory for a request; return what its client is to see."""
+        self.shortages.note("memory")
+        return Overloaded("is out of memory")
 
     def client_left(self) -> None:
         """Count a request whose client left before all of it had arrived."""

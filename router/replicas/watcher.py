@@ -8,6 +8,7 @@ that none waits for another replica and no check overlaps with the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, Protocol
@@ -30,7 +31,14 @@ from router.replicas.engine_load import parse_engine_load
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, ServedModels
-from router.upstream import Header, Origin, Timeouts, UpstreamClient, UpstreamError
+from router.upstream import (
+    ConnectionLimitReached,
+    Header,
+    Origin,
+    Timeouts,
+    UpstreamClient,
+    UpstreamError,
+)
 
 UNREACHABLE = (UpstreamError, OSError, asyncio.TimeoutError)
 MAX_HEALTH_BYTES = 64 * 1024
@@ -189,15 +197,19 @@ class Watcher:
         while not self._closing:
             began = self._clock()
             self._check_now.clear()
-            error = await self._check()
-            self._replica.checked_at = self._clock()
-            self._listener.on_check(self._replica, error)
+            with contextlib.suppress(ConnectionLimitReached):
+                error = await self._check()
+                self._replica.checked_at = self._clock()
+                self._listener.on_check(self._replica, error)
             await self._pause(self._check_now, began, self._config.interval_s)
 
     async def _check(self) -> str | None:
-        """Why the check failed; None if it passed."""
+        """Why the check failed; None if it passed. Raises `ConnectionLimitReached` where the router
+        has no connection for it, which says nothing about the replica."""
         try:
             status, _ = await self._get(self._config.path, MAX_HEALTH_BYTES)
+        except ConnectionLimitReached:
+            raise
         except UNREACHABLE as error:
             return (
                 str(error)

@@ -1,4 +1,5 @@
-"""Which requests the router lets in: no more at once than a bound, and none while it shuts down."""
+"""Which requests the router lets in: no more at once than a bound, with bodies no larger together
+than another one, and none while it shuts down."""
 
 from __future__ import annotations
 
@@ -17,17 +18,36 @@ class Admission:
 
     Args:
         max_requests: Bound on requests under way.
+        max_buffered_bytes: Bound on their bodies, all together.
     """
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, max_buffered_bytes: int = 1 << 40) -> None:
         self._max_requests = max_requests
+        self._max_buffered_bytes = max_buffered_bytes
         self._under_way = 0
+        self._buffered_bytes = 0
         self._is_shutting_down = False
 
     @property
     def under_way(self) -> int:
         """Requests admitted and not ended."""
         return self._under_way
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Of the bodies that are held now."""
+        return self._buffered_bytes
+
+    def buffer(self) -> BodyBuffer:
+        """What one request holds of the bodies' memory; a context manager around its whole time."""
+        return BodyBuffer(self)
+
+    def hold(self, size: int) -> None:
+        """Count *size* more bytes, or less where it is negative; raises `Overloaded`."""
+        if self._buffered_bytes + size > self._max_buffered_bytes and size > 0:
+            limit = self._max_buffered_bytes
+            raise Overloaded(f"holds bodies of {limit} bytes, its limit, already")
+        self._buffered_bytes += size
 
     @property
     def is_shutting_down(self) -> bool:
@@ -53,7 +73,7 @@ class Admission:
         if self._is_shutting_down:
             raise ShuttingDown
         if self._under_way >= self._max_requests:
-            raise Overloaded(self._max_requests)
+            raise Overloaded(f"has its limit of {self._max_requests} requests under way")
         self._under_way += 1
 
     def __exit__(
@@ -63,3 +83,29 @@ class Admission:
         traceback: TracebackType | None,
     ) -> None:
         self._under_way -= 1
+
+
+class BodyBuffer:
+    """The bytes that one request holds."""
+
+    __slots__ = ("_admission", "_held")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._held = 0
+
+    def add(self, size: int) -> None:
+        """Hold *size* more bytes; raises `Overloaded` where there is no room for them."""
+        self._admission.hold(size)
+        self._held += size
+
+    def __enter__(self) -> BodyBuffer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._admission.hold(-self._held)

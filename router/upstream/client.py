@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from async_timeout import timeout
@@ -19,6 +22,7 @@ from router.upstream.errors import (
     GivenUp,
     IdleTimeout,
     KeptConnectionClosed,
+    OutOfResources,
     ResponseBroken,
     ResponseTooLarge,
 )
@@ -30,6 +34,13 @@ from router.upstream.response import Header, UpstreamResponse
 _UNSUPPORTED = frozenset((b"HEAD", b"CONNECT"))
 # RFC 9110 8.6: methods that define a meaning for content send a length even when it is 0.
 _WITH_CONTENT = frozenset((b"POST", b"PUT", b"PATCH"))
+_MAX_REACHED = 16_384
+_SHORTAGES = {
+    errno.EMFILE: "open_files",
+    errno.ENFILE: "open_files",
+    errno.ENOBUFS: "buffers",
+    errno.ENOMEM: "buffers",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,9 @@ class PoolLimits:
     """How long an unused connection is kept. Less than common servers do (uvicorn, and with it
     vLLM: 5 s), so that we close first and a request rarely meets a connection being closed."""
     max_connections: int | None = None
+    reserved_from: int | None = None
+    """File descriptors from this number on are left to others. The system hands out the lowest that
+    is free, so such a number says how many are in use."""
 
 
 @dataclass(slots=True)
@@ -73,6 +87,7 @@ class UpstreamClient:
         limits: Bounds on connections.
         ssl_context: For https origins; by default the system's certificate authorities are trusted.
         tick_s: How often deadlines are checked; a timeout fires at most this much late.
+        on_shortage: Told what the system refused, as in `OutOfResources`.
     """
 
     def __init__(
@@ -80,10 +95,13 @@ class UpstreamClient:
         limits: PoolLimits | None = None,
         ssl_context: ssl.SSLContext | None = None,
         tick_s: float = 0.1,
+        on_shortage: Callable[[str], None] | None = None,
     ) -> None:
         self._limits = limits or PoolLimits()
         self._ssl_context = ssl_context
         self._tick_s = tick_s
+        self._on_shortage = on_shortage
+        self._reached: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closing = False
@@ -300,8 +318,14 @@ class UpstreamClient:
         except ConnectFailed:
             self._counts.connect_failures += 1
             raise
+        except OutOfResources as error:
+            if self._on_shortage is not None:
+                self._on_shortage(error.resource)
+            raise
         finally:
             self._connecting -= 1
+        if len(self._reached) < _MAX_REACHED:
+            self._reached.add(origin.key)
         return connection
 
     async def _connect(self, origin: Origin, connect_s: float) -> HttpConnection:
@@ -318,7 +342,11 @@ class UpstreamClient:
             if not task.done():
                 raise ConnectTimeout(f"{origin}: no connection in {connect_s:g} s")
             task.result()
+            self._keep_reserve(connection)
         except OSError as error:
+            if resource := self._shortage(error, origin):
+                message = f"{origin}: no connection: the router is out of {resource}"
+                raise OutOfResources(message, resource) from error
             raise ConnectFailed(
                 f"{origin}: no connection: {error.strerror or type(error).__name__}"
             ) from error
@@ -329,6 +357,22 @@ class UpstreamClient:
             self.connection_closed(connection)
             raise
         return connection
+
+    def _keep_reserve(self, connection: HttpConnection) -> None:
+        bound = self._limits.reserved_from
+        if bound is not None and connection.file_number >= bound:
+            connection.abort()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def _shortage(self, error: OSError, origin: Origin) -> str | None:
+        """What the system ran out of; None where it is the server that cannot be reached."""
+        if error.errno == errno.EADDRNOTAVAIL:
+            # Of an origin never reached yet it rather says that its kind of address is not in use.
+            return "ports" if origin.key in self._reached else None
+        if error.errno is None or isinstance(error, socket.gaierror):
+            # Looking a name up opens files as well, and does not say that it could not.
+            return "open_files" if _has_no_free_file() else None
+        return _SHORTAGES.get(error.errno)
 
     def _tls(self) -> ssl.SSLContext:
         if self._ssl_context is None:
@@ -426,6 +470,14 @@ async def _read_whole(response: UpstreamResponse, max_bytes: int, origin: Origin
     finally:
         response.abort()
     return bytes(content)
+
+
+def _has_no_free_file() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False
 
 
 def _retrieve(task: asyncio.Task[object]) -> None:

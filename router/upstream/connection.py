@@ -108,6 +108,12 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(head)
         return response
 
+    @property
+    def file_number(self) -> int:
+        """Of the open socket."""
+        assert self._transport is not None
+        return int(self._transport.get_extra_info("socket").fileno())
+
     def abort(self) -> None:
         """Close the socket at once, even if it is still being opened."""
         self._unwanted = True

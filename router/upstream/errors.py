@@ -4,6 +4,7 @@
     ├── ConnectFailed           no connection: refused, unreachable, unknown name, TLS failure
     │   └── ConnectTimeout      ... or not within connect_s
     ├── ConnectionLimitReached  the client's own bound on connections; says nothing about the server
+    │   └── OutOfResources      ... or the system's: no file descriptor, port or buffer left
     ├── ClosedBeforeResponse    the server closed the connection before the first response byte
     │   └── KeptConnectionClosed    ... and it was a kept one: perhaps the request was never seen
     ├── GivenUp                 its caller learned that the server does not respond to others either
@@ -39,6 +40,19 @@ class ConnectTimeout(ConnectFailed):
 
 class ConnectionLimitReached(UpstreamError):
     """The client holds as many connections as it may, all of them in use."""
+
+
+class OutOfResources(ConnectionLimitReached):
+    """The system gives this process no further socket.
+
+    Args:
+        message: Names the server and the rule.
+        resource: What there is none of: `open_files`, `ports` or `buffers`.
+    """
+
+    def __init__(self, message: str, resource: str) -> None:
+        super().__init__(message)
+        self.resource = resource
 
 
 class ClosedBeforeResponse(UpstreamError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 import subprocess
@@ -22,6 +24,7 @@ from router.upstream import (
     KeptConnectionClosed,
     Origin,
     OriginError,
+    OutOfResources,
     PoolLimits,
     ResponseBroken,
     ResponseTooLarge,
@@ -547,6 +550,57 @@ async def test_connections_are_bounded_and_idle_ones_make_room() -> None:
         held[0].abort()
         await eventually(lambda: client.statistics().connections == 1, "the aborted one is gone")
         assert await read_all(await post(client, quick.origin)) == b"{}"
+        await client.close()
+
+
+async def test_the_last_file_descriptors_are_left_to_others() -> None:
+    """Probes and scrapes need some when requests have taken all others. The server is not to
+    blame, so the error is not one of those that count against it."""
+    noted: list[str] = []
+    with socket.socket() as probe:
+        lowest_free = probe.fileno()
+    client = UpstreamClient(PoolLimits(reserved_from=lowest_free), on_shortage=noted.append)
+    async with raw_server(answering(answer())) as server:
+        with pytest.raises(OutOfResources, match="out of open_files") as caught:
+            await post(client, server.origin)
+        assert isinstance(caught.value, ConnectionLimitReached)
+        assert (caught.value.resource, noted) == ("open_files", ["open_files"])
+    await client.close()
+    assert client.statistics().connect_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "has_been_reached", "resource"),
+    [
+        (errno.EMFILE, False, "open_files"),
+        (errno.ENFILE, False, "open_files"),
+        (errno.ENOBUFS, False, "buffers"),
+        (errno.ENOMEM, False, "buffers"),
+        (errno.EADDRNOTAVAIL, True, "ports"),
+        # An address of a kind that this host does not have.
+        (errno.EADDRNOTAVAIL, False, None),
+        (errno.ECONNREFUSED, True, None),
+        (errno.EHOSTUNREACH, True, None),
+    ],
+)
+async def test_what_the_system_refuses_is_told_from_what_the_server_refuses(
+    number: int, has_been_reached: bool, resource: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of ports, a router would call every replica dead."""
+    client = UpstreamClient()
+    async with raw_server(answering(answer())) as server:
+        if has_been_reached:
+            await post(client, server.origin)
+
+        async def refuse(*_: object, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
+            expected = ConnectFailed if resource is None else OutOfResources
+            with pytest.raises(expected) as caught:
+                await client.send(server.origin, b"POST", b"/", [], b"", PATIENT, may_reuse=False)
+        assert getattr(caught.value, "resource", None) == resource
         await client.close()
 
 

@@ -1,0 +1,64 @@
+"""What the system refuses this process: file descriptors, ports, buffers, memory.
+
+Such a failure is the router's own and says nothing about a replica. It is counted, logged once a
+minute, and shown as a problem of the router.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+logger = logging.getLogger(__name__)
+
+SHOWN_S = 60.0
+"""For how long after it happened a shortage is called present, and not logged again."""
+
+_SENTENCES = {
+    "open_files": "out of file descriptors (limit {limit}): raise it (ulimit -n, LimitNOFILE=)",
+    "ports": "out of local ports: widen net.ipv4.ip_local_port_range",
+    "buffers": "out of socket buffers: raise net.ipv4.tcp_mem",
+    "memory": "out of memory: raise its limit, or lower server.max_buffered_bytes",
+}
+RESOURCES = tuple(_SENTENCES)
+
+
+class Shortages:
+    """Counts them. Belongs to one event loop.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts = Counter(dict.fromkeys(RESOURCES, 0))
+        self._last: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
+
+    def note(self, what: str) -> None:
+        """The system refused one of `RESOURCES`."""
+        now = self._last[what] = self._clock()
+        self._counts[what] += 1
+        if now - self._logged.get(what, -SHOWN_S) >= SHOWN_S:
+            self._logged[what] = now
+            logger.error("%s; more of this is only counted for a minute", _sentence(what))
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often, since the start."""
+        return MappingProxyType(self._counts)
+
+    def present(self) -> list[str]:
+        """What is short at the moment, in sentences for people."""
+        now = self._clock()
+        return [_sentence(what) for what, last in self._last.items() if now - last < SHOWN_S]
+
+
+def _sentence(what: str) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return "the router is " + _SENTENCES[what].format(limit=limit)

@@ -1,0 +1,89 @@
+"""A router that the system refuses something: it says so itself, and blames no replica."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.engine_stub import EngineStub, after, engines, prompt_ids
+from tests.support.http_client import connect, eventually
+from tests.support.router_process import QUICK_HEALTH, router_process
+
+
+def files_up_to(limit: int) -> Callable[[], None]:
+    def allow() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+    return allow
+
+
+def body_for(stub: EngineStub, number: int) -> dict[str, Any]:
+    return {"model": stub.model, "prompt": prompt_ids(8, number)}
+
+
+async def test_a_router_out_of_files_says_so_and_blames_no_replica() -> None:
+    """It called all its replicas unhealthy at once, and nothing told anyone that it was its own
+    limit; /metrics and /healthz, by which it might have been seen, got no connection either."""
+    go = asyncio.Event()
+    async with engines(2) as stubs:
+        with router_process({"health": QUICK_HEALTH}, limit=files_up_to(100)) as router:
+            async with router.serving(*stubs), contextlib.AsyncExitStack() as clients:
+                for stub in stubs:
+                    stub.behaviour = after(go)
+                for number in range(120):
+                    with contextlib.suppress(ConnectionError):
+                        client = await clients.enter_async_context(connect(router.port))
+                        await client.send("POST", "/v1/completions", body_for(stubs[0], number))
+                await eventually(
+                    lambda: "out of file descriptors (limit 100)" in router.log(), "it says so"
+                )
+                checks = (await router.metrics()).sum("kvroute_health_checks_total")
+                for _ in range(10):
+                    assert (await router.get("/healthz")).status == 200
+                overview = (await router.get("/overview")).json
+                assert overview["headline"]["level"] == "bad"
+                assert "out of file descriptors" in overview["headline"]["text"]
+                now = await router.metrics()
+                assert now.sum("kvroute_shortages_total", resource="open_files") > 0
+                assert now.sum("kvroute_rejected_requests_total", code="overloaded") > 0
+                assert now.sum("kvroute_replica_healthy") == 2
+                assert now.sum("kvroute_replica_failures_total") == 0
+                go.set()
+            async with router.serving(*stubs):
+                for number in range(5):
+                    found = await router.post("/v1/completions", body_for(stubs[0], 500 + number))
+                    assert found.status == 200
+                await router.until(
+                    lambda now: now.sum("kvroute_health_checks_total") > checks, "it checks again"
+                )
+            assert router.log().count("out of file descriptors") == 1
+
+
+async def test_bodies_together_have_a_bound() -> None:
+    """A hundred large bodies at once would need more memory than the machine has, though each of
+    them is within its own bound."""
+    go = asyncio.Event()
+    config = {"health": QUICK_HEALTH, "server": {"max_buffered_bytes": 100_000}}
+    async with engines(1) as (stub,):
+        with router_process(config) as router:
+            async with router.serving(stub):
+                stub.behaviour = after(go)
+                body = {**body_for(stub, 1), "user": "x" * 40_000}
+                held = [asyncio.create_task(router.post("/v1/completions", body)) for _ in range(2)]
+                await eventually(lambda: stub.active == 2, "two are under way")
+                for path in ("/v1/completions", "/route"):
+                    refused = await router.post(path, body)
+                    assert (refused.status, refused.error["code"]) == (503, "overloaded")
+                    assert refused.headers["retry-after"] == "1"
+                    assert "bodies of 100000 bytes" in refused.error["message"]
+                small = asyncio.create_task(router.post("/v1/completions", body_for(stub, 2)))
+                await eventually(lambda: stub.active == 3, "a small one has room")
+                now = await router.metrics()
+                assert 80_000 < now.sum("kvroute_buffered_bytes") <= 100_000
+                go.set()
+                answers = await asyncio.gather(*held, small)
+                assert [found.status for found in answers] == [200] * 3
+                assert (await router.metrics()).sum("kvroute_buffered_bytes") == 0
