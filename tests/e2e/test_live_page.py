@@ -195,9 +195,10 @@ async def test_a_retried_request_shows_the_replica_that_responded(
         before = (await router.get("/requests")).json["change"]
         assert (await complete(router, holder.model, [*ids, 7])).status == 200
         (request,) = (await router.get(f"/requests?after={before}")).json["requests"]
-        assert (request["replica"], request["attempts"], request["last_failure"]) == (
+        # One more where the first met a kept connection.
+        assert request["attempts"] in (2, 3)
+        assert (request["replica"], request["last_failure"]) == (
             other.name,
-            2,
             "closed",
         )
         assert request["predicted"]["cached_tokens"] == request["actual"] == 0
