@@ -14,6 +14,7 @@ from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObserver, RequestObservers
 from router.observability.self_repair import CacheFacts, SelfRepair, Trust
+from router.observability.shortages import Shortages
 from router.proxy import End, Failure
 from router.replicas import EventSource, ReplicaRegistry
 from router.replicas.load import LoadTracker
@@ -53,6 +54,7 @@ class Observed:
             RequestLog(),
             responses,
             self.repair,
+            Shortages(),
             clock=lambda: self.now,
         )
 
