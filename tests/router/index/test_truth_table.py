@@ -220,15 +220,6 @@ def test_two_replicas_with_different_seeds_share_one_index(index: PrefixIndex) -
     assert [hit.gpu_cached_tokens for hit in index.match(tokens(161)).values()] == [96, 128]
 
 
-def test_two_models_with_equal_hashes_do_not_mix(implementation: Implementation) -> None:
-    """Fact 8: the hash contains neither model nor group."""
-    one, two = implementation.create(None), implementation.create(None)
-    prompt = Prefix(tokens(160))
-    apply(one, prompt.stored(0, FULL))
-    apply(two, prompt.stored(0, FULL, 0, 32))
-    assert (gpu_hit(one, prompt.tokens), gpu_hit(two, prompt.tokens)) == (160, 32)
-
-
 def test_two_dp_ranks_are_two_caches(index: PrefixIndex, prompt: Prefix) -> None:
     """A rank reuses only what it holds itself."""
     first, second = SourceId("replica-a", 0), SourceId("replica-a", 1)

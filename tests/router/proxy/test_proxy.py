@@ -933,8 +933,10 @@ async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_lea
     """A server may report the disconnect that we caused before the call returns; the blame is the
     replica's."""
     gone = asyncio.Event()
+    listening = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
+        listening.set()
         await gone.wait()
         return {"type": "http.disconnect"}
 
@@ -944,8 +946,7 @@ async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_lea
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
         await connection.send(CHUNKED_JSON + b"1\r\n{\r\n")
-        # Long enough for the proxy to be listening for the client.
-        await asyncio.sleep(0.1)
+        await listening.wait()
 
     recorder = Recorder()
     async with raw_server(handle) as replica, bare_proxy() as (proxy, _):
@@ -975,11 +976,15 @@ async def test_a_short_request_starts_no_task() -> None:
 
 async def test_a_request_that_is_over_leaves_no_task_behind() -> None:
     """A server may keep `receive` waiting for as long as the client's connection lasts."""
+    listening = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        listening.set()
+        return await never()
 
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
-        # Long enough for the proxy to be listening for the client.
-        await asyncio.sleep(0.1)
+        await listening.wait()
         await connection.send(answer())
 
     async def send(message: Any) -> None:
@@ -988,7 +993,7 @@ async def test_a_request_that_is_over_leaves_no_task_behind() -> None:
     async with bare_proxy() as (proxy, _):
         async with raw_server(handle) as replica:
             before = asyncio.all_tasks()
-            end = await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
+            end = await proxy.stream([attempt(replica)], REQUEST, receive, send, Recorder())
         assert end is End.COMPLETED
         await eventually(
             lambda: asyncio.all_tasks() == before, "only the tasks from before are left"

@@ -163,6 +163,27 @@ async def test_the_rank_that_a_client_may_ask_for_is_the_one_it_gets(setting: Se
     assert next(decision.attempts()).request_headers == ((b"x-data-parallel-rank", b"3"),)
 
 
+async def test_two_models_with_equal_hashes_do_not_mix(setting: Setting) -> None:
+    """An engine's hash holds neither model nor group, so the same prompt has the same hashes in
+    both; what one model's replica holds says nothing of the other's."""
+    setting.add("r0")
+    setting.models.discover("other")
+    other = setting.registry.add(
+        ReplicaConfig(url="http://127.0.0.1:99", id="r1", models=("other",))
+    )
+    other.record.check_passed()
+    ids = list(range(65))
+    for model, tokens in (("m", 64), ("other", 16)):
+        for name in ("r0", "r1"):
+            blocks = BlockStored([*range(tokens // 16)], None, ids[:tokens], "GPU", 0)
+            setting.models.index_of(model).apply(SourceId(name, 0), EventBatch(0.0, [blocks]))
+    for model, name, hit in (("m", "r0", 64), ("other", "r1", 16)):
+        body = b'{"model": "%b", "prompt": %b}' % (model.encode(), str(ids).encode())
+        decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body)
+        (ranked,) = decision.ranking.ranked
+        assert (ranked.candidate.replica_id, ranked.candidate.cached_tokens) == (name, hit)
+
+
 async def test_a_replica_that_is_removed_after_the_decision_is_still_tried(
     setting: Setting,
 ) -> None:

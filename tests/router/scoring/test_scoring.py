@@ -26,6 +26,7 @@ from router.scoring import (
     policy_names,
     rank,
 )
+from router.scoring.policies import draw
 
 
 def request(
@@ -347,6 +348,13 @@ def test_a_faster_replica_holds_more_sessions() -> None:
     assert 1.7 < shares["b"] / shares["a"] < 2.3
 
 
+def test_ids_and_sessions_that_read_alike_together_draw_apart() -> None:
+    """Replica `a1` and session `2` are not replica `a` and session `12`."""
+    pairs = [("a1", b"2"), ("a", b"12"), ("a12", b"")]
+    draws = {draw(session, Candidate(replica_id=name)) for name, session in pairs}
+    assert len(draws) == len(pairs)
+
+
 def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
     """Not every client sends the header, and those that do not must not all share one replica."""
     candidates = [cached("busy", 0, decoding_requests=5), cached("idle", 0)]
@@ -460,6 +468,7 @@ A, B = Candidate(replica_id="a"), Candidate(replica_id="b")
     [
         ([Ranked(A, 1, "")], r"ranked \['a'\]; it must rank each of \['a', 'b'\] exactly once"),
         ([Ranked(A, 1, ""), Ranked(A, 1, "")], "exactly once"),
+        ([Ranked(A, 1, ""), Ranked(B, 1, ""), Ranked(A, 1, "")], "exactly once"),
         (
             [Ranked(A, 1, ""), Ranked(B, 1, ""), Ranked(Candidate(replica_id="c"), 1, "")],
             "exactly once",
@@ -468,7 +477,7 @@ A, B = Candidate(replica_id="a"), Candidate(replica_id="b")
         ([Ranked(A, 0, ""), Ranked(B, float("nan"), "")], "costs must be finite and ascend"),
         ([Ranked(A, 0, ""), Ranked(B, float("inf"), "")], "costs must be finite and ascend"),
     ],
-    ids=["one lost", "one twice", "one invented", "costs fall", "nan", "infinite"],
+    ids=["one lost", "one twice", "one again", "one invented", "costs fall", "nan", "infinite"],
 )
 def test_a_plug_in_that_breaks_the_rules_is_caught(ranked: list[Ranked], message: str) -> None:
     """A lost candidate would show only when a request has nowhere left to be retried."""
