@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
@@ -156,6 +155,8 @@ def create_api(
         generate_unique_id_function=_operation_id,
         default_response_class=Response,
         openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
     )
     client, operator = Access("client", parts.guard), Access("operator", parts.guard)
@@ -432,7 +433,7 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
 
 
 def _add_description(app: FastAPI, client: Access) -> None:
-    """Serve the OpenAPI document and two views of it. Nobody needs a key for them."""
+    """Serve the OpenAPI document. Nobody needs a key for it."""
 
     @functools.cache
     def encoded() -> bytes:
@@ -442,14 +443,6 @@ def _add_description(app: FastAPI, client: Access) -> None:
     async def openapi() -> Response:
         # Made once, in a thread: it takes longer than other streams should wait.
         return Response(await asyncio.to_thread(encoded), media_type=JSON)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
-
-    @app.get("/redoc", include_in_schema=False)
-    async def redoc() -> Response:
-        return get_redoc_html(openapi_url="openapi.json", title=app.title)
 
 
 # --- bodies and encodings -------------------------------------------------------------------------

@@ -1,11 +1,16 @@
-"""The live page: the files of `static/`, and the headers that restrict a browser to them.
+"""The live page and the API's description: the files of `static/`, and the headers that restrict a
+browser to them.
 
-The page is served by this process only, so it works where no other server can be reached. It needs
-no key, since it holds no data: it fetches everything from endpoints that do need one.
+The pages are served by this process only, so they work where no other server can be reached. They
+need no key, since they hold no data: they fetch everything from endpoints that do need one. A key
+that was entered lies in the browser's storage for this origin, where every script of this origin
+can read it: so none but these files runs here, and Swagger UI is among them (5.35.0 of npm's
+`swagger-ui-dist`, unchanged but for the references to source maps).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -30,6 +35,17 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 
+# Swagger UI has icons inside its style sheet, and builds HTML from descriptions, with a sanitiser
+# in front: so images may be inline, and trusted types are not required.
+DOCS_HEADERS = {
+    **HEADERS,
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; "
+        "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+}
+
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -42,12 +58,12 @@ class _PageFile(NamedTuple):
     content_type: str
     body: bytes
 
-    def response(self) -> Response:
-        return Response(self.body, headers={**HEADERS, "content-type": self.content_type})
+    def response(self, headers: Mapping[str, str] = HEADERS) -> Response:
+        return Response(self.body, headers={**headers, "content-type": self.content_type})
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at `/` and its files under `/static/`."""
+    """Serve the page at `/`, the API's description at `/docs`, and their files under `/static/`."""
     # Read once, so that no path a client names ever reaches the file system.
     page = _load()
     html = {200: sends_text("The page.", _TYPES["html"])}
@@ -55,6 +71,10 @@ def add_page(app: FastAPI) -> None:
     @app.get("/", **described("operation", "The live page", html))
     async def live_page() -> Response:
         return page["index.html"].response()
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return page["docs.html"].response(DOCS_HEADERS)
 
     @app.get("/static/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
@@ -64,10 +84,11 @@ def add_page(app: FastAPI) -> None:
 
 
 def _load() -> dict[str, _PageFile]:
-    """The files of the page by name."""
+    """The files of the pages by name."""
+    folder = files("router").joinpath("static")
     found = [
         file
-        for file in files("router").joinpath("static").iterdir()
+        for file in (*folder.iterdir(), *folder.joinpath("swagger-ui").iterdir())
         if _suffix(file.name) in _TYPES
     ]
     return {file.name: _PageFile(_TYPES[_suffix(file.name)], file.read_bytes()) for file in found}

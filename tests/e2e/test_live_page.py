@@ -39,7 +39,7 @@ LOCKED = {
 }
 KEYS = {"CLIENT_KEY": CLIENT_KEY, "OPERATOR_KEY": OPERATOR_KEY}
 
-STATIC = sorted(path.name for path in (Path(__file__).parents[2] / "router/static").iterdir())
+STATIC = sorted(path.name for path in (Path(__file__).parents[2] / "router/static").glob("*.*"))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import contextlib
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,38 @@ def test_metrics_cannot_need_a_key_that_is_not_there(tmp_path: Path) -> None:
     done = serve("--config", str(path), "--check")
     assert done.returncode == 2
     assert "observability.metrics_need_key: true; server.operator_api_key must be" in done.stderr
+
+
+# --- the page's key -------------------------------------------------------------------------------
+
+
+@needs_browser
+async def test_the_api_description_needs_nothing_from_elsewhere(router: RouterProcess) -> None:
+    """The operator's key lies in storage that every script on this origin can read; and a router
+    often stands where the internet is not."""
+    async with browser_page() as (page, watch):
+        await page.goto(f"{router.url}/docs")
+        await page.locator(".opblock-summary").first.click()
+        await page.get_by_text("It is.").first.wait_for()
+        assert not watch.complaints
+        assert all(address.startswith(router.url) for address in watch.addresses)
+
+
+async def test_no_script_from_elsewhere_may_run_on_a_page(router: RouterProcess) -> None:
+    """Nor may a page be framed, or send anything to another place."""
+    for path in ("/", "/docs"):
+        policy = (await router.get(path)).headers["content-security-policy"]
+        rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+        assert rules["default-src"] == rules["frame-ancestors"] == "'none'"
+        assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+        assert "http" not in policy
+
+
+def test_swagger_ui_is_the_one_that_was_published() -> None:
+    """What was vendored is known by its digest: 5.35.0 of `swagger-ui-dist`, without the references
+    to source maps."""
+    folder = ROOT / "router/static/swagger-ui"
+    digests = {path.name: sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    assert digests["swagger-ui-bundle.js"].startswith("e6a898692f2d768e807c3ba4626068a6")
+    assert digests["swagger-ui.css"].startswith("a6a4cf68f069eb89984d5d43644e6a81")
+    assert {"LICENSE", "NOTICE"} <= digests.keys()
