@@ -4,6 +4,7 @@ exactly."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from kvevents.codec import encode
 from kvevents.events import (
@@ -119,6 +120,71 @@ class RandomEngine:
             if gone:
                 events.append(BlockRemoved(gone, tier, group))
         return events
+
+
+class CopyingEngine:
+    """One group of full attention in a small pool, where a hash may have several physical copies.
+
+    Two requests that need a block at once both store it, as in vLLM; blocks are evicted one copy at
+    a time, least recently used first.
+    """
+
+    def __init__(self, seed: int, tells: str, blocks: int = 120) -> None:
+        """
+        Args:
+            seed: Of everything random.
+            tells: Which removals it announces: "every", "last", or "count": every one, with how
+                many copies are left.
+            blocks: In the pool.
+        """
+        self._rng = random.Random(seed)
+        self._tells = tells
+        self._num_blocks = blocks
+        self._lru: list[BlockHash] = []
+        self.copies: Counter[BlockHash] = Counter()
+        """What the pool really has."""
+        self.prompts = _prompts(self._rng)
+        self._hashes = [list(CHAIN.block_hashes(prompt, BLOCK)) for prompt in self.prompts]
+
+    def step(self) -> list[Event]:
+        """One request, or several with one prompt at once."""
+        which = self._rng.randrange(len(self.prompts))
+        hashes = self._hashes[which]
+        hit = next((i for i, each in enumerate(hashes) if each not in self.copies), len(hashes))
+        for each in hashes[:hit]:
+            self._lru.remove(each)
+            self._lru.append(each)
+        # A prompt that is cached whole still computes its last block.
+        first = min(hit, len(hashes) - 1)
+        events: list[Event] = []
+        for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
+            events.append(self._stored(which, first))
+            self._lru += reversed(hashes[first:])
+            self.copies.update(hashes[first:])
+        while len(self._lru) > self._num_blocks:
+            events += self._evict(self._lru.pop(0))
+        return events
+
+    def _stored(self, which: int, first: int) -> BlockStored:
+        hashes = self._hashes[which]
+        return BlockStored(
+            block_hashes=hashes[first:],
+            parent_block_hash=hashes[first - 1] if first else None,
+            token_ids=self.prompts[which][first * BLOCK :],
+            medium=GPU,
+            group_idx=0,
+            kv_cache_spec_kind=GroupKind.FULL.value,
+        )
+
+    def _evict(self, gone: BlockHash) -> list[Event]:
+        self.copies[gone] -= 1
+        left = self.copies[gone]
+        if not left:
+            del self.copies[gone]
+        if self._tells == "last" and left:
+            return []
+        counts = [left] if self._tells == "count" else None
+        return [BlockRemoved([gone], GPU, 0, remaining_copy_counts=counts)]
 
 
 def _prompts(rng: random.Random) -> list[list[int]]:

@@ -53,6 +53,7 @@ class BlockTable:
         self._entries: dict[BlockHash, _TableEntry] = {}
         self._forgotten: OrderedDict[BlockHash, int] = OrderedDict()
         self._total = 0
+        self._copies = 0
 
     def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._entries
@@ -60,6 +61,11 @@ class BlockTable:
     def __len__(self) -> int:
         """Distinct hashes held."""
         return len(self._entries)
+
+    @property
+    def has_further_copies(self) -> bool:
+        """Some block has more than one copy in one place."""
+        return self._copies > self._total
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -90,6 +96,7 @@ class BlockTable:
         """
         if not block_hashes:
             return
+        self._copies += copies * len(block_hashes)
         held, entries = self.held.setdefault(where, {}), self._entries
         for block_hash in block_hashes:
             before = held.get(block_hash, 0)
@@ -167,6 +174,7 @@ class BlockTable:
         gone: int,
     ) -> None:
         """*gone* of the *copies* there are left."""
+        self._copies -= gone
         if copies > gone:
             held[block_hash] = copies - gone
         else:

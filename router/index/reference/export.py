@@ -13,6 +13,7 @@ import msgspec
 from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
 from router.index.base import DumpError, LayoutHints, SourceId, SourceLimits
+from router.index.reference.copy_counting import Counting
 from router.index.reference.keys import KeySpace
 from router.index.reference.layout_learner import SeenGroup
 from router.index.reference.placing import BlockRun
@@ -55,6 +56,7 @@ class _SourceRecord(msgspec.Struct):
     uses_int_hashes: bool
     has_overflowed: bool
     has_lost_removals: bool
+    counting: Counting
     ambiguous: int
     given_up: int
     held: list[_HeldBlocks]
@@ -126,6 +128,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
         uses_int_hashes=table.uses_int_hashes,
         has_overflowed=source.has_overflowed,
         has_lost_removals=source.has_lost_removals,
+        counting=source.copies.counting,
         ambiguous=table.ambiguous,
         given_up=source.waiting.given_up,
         held=[
@@ -149,6 +152,7 @@ def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> 
     source.shows_extra_keys = record.shows_extra_keys
     source.has_overflowed = record.has_overflowed
     source.has_lost_removals = record.has_lost_removals
+    source.copies.counting = record.counting
     held = {
         (blocks.group, blocks.tier): dict(zip(blocks.hashes, blocks.copies, strict=True))
         for blocks in record.held

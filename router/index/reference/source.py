@@ -24,9 +24,10 @@ from kvevents.events import (
     TierBlocksCleared,
 )
 from kvevents.hashing import ExtraKeys
-from kvevents.layout import KVCacheLayout
+from kvevents.layout import GroupKind, KVCacheLayout, kind_from_wire
 from router.index.base import ApplyResult, LayoutHints, SourceLimits, SourceStatistics
 from router.index.reference.block_table import BlockTable
+from router.index.reference.copy_counting import CopyWatch, Counting
 from router.index.reference.hash_finder import HashFinder, engine_hashes
 from router.index.reference.keys import KeySpace
 from router.index.reference.layout_learner import LayoutLearner
@@ -47,11 +48,12 @@ class SourceCache:
         self.finder = HashFinder(self.learner.hints)
         self.table = BlockTable(self.limits)
         self.waiting = WaitingRuns()
+        self.copies = CopyWatch()
         self.batches = 0
         """Applied so far."""
         self.has_overflowed = False
         self.has_lost_removals = False
-        """An event that took blocks away could not be read."""
+        """An event that took blocks away could not be read, or was taken for more than it said."""
         self.shows_extra_keys = False
         """The events say what salts and the like a block has."""
         self._space = space
@@ -83,14 +85,17 @@ class SourceCache:
         )
 
     def _assumptions(self) -> tuple[str, ...]:
+        known = self.learner.assumptions()
+        if self.copies.counting is Counting.LAST_COPY:
+            known = (*known, "removals: announced only with the last copy of a block")
         unplaced = self.table.unplaced
         if not unplaced or self.finder.chain is not None:
-            return self.learner.assumptions()
+            return known
         unknown = (
             f"{unplaced} blocks cannot be placed: the engine's hash function is not known; "
             "configure hash_seeds"
         )
-        return (*self.learner.assumptions(), unknown)
+        return (*known, unknown)
 
     # --- applying ---------------------------------------------------------------------------------
 
@@ -112,7 +117,7 @@ class SourceCache:
         # A known hash function makes up for keys that were never learned.
         given_up_for_good = result.given_up > 0 and self.finder.chain is None
         self.has_lost_removals |= batch.hides_removals
-        result.is_incomplete = result.overflow > 0 or batch.hides_removals or given_up_for_good
+        result.is_incomplete |= result.overflow > 0 or batch.hides_removals or given_up_for_good
         return result
 
     def _learn_layout(self, event: Event) -> None:
@@ -132,6 +137,7 @@ class SourceCache:
             result.removed += self.table.clear(event.tier)
             if event.tier == GPU:
                 result.cleared = True
+                self.copies.forget()
                 # With nothing left there is nothing that could be wrong.
                 self.has_lost_removals &= bool(self.table)
 
@@ -140,6 +146,8 @@ class SourceCache:
         table, where = self.table, (event.group_idx or 0, event.tier)
         taken = event.block_hashes[: table.room(where)]
         table.add(where, taken)
+        if self.copies.leftovers and event.tier == GPU:
+            self._drop_ghosts(event)
         block_size = event.tokens_per_block
         if block_size:
             self._place(event, block_size)
@@ -153,12 +161,42 @@ class SourceCache:
 
     def _remove(self, event: BlockRemoved, result: ApplyResult) -> None:
         where, left = (event.group_idx or 0, event.tier), event.remaining_copy_counts
+        if left is not None:
+            self.copies.settle()
+        elif event.tier == GPU and (self.copies.leftovers or self.table.has_further_copies):
+            left = self._left_of_last(event, result)
         if left is None:
             removed = self.table.remove(where, event.block_hashes)
         else:
             removed = self.table.leave(where, event.block_hashes, left)
         result.removed += removed
         result.skipped += len(event.block_hashes) - removed
+
+    def _left_of_last(self, event: BlockRemoved, result: ApplyResult) -> list[int] | None:
+        """No copy of any block, where the source announces last removals only; else None: one less
+        of each."""
+        if self.copies.is_settled:
+            return None
+        group, told_last = event.group_idx or 0, self.copies.counting is Counting.LAST_COPY
+        held = self.table.held.get((group, GPU), {})
+        for block_hash in event.block_hashes:
+            self.copies.removed(group, block_hash, held.get(block_hash, 0))
+        if not told_last:
+            return None
+        if self.copies.is_settled:
+            # It announces every removal after all: copies were taken for gone that are there.
+            self.has_lost_removals = result.is_incomplete = True
+            return None
+        return [0] * len(event.block_hashes)
+
+    def _drop_ghosts(self, event: BlockStored) -> None:
+        """Remove the copies that only seemed to be left, once it is known that there are none."""
+        group = event.group_idx or 0
+        is_full = kind_from_wire(event.kv_cache_spec_kind) in (None, GroupKind.FULL)
+        parent = event.parent_block_hash
+        if self.copies.stored(group, event.block_hashes, parent, is_full):
+            for of_group, block_hash in self.copies.leftovers:
+                self.table.leave((of_group, GPU), (block_hash,), (0,))
 
     # --- placing ----------------------------------------------------------------------------------
 
