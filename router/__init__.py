@@ -9,6 +9,7 @@ The files; each imports only what is listed above it:
     config/          the configuration: one frozen, checked model
     tokenize/        request body -> token ids, exact or marked as not
     replicas/        which replicas exist, and how they do
+    taps.py          what happens at one cache, for whoever records it
     feed.py          carries every source's stream into the index of its model
     proxy/           one request streamed to one replica, as raw ASGI
     routing/         request body -> decision; writes no metrics

@@ -10,11 +10,13 @@
         ├── ForeignHost         403  `Host` names another machine
         ├── ForeignOrigin       403  a page on another origin wants to change something
         ├── LoopbackOnly        403  without an operator key, only this machine operates
+        ├── CaptureDisabled     403  prompts may not be recorded here
         ├── UnknownModel        404  no replica serves a model of that name
         ├── UnknownReplica      404  no replica has that id
         ├── UnknownPath         404  no such endpoint
         ├── MethodNotAllowed    405  the endpoint takes other methods
         ├── ReplicaExists       409  the id or the URL is taken
+        ├── NotRecordable       409  this cache cannot be recorded now
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
         ├── Overloaded          503  over a bound of the router itself, or the system's
@@ -167,6 +169,20 @@ class LoopbackOnly(RequestError):
         )
 
 
+class CaptureDisabled(RequestError):
+    """Prompts may be recorded only where the configuration allows it."""
+
+    status = 403
+    type = "permission_error"
+    code = "capture_disabled"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "recording: prompts are not recorded unless observability.allow_capture is on; "
+            "kvroute serve --allow-capture"
+        )
+
+
 class UnknownModel(RequestError):
     """No replica serves a model of that name."""
 
@@ -237,6 +253,17 @@ class ReplicaExists(RequestError):
             f"{place}: {_shown(value)} belongs to the replica {_shown(replica_id)} already; "
             "remove that one first"
         )
+
+
+class NotRecordable(RequestError):
+    """A cache cannot be recorded now."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "not_recordable"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"recording: {why}")
 
 
 class BodyTooLarge(RequestError):

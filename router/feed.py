@@ -18,7 +18,9 @@ from kvevents.messages import Batch
 from kvevents.pacing import Pacer
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
+from router.errors import NotRecordable
 from router.index import ApplyResult, LayoutHints, PrefixIndex, SourceId
+from router.taps import Tap, Taps
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Feed:
             index_of: The index of a model.
             options: Of all subscribers.
         """
+        self.taps = Taps()
         self._index_of = index_of
         self._options = options or SubscriberOptions()
         self._pacer = Pacer()
@@ -107,7 +110,7 @@ class Feed:
         if source in self._sources:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
-        feed = _SourceFeed(source, model, index, self._complain)
+        feed = _SourceFeed(source, model, index, self._complain, self.taps)
         subscriber = self._subscriber(endpoint, replay_endpoint, topic, feed)
         index.add(source, hints)
         feed.start(subscriber)
@@ -119,6 +122,7 @@ class Feed:
         if feed is None:
             return
         feed.cancel()
+        self.taps.end(source, "the replica was removed")
         # Before the await: once its task has ended, the source may have been added again.
         feed.index.drop(source)
         await feed.ended()
@@ -155,6 +159,17 @@ class Feed:
     def is_suspect(self, source: SourceId) -> bool:
         """Whether a source's hits should be discounted; one that is not followed has no hits."""
         return source in self._sources and self.state(source) is not SourceState.LIVE
+
+    def record(self, source: SourceId) -> Tap:
+        """Listen to a source: its state now, and all that happens from now on.
+
+        Raises:
+            NotRecordable: It is not followed, or `Taps.open` refuses.
+        """
+        feed = self._sources.get(source)
+        if feed is None:
+            raise NotRecordable(f"{source.replica} has no event stream of rank {source.dp_rank}")
+        return self.taps.open(source, feed.index.export(source))
 
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
         """Of every source that is followed."""
@@ -194,8 +209,10 @@ class _SourceFeed:
         model: str,
         index: PrefixIndex,
         complain: Callable[[SourceId, KVEventsError], None],
+        taps: Taps,
     ) -> None:
         self.index = index
+        self._taps = taps
         self.state = SourceState.CONNECTING
         self._source = source
         self._model = model
@@ -241,6 +258,9 @@ class _SourceFeed:
     # --- what the subscriber calls ----------------------------------------------------------------
 
     def apply(self, batch: Batch) -> Effect:
+        if self._taps:
+            for tap in self._taps.of(self._source):
+                tap.batch(batch.payload)
         result = self.index.apply(self._source, batch.payload)
         self._applied.add(result)
         if result.problem is not None:
@@ -261,6 +281,7 @@ class _SourceFeed:
             reason,
         )
         self._applied.cleared += 1
+        self._taps.end(self._source, f"the stream starts from nothing: {reason}")
         self.index.clear(self._source)
 
     def change(self, state: SourceState) -> None:

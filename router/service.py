@@ -140,6 +140,7 @@ class RouterService:
             self.responses,
             self.repair,
             self.shortages,
+            self.feed.taps,
         )
         self._follower = _ReplicaFollower(
             self.registry,

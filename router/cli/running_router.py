@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +13,8 @@ from router.errors import RouterError
 from router.upstream import Header, Origin, OriginError, Timeouts, UpstreamClient, UpstreamError
 
 _MAX_RESPONSE_BYTES = 64 * 1024 * 1024
+_MAX_LINE_BYTES = 256 * 1024 * 1024
+OPERATOR_KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
 
 
 Response = TypeVar("Response")
@@ -81,6 +84,35 @@ class RunningRouter:
             raise QueryFailed(
                 f"{self._url}: not the response of a router of this version: {error}"
             ) from None
+
+    async def lines(self, target: str) -> AsyncIterator[bytes]:
+        """The lines of a response that goes on, each with its line break.
+
+        Raises:
+            QueryFailed: There was no response, its status was not 200, it broke off, or a line is
+                too long.
+        """
+        try:
+            response = await self._client.send(
+                self._origin, b"GET", target.encode(), self._headers(b""), b"", self._timeouts
+            )
+            try:
+                rest = bytearray()
+                while (chunk := await response.read_chunk()) is not None:
+                    rest += chunk
+                    if len(rest) > _MAX_LINE_BYTES:
+                        raise QueryFailed(f"{self._url}: a line over {_MAX_LINE_BYTES} bytes")
+                    if response.status == 200 and b"\n" in chunk:
+                        *whole, last = bytes(rest).split(b"\n")
+                        rest = bytearray(last)
+                        for line in whole:
+                            yield line + b"\n"
+            finally:
+                response.abort()
+        except UpstreamError as error:
+            raise QueryFailed(str(error)) from None
+        if response.status != 200:
+            raise QueryFailed(f"{self._url}: status {response.status}: {_message(bytes(rest))}")
 
     def _headers(self, body: bytes) -> list[Header]:
         headers = [(b"content-type", b"application/json")] if body else []

@@ -38,6 +38,20 @@ def add_to(commands: Any) -> None:
         help="listen beyond this machine without a client key; as server.insecure",
     )
     parser.add_argument(
+        "--allow-capture",
+        action="store_const",
+        const=True,
+        help="let operators record prompts, as token ids: kvroute capture --url",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="overrides observability.log_level",
+    )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), help="overrides observability.log_format"
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="check the configuration, load tokenizers, templates and the policy, and exit",
@@ -47,9 +61,7 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or only check the configuration."""
-    overrides = Overrides(
-        arguments.host, arguments.port, arguments.replica, arguments.insecure or None
-    )
+    overrides = _overrides(arguments)
     if arguments.config:
         config = RouterConfig.load(arguments.config, os.environ, overrides)
     else:
@@ -62,6 +74,19 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     return run_server(config)
+
+
+def _overrides(arguments: argparse.Namespace) -> Overrides:
+    names = ("log_level", "log_format", "allow_capture")
+    given = {name: getattr(arguments, name) for name in names}
+    observability = {name: value for name, value in given.items() if value is not None}
+    return Overrides(
+        arguments.host,
+        arguments.port,
+        arguments.replica,
+        arguments.insecure or None,
+        observability,
+    )
 
 
 def _load(config: RouterConfig) -> None:

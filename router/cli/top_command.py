@@ -16,13 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.running_router import QueryFailed, RunningRouter, plain
+from router.cli.running_router import OPERATOR_KEY_VARIABLE, QueryFailed, RunningRouter, plain
 from router.cli.signals import EndedBySignal, run_until_signal
 from router.http.views import LastMinute, Overview, ReplicaSummary, RequestsView, RequestView
 from router.observability.problems import Level
 from router.upstream import Timeouts
 
-KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
 _MAX_REQUESTS = 60
 _PIPE_COLUMNS = 200
 """Wide enough that nothing is cut where the output is not a terminal."""
@@ -36,7 +35,7 @@ def add_to(commands: Any) -> None:
         "top",
         description="Shows what is wrong, the last minute, every replica with its blocks, and the "
         "requests routed last. Ctrl-C ends it. A key is read from the environment variable "
-        f"{KEY_VARIABLE}.",
+        f"{OPERATOR_KEY_VARIABLE}.",
     )
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="the router (default: %(default)s)"
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _show(console: Console, url: str, interval_s: float | None) -> None:
     """Show the router every *interval_s*; once if that is None."""
-    router = RunningRouter(url, KEY_VARIABLE, _TIMEOUTS)
+    router = RunningRouter(url, OPERATOR_KEY_VARIABLE, _TIMEOUTS)
     try:
         glance = await _look(router)
         if interval_s is None:

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
@@ -417,6 +418,8 @@ class ObservabilityConfig(Section, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     access_log: bool = False
+    allow_capture: bool = False
+    """Whether operators may record prompts, as token ids, with `kvroute capture --url`."""
     metrics_need_key: bool = False
     """Whether /metrics asks for the operator's key."""
 
@@ -431,6 +434,8 @@ class Overrides(NamedTuple):
     port: int | None = None
     replica_urls: Sequence[str] = ()
     insecure: bool | None = None
+    observability: Mapping[str, object] = MappingProxyType({})
+    """Options of `observability`."""
 
     def applied_to(self, data: object) -> object:
         """A document with these values in it; what is not a document is left to be refused."""
@@ -442,7 +447,15 @@ class Overrides(NamedTuple):
             server = {**server, **{key: value for key, value in given.items() if value is not None}}
         if isinstance(replicas, list):
             replicas = [*replicas, *({"url": url} for url in self.replica_urls)]
-        return {**data, "server": server, "replicas": replicas}
+        observability = data.get("observability") or {}
+        if isinstance(observability, dict):
+            observability = {**observability, **self.observability}
+        return {
+            **data,
+            "server": server,
+            "replicas": replicas,
+            "observability": observability,
+        }
 
 
 class RouterConfig(Section, frozen=True):

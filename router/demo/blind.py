@@ -98,9 +98,10 @@ class GroupBlindIndex(PrefixIndex):
         return self._index.explain(prompt, source)
 
     @override
-    def export(self) -> Iterator[bytes]:
-        yield msgspec.msgpack.encode(list(self._copies.items()))
-        yield from self._index.export()
+    def export(self, only: SourceId | None = None) -> Iterator[bytes]:
+        copies = self._copies.items()
+        yield msgspec.msgpack.encode([each for each in copies if only in (None, each[0])])
+        yield from self._index.export(only)
 
     @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
@@ -22,8 +23,10 @@ from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.errors import (
     BadRequest,
     BodyTooLarge,
+    CaptureDisabled,
     ForeignHost,
     MethodNotAllowed,
+    NotRecordable,
     Overloaded,
     ReplicaExists,
     RequestError,
@@ -76,6 +79,7 @@ from router.http.views import (
     RouteView,
     StatusView,
 )
+from router.index import SourceId
 from router.observability.metrics import CONTENT_TYPE, RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import MAX_REQUESTS, RequestLog
@@ -87,6 +91,7 @@ from router.routing.admission import Admission
 from router.routing.dispatcher import Dispatcher
 from router.routing.models import ModelSet
 from router.routing.tokenizer_check import TokenizerCheck
+from router.taps import Tap
 from router.tokenize import Endpoint
 
 MAX_OPERATOR_BODY_BYTES = 1_048_576
@@ -168,6 +173,7 @@ def create_api(
     _add_adding(app, parts, operator)
     _add_draining(app, parts, operator)
     _add_insight(app, parts, operator)
+    _add_recording(app, parts, operator)
     add_page(app)
     _add_description(app, client)
     return app
@@ -412,6 +418,45 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     )
     async def config() -> Response:
         return _json(parts.config.to_public_dict())
+
+
+_RECORDING = "application/x-ndjson"
+_QUIET_S = 1.0
+_MAX_RANK = 1023
+
+
+def _add_recording(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    lines = sends_text("The recording, line by line, for as long as it is read.", _RECORDING)
+    not_followed = NotRecordable("replica-0 has no event stream of rank 0")
+
+    @app.get(
+        "/replicas/{replica_id}/recording",
+        **described(
+            "operation",
+            "Record one cache: its state, then its batches and the prompts sent there, as token "
+            "ids, with what the engine reports of each",
+            {200: lines},
+            access=operator,
+            errors=(CaptureDisabled(), _UNKNOWN, not_followed),
+            parameters=[_parameter("dp_rank", "The data-parallel rank", 0, _MAX_RANK)],
+        ),
+    )
+    async def recording(request: Request, replica_id: str) -> Response:
+        if not parts.config.observability.allow_capture:
+            raise CaptureDisabled
+        rank = _number(request, "dp_rank", 0, _MAX_RANK)
+        tap = parts.feed.record(SourceId(parts.registry.get(replica_id).id, rank))
+        return StreamingResponse(_lines(parts, tap), media_type=_RECORDING)
+
+
+async def _lines(parts: ApiParts, tap: Tap) -> AsyncIterator[bytes]:
+    try:
+        async for line in tap.lines(_QUIET_S):
+            if parts.admission.is_shutting_down:
+                tap.end("the router is shutting down")
+            yield line
+    finally:
+        parts.feed.taps.close(tap)
 
 
 def _parameter(name: str, description: str, default: int, most: int) -> dict[str, Any]:

@@ -251,8 +251,9 @@ class PrefixIndex(Protocol):
 
     # --- keeping ---
 
-    def export(self) -> Iterator[bytes]:
-        """The whole state as records, for `router.index.dump`.
+    def export(self, only: SourceId | None = None) -> Iterator[bytes]:
+        """The whole state as records, for `router.index.dump`; of one source where *only* names
+        it.
 
         Their form is the implementation's own, and none is empty. A source's record is made when it
         is asked for, so events may be applied in between.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from router.errors import NoReplica, Overloaded, RequestError
+from router.index import SourceId
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
@@ -20,6 +21,8 @@ from router.replicas.load import InFlight, LoadTracker
 from router.routing.dispatcher import Decision
 from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.stored_responses import StoredResponses
+from router.scoring import Candidate
+from router.taps import Tap, Taps
 from router.tokenize import Endpoint
 
 # A 500 may be the request's own fault: were it held against the replica, one client could empty the
@@ -42,6 +45,7 @@ class RequestObservers:
         responses: StoredResponses,
         repair: SelfRepair,
         shortages: Shortages,
+        taps: Taps,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the parts that hear of requests.
@@ -55,6 +59,7 @@ class RequestObservers:
             responses: Learns who has which stored response.
             repair: Judges the sources by how they were predicted.
             shortages: Hears when memory is short.
+            taps: Who records the caches that requests are sent to.
             clock: A monotonic clock, in seconds.
         """
         self.load = load
@@ -66,6 +71,7 @@ class RequestObservers:
         self.repair = repair
         self.clock = clock
         self.shortages = shortages
+        self.taps = taps
         self.reporting: set[str] = set()
         """Replicas whose responses have reported cached tokens at least once."""
 
@@ -130,6 +136,7 @@ class RequestObserver(ProxyObserver):
         "_metrics",
         "_moment",
         "_planner",
+        "_queries",
         "_repair",
         "_replicas",
         "_reporting",
@@ -137,6 +144,7 @@ class RequestObserver(ProxyObserver):
         "_responded",
         "_response_id",
         "_responses",
+        "_taps",
         "_usage",
     )
 
@@ -152,6 +160,8 @@ class RequestObserver(ProxyObserver):
         self._responses = shared.responses
         self._repair = shared.repair
         self._clock = shared.clock
+        self._taps = shared.taps
+        self._queries: tuple[tuple[Tap, int], ...] = ()
         spec = decision.spec
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
@@ -176,6 +186,7 @@ class RequestObserver(ProxyObserver):
             )
         else:
             self._in_flight.retried(replica_id, uncached, dp_rank)
+        self._queries = self._recorded(ranked.candidate, source) if self._taps else ()
         if source is not None:
             self._planner.remember(self._decision.prompts, source)
         self._end_moment()
@@ -259,6 +270,8 @@ class RequestObserver(ProxyObserver):
         actual = self._cached_tokens(replica_id) if is_comparable else None
         if actual is not None:
             self._request.actual_tokens = actual
+            for tap, number in self._queries:
+                tap.hit(number, actual)
             self._metrics.compare(
                 self._decision.model_name, replica_id, self._request.cached_tokens, actual
             )
@@ -276,6 +289,19 @@ class RequestObserver(ProxyObserver):
             has_adapter=prompt.lora_name is not None,
             has_media=prompt.extra_keys is not None,
         )
+
+    def _recorded(
+        self, candidate: Candidate, source: SourceId | None
+    ) -> tuple[tuple[Tap, int], ...]:
+        """Give the prompt to whoever records the cache that it is sent to, where that is certain
+        and the engine's report will be comparable."""
+        decision = self._decision
+        taps = () if source is None else self._taps.of(source)
+        if not (taps and decision.prompts and decision.is_comparable_at(candidate)):
+            return ()
+        prompt = decision.tokenized[0]
+        told = prompt.token_ids, prompt.cache_salt, prompt.lora_name, prompt.extra_keys
+        return tuple((tap, tap.query(*told)) for tap in taps)
 
     def _cached_tokens(self, replica_id: str) -> int | None:
         """What the engine reported as cached. vLLM leaves a zero out, so from a replica that has

@@ -6,6 +6,12 @@ whatever else the recorder noted. Frames and queries follow in the order in whic
 - `{"frame": base64}`: the third frame of a message, as the publisher sent it.
 - `{"query": [token ids], "salt"?, "lora"?, "extra_keys"?, "hit": n}`: at this point the engine
   would reuse n tokens of this prompt.
+
+What a router recorded has three more:
+
+- `{"state": [base64 ...]}`: what its index knew of the cache, as the records of one source.
+- a query with a `number` instead of its hit: it was sent to the engine at this point.
+- `{"number": n, "hit": n}`: what the engine has reported of it since.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeAlias
+from typing import IO, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -92,15 +98,30 @@ class Query(msgspec.Struct):
 
     query: list[_Token]
     """The prompt's token ids."""
-    hit: int
-    """Tokens reused."""
+    hit: int | None
+    """Tokens reused; None where a `Report` follows."""
     salt: str | None = None
     lora: str | None = None
     extra_keys: list[Any] | None = None
+    number: int | None = None
+    """Names it for its report."""
 
 
-Record: TypeAlias = bytes | Query
-"""A frame's payload, or a query."""
+class Report(NamedTuple):
+    """What the engine reused of an earlier query."""
+
+    number: int
+    hit: int
+
+
+class IndexState(NamedTuple):
+    """A source as the records of an index."""
+
+    records: list[bytes]
+
+
+Record: TypeAlias = bytes | Query | Report | IndexState
+"""A frame's payload, or another line."""
 
 
 class _Line(msgspec.Struct):
@@ -110,6 +131,8 @@ class _Line(msgspec.Struct):
     salt: str | None = None
     lora: str | None = None
     extra_keys: list[Any] | None = None
+    number: int | None = None
+    state: list[str] | None = None
 
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -161,21 +184,35 @@ class RecordingReader:
             line = _line_decoder.decode(raw)
             if line.frame is not None:
                 return base64.b64decode(line.frame, validate=True)
+            if line.state is not None:
+                return IndexState(
+                    [base64.b64decode(record, validate=True) for record in line.state]
+                )
         except _UNREADABLE as error:
             raise RecordingError(f"line {self.line}: {error}") from None
-        if line.query is None or line.hit is None:
-            raise RecordingError(
-                f"line {self.line}: a line has either `frame`, or `query` and `hit`"
-            )
-        return Query(line.query, line.hit, line.salt, line.lora, line.extra_keys)
+        if line.query is not None and (line.hit is None) == (line.number is not None):
+            given = line.salt, line.lora, line.extra_keys, line.number
+            return Query(line.query, line.hit, *given)
+        if line.query is None and line.number is not None and line.hit is not None:
+            return Report(line.number, line.hit)
+        raise RecordingError(
+            f"line {self.line}: a line has either `frame`, or `query` and `hit` or `number`, or "
+            "`number` and `hit`, or `state`"
+        )
 
 
 class RecordingWriter:
     """Writes a recording, each line to disk before the next."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: Header | None = None) -> None:
+        """
+        Args:
+            path: The file; compressed where it ends in `.gz`.
+            header: None: it comes as the first of the lines.
+        """
         self._file = _open(path, "wb")
-        self._write(header)
+        if header is not None:
+            self._write(header)
 
     def __enter__(self) -> RecordingWriter:
         return self
@@ -190,6 +227,11 @@ class RecordingWriter:
     def query(self, query: Query) -> None:
         """Append a prompt and what the engine reused of it."""
         self._write(query)
+
+    def line(self, line: bytes) -> None:
+        """Append a line that is encoded already, with its line break."""
+        self._file.write(line)
+        self._file.flush()
 
     def _write(self, value: Any) -> None:
         self._file.write(msgspec.json.encode(value) + b"\n")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvevents.errors import MalformedBatch
-from router.index import PrefixIndex, SourceId, create_index
-from router.recordings.format import Query, RecordingReader
+from router.index import DumpError, LayoutHints, SourceId, create_index
+from router.recordings.format import (
+    IndexState,
+    Query,
+    Record,
+    RecordingError,
+    RecordingReader,
+    Report,
+)
 
 _SOURCE = SourceId("recording")
 
@@ -65,28 +72,63 @@ def replay(path: Path, learn_layout: bool, summary: ReplaySummary) -> Iterator[P
     Raises:
         RecordingError: The file is not a recording.
     """
-    index = create_index()
     with RecordingReader(path) as reader:
-        index.add(_SOURCE, reader.header.hints(learn_layout))
+        replayed = _Replay(reader.header.hints(learn_layout), summary)
         for record in reader:
-            if isinstance(record, Query):
-                prediction = _predict(index, reader.line, record)
+            prediction = replayed.take(reader.line, record)
+            if prediction is not None:
                 summary.add(prediction)
                 yield prediction
-            else:
-                _apply(index, record, summary)
 
 
-def _predict(index: PrefixIndex, line: int, query: Query) -> Prediction:
-    hit = index.match(query.query, query.lora, query.salt, query.extra_keys)[_SOURCE]
-    return Prediction(line, len(query.query), hit.cached_tokens, hit.gpu_cached_tokens, query.hit)
+class _Replay:
+    """The index as it was at each line of a recording."""
 
+    def __init__(self, hints: LayoutHints, summary: ReplaySummary) -> None:
+        self._index = create_index()
+        self._index.add(_SOURCE, hints)
+        self._source = _SOURCE
+        self._summary = summary
+        self._unreported: dict[int, Prediction] = {}
+        """Predictions by the numbers of their queries, until the engine's report is read."""
 
-def _apply(index: PrefixIndex, payload: bytes, summary: ReplaySummary) -> None:
-    summary.frames += 1
-    try:
-        result = index.apply(_SOURCE, payload)
-    except MalformedBatch:
-        summary.malformed += 1
-    else:
-        summary.malformed += result.unreadable > 0
+    def take(self, line: int, record: Record) -> Prediction | None:
+        """Take the next record; returns the prediction that it completes."""
+        if isinstance(record, bytes):
+            self._apply(record)
+        elif isinstance(record, IndexState):
+            self._restore(line, record)
+        elif isinstance(record, Report):
+            sent = self._unreported.pop(record.number, None)
+            return None if sent is None else replace(sent, hit=record.hit)
+        else:
+            prediction = self._predict(line, record)
+            if record.number is None:
+                return prediction
+            self._unreported[record.number] = prediction
+        return None
+
+    def _predict(self, line: int, query: Query) -> Prediction:
+        hits = self._index.match(query.query, query.lora, query.salt, query.extra_keys)
+        hit = hits[self._source]
+        tokens = len(query.query)
+        return Prediction(line, tokens, hit.cached_tokens, hit.gpu_cached_tokens, query.hit or 0)
+
+    def _restore(self, line: int, state: IndexState) -> None:
+        try:
+            self._index.restore(state.records)
+        except DumpError as error:
+            raise RecordingError(f"line {line}, state: {error}") from None
+        sources = list(self._index.statistics())
+        if len(sources) != 1:
+            raise RecordingError(f"line {line}, state: {len(sources)} sources; it must be one")
+        self._source = sources[0]
+
+    def _apply(self, payload: bytes) -> None:
+        self._summary.frames += 1
+        try:
+            result = self._index.apply(self._source, payload)
+        except MalformedBatch:
+            self._summary.malformed += 1
+        else:
+            self._summary.malformed += result.unreadable > 0

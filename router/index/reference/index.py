@@ -107,8 +107,11 @@ class ReferenceIndex(PrefixIndex):
     # --- keeping ----------------------------------------------------------------------------------
 
     @override
-    def export(self) -> Iterator[bytes]:
-        return records_of(self.keys, self.sources)
+    def export(self, only: SourceId | None = None) -> Iterator[bytes]:
+        if only is None:
+            return records_of(self.keys, self.sources)
+        named = {only: self.sources[only]} if only in self.sources else {}
+        return records_of(self.keys, named)
 
     @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:

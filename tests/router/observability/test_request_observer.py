@@ -24,6 +24,7 @@ from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.scoring import make_policy
+from router.taps import Taps
 from router.tokenize import Endpoint
 
 IDS = list(range(1, 130))
@@ -55,6 +56,7 @@ class Observed:
             responses,
             self.repair,
             Shortages(),
+            Taps(),
             clock=lambda: self.now,
         )
 

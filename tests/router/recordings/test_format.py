@@ -161,6 +161,9 @@ DAMAGED_LINES: dict[str, bytes] = {
     "a list": b"[1]",
     "neither frame nor query": b"{}",
     "a query without a hit": b'{"query": [1]}',
+    "a query with a hit and a number": b'{"query": [1], "hit": 1, "number": 1}',
+    "a number without a hit": b'{"number": 1}',
+    "a state that is not base64": b'{"state": ["a"]}',
     "a hit without a query": b'{"hit": 1}',
     "a query of text": b'{"query": "hello", "hit": 1}',
     "a hit of text": b'{"query": [1], "hit": "1"}',
@@ -249,6 +252,33 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(RecordingError, match=r"folder\.jsonl: Is a directory"):
         RecordingWriter(tmp_path / "folder.jsonl", HEADER)
+
+
+def test_a_report_is_of_the_query_with_its_number(tmp_path: Path) -> None:
+    """What a router records: requests overlap, and some are never reported on. Each is predicted
+    where it was sent."""
+    (tmp_path / "routed.jsonl").write_text(
+        HEADER_LINE
+        + """
+{"query": [1, 2, 3], "number": 1}
+{"query": [4, 5], "number": 2}
+{"query": [6], "number": 3}
+{"number": 2, "hit": 0}
+{"number": 1, "hit": 2}
+"""
+    )
+    summary = ReplaySummary("routed", learn_layout=False)
+    predictions = list(replay(tmp_path / "routed.jsonl", False, summary))
+    assert [(one.line, one.tokens, one.hit) for one in predictions] == [(3, 2, 0), (2, 3, 2)]
+    assert (summary.queries, summary.exact) == (2, 1)
+
+
+@pytest.mark.parametrize("records", [[], [""], ["aGk="]])
+def test_a_state_that_is_none_is_refused_with_its_line(tmp_path: Path, records: list[str]) -> None:
+    """Another version's, or edited."""
+    (tmp_path / "s.jsonl").write_text(HEADER_LINE + "\n" + json.dumps({"state": records}) + "\n")
+    with pytest.raises(RecordingError, match="line 2, state: "):
+        list(replay(tmp_path / "s.jsonl", False, ReplaySummary("s", learn_layout=False)))
 
 
 # --- replayed -------------------------------------------------------------------------------------
