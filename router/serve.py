@@ -23,7 +23,13 @@ import uvloop
 from router.app import RouterApp
 from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
-from router.http.connection_guard import ClientLimits, GuardedHttpProtocol, guarded_protocol
+from router.http.connection_guard import (
+    OUT_OF_MEMORY,
+    ClientLimits,
+    GuardedHttpProtocol,
+    Refusal,
+    guarded_protocol,
+)
 from router.index import PrefixIndex, create_index
 from router.routing.admission import Admission
 from router.service import RouterService
@@ -186,9 +192,13 @@ def _uvicorn_config(
     limits = ClientLimits(
         config.server.max_header_bytes, timeouts.client_body_s, timeouts.client_stall_s
     )
-    protocol = guarded_protocol(
-        limits, lambda refusal: service.metrics.bad_requests.labels(refusal).inc()
-    )
+
+    def count(refusal: Refusal) -> None:
+        service.metrics.bad_requests.labels(refusal).inc()
+        if refusal is OUT_OF_MEMORY:
+            service.shortages.note("memory")
+
+    protocol = guarded_protocol(limits, count)
     protocol.reserved_from = reserved_from
     protocol.on_reserve = staticmethod(lambda: service.shortages.note("open_files"))
     return uvicorn.Config(

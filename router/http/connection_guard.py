@@ -53,6 +53,7 @@ SLOW_REQUEST = Refusal("slow_request")
 BAD_HOST = Refusal("bad_host")
 UNKNOWN_CODING = Refusal("unknown_transfer_coding")
 NOT_READ = Refusal("response_not_read")
+OUT_OF_MEMORY = Refusal("overloaded")
 
 _STATUS_LINES = {
     MALFORMED: b"HTTP/1.1 400 Bad Request\r\n",
@@ -60,6 +61,7 @@ _STATUS_LINES = {
     PIPELINED: b"HTTP/1.1 400 Bad Request\r\n",
     BAD_HOST: b"HTTP/1.1 400 Bad Request\r\n",
     UNKNOWN_CODING: b"HTTP/1.1 501 Not Implemented\r\n",
+    OUT_OF_MEMORY: b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n",
 }
 
 
@@ -213,7 +215,12 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             return self._decline_upgrade() and self._feed_body(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
+        except MemoryError:
+            self._violation = OUT_OF_MEMORY
+            return False
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, MemoryError):
+                self._violation = OUT_OF_MEMORY
             return False
         return True
 
@@ -296,7 +303,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
 
     def _respond_with(self, reason: Refusal) -> None:
         self._refused_at = self.loop.time()
-        body = error_body(Dialect.OPENAI, self._message(reason), "invalid_request_error", reason)
+        kind = "server_error" if reason is OUT_OF_MEMORY else "invalid_request_error"
+        body = error_body(Dialect.OPENAI, self._message(reason), kind, reason)
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             % len(body)
@@ -321,6 +329,8 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
                 f"request: more than {MAX_PIPELINED} requests wait on this connection; "
                 "wait for responses"
             )
+        if reason is OUT_OF_MEMORY:
+            return "the router is out of memory; try again"
         if reason is UNKNOWN_CODING:
             return "transfer-encoding: only chunked is decoded here; send the body without others"
         if reason is BAD_HOST:

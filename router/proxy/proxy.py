@@ -191,6 +191,12 @@ class _Relay:
             self.end = await self._serve(plan)
         except _ClientLeft:
             self.end = End.CLIENT_LEFT
+        except MemoryError:
+            if self._status is not None:
+                raise
+            self.end = await self._refuse(
+                End.OVERLOADED, 503, "the router is out of memory", "overloaded"
+            )
         except asyncio.CancelledError:
             if self._verdict is None or self._is_cancelled_from_outside():
                 raise

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from router.tokenize.body.json_fields import encode_json
 from router.tokenize.chat.conversation import has_media
 from router.tokenize.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
 from router.tokenize.limits import PromptLimits
@@ -93,6 +94,8 @@ class RemoteTokenizer:
             ReplicaAnswerError: The replica refused, or its response is malformed.
             OSError: No replica responded; TimeoutError likewise.
         """
+        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._limits.max_prompt_chars:
+            raise UntokenizableError("prompt_too_long")
         body = _request_body(prompt, model)
         ids = await self._ask(body, cache_salt)
         if prompt.truncation is not None and len(ids) > prompt.truncation.max_tokens:
@@ -151,7 +154,7 @@ def _request_body(prompt: TextPrompt | ChatPrompt, model: str | None) -> bytes:
         fields["prompt"] = prompt.text
     else:
         fields.update(_chat_fields(prompt))
-    return msgspec.json.encode(fields)
+    return encode_json(fields)
 
 
 def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:

@@ -6,8 +6,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def encode_json(value: object) -> bytes:
+    """Encode as JSON; raises MemoryError where there is no memory for it.
+
+    `msgspec.json.encode` crashes the process (0.22) where it finds no room for a long string; into
+    a buffer it says so.
+    """
+    buffer = bytearray()
+    _ENCODER.encode_into(value, buffer)
+    return bytes(buffer)
 
 
 def describe(value: object) -> str:

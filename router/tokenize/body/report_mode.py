@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from router.tokenize.body.json_fields import encode_json
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.prompts import PromptSpec
 
@@ -69,4 +70,4 @@ def _without_report_mode(body: bytes) -> bytes:
         kept: dict[str, Any] = dict(_RAW_FIELDS.decode(arguments))
         kept.pop(_REPORT_MODE, None)
         fields[ARGUMENTS_FIELD] = kept
-    return msgspec.json.encode(fields)
+    return encode_json(fields)

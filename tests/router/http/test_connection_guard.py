@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 from router.http.connection_guard import (
     _PROBE_DELAYS_S,
     MAX_PIPELINED,
+    OUT_OF_MEMORY,
     ClientLimits,
     GuardedHttpProtocol,
     Refusal,
@@ -410,3 +411,22 @@ async def test_bytes_that_are_not_http_get_one_error_and_are_counted(data: bytes
         assert (found.status, found.error["code"]) == (400, "malformed_http")
         assert await client.is_closed()
         assert app.refusals == ["malformed_http"]
+
+
+class _NoRoom(bytearray):
+    def __iadd__(self, more: object) -> _NoRoom:
+        raise MemoryError
+
+
+async def test_a_body_that_there_is_no_memory_for_is_the_routers_own_failure() -> None:
+    """Its client was told that the request is malformed, so that it would never try again."""
+    async with guarded_server() as server, connect(server.port) as client:
+        await client.write(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nbegin")
+        await eventually(lambda: server.connection.cycle is not None, "the head is read")
+        server.connection.cycle.body = _NoRoom()
+        await client.write(b"more")
+        found = await client.read_answer()
+        assert (found.status, found.error["code"]) == (503, "overloaded")
+        assert found.headers["retry-after"] == "1"
+        assert server.refusals == [OUT_OF_MEMORY]
+        assert await client.is_closed()
