@@ -32,6 +32,9 @@ from kvevents.events import (
 MAX_TOKEN_ID = 2**32 - 1
 MAX_GROUP_IDX = 255
 MAX_NAME_LENGTH = 256
+MAX_UNREADABLE = 1000
+"""Events of one batch that may break the format; with more it is refused as a whole. Each costs ten
+times what a readable one does."""
 
 _STORED_POSITIONS = (
     "block_hashes",
@@ -257,6 +260,8 @@ class _Reading:
                 return
         except MalformedBatch as error:
             self.unreadable += 1
+            if self.unreadable > MAX_UNREADABLE:
+                raise
             # A store that is missing costs hits, and no more than that.
             self._note(str(error), takes_away=(kind or _tag_of(raw)) != "BlockStored")
             return

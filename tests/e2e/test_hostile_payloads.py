@@ -48,8 +48,9 @@ def recorded_payloads() -> list[bytes]:
     """Short payloads that real engines of many versions sent."""
     payloads = {
         message.payload
-        for version in wire_samples.versions()
-        for message in wire_samples.live(version)
+        for engine in ("vllm", "sglang")
+        for version in wire_samples.versions(engine)
+        for message in wire_samples.live(version, engine)
     }
     for path in STREAMS:
         with RecordingReader(path) as reader:

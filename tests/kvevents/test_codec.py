@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -607,11 +608,22 @@ def test_the_type_of_an_event_with_broken_text_is_read_all_the_same() -> None:
     assert (batch.unreadable, batch.hides_removals) == (2, False)
 
 
-def test_ten_thousand_unreadable_events_keep_one_message() -> None:
+def test_of_many_unreadable_events_one_message_is_kept() -> None:
     """What a peer sends does not decide how much is kept."""
-    batch = decode(wire(*[["BlockRemoved", 1]] * 10_000))
-    assert batch.unreadable == 10_000
+    batch = decode(wire(*[["BlockRemoved", 1]] * codec.MAX_UNREADABLE))
+    assert batch.unreadable == codec.MAX_UNREADABLE
     assert len(batch.problem or "") < 200
+
+
+def test_a_batch_of_too_many_unreadable_events_is_refused_as_a_whole() -> None:
+    """Millions of them fit into a message, and each takes its time: the others would wait."""
+    events = [["BlockRemoved", 1]] * (codec.MAX_UNREADABLE + 1)
+    with pytest.raises(MalformedBatch, match=r"events\[1000\]"):
+        decode(wire(*events))
+    began = time.process_time()
+    with pytest.raises(MalformedBatch):
+        decode(wire(*[7] * 1_000_000))
+    assert time.process_time() - began < 5
 
 
 ONE_GROUP = [GroupSpec("full_attention", 16)]
