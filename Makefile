@@ -12,7 +12,7 @@ INTEROP_INSTALLED := $(INTEROP)/.installed
 E2E_VLLM := .venv-vllm
 E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 
-.PHONY: demo test check format bench interop e2e-vllm clean
+.PHONY: demo test check format bench interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -58,6 +58,11 @@ e2e-vllm: $(E2E_VLLM_INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run_all
+
+# Single mistakes in the core, each against the tests that mirror it; goes on where it was ended.
+# ARGS="--sample 0 --only kvevents/codec.py" tries every one of a file.
+mutants: $(INSTALLED)
+	nice -n 19 $(BIN)/python -m tests.mutations $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
