@@ -47,6 +47,7 @@ from router.routing.replica_tokenizers import ReplicaTokenizers
 from router.routing.stored_responses import StoredResponses
 from router.routing.tokenizer_check import TokenizerCheck
 from router.scoring import PolicySettings, make_policy
+from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ class RouterService:
             _patient_timeouts(config),
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
-        self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index)
+        self._large_work = LargeWork()
+        self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index, self._large_work)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
         self.readiness = Readiness(
             self.admission,
@@ -121,7 +123,12 @@ class RouterService:
         )
         self.responses = StoredResponses(_ReplicaResponses(upstream, config).has)
         self.dispatcher = Dispatcher(
-            self.models, self.registry, planner, config.policy.name, self.responses
+            self.models,
+            self.registry,
+            planner,
+            config.policy.name,
+            self.responses,
+            self._large_work,
         )
         self.proxy = Proxy(upstream, _proxy_settings(config))
         self.repair = SelfRepair(
@@ -180,6 +187,7 @@ class RouterService:
         await self.feed.close()
         await self._upstream.close()
         self.models.close()
+        self._large_work.close()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-import msgspec
-
-from router.errors import BadRequest, NoReplica, UnknownModel
+from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.index import HashedPrompt, SourceId
 from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry
@@ -22,12 +20,14 @@ from router.routing.stored_responses import StoredResponses
 from router.scoring import Candidate, Ranked, Ranking, RouteRequest
 from router.tokenize import (
     Endpoint,
+    LargeWork,
+    ProcessEndedError,
     PromptLimits,
     PromptSpec,
     RequestBodyError,
     TokenizedPrompt,
-    parse_request,
-    strip_report_mode,
+    read_model,
+    read_request,
 )
 
 _Result = TypeVar("_Result")
@@ -167,10 +167,6 @@ class Decision:
             raise NoReplica(self.model_name, self.ranking.empty_reason)
 
 
-class _OnlyModel(msgspec.Struct):
-    model: str | None = None
-
-
 class Dispatcher:
     """Decides where requests go."""
 
@@ -181,6 +177,7 @@ class Dispatcher:
         planner: RoutePlanner,
         policy_name: str,
         responses: StoredResponses,
+        large_work: LargeWork,
         limits: PromptLimits | None = None,
     ) -> None:
         """Keep the parts that decisions are made from.
@@ -191,6 +188,7 @@ class Dispatcher:
             planner: Ranks the replicas of a model.
             policy_name: The name of the planner's policy.
             responses: Which replica has which stored response.
+            large_work: Reads large bodies.
             limits: Bounds on prompts.
         """
         self._models = models
@@ -198,6 +196,7 @@ class Dispatcher:
         self._planner = planner
         self._policy_name = policy_name
         self._responses = responses
+        self._large_work = large_work
         self._limits = limits or PromptLimits()
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
@@ -240,11 +239,8 @@ class Dispatcher:
         encoding: Literal["json", "msgpack"],
         dp_rank: int | None,
     ) -> Decision:
-        spec = await self._parse(endpoint, body, encoding)
+        spec, stripped = await self._parse(endpoint, body, encoding)
         model, lora_name = self._resolve(spec.model)
-        stripped = (
-            body if endpoint is Endpoint.ROUTE else await self._without_report_mode(body, spec)
-        )
         started = time.perf_counter()
         tokenized = await model.tokenization.tokenize(spec, lora_name=lora_name)
         tokenized_at = time.perf_counter()
@@ -277,14 +273,13 @@ class Dispatcher:
 
     async def _model_in(self, body: bytes) -> str | None:
         try:
-            named = await self._run(
-                lambda: msgspec.json.decode(body, type=_OnlyModel), len(body) <= INLINE_BODY_BYTES
-            )
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise BadRequest(
-                "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
-            ) from None
-        return named.model
+            if len(body) <= INLINE_BODY_BYTES:
+                return read_model(body)
+            return await self._large_work.run(read_model, body)
+        except RequestBodyError as error:
+            raise BadRequest(error.place, error.found, error.rule) from None
+        except ProcessEndedError:
+            raise Overloaded("had not enough memory or time to read this body") from None
 
     def dispatch_by_load(
         self, name: str | None, body: bytes, *, needs_model: bool = True
@@ -362,25 +357,20 @@ class Dispatcher:
 
     async def _parse(
         self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]
-    ) -> PromptSpec:
+    ) -> tuple[PromptSpec, bytes]:
+        """What the body asks for, and the body without the report mode; see
+        `router.tokenize.strip_report_mode`."""
+        arguments = body, endpoint, encoding, self._limits
         try:
-            return await self._run(
-                lambda: parse_request(endpoint, body, encoding=encoding, limits=self._limits),
-                len(body) <= INLINE_BODY_BYTES,
-            )
+            if len(body) <= INLINE_BODY_BYTES:
+                spec, stripped = read_request(*arguments)
+            else:
+                spec, stripped = await self._large_work.run(read_request, *arguments)
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
-
-    async def _without_report_mode(self, body: bytes, spec: PromptSpec) -> bytes:
-        """See `router.tokenize.strip_report_mode`."""
-        if not spec.has_engine_arguments:
-            return body
-        try:
-            return await self._run(
-                lambda: strip_report_mode(body, spec), len(body) <= INLINE_BODY_BYTES
-            )
-        except RequestBodyError as error:
-            raise BadRequest(error.place, error.found, error.rule) from None
+        except ProcessEndedError:
+            raise Overloaded("had not enough memory or time to read this body") from None
+        return spec, body if stripped is None else stripped
 
     async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
         if is_small:

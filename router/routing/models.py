@@ -19,6 +19,7 @@ from router.index import (
 from router.replicas import Replica
 from router.tokenize import (
     ChatSettings,
+    LargeWork,
     LocalTokenizer,
     ModelFilesError,
     RemoteTokenizer,
@@ -66,6 +67,7 @@ class ModelSet:
         configured: Iterable[ModelConfig],
         fetch: FetchForModel,
         make_index: Callable[[], PrefixIndex] = create_index,
+        large_work: LargeWork | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
 
@@ -73,11 +75,13 @@ class ModelSet:
             configured: `models` of the configuration.
             fetch: Asks replicas for token ids, where the router has no tokenizer.
             make_index: Makes the index of each model.
+            large_work: Reads the replicas' responses where they are large.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
         self._make_index = make_index
+        self._large_work = large_work
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
         problems = [
@@ -203,7 +207,7 @@ class ModelSet:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:
             return await self._fetch(names, path, body)
 
-        return RemoteTokenizer(fetch)
+        return RemoteTokenizer(fetch, large_work=self._large_work)
 
 
 def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:

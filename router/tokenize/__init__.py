@@ -15,6 +15,7 @@ a template sent by the client, a conversation stored at the engine); `reason` th
 The files; each imports only what is listed above it:
 
     errors.py         exception tree
+    processes.py      work on large bodies in processes of their own
     limits.py         bounds on one request
     prompts.py        what a request asks to be computed, and the ids for it
     body/             request bodies -> what to tokenise
@@ -27,10 +28,11 @@ The files; each imports only what is listed above it:
 """
 
 from router.tokenize.body.report_mode import strip_report_mode
-from router.tokenize.body.requests import parse_request
+from router.tokenize.body.requests import parse_request, read_model, read_request
 from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
     ModelFilesError,
+    ProcessEndedError,
     ReplicaAnswerError,
     ReplicaRefusedError,
     RequestBodyError,
@@ -41,6 +43,7 @@ from router.tokenize.limits import PromptLimits
 from router.tokenize.local.cache import SegmentCacheStatistics
 from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer
 from router.tokenize.model_files import ModelFiles, read_model_files
+from router.tokenize.processes import LargeWork
 from router.tokenize.prompts import (
     ChatPrompt,
     Coverage,
@@ -62,11 +65,13 @@ __all__ = [
     "Coverage",
     "Endpoint",
     "Fetch",
+    "LargeWork",
     "LocalStatistics",
     "LocalTokenizer",
     "ModelFiles",
     "ModelFilesError",
     "OpaquePrompt",
+    "ProcessEndedError",
     "PromptLimits",
     "PromptSpec",
     "RemoteStatistics",
@@ -85,6 +90,8 @@ __all__ = [
     "Truncation",
     "UntokenizableError",
     "parse_request",
+    "read_model",
     "read_model_files",
+    "read_request",
     "strip_report_mode",
 ]

@@ -5,12 +5,15 @@
     |-- ModelFilesError       the operator's model directory cannot be used
     |-- UntokenizableError    the prompt is valid, but its token ids cannot be known here
     `-- ReplicaAnswerError    a replica's `/tokenize` failed, or its response is malformed
-        `-- ReplicaRefusedError   it refused this prompt
+    |   `-- ReplicaRefusedError   it refused this prompt
+    `-- ProcessEndedError     the process that was to read a large body did not survive it
 
 Messages never quote a prompt, a token or a key: they describe values by type and size.
 """
 
 from __future__ import annotations
+
+from typing_extensions import override
 
 
 class TokenizeError(Exception):
@@ -31,6 +34,10 @@ class RequestBodyError(TokenizeError):
         self.place = place
         self.found = found
         self.rule = rule
+
+    @override
+    def __reduce__(self) -> tuple[type[RequestBodyError], tuple[str, str, str]]:
+        return type(self), (self.place, self.found, self.rule)
 
 
 class ModelFilesError(TokenizeError):
@@ -64,7 +71,22 @@ class ReplicaAnswerError(TokenizeError):
         self.found = found
         self.rule = rule
 
+    @override
+    def __reduce__(self) -> tuple[type[ReplicaAnswerError], tuple[str, str, str]]:
+        return type(self), (self.place, self.found, self.rule)
+
 
 class ReplicaRefusedError(ReplicaAnswerError):
     """A replica refused to tokenise this prompt, or has no `/tokenize`: nothing is wrong with
     it."""
+
+
+class ProcessEndedError(TokenizeError):
+    """The process that was to read a large body is out of memory, was killed or took too long."""
+
+    def __init__(self) -> None:
+        super().__init__("the process that reads large bodies ended before it was done")
+
+    @override
+    def __reduce__(self) -> tuple[type[ProcessEndedError], tuple[()]]:
+        return type(self), ()

@@ -7,6 +7,7 @@ have, and for chats that only the engine can render.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,9 +18,15 @@ import msgspec
 
 from router.tokenize.body.json_fields import encode_json
 from router.tokenize.chat.conversation import has_media
-from router.tokenize.errors import ReplicaAnswerError, ReplicaRefusedError, UntokenizableError
+from router.tokenize.errors import (
+    ProcessEndedError,
+    ReplicaAnswerError,
+    ReplicaRefusedError,
+    UntokenizableError,
+)
 from router.tokenize.limits import PromptLimits
 from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics
+from router.tokenize.processes import LargeWork
 from router.tokenize.prompts import ChatPrompt, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate
 
@@ -33,6 +40,8 @@ _DEFAULT_CACHE_BYTES = 64 * 1024 * 1024
 _MAX_BYTES_PER_TOKEN = 12
 _MAX_OTHER_BYTES = 65_536
 
+_INLINE_ANSWER_BYTES = 262_144
+_STEP_CHARS = 1_048_576
 _RESPONSES_TEXTS = ("input_text", "output_text")
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -67,6 +76,7 @@ class RemoteTokenizer:
         *,
         limits: PromptLimits | None = None,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
+        large_work: LargeWork | None = None,
     ) -> None:
         """Nothing is sent yet.
 
@@ -74,21 +84,29 @@ class RemoteTokenizer:
             fetch: Sends a body to a replica.
             limits: Bounds on the ids.
             cache_bytes: Room for whole prompts; 0 caches nothing.
+            large_work: Reads large responses; None reads them here.
         """
         self._fetch = fetch
+        self._large_work = large_work
         self._limits = limits or PromptLimits()
         self._cache = SegmentCache(cache_bytes)
         self._asked = 0
         self._failed = 0
 
     async def tokenize(
-        self, prompt: TextPrompt | ChatPrompt, *, model: str | None, cache_salt: str | None
+        self,
+        prompt: TextPrompt | ChatPrompt,
+        *,
+        model: str | None,
+        cache_salt: str | None,
+        is_large: bool = False,
     ) -> TokenIds:
         """Return the ids of *prompt*.
 
         Args:
             model: As the client named it: an adapter may bring tokens of its own.
             cache_salt: Keeps answers of different tenants apart.
+            is_large: Whether to encode the prompt in a thread.
         Raises:
             UntokenizableError: `/tokenize` cannot produce this prompt's ids.
             ReplicaAnswerError: The replica refused, or its response is malformed.
@@ -96,8 +114,11 @@ class RemoteTokenizer:
         """
         if isinstance(prompt, TextPrompt) and len(prompt.text) > self._limits.max_prompt_chars:
             raise UntokenizableError("prompt_too_long")
-        body = _request_body(prompt, model)
-        ids = await self._ask(body, cache_salt)
+        if is_large:
+            body, digest = await asyncio.to_thread(_request_body, prompt, model)
+        else:
+            body, digest = _request_body(prompt, model)
+        ids = await self._ask(body, (cache_salt, digest))
         if prompt.truncation is not None and len(ids) > prompt.truncation.max_tokens:
             if prompt.add_special_tokens and not prompt.truncation.counts_special_tokens:
                 raise UntokenizableError("truncation")
@@ -110,22 +131,21 @@ class RemoteTokenizer:
             asked=self._asked, failed=self._failed, cache=self._cache.statistics()
         )
 
-    async def _ask(self, body: bytes, cache_salt: str | None) -> TokenIds:
-        key = (cache_salt, hashlib.sha256(body).hexdigest())
+    async def _ask(self, body: bytes, key: tuple[str | None, str]) -> TokenIds:
         (known,) = self._cache.get_all([key])
         if known is not None:
             return known
         self._asked += 1
         ids = None
         try:
-            ids = self._read(*await self._fetch(_PATH, body))
+            ids = await self._read(*await self._fetch(_PATH, body))
         finally:
             # Also counted if the caller gave up waiting.
             self._failed += ids is None
         self._cache.put(key, ids)
         return ids
 
-    def _read(self, status: int, answer: bytes) -> TokenIds:
+    async def _read(self, status: int, answer: bytes) -> TokenIds:
         """Check a response; its text may hold the prompt and is never quoted."""
         if 400 <= status < 500:
             raise ReplicaRefusedError(_PATH, f"status {status}", "the replica must take the prompt")
@@ -133,28 +153,47 @@ class RemoteTokenizer:
             raise ReplicaAnswerError(_PATH, f"status {status}", "must answer 200")
         if len(answer) > self._limits.max_prompt_tokens * _MAX_BYTES_PER_TOKEN + _MAX_OTHER_BYTES:
             raise ReplicaAnswerError(_PATH, f"{len(answer)} bytes", "must fit the bound on tokens")
+        if self._large_work is None or len(answer) <= _INLINE_ANSWER_BYTES:
+            return _read_tokens(answer, self._limits.max_prompt_tokens)
         try:
-            decoded = _ANSWER_DECODER.decode(answer)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise ReplicaAnswerError(
-                _PATH, f"{len(answer)} bytes", "must be an object with a list of tokens"
-            ) from None
-        if decoded.count is not None and decoded.count != len(decoded.tokens):
-            found = f"{len(decoded.tokens)} tokens and a count of {decoded.count}"
-            raise ReplicaAnswerError(_PATH, found, "must count its tokens right")
-        if len(decoded.tokens) > self._limits.max_prompt_tokens:
-            raise UntokenizableError("prompt_too_long")
-        return array("I", decoded.tokens)
+            return await self._large_work.run(_read_tokens, answer, self._limits.max_prompt_tokens)
+        except ProcessEndedError:
+            raise UntokenizableError("busy") from None
 
 
-def _request_body(prompt: TextPrompt | ChatPrompt, model: str | None) -> bytes:
+def _read_tokens(answer: bytes, max_tokens: int) -> TokenIds:
+    try:
+        decoded = _ANSWER_DECODER.decode(answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise ReplicaAnswerError(
+            _PATH, f"{len(answer)} bytes", "must be an object with a list of tokens"
+        ) from None
+    if decoded.count is not None and decoded.count != len(decoded.tokens):
+        found = f"{len(decoded.tokens)} tokens and a count of {decoded.count}"
+        raise ReplicaAnswerError(_PATH, found, "must count its tokens right")
+    if len(decoded.tokens) > max_tokens:
+        raise UntokenizableError("prompt_too_long")
+    return array("I", decoded.tokens)
+
+
+def _request_body(prompt: TextPrompt | ChatPrompt, model: str | None) -> tuple[bytes, str]:
+    """The body, and a digest of it."""
     fields: dict[str, Any] = {} if model is None else {"model": model}
     fields["add_special_tokens"] = prompt.add_special_tokens
     if isinstance(prompt, TextPrompt):
-        fields["prompt"] = prompt.text
+        body = _with_text(encode_json(fields), prompt.text)
     else:
-        fields.update(_chat_fields(prompt))
-    return encode_json(fields)
+        body = encode_json({**fields, **_chat_fields(prompt)})
+    return body, hashlib.sha256(body).hexdigest()
+
+
+def _with_text(fields: bytes, text: str) -> bytes:
+    """Add the prompt to an object that is not empty; in pieces, between which other threads get
+    their turn."""
+    pieces = [
+        encode_json(text[at : at + _STEP_CHARS])[1:-1] for at in range(0, len(text), _STEP_CHARS)
+    ]
+    return b"".join((fields[:-1], b',"prompt":"', *pieces, b'"}'))
 
 
 def _chat_fields(prompt: ChatPrompt) -> dict[str, Any]:

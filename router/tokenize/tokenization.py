@@ -201,7 +201,12 @@ class Tokenization:
         if not isinstance(prompt, (TextPrompt, ChatPrompt)) or outcome.reason in _FINAL_REASONS:
             return outcome
         try:
-            ids = await self._remote.tokenize(prompt, model=spec.model, cache_salt=spec.cache_salt)
+            ids = await self._remote.tokenize(
+                prompt,
+                model=spec.model,
+                cache_salt=spec.cache_salt,
+                is_large=spec.body_bytes > self._inline_body_bytes,
+            )
         except UntokenizableError as error:
             return error
         except ReplicaRefusedError:

@@ -56,6 +56,10 @@ def _occurrences(body: bytes) -> list[Any]:
         pairs = json.loads(body, object_pairs_hook=_Pairs)
     except RecursionError:
         raise RequestBodyError("$", "nested too deep", "must be nested less deep") from None
+    except ValueError as error:
+        # In a field that routing skips; the engine reads it.
+        found = "not UTF-8" if isinstance(error, UnicodeError) else "malformed"
+        raise RequestBodyError("$", found, "the body must be valid json") from None
     return [value for name, value in pairs if name == ARGUMENTS_FIELD]
 
 

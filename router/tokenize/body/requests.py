@@ -16,7 +16,7 @@ import msgspec
 from router.tokenize.body.anthropic_request import parse_messages
 from router.tokenize.body.chat_request import parse_chat
 from router.tokenize.body.json_fields import as_count, describe, is_true, optional_text, required
-from router.tokenize.body.report_mode import ARGUMENTS_FIELD
+from router.tokenize.body.report_mode import ARGUMENTS_FIELD, strip_report_mode
 from router.tokenize.body.responses_request import parse_responses
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
@@ -36,9 +36,25 @@ _TOKEN_RULE = "a token id must be an integer from 0 to 4294967295"
 _PROMPT_RULE = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_PLACE = re.compile(r"\(byte (\d+)\)")
 _TEXT_FIELDS = frozenset(("messages", "prompt", "input"))
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_response_id", "user")
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+
+
+_KINDS = {"[": "a list", '"': "a string", "t": "a boolean", "f": "a boolean", "n": "null"}
+_FIELD_NAMES = (
+    *("model", "cache_salt", "lora_name", "endpoint", "token_ids", "messages", "prompt", "input"),
+    *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
+    *("truncate_prompt_tokens", "truncation_side", "add_special_tokens"),
+    *(ARGUMENTS_FIELD, "metadata", *_SESSION_FIELDS, *_MAX_TOKENS_FIELDS),
+    *("chat_template", "chat_template_kwargs", "tools", "documents", "reasoning_effort"),
+    *("add_generation_prompt", "continue_final_message"),
+    *("instructions", "reasoning", "system", "thinking", "output_config"),
+)
+_FIELDS_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    msgspec.defstruct("_Fields", [(name, Any, msgspec.UNSET) for name in _FIELD_NAMES], gc=False)
+)
 
 
 def parse_request(
@@ -50,7 +66,8 @@ def parse_request(
 ) -> PromptSpec:
     """Read all that routing needs from a request body.
 
-    A million token ids take some 50 ms, a chat of 100 KB some 0.5 ms.
+    A million token ids take some 50 ms, a chat of 100 KB some 0.5 ms. Fields that nothing here
+    reads are skipped, which takes a tenth of the time and no memory.
 
     Args:
         endpoint: Where the body was sent.
@@ -92,12 +109,10 @@ def parse_request(
 
 def _decode(body: bytes, encoding: str) -> dict[str, Any]:
     try:
-        fields = msgspec.json.decode(body) if encoding == "json" else msgspec.msgpack.decode(body)
-        if (
-            encoding == "msgpack"
-            and isinstance(fields, dict)
-            and not _TEXT_FIELDS.isdisjoint(fields)
-        ):
+        if encoding == "json":
+            return _read_fields(body)
+        fields = msgspec.msgpack.decode(body)
+        if isinstance(fields, dict) and not _TEXT_FIELDS.isdisjoint(fields):
             # Templates and replicas know JSON only: other keys, bytes and dates are converted.
             fields = msgspec.json.decode(msgspec.json.encode(fields))
     except RecursionError:
@@ -112,6 +127,20 @@ def _decode(body: bytes, encoding: str) -> dict[str, Any]:
     return fields
 
 
+def _read_fields(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON body that anything here reads."""
+    try:
+        found = _FIELDS_DECODER.decode(body)
+    except msgspec.ValidationError:
+        # It is JSON, but no object; that is all that the types demand.
+        first = body[:64].lstrip()[:1].decode("ascii", "replace")
+        found = _KINDS.get(first, "a number")
+        raise RequestBodyError("$", found, "the body must be an object") from None
+    return {
+        name: value for name in _FIELD_NAMES if (value := getattr(found, name)) is not msgspec.UNSET
+    }
+
+
 def _fault(body: bytes, error: Exception) -> str:
     """What is wrong with JSON, where the decoder's own words would mislead."""
     if isinstance(error, UnicodeError):
@@ -119,8 +148,10 @@ def _fault(body: bytes, error: Exception) -> str:
     text = str(error)
     if not body.strip():
         return "an empty body"
-    # A high surrogate is called truncated where the body ends before the other half could follow.
-    if "surrogate" in text or ("truncated" in text and _HIGH_SURROGATE.search(body[-16:])):
+    # The decoder has other words where the body ends before the other half could follow, and where
+    # it skips the string.
+    at = int(place[1]) if (place := _PLACE.search(text)) else len(body)
+    if "surrogate" in text or _HIGH_SURROGATE.search(body[max(at - 16, 0) : at + 8]):
         return "half of a surrogate pair in an escape, which is no character"
     return text
 
@@ -324,3 +355,43 @@ def _bad_token_id(values: list[Any], place: str) -> RequestBodyError:
         if not 0 <= value < 2**32:
             return RequestBodyError(f"{place}[{index}]", "an integer out of range", _TOKEN_RULE)
     return RequestBodyError(place, describe(values), _TOKEN_RULE)
+
+
+def read_request(
+    body: bytes, endpoint: Endpoint, encoding: Literal["json", "msgpack"], limits: PromptLimits
+) -> tuple[PromptSpec, bytes | None]:
+    """Read a body, and take the report mode out of it.
+
+    Args:
+        body: As for `parse_request`, like the rest.
+        endpoint: Where it was sent.
+        encoding: Of the body.
+        limits: Bounds on the prompt.
+    Returns:
+        What it asks for; and the body without the report mode, None if it has none.
+    Raises:
+        RequestBodyError: As `parse_request`.
+    """
+    spec = parse_request(endpoint, body, encoding=encoding, limits=limits)
+    if endpoint is Endpoint.ROUTE:
+        return spec, None
+    stripped = strip_report_mode(body, spec)
+    return spec, None if stripped is body else stripped
+
+
+class _OnlyModel(msgspec.Struct):
+    model: str | None = None
+
+
+def read_model(body: bytes) -> str | None:
+    """The model that any JSON body names, None if it names none; the rest is skipped.
+
+    Raises:
+        RequestBodyError: It is no JSON object, or its model is no string.
+    """
+    try:
+        return msgspec.json.decode(body, type=_OnlyModel).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise RequestBodyError(
+            "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
+        ) from None

@@ -25,7 +25,7 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.scoring import make_policy
 from router.taps import Taps
-from router.tokenize import Endpoint
+from router.tokenize import Endpoint, LargeWork
 
 IDS = list(range(1, 130))
 USAGE = b'{"usage": {"prompt_tokens": 129, "prompt_tokens_details": {"cached_tokens": %d}}}'
@@ -41,7 +41,10 @@ class Observed:
         self.models = ModelSet([ModelConfig(name="m")], _no_response)
         planner = RoutePlanner(make_policy("prefix"), self.load, RecentPrefixes(), lambda _: False)
         responses = StoredResponses(_has_no_response)
-        self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix", responses)
+        self.large_work = LargeWork()
+        self.dispatcher = Dispatcher(
+            self.models, self.registry, planner, "prefix", responses, self.large_work
+        )
         self.now = 100.0
         self.rebuilt: list[SourceId] = []
         self.repair = SelfRepair(
@@ -97,6 +100,8 @@ async def observed() -> AsyncIterator[Observed]:
     yield made
     await made.registry.close()
     made.models.close()
+    made.large_work.close()
+    made.large_work.close()
 
 
 async def test_a_failed_attempt_voids_what_was_remembered_of_the_replica(

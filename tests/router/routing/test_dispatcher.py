@@ -18,7 +18,7 @@ from router.routing.planner import RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.stored_responses import StoredResponses
 from router.scoring import make_policy
-from router.tokenize import Endpoint
+from router.tokenize import Endpoint, LargeWork
 
 REPORT_MODE = (
     b'{"model": "m", "prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "full", "a": 1}}'
@@ -36,7 +36,10 @@ class Setting:
         self.asked: list[tuple[str, str]] = []
         self.responses = StoredResponses(self._has_response)
         planner = RoutePlanner(make_policy("prefix"), load, RecentPrefixes(), lambda _: False)
-        self.dispatcher = Dispatcher(self.models, self.registry, planner, "prefix", self.responses)
+        self.large_work = LargeWork()
+        self.dispatcher = Dispatcher(
+            self.models, self.registry, planner, "prefix", self.responses, self.large_work
+        )
 
     async def _has_response(self, replica: Replica, response_id: str) -> bool:
         self.asked.append((replica.id, response_id))
@@ -70,6 +73,7 @@ async def setting() -> AsyncIterator[Setting]:
     yield made
     await made.registry.close()
     made.models.close()
+    made.large_work.close()
 
 
 async def test_an_attempt_carries_the_replicas_own_headers_and_what_the_client_is_to_see(

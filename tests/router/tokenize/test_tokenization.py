@@ -26,6 +26,7 @@ from router.tokenize import (
     ChatPrompt,
     Coverage,
     Endpoint,
+    LargeWork,
     LocalTokenizer,
     ModelFiles,
     PromptLimits,
@@ -274,6 +275,24 @@ async def test_a_replica_is_asked_for_typed_input_as_text_parts(
     parts = replica.bodies[0]["messages"][-1]["content"]
     assert {part["type"] for part in parts} == {"text"}
     assert parts[0]["text"] == "hello"
+
+
+async def test_a_long_text_arrives_whole(replica: _Replica, large_work: LargeWork) -> None:
+    """It is encoded in pieces, and its ids are read in a process."""
+    text = 'one "two"\n\U0001f600 ' * 110_000
+    remote = RemoteTokenizer(replica.fetch, large_work=large_work)
+    tokenization = Tokenization(remote=remote)
+    (result,) = await tokenization.tokenize(_spec(Endpoint.COMPLETIONS, {"prompt": text}))
+    assert replica.bodies[0]["prompt"] == text
+    assert result.exact
+    assert len(result.token_ids) > 262_144
+
+
+@pytest.fixture
+def large_work() -> Iterator[LargeWork]:
+    work = LargeWork()
+    yield work
+    work.close()
 
 
 async def test_a_refused_prompt_is_not_called_the_replicas_failure(

@@ -119,3 +119,12 @@ def test_deep_nesting_beside_the_key_is_an_error_of_ours() -> None:
     body = b'{"prompt": "a", "x": ' + deep + b', "vllm_xargs": {"kv_cache_report_mode": 1}}'
     with suppress(RequestBodyError):
         assert _KEY.encode() not in _strip(body)
+
+
+@pytest.mark.parametrize("value", [b'"\xff"', b'"\\ud800"', b"[1e999]", b"1"])
+def test_a_field_that_routing_skips_may_hold_anything(value: bytes) -> None:
+    """It is refused or passed on; what is searched for the report mode is the whole body."""
+    body = b'{"prompt": [1], "x": %b, "vllm_xargs": {"kv_cache_report_mode": "full"}}' % value
+    with suppress(RequestBodyError):
+        spec = parse_request(Endpoint.COMPLETIONS, body)
+        assert b"report_mode" not in strip_report_mode(body, spec)
