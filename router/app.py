@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.http.access import Guard, Scope
+from router.http.access_log import logged
 from router.http.api import ApiParts, create_api
 from router.http.gateway import Gateway, Receive, Send
 from router.http.proxied_paths import ProxiedPaths
@@ -16,6 +17,7 @@ class RouterApp:
     """
 
     def __init__(self, service: RouterService) -> None:
+        self._logs_access = service.config.observability.access_log
         self._paths = ProxiedPaths(service.config.server.extra_paths)
         guard = Guard(service.config.server)
         self._gateway = Gateway(
@@ -50,7 +52,12 @@ class RouterApp:
         """ASGI."""
         if scope["type"] != "http":
             await self._api(scope, receive, send)
-            return
+        elif self._logs_access:
+            await logged(self._respond, scope, receive, send)
+        else:
+            await self._respond(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
         path = self._paths.find(scope["path"])

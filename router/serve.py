@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import cast
 
 import uvicorn
@@ -45,6 +46,8 @@ with this, 1 ms."""
 
 
 _MAX_RESERVED_FILES = 64
+_EXIT_REFUSED = 2
+"""As for every refused command line."""
 _MIN_OPEN_FILES = 64
 """Below that not even one replica and a few clients have their sockets."""
 
@@ -102,8 +105,20 @@ class _GuardedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+class _TextFormatter(logging.Formatter):
+    """Lines for people, with the time as RFC 3339 has it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
+        return (
+            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        )
+
+
+class _JsonFormatter(_TextFormatter):
+    """One JSON object a line; a record's own fields besides the common ones."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -111,10 +126,18 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields)
+
+
+def _under_our_name(record: logging.LogRecord) -> bool:
+    """Rename what the HTTP server logs: it is a part of the router."""
+    if record.name.startswith("uvicorn"):
+        record.name = "router.http"
+    return True
 
 
 async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> None:
@@ -138,8 +161,9 @@ async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = cr
     with contextlib.closing(_listen(config.server.host, config.server.port)) as listener:
         host, port = listener.getsockname()[:2]
         exempt_from_collection()
-        _announce(f"kvroute listens on http://{_in_url(host)}:{port}")
+        _announce(f"kvroute listens on http://{_in_url(host)}:{port}", config)
         await server.serve(sockets=[listener])
+    logger.info("stopped")
 
 
 def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> int:
@@ -161,13 +185,22 @@ def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_ind
         else:
             uvloop.install()
             asyncio.run(serve(config, make_index))
+    except ConfigError as error:
+        if config.observability.log_format != "json":
+            raise
+        logger.critical("%s", error)
+        return _EXIT_REFUSED
     finally:
         _give_up_unwritten_log()
     return 0
 
 
-def _announce(text: str) -> None:
-    """Say something on stderr. A full disk behind it must not keep the router from starting."""
+def _announce(text: str, config: RouterConfig) -> None:
+    """Say something on stderr, at any log level. A full disk behind it must not keep the router
+    from starting."""
+    if config.observability.log_format == "json":
+        record = logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None)
+        text = _JsonFormatter().format(record)
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
@@ -209,7 +242,7 @@ def _uvicorn_config(
         proxy_headers=False,
         lifespan="on",
         log_config=None,
-        access_log=config.observability.access_log,
+        access_log=False,
         server_header=False,
         date_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -245,9 +278,15 @@ def exempt_from_collection() -> None:
 
 def _set_up_logging(config: RouterConfig) -> None:
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(_JsonFormatter() if config.observability.log_format == "json" else text)
-    logging.basicConfig(level=config.observability.log_level.upper(), handlers=[handler])
+    is_json = config.observability.log_format == "json"
+    handler.setFormatter(_JsonFormatter() if is_json else _TextFormatter())
+    handler.addFilter(_under_our_name)
+    level = config.observability.log_level.upper()
+    logging.basicConfig(level=level, handlers=[handler])
+    logging.captureWarnings(True)
+    if level == "INFO":
+        # Its start and end; ours are logged here.
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 def _reserved_files_from() -> int:

@@ -36,6 +36,7 @@ from router.errors import (
 )
 from router.feed import Feed
 from router.http.access import Guard
+from router.http.access_log import note_refused
 from router.http.gateway import ClientLeft, read_body
 from router.http.live_page import add_page
 from router.http.openapi import (
@@ -535,6 +536,7 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
+        note_refused(request.scope, error.code)
         parts.metrics.bad_requests.labels(error.code).inc()
         headers = {name.decode(): value.decode() for name, value in error.headers()}
         body = error_body(dialect_of(request.url.path), str(error), error.type, error.code)

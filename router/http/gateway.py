@@ -12,6 +12,7 @@ from async_timeout import timeout
 from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
 from router.http.access import KEY_HEADERS, Guard, Scope
+from router.http.access_log import note_refused, note_routed
 from router.http.form_body import form_field, is_form
 from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
 from router.http.uvicorn_protocol import client_abort, is_of_reserve
@@ -99,10 +100,12 @@ class Gateway:
                 observer = self._observers.observe(
                     decision, scope["path"], request_id.decode("latin-1")
                 )
+                note_routed(scope, observer.request)
                 request = self._request(scope, decision, request_id)
                 await self._proxy.stream(decision.attempts(), request, receive, send, observer)
         except RequestError as error:
             self._observers.refused(error)
+            note_refused(scope, error.code)
             await send_error(
                 send, error, ((b"x-request-id", request_id),), dialect_of(scope["path"])
             )

@@ -173,6 +173,11 @@ class RequestObserver(ProxyObserver):
         self._events = 0
         self._responded: str | None = None
 
+    @property
+    def request(self) -> RoutedRequest:
+        """As the log shows it."""
+        return self._request
+
     @override
     def on_attempt(self, attempt: Attempt) -> None:
         replica_id = attempt.replica_id

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -579,9 +580,38 @@ async def test_a_json_log_is_json_in_every_line(locked: RouterProcess) -> None:
     await locked.post("/replicas", {"url": "http://127.0.0.1:1", "id": "unreachable"}, OPERATOR)
     await eventually(lambda: "unhealthy" in locked.log(), "the router complains of the replica")
     await locked.delete("/replicas/unreachable", OPERATOR)
-    announcement, *lines = locked.log().splitlines()
-    assert "listens on" in announcement
-    assert all(json.loads(line)["message"] for line in lines)
+    lines = [json.loads(line) for line in locked.log().splitlines()]
+    assert "listens on" in lines[0]["message"]
+    assert all(line["message"] for line in lines)
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+    assert {line["logger"].partition(".")[0] for line in lines} == {"router"}
+
+
+async def test_the_access_log_says_in_fields_what_became_of_a_request(
+    locked: RouterProcess,
+) -> None:
+    """Joined by the request's id with the logs of client and engine; without keys."""
+    async with engines(1, has_events=True) as (stub,):
+        added = await locked.post(
+            "/replicas", {"url": stub.url, "id": stub.name, "models": [stub.model]}, OPERATOR
+        )
+        assert added.status == 201
+        while (await locked.get(f"/replicas/{stub.name}", OPERATOR)).json["state"] != "healthy":
+            await asyncio.sleep(0.01)
+        body = {"model": stub.model, "prompt": [1, 2, 3]}
+        named = {**CLIENT, "x-request-id": "of-the-client"}
+        await locked.post("/v1/completions?api_key=in-the-query", body, named)
+        await locked.post("/v1/completions", body, {"x-request-id": "without-a-key"})
+        await locked.delete(f"/replicas/{stub.name}", OPERATOR)
+    lines = [json.loads(line) for line in locked.log().splitlines()]
+    by_id = {line["request_id"]: line for line in lines if "request_id" in line}
+    served, refused = by_id["of-the-client"], by_id["without-a-key"]
+    assert (served["path"], served["method"]) == ("/v1/completions", "POST")
+    assert (served["model"], served["prompt_tokens"]) == (stub.model, 3)
+    assert {"replica", "predicted_tokens", "cached_tokens", "seconds", "bytes"} <= served.keys()
+    assert (refused["status"], refused["error"]) == (401, "invalid_api_key")
+    assert refused["bytes"] > 0
+    assert "in-the-query" not in locked.log()
 
 
 # --- bounds ---------------------------------------------------------------------------------------
