@@ -108,6 +108,9 @@ class FileLoadStoreSpec:
     """Blocks of the disk tier, in the same order; each key names its file."""
 
     keys: Sequence[OffloadKey]
+    block_hashes: Sequence[Sequence[bytes]] = ()
+    """For a store of blocks that cover several GPU blocks: per key the hashes of these, its own
+    last. They are kept in the file for the next process."""
 
 
 LowerTierSpec = CPULoadStoreSpec | FileLoadStoreSpec
@@ -249,6 +252,13 @@ class OffloadingManager(Protocol):
             TierStateError: A key has no store in flight.
         """
         ...
+
+    def restored_block_hashes(self) -> Mapping[OffloadKey, Sequence[bytes]]:
+        """Per block that an earlier process left, the hashes of the GPU blocks it covers.
+
+        Only for blocks that cover several GPU blocks, and as far as they are known.
+        """
+        return {}
 
     def reset(self) -> None:
         """Drop every block; one that is in flight is not a hit and goes when its copy is over."""

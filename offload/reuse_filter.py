@@ -10,7 +10,7 @@ are counted from zero again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from typing_extensions import override
@@ -123,6 +123,10 @@ class ReuseFilter(OffloadingManager):
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool = True
     ) -> None:
         self.manager.complete_store(keys, context, success)
+
+    @override
+    def restored_block_hashes(self) -> Mapping[OffloadKey, Sequence[bytes]]:
+        return self.manager.restored_block_hashes()
 
     @override
     def reset(self) -> None:

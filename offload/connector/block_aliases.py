@@ -27,7 +27,10 @@ class BlockAliases:
             blocks_per_offloaded_block: GPU blocks in an offloaded block, per group.
         """
         self._sizes = blocks_per_offloaded_block
+        self._prepared: dict[OffloadKey, Sequence[bytes]] = {}
+        """Of blocks that are about to be stored."""
         self._block_hashes: dict[OffloadKey, Sequence[bytes]] = {}
+        """Of blocks that can be loaded."""
         self._covering: dict[tuple[GroupIdx, bytes], dict[OffloadKey, None]] = {}
 
     def prepare(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> None:
@@ -38,21 +41,26 @@ class BlockAliases:
             block_hashes: The hashes of its GPU blocks, its own last.
         """
         if len(block_hashes) > 1:
-            self._block_hashes[key] = block_hashes
+            self._prepared[key] = block_hashes
 
     def cancel(self, key: OffloadKey) -> None:
         """Forget what was prepared: the block will not be stored."""
-        self._block_hashes.pop(key, None)
+        self._prepared.pop(key, None)
+
+    def cancel_all(self) -> None:
+        """Forget all that was prepared: a reset ends what is being stored."""
+        self._prepared.clear()
 
     def add(self, key: OffloadKey) -> list[bytes]:
         """The block can be loaded now: return the aliases that no other block covers."""
         own, group_idx = unpack_offload_key(key)
         if self._sizes[group_idx] == 1:
             return [own]
-        return self._cover(key, group_idx, self._block_hashes.setdefault(key, (own,)))
+        self._block_hashes[key] = self._prepared.pop(key, (own,))
+        return self._cover(key, group_idx, self._block_hashes[key])
 
     def learn(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Complete the aliases of a block that an earlier process stored.
+        """Complete the aliases of a block that an earlier process stored without them.
 
         Until then only its own hash is known, so it cannot be found by the GPU blocks before its
         last.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from kvevents.events import BlockHash, BlockRemoved, BlockStored, Event, GroupIdx
 from kvevents.layout import GroupKind, KVCacheGroup
 from offload.base import (
+    FileLoadStoreSpec,
     LookupResult,
     LowerTierSpec,
     OffloadingEvent,
@@ -52,6 +54,8 @@ class Tier:
         self._groups = groups
         self._check_sizes()
         self._aliases = BlockAliases(self.sizes)
+        for key, hashes in manager.restored_block_hashes().items():
+            self._aliases.prepare(key, hashes)
         self._learned: list[tuple[GroupIdx, list[BlockHash]]] = []
 
     def on_new_request(self, context: RequestContext) -> None:
@@ -129,7 +133,17 @@ class Tier:
                 self._aliases.prepare(key, hashes)
             else:
                 self._learn(key, hashes)
-        return agreed
+        return self._with_hashes(agreed, block_hashes)
+
+    def _with_hashes(
+        self, agreed: PrepareStoreOutput, block_hashes: Mapping[OffloadKey, Sequence[bytes]]
+    ) -> PrepareStoreOutput:
+        """Let files keep the hashes of their GPU blocks, for the process after this one."""
+        spec = agreed.store_spec
+        if not isinstance(spec, FileLoadStoreSpec) or max(self.sizes) == 1:
+            return agreed
+        kept = FileLoadStoreSpec(spec.keys, [block_hashes[key] for key in spec.keys])
+        return replace(agreed, store_spec=kept)
 
     def complete_store(
         self, keys: Sequence[OffloadKey], context: RequestContext, success: bool
@@ -149,6 +163,7 @@ class Tier:
     def reset(self) -> None:
         """Drop what the tier holds, as after new weights."""
         self.manager.reset()
+        self._aliases.cancel_all()
 
     def take_events(self) -> list[Event]:
         """What the tier stored and removed since the last call, per group.

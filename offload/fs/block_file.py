@@ -1,23 +1,25 @@
 """One block as a file: its name, its header, its checksum. Values in, values out.
 
-    magic  version  key length  payload length  checksum  key  payload
-      8       2         2             8            16     ...   ...        big endian
+    magic  version  key length  payload length  checksum  key  hashes  payload
+      8       2         2             8            16     ...   ...      ...        big endian
 
-The checksum is XXH3-128 over key and payload. It detects damage by disks, crashes and truncation,
+A block that covers several GPU blocks has the hashes of all but the last of these, whose hash is in
+the key; such a file has version 2. The checksum is XXH3-128 over key, hashes and payload. It detects damage by disks, crashes and truncation,
 not forgery by someone who can write to the directory.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
-from offload.base import OffloadKey
+from offload.base import OffloadKey, unpack_offload_key
 from offload.errors import BlockFileError
 
 MAGIC = b"KVRBLOCK"
-VERSION = 1
+_VERSION, _VERSION_WITH_HASHES = 1, 2
 SUFFIX = ".block"
 MIN_KEY_BYTES = 5
 MAX_KEY_BYTES = 120
@@ -26,33 +28,65 @@ MAX_KEY_BYTES = 120
 _FIXED = struct.Struct(">8sHHQ16s")
 
 
-def header_bytes(key: OffloadKey) -> int:
-    """The length of a block's header."""
-    return _FIXED.size + len(key)
+def header_bytes(key: OffloadKey, gpu_blocks: int = 1) -> int:
+    """The length of a block's header.
+
+    Args:
+        key: The block.
+        gpu_blocks: How many GPU blocks it covers.
+    """
+    return _FIXED.size + len(key) + (gpu_blocks - 1) * _hash_bytes(key)
 
 
-def encode_header(key: OffloadKey, payload: memoryview) -> bytes:
+def encode_header(
+    key: OffloadKey, payload: memoryview, block_hashes: Sequence[bytes] = ()
+) -> bytes:
     """The header that precedes the payload.
 
     Args:
         key: The block.
         payload: Its bytes.
+        block_hashes: The hashes of the GPU blocks it covers, its own last; empty for a single one.
     """
-    return _FIXED.pack(MAGIC, VERSION, len(key), len(payload), _checksum(key, payload)) + key
+    return _header(key, payload, b"".join(block_hashes[:-1]))
+
+
+def _header(key: OffloadKey, payload: memoryview, hashes: bytes) -> bytes:
+    version = _VERSION_WITH_HASHES if hashes else _VERSION
+    checksum = _checksum(key, hashes, payload)
+    return _FIXED.pack(MAGIC, version, len(key), len(payload), checksum) + key + hashes
+
+
+def hashes_of(header: bytes, key: OffloadKey) -> list[bytes]:
+    """The hashes of the GPU blocks that a block covers, its own last.
+
+    They are not verified here: `check_block` is, before the block is served.
+
+    Args:
+        header: The file's first `header_bytes(key, gpu_blocks)` bytes.
+        key: The block that the file is named after.
+    """
+    size = _hash_bytes(key)
+    starts = range(_FIXED.size + len(key), len(header), size)
+    return [*(header[start : start + size] for start in starts), unpack_offload_key(key)[0]]
+
+
+def _hash_bytes(key: OffloadKey) -> int:
+    return len(unpack_offload_key(key)[0])
 
 
 def check_block(header: bytes, key: OffloadKey, payload: memoryview) -> None:
     """Verify what was read from a block's file.
 
     Args:
-        header: The file's first `header_bytes(key)` bytes.
+        header: The file's first `header_bytes(key, gpu_blocks)` bytes.
         key: The block that the file is named after.
         payload: The bytes behind the header.
 
     Raises:
         BlockFileError: Header and payload differ from those written for this key.
     """
-    if header != encode_header(key, payload):
+    if header != _header(key, payload, header[header_bytes(key) :]):
         raise BlockFileError(
             "block file: header or payload are not those that were written; the file is damaged"
         )
@@ -80,8 +114,8 @@ def key_of(path: str) -> OffloadKey | None:
     )
 
 
-def _checksum(key: OffloadKey, payload: memoryview) -> bytes:
-    checksum = xxhash.xxh3_128(key)
+def _checksum(key: OffloadKey, hashes: bytes, payload: memoryview) -> bytes:
+    checksum = xxhash.xxh3_128(key + hashes)
     checksum.update(payload)
     digest: bytes = checksum.digest()
     return digest

@@ -13,7 +13,7 @@ deleting it is tried again later.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from typing_extensions import override
@@ -107,6 +107,7 @@ class FileOffloadingManager(OffloadingManager):
         self._idle_bytes = self._used_bytes = 0
         self._stuck: dict[OffloadKey, None] = {}
         """Doomed and not in flight, but the file could not be deleted."""
+        self._restored_hashes: dict[OffloadKey, Sequence[bytes]] = {}
         self._restore()
 
     def _restore(self) -> None:
@@ -122,9 +123,17 @@ class FileOffloadingManager(OffloadingManager):
             self._files[file.key].storing = False
             self._make_idle(file.key)
             kept.append(file.key)
+            if file.block_hashes:
+                self._restored_hashes[file.key] = file.block_hashes
         self._counts.restored = len(kept)
         for first in range(0, len(kept), _KEYS_PER_EVENT):
             self._files.record(kept[first : first + _KEYS_PER_EVENT], removed=False)
+
+    @override
+    def restored_block_hashes(self) -> Mapping[OffloadKey, Sequence[bytes]]:
+        """Those of the files that the directory held at the start; empty after the first call."""
+        hashes, self._restored_hashes = self._restored_hashes, {}
+        return hashes
 
     # --- looking ----------------------------------------------------------------------------------
 

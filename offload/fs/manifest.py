@@ -27,6 +27,8 @@ class Manifest:
     identity: str
     """Whatever else makes equal keys mean equal bytes: model and revision, cache dtype, hash seed,
     rank. Compared verbatim."""
+    gpu_blocks: Sequence[int] = ()
+    """Per group, how many GPU blocks a block covers, where their hashes are kept."""
 
     def __post_init__(self) -> None:
         if not self.payload_bytes or min(self.payload_bytes) < 1:
@@ -37,11 +39,13 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The contents of the manifest's file."""
-        document = {
+        document: dict[str, object] = {
             "format": _FORMAT,
             "identity": self.identity,
             "payload_bytes": list(self.payload_bytes),
         }
+        if max(self.gpu_blocks, default=1) > 1:
+            document["gpu_blocks"] = list(self.gpu_blocks)
         return json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
 
 

@@ -27,6 +27,7 @@ from offload.fs.block_file import (
     SUFFIX,
     check_block,
     encode_header,
+    hashes_of,
     header_bytes,
     key_of,
     relative_path,
@@ -46,6 +47,8 @@ class StoredFile:
     file_bytes: int
     used_ns: int
     """When it was written or last read, by the file system's clock."""
+    block_hashes: Sequence[bytes] = ()
+    """The hashes of the GPU blocks it covers, its own last; empty for a single one."""
 
 
 def file_bytes(key: OffloadKey, payload_bytes: Sequence[int]) -> int:
@@ -137,6 +140,7 @@ class BlockStore(BlockFiles):
         identity: str = "",
         durable: bool = False,
         replace_other_layout: bool = False,
+        blocks_per_offloaded_block: Sequence[int] | None = None,
     ) -> None:
         """Open a directory, or create it.
 
@@ -148,6 +152,8 @@ class BlockStore(BlockFiles):
                 but damaged ones are never served.
             replace_other_layout: Delete the blocks of a directory that was made for another layout
                 or identity.
+            blocks_per_offloaded_block: Per group, how many GPU blocks a block covers. Files then
+                keep these blocks' hashes, so that the next process finds each of them.
 
         Raises:
             CacheConfigError: The directory was made for another layout or identity, or holds
@@ -155,44 +161,61 @@ class BlockStore(BlockFiles):
         """
         self.root = root
         self._payload_bytes = tuple(payload_bytes)
+        self._gpu_blocks = tuple(blocks_per_offloaded_block or (1,) * len(self._payload_bytes))
         self._durable = durable
         self._temporary_numbers = itertools.count()
         self._lock = threading.Lock()
         self._counts = StoreStatistics()
         self._claim: int | None = None
-        self._open(Manifest(self._payload_bytes, identity), replace_other_layout)
+        manifest = Manifest(self._payload_bytes, identity, self._gpu_blocks)
+        self._open(manifest, replace_other_layout)
 
     @property
     @override
     def payload_bytes(self) -> Sequence[int]:
         return self._payload_bytes
 
+    @property
+    def keeps_hashes(self) -> bool:
+        """Whether a block's hashes of GPU blocks are kept in its file."""
+        return max(self._gpu_blocks) > 1
+
     # --- blocks -----------------------------------------------------------------------------------
 
     @override
     def file_bytes(self, key: OffloadKey) -> int:
-        return file_bytes(key, self._payload_bytes)
+        without_hashes = file_bytes(key, self._payload_bytes)
+        return without_hashes - header_bytes(key) + self._header_bytes(key)
 
-    def write(self, key: OffloadKey, payload: memoryview) -> None:
+    def _header_bytes(self, key: OffloadKey) -> int:
+        _, group = unpack_offload_key(key)
+        return header_bytes(key, self._gpu_blocks[group])
+
+    def write(
+        self, key: OffloadKey, payload: memoryview, block_hashes: Sequence[bytes] = ()
+    ) -> None:
         """Write a block's file, replacing an older one.
 
         Args:
             key: The block.
             payload: Its bytes.
+            block_hashes: The hashes of the GPU blocks it covers, its own last, where the store
+                keeps them.
 
         Raises:
-            TransferError: The payload's length is not the group's.
+            TransferError: The payload's length, or the number of hashes, is not the group's.
             OSError: It could not be written; nothing was changed.
         """
-        if self.file_bytes(key) != header_bytes(key) + len(payload):
+        if self.file_bytes(key) != self._header_bytes(key) + len(payload):
             raise TransferError(
                 f"disk tier: a payload of {len(payload)} bytes must be "
-                f"{self.file_bytes(key) - header_bytes(key)}"
+                f"{self.file_bytes(key) - self._header_bytes(key)}"
             )
+        header = encode_header(key, payload, self.kept_hashes(key, block_hashes))
         path = self.root / relative_path(key)
         temporary = self._new_temporary(path)
         try:
-            self._write_file(temporary, encode_header(key, payload), payload)
+            self._write_file(temporary, header, payload)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -202,6 +225,27 @@ class BlockStore(BlockFiles):
         with self._lock:
             self._counts.written_blocks += 1
             self._counts.written_bytes += len(payload)
+
+    def kept_hashes(self, key: OffloadKey, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The hashes that a block's file keeps; empty where the store keeps none.
+
+        Args:
+            key: The block.
+            block_hashes: The hashes of the GPU blocks it covers, its own last.
+
+        Raises:
+            TransferError: Their number or lengths are not those of the key's group.
+        """
+        own, group = unpack_offload_key(key)
+        if self._gpu_blocks[group] == 1:
+            return ()
+        lengths = {len(block_hash) for block_hash in block_hashes}
+        if len(block_hashes) != self._gpu_blocks[group] or lengths != {len(own)}:
+            raise TransferError(
+                f"disk tier: {len(block_hashes)} block hashes of a block of group {group} must be "
+                f"{self._gpu_blocks[group]} of {len(own)} bytes"
+            )
+        return block_hashes
 
     def read(self, key: OffloadKey, payload: memoryview) -> None:
         """Read a block, verify it, and mark it as used.
@@ -313,7 +357,13 @@ class BlockStore(BlockFiles):
         if key is None or not self._is_whole(key, status.st_size):
             path.unlink(missing_ok=True)
             return None
-        return StoredFile(key, status.st_size, status.st_mtime_ns)
+        return StoredFile(key, status.st_size, status.st_mtime_ns, self._read_hashes(path, key))
+
+    def _read_hashes(self, path: Path, key: OffloadKey) -> Sequence[bytes]:
+        if self._gpu_blocks[unpack_offload_key(key)[1]] == 1:
+            return ()
+        with path.open("rb") as file:
+            return hashes_of(file.read(self._header_bytes(key)), key)
 
     def _is_whole(self, key: OffloadKey, size: int) -> bool:
         _, group = unpack_offload_key(key)
@@ -341,9 +391,9 @@ class BlockStore(BlockFiles):
 
     def _read_file(self, path: Path, key: OffloadKey, payload: memoryview) -> None:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != header_bytes(key) + len(payload):
+            if os.fstat(file.fileno()).st_size != self._header_bytes(key) + len(payload):
                 raise BlockFileError("block file: its length is not the block's; it is damaged")
-            header = file.read(header_bytes(key))
+            header = file.read(self._header_bytes(key))
             if file.readinto(payload) != len(payload):
                 raise BlockFileError("block file: ended while it was read")
             check_block(header, key, payload)

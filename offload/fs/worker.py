@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import chain, repeat
 
@@ -86,7 +86,16 @@ class FileTransferWorker(OffloadingWorker):
         keys = tuple(job.lower.keys)
         plan = self._transfers.plan(job, len(keys))
         self._check_keys(job, keys)
-        self._transfers.submit(job, plan, _FileSide(self._store, keys, self._io))
+        hashes = tuple(map(tuple, job.lower.block_hashes)) or ((),) * len(keys)
+        if len(hashes) != len(keys):
+            raise TransferError(
+                f"job {job.job_id}: {len(hashes)} block_hashes must be one entry for each of "
+                f"{len(keys)} keys"
+            )
+        if job.direction is Direction.STORE:
+            for key, each in zip(keys, hashes, strict=True):
+                self._store.kept_hashes(key, each)
+        self._transfers.submit(job, plan, _FileSide(self._store, keys, hashes, self._io))
 
     def _check_keys(self, job: TransferJob, keys: tuple[OffloadKey, ...]) -> None:
         for key in keys:
@@ -127,10 +136,15 @@ class _FileSide(LowerSide):
     """The files of one job."""
 
     def __init__(
-        self, store: BlockStore, keys: tuple[OffloadKey, ...], io: ThreadPoolExecutor
+        self,
+        store: BlockStore,
+        keys: tuple[OffloadKey, ...],
+        block_hashes: tuple[tuple[bytes, ...], ...],
+        io: ThreadPoolExecutor,
     ) -> None:
         self._store = store
         self._keys = keys
+        self._block_hashes = block_hashes
         self._io = io
 
     @override
@@ -139,21 +153,30 @@ class _FileSide(LowerSide):
 
     @override
     def write(self, chunk: Chunk, buffer: Tensor) -> None:
-        self._each(self._store.write, chunk, buffer)
+        self._wait_for(
+            self._io.submit(self._store.write, key, payload, hashes)
+            for key, payload, hashes in zip(
+                self._keys[chunk.lower],
+                _payloads(buffer),
+                self._block_hashes[chunk.lower],
+                strict=True,
+            )
+        )
 
     @override
     def read(self, chunk: Chunk, buffer: Tensor) -> None:
-        self._each(self._store.read, chunk, buffer)
+        self._wait_for(
+            self._io.submit(self._store.read, key, payload)
+            for key, payload in zip(self._keys[chunk.lower], _payloads(buffer), strict=True)
+        )
 
-    def _each(
-        self, action: Callable[[OffloadKey, memoryview], None], chunk: Chunk, buffer: Tensor
-    ) -> None:
-        payloads = [memoryview(row).cast("B") for row in buffer.numpy()]
-        futures = [
-            self._io.submit(action, key, payload)
-            for key, payload in zip(self._keys[chunk.lower], payloads, strict=True)
-        ]
+    def _wait_for(self, submitted: Iterable[Future[None]]) -> None:
+        futures = list(submitted)
         # All of them, also when one failed: once its job is reported, files must be left alone.
         wait(futures)
         for future in futures:
             future.result()
+
+
+def _payloads(buffer: Tensor) -> list[memoryview]:
+    return [memoryview(row).cast("B") for row in buffer.numpy()]

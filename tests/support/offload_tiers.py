@@ -38,7 +38,7 @@ def disk_tier(
         group.block_size * SLOT_BYTES * size
         for group, size in zip(config.layout.groups, sizes, strict=True)
     ]
-    store = BlockStore(root, payload)
+    store = BlockStore(root, payload, blocks_per_offloaded_block=sizes)
     manager = FileOffloadingManager(store, max_bytes, enable_events=True)
     return TierUnderTest(
         Tier(manager, config.layout.groups, sizes), FileTransferWorker(pages.cache, store, sizes)

@@ -70,5 +70,10 @@ class TorchBackend:
         Raises:
             CacheConfigError: The directory holds blocks of another model.
         """
-        store = BlockStore(directory, payload_bytes, identity)
+        store = BlockStore(
+            directory,
+            payload_bytes,
+            identity,
+            blocks_per_offloaded_block=blocks_per_offloaded_block,
+        )
         return store, FileTransferWorker(self._pages, store, blocks_per_offloaded_block)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvevents.events import CPU, STORAGE
+from kvevents.events import CPU, STORAGE, GroupIdx
 from kvevents.layout import GroupKind
 from offload.base import (
     CPULoadStoreSpec,
@@ -21,6 +21,7 @@ from offload.base import (
     PrepareStoreOutput,
     RequestContext,
     TransferResult,
+    pack_offload_key,
 )
 from offload.cache_manager import CacheManager
 from offload.config import CacheConfig
@@ -372,6 +373,35 @@ def test_blocks_of_several_gpu_blocks_need_the_managers_events() -> None:
     Tier(CPUOffloadingManager(4), GROUPS["full"], 1)
     with pytest.raises(CacheConfigError, match=r"CPU tier: .*\[2\] needs .* enable_events"):
         Tier(CPUOffloadingManager(4), GROUPS["full"], 2)
+
+
+def test_a_block_evicted_and_offered_again_in_one_step_keeps_its_aliases() -> None:
+    """The eviction's event is taken after the new offer: it must not take that one's aliases."""
+    manager = CPUOffloadingManager(1, enable_events=True)
+    tier = Tier(manager, GROUPS["full"], 2)
+    context, (inner, own, other) = RequestContext("r"), (bytes([n]) * 32 for n in range(3))
+    block, intruder = pack_offload_key(own, GroupIdx(0)), pack_offload_key(other, GroupIdx(0))
+    assert tier.prepare_store({block: [inner, own]}, context)
+    tier.complete_store([block], context, True)
+    assert [event.block_hashes for event in tier.take_events()] == [[inner, own]]
+    assert tier.prepare_store({intruder: [inner, other]}, context)
+    tier.complete_store([intruder], context, False)
+    assert tier.prepare_store({block: [inner, own]}, context)
+    assert [event.block_hashes for event in tier.take_events()] == [[inner, own]]
+    tier.complete_store([block], context, True)
+    assert [event.block_hashes for event in tier.take_events()] == [[inner, own]]
+    assert tier.find(GroupIdx(0), inner, context) == block
+
+
+def test_what_is_in_flight_at_a_reset_leaves_no_aliases() -> None:
+    """Its store never becomes a hit; what was noted for it would pile up."""
+    tier = Tier(CPUOffloadingManager(4, enable_events=True), GROUPS["full"], 2)
+    context, key = RequestContext("r"), pack_offload_key(bytes(32), GroupIdx(0))
+    assert tier.prepare_store({key: [b"x" * 32, bytes(32)]}, context)
+    tier.reset()
+    tier.complete_store([key], context, True)
+    assert tier.take_events() == []
+    assert not tier._aliases._prepared
 
 
 # --- what requests say to tiers -------------------------------------------------------------------

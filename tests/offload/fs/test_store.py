@@ -46,6 +46,73 @@ def files_of(store: BlockStore) -> list[str]:
     )
 
 
+# --- blocks that cover several GPU blocks ---------------------------------------------------------
+
+OWN = KEY[:-4]
+HASHES = [bytes([number]) * 32 for number in range(3)] + [OWN]
+
+
+def coarse(root: Path) -> BlockStore:
+    """Four GPU blocks in a block of the first group, one in the second."""
+    return BlockStore(root, [PAYLOAD, PAYLOAD], blocks_per_offloaded_block=[4, 1])
+
+
+def test_the_hashes_of_a_blocks_gpu_blocks_survive_the_process(tmp_path: Path) -> None:
+    """Without them the next one finds it by its last GPU block only, and so hardly ever."""
+    store, other = coarse(tmp_path), block_key(1, 2)
+    store.write(KEY, memoryview(DATA), HASHES)
+    store.write(other, memoryview(DATA))
+    assert store.file_bytes(KEY) == store.file_bytes(other) + 3 * 32
+    found = {file.key: file for file in coarse(tmp_path).scan()}
+    assert (found[KEY].block_hashes, found[other].block_hashes) == (HASHES, ())
+    assert found[KEY].file_bytes == path_of(store, KEY).stat().st_size == store.file_bytes(KEY)
+    assert read(store, KEY) == read(store, other) == DATA
+
+
+@pytest.mark.parametrize("place", [0, 40, 95])
+def test_a_flipped_bit_in_a_hash_is_found_before_the_block_is_served(
+    tmp_path: Path, place: int
+) -> None:
+    """The checksum covers them."""
+    store = coarse(tmp_path)
+    store.write(KEY, memoryview(DATA), HASHES)
+    contents = bytearray(path_of(store, KEY).read_bytes())
+    contents[header_bytes(KEY) + place] ^= 1
+    path_of(store, KEY).write_bytes(contents)
+    with pytest.raises(BlockFileError):
+        read(store, KEY)
+    assert files_of(store) == []
+
+
+@pytest.mark.parametrize(
+    ("hashes", "complaint"),
+    [
+        ([], "0 block hashes of a block of group 0 must be 4 of 32 bytes"),
+        (HASHES[1:], "3 block hashes"),
+        ([*HASHES[1:], b"short"], "4 block hashes .* must be 4 of 32 bytes"),
+    ],
+)
+def test_hashes_that_do_not_fit_are_refused(
+    tmp_path: Path, hashes: list[bytes], complaint: str
+) -> None:
+    """The file's length would not be the block's."""
+    store = coarse(tmp_path)
+    with pytest.raises(TransferError, match=complaint):
+        store.write(KEY, memoryview(DATA), hashes)
+    assert files_of(store) == []
+
+
+def test_a_directory_that_keeps_other_hashes_is_refused(tmp_path: Path) -> None:
+    """Its files have other lengths and would all be deleted by the scan."""
+    coarse(tmp_path)
+    for sizes in (None, [1, 1], [2, 1]):
+        with pytest.raises(CacheConfigError, match=r"manifest\.json must be that of this layout"):
+            BlockStore(tmp_path, [PAYLOAD, PAYLOAD], blocks_per_offloaded_block=sizes)
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_what_was_written_is_read(tmp_path: Path, durable: bool) -> None:
     """With and without waiting for the disk; a key keeps its latest payload."""

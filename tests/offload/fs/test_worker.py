@@ -179,6 +179,23 @@ def test_a_job_that_does_not_fit_is_refused_and_touches_nothing(
     assert store.scan() == []
 
 
+@pytest.mark.parametrize(
+    ("hashes", "complaint"),
+    [((), "0 block hashes of a block of group 0"), ([[b"x"]] * 2, "2 block_hashes must be one")],
+)
+def test_a_store_without_the_hashes_that_files_keep_is_refused(
+    tmp_path: Path, hashes: Sequence[Sequence[bytes]], complaint: str
+) -> None:
+    """Where it is submitted, not in the copying thread."""
+    store = BlockStore(tmp_path, sizes_of(WORLD), blocks_per_offloaded_block=WORLD.k)
+    worker = FileTransferWorker(WORLD.cache("cpu"), store, WORLD.k)
+    spec = FileLoadStoreSpec([key_of(0, 1)], hashes)
+    with pytest.raises(TransferError, match=complaint):
+        worker.submit(TransferJob(1, STORE, gpu([1, 2], [2, 0], [0, 0]), spec))
+    worker.shutdown()
+    assert store.scan() == []
+
+
 def test_a_directory_for_other_sizes_is_refused(tmp_path: Path) -> None:
     """At the start of the engine."""
     with pytest.raises(
