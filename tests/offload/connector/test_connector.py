@@ -527,7 +527,7 @@ def test_what_was_found_on_disk_is_found_in_memory_the_next_time(
     memory = cpu_tier(pages, config, 100, sizes_for(config, 2))
     disk, store = disk_tier(pages, config, tmp_path, 1_000_000, sizes_for(config, 1))
     driver = OffloadDriver(config, pages, [memory, disk], 1, promote=promote)
-    prompt = list(range(50))
+    prompt = list(range(58))
     with shut_down([memory, disk]), closing(store):
         job = computed_and_evicted(driver, prompt)
         assert memory.present
@@ -538,30 +538,21 @@ def test_what_was_found_on_disk_is_found_in_memory_the_next_time(
         assert driver.loaded_from == {STORAGE}
         assert bool(memory.present) is promote
         assert driver.cache.reset()
-        disk.tier.reset()
         driver.end_step()
         driver.loaded_from.clear()
-        again = driver.new(prompt)
-        hit = driver.connector.find_external_hit(
-            again.request, driver.cache.get_computed_blocks(again.request)
-        )
-        driver.connector.forget(again.request.request_id)
-        assert hit is not None
-        assert (hit.num_tokens >= 40) is promote
-        if promote:
-            load(driver, again)
-            assert driver.loaded_from == {CPU}
+        load(driver, driver.new(prompt))
+        assert driver.loaded_from == {CPU if promote else STORAGE}
 
 
 def load(driver: OffloadDriver, job: Any) -> None:
     """Load a prompt, which checks every token's slot, and compute the rest of it."""
     loaded = driver.counts["loaded"]
-    assert driver.admit(job, 50)
+    assert driver.admit(job, 58)
     driver.patience = 1.0
     while driver.loading:
         driver.end_step()
     assert driver.counts["loaded"] == loaded + 1
-    assert driver.advance(job, 50)
+    assert driver.advance(job, 58)
     driver.end_step()
     driver.finish(job)
     driver.drain()
