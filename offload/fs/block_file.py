@@ -4,8 +4,9 @@
       8       2         2             8            16     ...   ...      ...        big endian
 
 A block that covers several GPU blocks has the hashes of all but the last of these, whose hash is in
-the key; such a file has version 2. The checksum is XXH3-128 over key, hashes and payload. It detects damage by disks, crashes and truncation,
-not forgery by someone who can write to the directory.
+the key; such a file has version 2. The checksum is XXH3-128 over key, hashes and payload. It
+detects damage by disks, crashes and truncation, not forgery by someone who can write to the
+directory.
 """
 
 from __future__ import annotations
