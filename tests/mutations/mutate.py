@@ -112,14 +112,18 @@ _Change = tuple[str, int, int, int, str]
 
 def _changes(source: _Source, node: ast.AST, scope: str) -> Iterator[_Change]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inner = child.name if scope == "module" else f"{scope}.{child.name}"
-            for statement in child.body:
-                yield from _of(source, statement, inner)
-                yield from _changes(source, statement, inner)
-        elif not _is_for_readers(child):
-            yield from _of(source, child, scope)
-            yield from _changes(source, child, scope)
+        yield from _at(source, child, scope)
+
+
+def _at(source: _Source, node: ast.AST, scope: str) -> Iterator[_Change]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        # Not what is around the body: decorators, defaults and annotations.
+        inner = node.name if scope == "module" else f"{scope}.{node.name}"
+        for statement in node.body:
+            yield from _at(source, statement, inner)
+    elif not _is_for_readers(node):
+        yield from _of(source, node, scope)
+        yield from _changes(source, node, scope)
 
 
 def _is_for_readers(node: ast.AST) -> bool:
@@ -130,8 +134,6 @@ def _is_for_readers(node: ast.AST) -> bool:
 
 
 def _of(source: _Source, node: ast.AST, scope: str) -> Iterator[_Change]:
-    if _is_for_readers(node):
-        return
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         opposite = _COMPARISONS[type(node.ops[0])]
         yield _between(source, node.left, node.comparators[0], opposite, scope)

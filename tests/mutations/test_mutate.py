@@ -47,11 +47,24 @@ def test_each_kind_of_change(source: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ['"""Docs of 5 < 6."""', "x: dict[int, 3]", "assert a < b", 'raise E(f"{a + 1}")', "import a"],
+    [
+        '"""Docs of 5 < 6."""',
+        "x: dict[int, 3]",
+        "class A:\n    x: int | None = None",
+        "assert a < b",
+        'raise E(f"{a + 1}")',
+        "import a",
+    ],
 )
 def test_what_only_readers_see_is_left_alone(source: str) -> None:
     """Survivors there would hide those that matter."""
     assert changed(source) == []
+
+
+def test_the_scope_is_the_innermost_function() -> None:
+    """It is part of a mutation's name; what stands around the body is not changed."""
+    source = "class A:\n    @f(1)\n    def g(self, x=2) -> 3 | 4:\n        return x + y\n"
+    assert [(each.scope, each.after) for each in mutations("file.py", source)] == [("A.g", "-")]
 
 
 def test_a_mutation_keeps_its_name_when_other_lines_change() -> None:

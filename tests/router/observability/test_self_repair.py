@@ -92,6 +92,7 @@ def test_a_rebuild_that_helped_restores_the_trust_and_may_be_repeated_after_the_
     assert source.now < COOL_DOWN_S
     assert source.see(64, 0, WRONG_ENOUGH) == 0
     assert source.trust.state is Trust.TRUSTED, "within the cool-down nothing is concluded"
+    assert source.trust.cause is None
     assert source.see(64, 0, 30) == 1
     assert source.trust.rebuilds == 2
 
@@ -135,6 +136,8 @@ RIGHT = wrong((64, 64))
         (wrong((0, 64), (0, 32)), CacheFacts(16, has_unplaced=True), Cause.HASH_SEED),
         (wrong((0, 64), (0, 32)), FACTS, Cause.TOKENIZER),
         (wrong((64, 0), (32, 0), has_salt=True), FACTS, Cause.TOKENIZER),
+        (wrong((64, 0), (0, 32)), CacheFacts(16, has_unplaced=True), Cause.TOKENIZER),
+        (RIGHT + wrong((113, 112), (65, 64)), FACTS, Cause.MISSING_GROUP),
         (RIGHT + wrong((80, 64), (32, 16)), FACTS, Cause.EAGLE),
         (RIGHT + wrong((64, 80), (16, 32)), FACTS, Cause.NO_EAGLE),
         (wrong((64, 72), (32, 40)), FACTS, Cause.BLOCK_SIZE),
@@ -155,6 +158,7 @@ def test_salts_are_not_to_blame_where_salted_prompts_are_right_too() -> None:
     """What right predictions have as well is not the cause."""
     mixed = wrong((64, 0), has_salt=True) + wrong((64, 64), has_salt=True)
     assert likely_cause(mixed, FACTS) is not Cause.SALT
+    assert likely_cause(RIGHT + mixed, FACTS) is not Cause.SALT
 
 
 # --- quiet moments --------------------------------------------------------------------------------
@@ -183,6 +187,17 @@ def test_overlapping_requests_are_not_quiet_and_other_replicas_do_not_matter() -
     assert not quiet.ended(second, 0.3)
     assert not quiet.ended(first, 0.4)
     assert quiet.ended(elsewhere, 0.5)
+
+
+def test_a_request_that_begins_beside_an_older_one_is_not_quiet_after_any_pause() -> None:
+    """The older one may run for an hour."""
+    quiet = QuietMoments()
+    older = quiet.began("r0", 0.0)
+    quiet.ended(quiet.began("r0", 0.1), 0.2)
+    late = quiet.began("r0", 0.2 + SETTLED_S)
+    assert not quiet.ended(late, 3.0)
+    assert not quiet.ended(older, 4.0)
+    assert quiet.ended(quiet.began("r0", 4.0 + SETTLED_S), 6.0)
 
 
 def test_a_replica_that_is_removed_meanwhile_is_not_known_again() -> None:
@@ -225,8 +240,10 @@ def test_a_source_is_rebuilt_and_forgotten_with_its_replica() -> None:
     judged.see_wrong(WRONG_ENOUGH)
     assert judged.rebuilt == [R0]
     assert judged.repair.statistics()[R0].rebuilds == 1
+    moment = judged.repair.quiet.began("r0", 0.0)
     judged.repair.forget("r0")
     assert judged.repair.statistics() == {}
+    assert not judged.repair.quiet.ended(moment, 1.0)
 
 
 def test_switched_off_it_still_finds_what_is_wrong() -> None:

@@ -348,6 +348,21 @@ def test_a_faster_replica_holds_more_sessions() -> None:
     assert 1.7 < shares["b"] / shares["a"] < 2.3
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("round_robin", "its turn", "1 after the one whose turn it is"),
+        ("session", "the replica of this session", "1 after the replica of this session"),
+    ],
+)
+def test_the_reason_says_who_comes_first(name: str, first: str, second: str) -> None:
+    """It is what `/route` and the log show of a decision."""
+    policy = make_policy(name)
+    candidates = [Candidate(replica_id="a"), Candidate(replica_id="b")]
+    ranked = rank(policy, request(session="s"), candidates).ranked
+    assert [entry.reason for entry in ranked] == [first, second]
+
+
 def test_ids_and_sessions_that_read_alike_together_draw_apart() -> None:
     """Replica `a1` and session `2` are not replica `a` and session `12`."""
     pairs = [("a1", b"2"), ("a", b"12"), ("a12", b"")]
