@@ -19,7 +19,10 @@ class RouterApp:
     def __init__(self, service: RouterService) -> None:
         self._logs_access = service.config.observability.access_log
         self._paths = ProxiedPaths(service.config.server.extra_paths)
-        guard = Guard(service.config.server)
+        guard = Guard(
+            service.config.server,
+            lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+        )
         self._gateway = Gateway(
             service.config.server,
             guard,

@@ -120,7 +120,9 @@ class Unauthorized(RequestError):
     type = "authentication_error"
     code = "invalid_api_key"
 
-    def __init__(self) -> None:
+    def __init__(self, was_given: bool = False) -> None:
+        self.was_given = was_given
+        """Whether there was a key, a wrong one."""
         super().__init__(
             "authorization: the API key is missing or wrong; "
             "send it as 'Authorization: Bearer <key>'"

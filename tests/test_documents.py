@@ -63,6 +63,9 @@ KEYS = {
     "KVROUTE_CLIENT_KEY": "a",
     "KVROUTE_OPERATOR_KEY": "b",
     "GEMMA_KEY": "c",
+    "KVROUTE_CLIENT_KEY_A": "f",
+    "KVROUTE_SALT_A": "g",
+    "KVROUTE_OPERATOR_KEY_B": "h",
     "CLIENT_KEY": "d",
     "OPERATOR_KEY": "e",
 }

@@ -42,6 +42,7 @@ from router.config.values import (
     HeaderName,
     HostName,
     Items,
+    KeyName,
     Name,
     PolicyName,
     Port,
@@ -136,6 +137,31 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def _same_keys(kind: str, keys: Sequence[OperatorKeyConfig]) -> Iterator[tuple[Location, str]]:
+    for index, each in enumerate(keys):
+        for other, earlier in enumerate(keys[:index]):
+            if each.name == earlier.name:
+                yield (kind, index, "name"), f"{each.name!r}; {kind}[{other}] has it already"
+            if each.key == earlier.key:
+                yield (kind, index, "key"), f"not shown; {kind}[{other}] has it already"
+
+
+class OperatorKeyConfig(Section, frozen=True):
+    """One of several keys, so that each holder's can be changed by itself."""
+
+    name: KeyName
+    """Of the holder; it may appear in logs."""
+    key: Secret
+
+
+class ClientKeyConfig(OperatorKeyConfig, frozen=True):
+    """The same for clients."""
+
+    cache_salt: Secret | None = None
+    """Added to every prompt sent with this key, so that its holders share cached blocks only with
+    those of the same salt."""
+
+
 class ServerConfig(Section, frozen=True):
     """Where the router listens, who may come in, and its limits."""
 
@@ -149,6 +175,15 @@ class ServerConfig(Section, frozen=True):
     do so."""
     trust_client_rank: bool = False
     """Whether clients may choose a replica's data-parallel rank, by `x-data-parallel-rank`."""
+    client_api_keys: Items[ClientKeyConfig] = ()
+    """More keys of clients."""
+    operator_api_keys: Items[OperatorKeyConfig] = ()
+    """More keys of operators."""
+    wrong_key_delay_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), PLAIN] = 1.0
+    """How long the response to a wrong key is held back, after some from the same address."""
+    clients_see_hits: bool | None = None
+    """Whether clients are told how much of a prompt is cached (`x-kv-hit-tokens`, `/route`); null:
+    where they need no key."""
     host_names: Items[HostName] = ()
     """Under which the router may be asked without a key, besides addresses, `localhost` and the
     machine's own name; `*` is any."""
@@ -167,9 +202,25 @@ class ServerConfig(Section, frozen=True):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetriesConfig = RetriesConfig()
 
+    @property
+    def client_keys(self) -> tuple[ClientKeyConfig, ...]:
+        """All of them; the one without a name is called `default`."""
+        if self.client_api_key is None:
+            return self.client_api_keys
+        return ClientKeyConfig(name="default", key=self.client_api_key), *self.client_api_keys
+
+    @property
+    def operator_keys(self) -> tuple[OperatorKeyConfig, ...]:
+        """All of them; the one without a name is called `default`."""
+        if self.operator_api_key is None:
+            return self.operator_api_keys
+        return OperatorKeyConfig(name="default", key=self.operator_api_key), *self.operator_api_keys
+
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """An address that others reach, and no key for clients."""
-        if self.client_api_key is None and not self.insecure and not _is_loopback(self.host):
+        """Keys that are the same, and an address that others reach without a key for clients."""
+        for kind in ("client_api_keys", "operator_api_keys"):
+            yield from _same_keys(kind, getattr(self, kind))
+        if not self.client_keys and not self.insecure and not _is_loopback(self.host):
             rule = (
                 "others reach it, and without client_api_key all of them may send prompts; "
                 "set the key, or insecure: true (--insecure)"
@@ -507,7 +558,7 @@ class RouterConfig(Section, frozen=True):
         data = {} if document is None else document
         if overrides is not None:
             data = overrides.applied_to(data)
-        context = {"environ": environ}
+        context = {"environ": environ, "directory": base_directory}
         try:
             config = cls.model_validate(data, context=context)
         except ValidationError as error:
@@ -519,7 +570,7 @@ class RouterConfig(Section, frozen=True):
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """What asks for a key that is not there."""
-        if self.observability.metrics_need_key and self.server.operator_api_key is None:
+        if self.observability.metrics_need_key and not self.server.operator_keys:
             place = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +35,8 @@ _OWN_PATHS = (
     *("/static",),
 )
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
+_FILE = "file:"
+_MAX_KEY_FILE_BYTES = 8192
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # What a header's value may hold without quoting: visible ASCII (RFC 9110 5.5).
 _KEY = re.compile(r"[\x21-\x7e]{1,4096}\Z")
@@ -63,7 +66,7 @@ def _resolve_key(data: object, info: ValidationInfo) -> object:
             f"not shown ({type(data).__name__}); expected a key or ${{NAME}} in quotes"
         )
     reference = _REFERENCE.fullmatch(data)
-    value = data if reference is None else _variable(reference[1], info.context)
+    value = data if reference is None else _referred_to(reference[1], info.context)
     if not _KEY.match(value) or (reference is None and _REFERENCE.search(value)):
         raise broken_rule(
             "not shown; a key is 1 to 4096 visible ASCII characters,"
@@ -72,11 +75,28 @@ def _resolve_key(data: object, info: ValidationInfo) -> object:
     return value
 
 
-def _variable(name: str, context: Mapping[str, Mapping[str, str]] | None) -> str:
+def _referred_to(reference: str, context: Mapping[str, Any] | None) -> str:
     if context is None:
         raise broken_rule(
             "a ${...}; environment variables can be named in the configuration file only"
         )
+    if reference.startswith(_FILE):
+        return _content(reference.removeprefix(_FILE), context["directory"])
+    return _variable(reference, context)
+
+
+def _content(name: str, directory: Path | None) -> str:
+    """The first line of a file, as secrets are mounted."""
+    try:
+        with (directory or Path()).joinpath(name).open("rb") as file:
+            content = file.read(_MAX_KEY_FILE_BYTES).decode("ascii", "replace")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "is no path"
+        raise broken_rule(f"${{{_FILE}{name[:200]}}}; cannot be read: {why}") from None
+    return content.rstrip("\r\n")
+
+
+def _variable(name: str, context: Mapping[str, Mapping[str, str]]) -> str:
     if not _VARIABLE.match(name):
         raise broken_rule("not shown; ${...} must hold the name of an environment variable")
     value = context["environ"].get(name)
@@ -131,7 +151,8 @@ Secret = Annotated[
     BeforeValidator(_resolve_key),
     PlainSerializer(lambda _key: MASK, return_type=str),
 ]
-"""An API key. It prints as asterisks; `get_secret_value` reveals it."""
+"""An API key: itself, `${NAME}` of the environment, or `${file:PATH}`. It prints as asterisks;
+`get_secret_value` reveals it."""
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), PLAIN]
 Count = Annotated[int, Field(ge=1, le=1_000_000), PLAIN]
@@ -152,6 +173,7 @@ ProxiedPathPattern = Annotated[
 Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
 ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
+KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$"), PLAIN]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]
 ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), PLAIN]
 """Appears in headers, in metrics and in the path of a URL."""

@@ -13,14 +13,30 @@ sends one needs no check of `Host`.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
+import logging
 import socket
-from collections.abc import Mapping, MutableMapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from pydantic import SecretStr
+
 from router.config import ServerConfig, key_bytes
-from router.errors import ForeignHost, ForeignOrigin, LoopbackOnly, NotJson, Unauthorized
+from router.errors import (
+    ForeignHost,
+    ForeignOrigin,
+    LoopbackOnly,
+    NotJson,
+    RequestError,
+    Unauthorized,
+)
+
+logger = logging.getLogger(__name__)
 
 Role: TypeAlias = Literal["client", "operator"]
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -36,27 +52,117 @@ _FORWARDED = (b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip")
 _OWN_PAGE = (b"same-origin", b"none")
 _READING = ("GET", "HEAD", "OPTIONS")
 
+_FREE_ATTEMPTS = 5
+_FORGOTTEN_AFTER_S = 300.0
+_MAX_ADDRESSES = 1024
+_MAX_HELD = 256
+"""Responses held back at a time; beyond them, wrong keys are refused at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One that was given, and is right."""
+
+    name: str
+    secret: bytes = field(repr=False)
+    cache_salt: bytes | None = field(default=None, repr=False)
+
+
+class WrongKeys:
+    """Counts and logs wrong keys, and slows down who tries many.
+
+    An address gets some attempts for nothing; after those, each of its refusals is held back, at
+    first for a tenth of the bound, then for twice as long each time. A right key never waits. What
+    is kept is bounded: addresses are forgotten after a while, the oldest first.
+
+    Args:
+        max_delay_s: The bound on each delay.
+        count: Called with the endpoint of each.
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        max_delay_s: float,
+        count: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_delay_s = max_delay_s
+        self._count = count
+        self._clock = clock
+        self._attempts: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._held = 0
+
+    def add(self, endpoint: str, address: str) -> float:
+        """Count one.
+
+        Args:
+            endpoint: What was asked; a name of ours.
+            address: Of the peer.
+        Returns:
+            For how many seconds to hold the refusal back.
+        """
+        now = self._clock()
+        attempts, last = self._attempts.pop(address, (0, now))
+        attempts = 1 if now - last > _FORGOTTEN_AFTER_S else attempts + 1
+        self._attempts[address] = attempts, now
+        if len(self._attempts) > _MAX_ADDRESSES:
+            self._attempts.popitem(last=False)
+        self._count(endpoint)
+        if attempts & (attempts - 1) == 0:  # the 1st, 2nd, 4th, 8th: a flood makes few lines
+            logger.warning("wrong key for %s from %s, %d so far", endpoint, address, attempts)
+        if attempts <= _FREE_ATTEMPTS:
+            return 0.0
+        doublings = min(attempts - _FREE_ATTEMPTS - 1, 10)
+        return float(min(self._max_delay_s, self._max_delay_s / 10 * 2**doublings))
+
+    async def hold_back(self, endpoint: str, address: str) -> None:
+        """Count one, and wait as long as its refusal should.
+
+        Args:
+            endpoint: What was asked; a name of ours.
+            address: Of the peer.
+        """
+        delay_s = self.add(endpoint, address)
+        if not delay_s or self._held >= _MAX_HELD:
+            return
+        self._held += 1
+        try:
+            await asyncio.sleep(delay_s)
+        finally:
+            self._held -= 1
+
 
 class Guard:
     """Checks who sends a request.
 
     Args:
         server: The keys, and the names that the router goes by.
+        count_wrong_key: Called with the endpoint of each.
     """
 
-    def __init__(self, server: ServerConfig) -> None:
-        keys = {"client": server.client_api_key, "operator": server.operator_api_key}
-        self._keys = {role: key_bytes(key) for role, key in keys.items()}
+    def __init__(self, server: ServerConfig, count_wrong_key: Callable[[str], None]) -> None:
+        self._keys: dict[Role, tuple[Key, ...]] = {
+            "client": tuple(
+                Key(each.name, _bytes(each.key), key_bytes(each.cache_salt))
+                for each in server.client_keys
+            ),
+            "operator": tuple(Key(each.name, _bytes(each.key)) for each in server.operator_keys),
+        }
+        seen = server.clients_see_hits
+        self.clients_see_hits = not server.client_keys if seen is None else seen
+        """Whether clients are told how much of a prompt is cached."""
+        self._wrong_keys = WrongKeys(server.wrong_key_delay_s, count_wrong_key)
         self._named = frozenset(name.lower() for name in server.host_names)
         self._own = self._named | {server.host.lower(), socket.gethostname().lower()}
         self._seen: set[bytes] = set()
 
     def needs_key(self, role: Role) -> bool:
         """Whether the endpoints of *role* want a key."""
-        return self._keys[role] is not None
+        return bool(self._keys[role])
 
-    def check(self, role: Role, scope: Scope, headers: Headers) -> None:
-        """Check that a request may go to an endpoint.
+    def check(self, role: Role, scope: Scope, headers: Headers) -> Key | None:
+        """Check that a request may go to an endpoint; return its key where one is needed.
 
         Args:
             role: Whose endpoint it is.
@@ -67,14 +173,31 @@ class Guard:
             ForeignHost: `Host` names another machine.
             LoopbackOnly: No operator key is set, and another machine asks.
         """
-        expected = self._keys[role]
-        if expected is not None:
-            if not hmac.compare_digest(_given_key(headers), expected):
-                raise Unauthorized
-            return
+        if self._keys[role]:
+            return self._key(role, headers)
         self.check_host(headers)
         if role == "operator" and not _is_local(scope, headers):
             raise LoopbackOnly
+        return None
+
+    async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
+        """Wait before a refusal is sent, if it is for a wrong key; and count and log that.
+
+        Args:
+            error: What will be sent.
+            endpoint: What was asked; a name of ours.
+            scope: The request's, for its peer.
+        """
+        if isinstance(error, Unauthorized) and error.was_given:
+            await self._wrong_keys.hold_back(endpoint, str((scope.get("client") or ("",))[0]))
+
+    def _key(self, role: Role, headers: Headers) -> Key:
+        given = _given_key(headers)
+        # All of them, whichever fits: the time must not tell which one does.
+        fitting = [key for key in self._keys[role] if hmac.compare_digest(given, key.secret)]
+        if not fitting:
+            raise Unauthorized(was_given=bool(given))
+        return fitting[0]
 
     def check_host(self, headers: Headers) -> None:
         """Check that the client means this router. Raises `ForeignHost`."""
@@ -122,6 +245,10 @@ class Guard:
         if not separator:
             return False  # `null`: a sandboxed frame, a file
         return place == headers.get(b"host") or _host_name(place) in self._named
+
+
+def _bytes(key: SecretStr) -> bytes:
+    return key.get_secret_value().encode("ascii")
 
 
 def _given_key(headers: Headers) -> bytes:

@@ -168,7 +168,8 @@ def create_api(
     client, operator = Access("client", parts.guard), Access("operator", parts.guard)
     _add_error_handlers(app, parts)
     _add_probes(app, parts, operator)
-    _add_route(app, parts, client)
+    sees_hits = client if parts.guard.clients_see_hits else Access("operator", parts.guard, False)
+    _add_route(app, parts, sees_hits)
     _add_models(app, parts, client)
     _add_replicas(app, parts, operator)
     _add_adding(app, parts, operator)
@@ -248,7 +249,7 @@ _ROUTABLE = takes(
 )
 
 
-def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
+def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
     server = parts.config.server
 
     @app.post(
@@ -257,7 +258,7 @@ def _add_route(app: FastAPI, parts: ApiParts, client: Access) -> None:
             "routing",
             "Where would this request go, and why? Nothing is sent.",
             {200: sends(RouteView, "The ranking, with reasons.", (JSON, MSGPACK))},
-            access=client,
+            access=sees_hits,
             errors=(*REFUSED_BODY, *NOT_ROUTED),
             requestBody=_ROUTABLE,
         ),

@@ -20,6 +20,7 @@ from router.observability.request_observer import RequestObservers
 from router.proxy import Dialect, Proxy, ProxyRequest, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher
+from router.tokenize import with_tenant_salt
 from router.upstream import Header, Timeouts
 
 Message: TypeAlias = MutableMapping[str, Any]
@@ -91,9 +92,11 @@ class Gateway:
             with self._admission, self._admission.buffer() as buffer:
                 if is_of_reserve(scope):
                     raise Overloaded("is out of file descriptors")
-                self._guard.check("client", scope, headers)
+                key = self._guard.check("client", scope, headers)
                 try:
                     body = await self._read_body(headers, receive, buffer.add)
+                    if key is not None and key.cache_salt and path.endpoint is not None:
+                        body = with_tenant_salt(body, key.cache_salt)
                     decision = await self._decide(path, headers, body)
                 except MemoryError:
                     raise self._observers.out_of_memory() from None
@@ -102,8 +105,10 @@ class Gateway:
                 )
                 note_routed(scope, observer.request)
                 request = self._request(scope, decision, request_id)
-                await self._proxy.stream(decision.attempts(), request, receive, send, observer)
+                attempts = decision.attempts(self._guard.clients_see_hits)
+                await self._proxy.stream(attempts, request, receive, send, observer)
         except RequestError as error:
+            await self._guard.refused(error, path.label, scope)
             self._observers.refused(error)
             note_refused(scope, error.code)
             await send_error(

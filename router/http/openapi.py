@@ -71,21 +71,29 @@ class Access:
 
     name: Role
     guard: Guard
+    may_change: bool = True
+    """Whether the operator's endpoints change something, unless they are read."""
 
     async def check(self, request: Request) -> None:
         """Check the request as `Guard.check` does, and whether a foreign page wants to change
         something; a FastAPI dependency."""
         headers = dict(request.headers.raw)
-        self.guard.check(self.name, request.scope, headers)
-        if self.name == "operator":
+        try:
+            request.state.key = self.guard.check(self.name, request.scope, headers)
+        except Unauthorized as error:
+            await self.guard.refused(error, request.scope["route"].path, request.scope)
+            raise
+        if self.name == "operator" and self.may_change:
             self.guard.check_change(request.method, headers)
 
     def refusals(self) -> tuple[RequestError, ...]:
         """One example of every error that tells who may ask."""
+        changes = self.name == "operator" and self.may_change
+        changing = (ForeignOrigin(), NotJson()) if changes else ()
         if self.guard.needs_key(self.name):
-            return (ForeignOrigin(), NotJson()) if self.name == "operator" else ()
+            return changing
         if self.name == "operator":
-            return ForeignHost("router.example"), LoopbackOnly(), ForeignOrigin(), NotJson()
+            return ForeignHost("router.example"), LoopbackOnly(), *changing
         return (ForeignHost("router.example"),)
 
     @property

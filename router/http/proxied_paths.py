@@ -34,6 +34,11 @@ class ProxiedPath(NamedTuple):
     response_id: str = ""
     """Of `RoutedBy.RESPONSE`."""
 
+    @property
+    def label(self) -> str:
+        """A name of a fixed set, as metrics need it."""
+        return self.endpoint.value if self.endpoint is not None else f"by {self.routed_by.value}"
+
 
 PROMPT_PATHS: dict[str, Endpoint] = {
     endpoint.value: endpoint

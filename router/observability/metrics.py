@@ -79,6 +79,11 @@ _COUNTERS = {
         "Requests the router itself refused, by error code.",
         ("code",),
     ),
+    "wrong_keys": _Spec(
+        "kvroute_wrong_keys",
+        "Requests with a key that is not the right one, by endpoint.",
+        ("endpoint",),
+    ),
     "report_modes": _Spec(
         "kvroute_stripped_report_modes",
         "Requests whose kv_cache_report_mode was taken out: it would spoil the engine's event "
@@ -140,6 +145,7 @@ class RouterMetrics:
     actual: Counter
     predictions: Counter
     bad_requests: Counter
+    wrong_keys: Counter
     report_modes: Counter
     first_byte: Histogram
     total: Histogram

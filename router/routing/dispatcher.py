@@ -29,6 +29,7 @@ from router.tokenize import (
     read_model,
     read_request,
 )
+from router.upstream import Header
 
 _Result = TypeVar("_Result")
 
@@ -116,7 +117,7 @@ class Decision:
         """The cache whose hit *candidate* stands for."""
         return source_of(self.replicas[candidate.replica_id], candidate.dp_rank)
 
-    def attempts(self) -> Iterator[Attempt]:
+    def attempts(self, shows_hit: bool = True) -> Iterator[Attempt]:
         """Yield where to send the request, and with which headers; best first.
 
         Each is chosen when it is asked for, by how the replicas are at that moment:
@@ -125,15 +126,18 @@ class Decision:
             left out, and able now          after those
             ranked, and unhealthy now       last, or removed
             draining, or at its limit now   not at all
+
+        Args:
+            shows_hit: Whether the client is told how much of its prompt is cached.
         """
         if not self.ranking.ranked:
             return
         first = self.ranking.ranked[0].candidate
-        yield self._attempt(first)
+        yield self._attempt(first, shows_hit)
         left = [*(entry.candidate for entry in self.ranking.ranked[1:]), *self.ranking.excluded]
         while (candidate := self._next(left)) is not None:
             left.remove(candidate)
-            yield self._attempt(candidate)
+            yield self._attempt(candidate, shows_hit)
 
     def _next(self, left: Sequence[Candidate]) -> Candidate | None:
         last_resort = None
@@ -146,20 +150,15 @@ class Decision:
                 last_resort = None if replica.draining else candidate
         return last_resort
 
-    def _attempt(self, candidate: Candidate) -> Attempt:
+    def _attempt(self, candidate: Candidate, shows_hit: bool) -> Attempt:
         replica = self.replicas[candidate.replica_id]
         headers = replica.headers
         if candidate.dp_rank is not None:
             headers = (*headers, (RANK_HEADER, b"%d" % candidate.dp_rank))
-        return Attempt(
-            replica.id,
-            replica.origin,
-            headers,
-            (
-                (b"x-kv-replica", replica.id.encode()),
-                (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens),
-            ),
-        )
+        told: tuple[Header, ...] = ((b"x-kv-replica", replica.id.encode()),)
+        if shows_hit:
+            told = (*told, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
+        return Attempt(replica.id, replica.origin, headers, told)
 
     def require_replica(self) -> None:
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""

@@ -8,7 +8,9 @@ const TEXTS = {
   operator:
     "This router shows its replicas and requests to those who hold its operator key " +
     "(server.operator_api_key).",
-  client: "This router explains routes to those who hold its client key (server.client_api_key).",
+  client:
+    "This router explains routes to those who hold its operator key, or its client key where " +
+    "server.clients_see_hits is set.",
 };
 const REFUSED = "The router refused that key. ";
 
@@ -18,14 +20,19 @@ export class NeedsKey extends Error {}
 export class Refused extends Error {}
 
 const nameOf = (role) => `kvroute.${role}-key`;
-const keyOf = (role) => sessionStorage.getItem(nameOf(role)) ?? "";
+const kept = (role) => sessionStorage.getItem(nameOf(role)) ?? "";
+// Routes are explained to operators, and to clients only where the configuration says so.
+const keyOf = (role) => kept(role) || (role === "client" ? kept("operator") : "");
 
 // Returns the parsed body. Throws NeedsKey, Refused, or what `fetch` throws without a response.
 export async function ask(role, path, body) {
   const headers = { accept: "application/json" };
   if (keyOf(role)) headers.authorization = `Bearer ${keyOf(role)}`;
   const options = { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) };
-  if (body !== undefined) Object.assign(options, { method: "POST", body });
+  if (body !== undefined) {
+    headers["content-type"] = "application/json";
+    Object.assign(options, { method: "POST", body });
+  }
   const response = await fetch(path, options);
   if (response.status === 401) throw new NeedsKey(role);
   if (!response.ok) throw new Refused(await messageIn(response));

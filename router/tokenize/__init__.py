@@ -29,6 +29,7 @@ The files; each imports only what is listed above it:
 
 from router.tokenize.body.report_mode import strip_report_mode
 from router.tokenize.body.requests import parse_request, read_model, read_request
+from router.tokenize.body.tenant_salt import with_tenant_salt
 from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
     ModelFilesError,
@@ -94,4 +95,5 @@ __all__ = [
     "read_model_files",
     "read_request",
     "strip_report_mode",
+    "with_tenant_salt",
 ]

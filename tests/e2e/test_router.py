@@ -58,6 +58,7 @@ LOCKED = {
     "server": {
         "client_api_key": "${CLIENT_KEY}",
         "operator_api_key": "${OPERATOR_KEY}",
+        "wrong_key_delay_s": 0,
         "max_concurrent_requests": 2,
     },
     "health": QUICK_HEALTH,
@@ -496,7 +497,7 @@ async def until_ready(router: RouterProcess) -> None:
         ("POST", "/v1/completions", CLIENT),
         ("POST", "/v1/messages", {"x-api-key": CLIENT_KEY}),
         ("POST", "/tokenize", CLIENT),
-        ("POST", "/route", CLIENT),
+        ("POST", "/route", OPERATOR),
         ("GET", "/v1/models", CLIENT),
         ("GET", "/replicas", OPERATOR),
         ("GET", "/replicas/x", OPERATOR),

@@ -5,19 +5,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from router.http.access import WrongKeys
+from router.tokenize import with_tenant_salt
 from tests.support.browser import browser_page, needs_browser
+from tests.support.engine_stub import engines
 from tests.support.http_client import Answer, HttpClient
 from tests.support.router_process import COMMAND, ROOT, RouterProcess, router_process
 
 CLIENT_KEY, OPERATOR_KEY = "client-key-sentinel-5c1d", "operator-key-sentinel-77b2"
+SALT = "salt-sentinel-c2"
+WRONG_KEYS = "kvroute_wrong_keys_total"
 CLIENT = {"authorization": f"Bearer {CLIENT_KEY}"}
 OPERATOR = {"authorization": f"Bearer {OPERATOR_KEY}"}
 JSON = {"content-type": "application/json"}
@@ -324,3 +332,178 @@ def test_swagger_ui_is_the_one_that_was_published() -> None:
     assert digests["swagger-ui-bundle.js"].startswith("e6a898692f2d768e807c3ba4626068a6")
     assert digests["swagger-ui.css"].startswith("a6a4cf68f069eb89984d5d43644e6a81")
     assert {"LICENSE", "NOTICE"} <= digests.keys()
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def several_keys(directory: Path) -> dict[str, Any]:
+    (directory / "b.key").write_text(f"{CLIENT_KEY}-b\n")
+    return {
+        "server": {
+            "client_api_key": CLIENT_KEY,
+            "client_api_keys": [
+                {"name": "team-a", "key": "${TEAM_A}", "cache_salt": SALT},
+                {"name": "team-b", "key": f"${{file:{directory}/b.key}}"},
+            ],
+            "operator_api_keys": [{"name": "on-call", "key": OPERATOR_KEY}],
+            "wrong_key_delay_s": 0.3,
+        }
+    }
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    config = several_keys(tmp_path_factory.mktemp("keys"))
+    with router_process(config, {"TEAM_A": f"{CLIENT_KEY}-a"}) as process:
+        yield process
+
+
+async def test_each_holder_has_a_key_of_his_own(locked: RouterProcess) -> None:
+    """So one can be changed without the others; keys come from the environment, or from files."""
+    for key in (CLIENT_KEY, f"{CLIENT_KEY}-a", f"{CLIENT_KEY}-b"):
+        found = await locked.get("/v1/models", {"authorization": f"Bearer {key}"})
+        assert found.status == 200, key
+    assert (await locked.get("/replicas", OPERATOR)).status == 200
+    shown = (await locked.get("/config", OPERATOR)).body.decode()
+    assert CLIENT_KEY not in shown
+    assert SALT not in shown
+
+
+async def test_wrong_keys_are_counted_logged_without_the_key_and_slowed_down(
+    locked: RouterProcess,
+) -> None:
+    """Whoever guesses gets one attempt for each delay, and is seen. Right keys do not wait."""
+    wrong = {"authorization": "Bearer wrong-key-sentinel-1f"}
+    before = await locked.metrics()
+    started = time.monotonic()
+    for _ in range(12):
+        assert (await locked.get("/v1/models", wrong)).status == 401
+    slow_s = time.monotonic() - started
+    assert (await locked.post("/v1/completions", {"prompt": [1]}, wrong)).status == 401
+    assert (await locked.get("/requests", wrong)).status == 401
+    assert slow_s > 1.0
+    started = time.monotonic()
+    for _ in range(12):
+        assert (await locked.get("/v1/models", CLIENT)).status == 200
+        assert (await locked.get("/v1/models")).status == 401
+    assert time.monotonic() - started < slow_s
+    after = await locked.metrics()
+    counted = {
+        endpoint: after.sum(WRONG_KEYS, endpoint=endpoint)
+        - before.sum(WRONG_KEYS, endpoint=endpoint)
+        for endpoint in ("/v1/models", "/v1/completions", "/requests")
+    }
+    assert counted == {"/v1/models": 12, "/v1/completions": 1, "/requests": 1}
+    assert "wrong key for /v1/models from 127.0.0.1" in locked.log()
+    assert "wrong-key-sentinel" not in locked.log()
+
+
+def test_what_is_kept_of_wrong_keys_is_bounded() -> None:
+    """An attacker has more addresses than the router has memory."""
+    counted: list[str] = []
+    keys = WrongKeys(1.0, counted.append, clock=lambda: 0.0)
+    delays = [keys.add("x", "192.0.2.1") for _ in range(12)]
+    assert delays[:6] == [0, 0, 0, 0, 0, 0.1]
+    assert delays[-1] == max(delays) == 1.0
+    for number in range(5000):
+        keys.add("x", str(number))
+    assert len(keys._attempts) <= 1024
+    assert len(counted) == 5012
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            "[{name: a, key: x}, {name: a, key: y}]",
+            "server.client_api_keys[1].name: 'a'; client_api_keys[0] has it already",
+        ),
+        (
+            "[{name: a, key: sk-twice}, {name: b, key: sk-twice}]",
+            "server.client_api_keys[1].key: not shown; client_api_keys[0] has it already",
+        ),
+        (
+            "[{name: a, key: '${file:missing.key}'}]",
+            "server.client_api_keys[0].key: ${file:missing.key}; cannot be read: "
+            "No such file or directory",
+        ),
+    ],
+)
+def test_keys_that_cannot_be_told_apart_or_read_are_refused(
+    tmp_path: Path, keys: str, expected: str
+) -> None:
+    """The start says so, and shows no key."""
+    path = tmp_path / "kvroute.yaml"
+    path.write_text(f"server: {{client_api_keys: {keys}}}")
+    done = serve("--config", str(path), "--check")
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "sk-twice" not in done.stderr
+
+
+# --- what caches tell -----------------------------------------------------------------------------
+
+
+async def test_clients_with_keys_are_not_told_what_is_cached(locked: RouterProcess) -> None:
+    """To the token, it would tell them what others have asked."""
+    async with engines(1) as (stub,):
+        added = await locked.post("/replicas", {"url": stub.url, "models": [stub.model]}, OPERATOR)
+        assert added.status == 201
+        body = {"model": stub.model, "prompt": [1, 2, 3]}
+        await locked.until(lambda now: now.sum("kvroute_replica_state", state="healthy"), "healthy")
+        found = await locked.post("/v1/completions", body, CLIENT)
+        assert found.status == 200
+        assert "x-kv-replica" in found.headers
+        assert "x-kv-hit-tokens" not in found.headers
+        assert (await locked.post("/route", body, CLIENT)).status == 401
+        assert (await locked.post("/route", body, OPERATOR)).json["ranking"]
+        await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
+
+
+async def test_a_tenants_prompts_carry_the_salt_of_its_key(locked: RouterProcess) -> None:
+    """The engine then reuses blocks of that tenant only, whatever salt a client sends."""
+    async with engines(1) as (stub,):
+        added = await locked.post("/replicas", {"url": stub.url, "models": [stub.model]}, OPERATOR)
+        await locked.until(lambda now: now.sum("kvroute_replica_state", state="healthy"), "healthy")
+        salts: dict[tuple[str, str | None], str | None] = {}
+        for name in ("-a", "-b"):
+            for own in (None, "x", SALT):
+                body = {"model": stub.model, "prompt": [1]}
+                body |= {} if own is None else {"cache_salt": own}
+                key = {"authorization": f"Bearer {CLIENT_KEY}{name}"}
+                assert (await locked.post("/v1/completions", body, key)).status == 200
+                salts[name, own] = json.loads(stub.requests[-1].body).get("cache_salt")
+        assert [salts["-b", own] for own in (None, "x", SALT)] == [None, "x", SALT]
+        assert len(set(salts.values())) == 6
+        assert SALT not in (salts["-a", None], salts["-a", "x"], salts["-a", SALT])
+        await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
+
+
+@pytest.mark.parametrize(
+    ("body", "own"),
+    [
+        (b'{"prompt": "p"}', None),
+        (b" {} \n", None),
+        (b'{"cache_salt": "a", "prompt": "}"}', "a"),
+        (b'{"c\\u0061che_salt": "a"}', "a"),
+        (b'{"cache_salt": "b", "cache_salt": "a"}', "a"),
+    ],
+)
+def test_a_salted_body_is_read_with_the_salt_and_nothing_else_changed(
+    body: bytes, own: str | None
+) -> None:
+    """By the last of equal names, as engines do; so the prediction is for the same salt."""
+    salted = json.loads(with_tenant_salt(body, b"tenant"))
+    fields = {name: value for name, value in json.loads(body).items() if name != "cache_salt"}
+    assert {name: value for name, value in salted.items() if name != "cache_salt"} == fields
+    alone = {"cache_salt": own} if own else {}
+    same = json.loads(with_tenant_salt(json.dumps(alone).encode(), b"tenant"))
+    other = json.loads(with_tenant_salt(json.dumps(alone).encode(), b"another"))
+    assert salted["cache_salt"] == same["cache_salt"] != other["cache_salt"]
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"{", b"", b'{"cache_salt": ""}', b'{"cache_salt": 3}'])
+def test_a_body_that_will_be_refused_is_not_made_right(body: bytes) -> None:
+    """The client hears what is wrong with it."""
+    assert with_tenant_salt(body, b"tenant") == body

@@ -50,7 +50,9 @@ OPERATOR_PATHS = {
     "/replicas/{replica_id}/drain",
     "/replicas/{replica_id}/undrain",
     "/replicas/{replica_id}/recording",
+    "/route",
 }
+"""Where clients have keys; without them, anyone may ask /route."""
 WITH_BODY = {
     "/route",
     "/v1/chat/completions",
