@@ -683,8 +683,11 @@ async def compared_in_tiers(
     async with timeout(30):
         hit = Hit(**json.loads(await engine.stdout.readline()))
     assert predicted == hit
+    # Of the window, a load brings only the blocks that the last token needs.
     await until(
-        lambda: index.match(prompt)[source].gpu_cached_tokens == (len(prompt) - 1) // 16 * 16,
+        lambda: (
+            index.explain(index.prepare(prompt), source)[0].tokens == (len(prompt) - 1) // 16 * 16
+        ),
         "the events of this prompt",
     )
     return hit

@@ -41,7 +41,9 @@ def add_to(commands: Any) -> None:
         "begun.",
     )
     _add_model(parser.add_argument_group("model"))
-    _add_cache(parser.add_argument_group("cache"))
+    cache = parser.add_argument_group("cache")
+    _add_cache(cache)
+    _add_tiers(cache)
     _add_events(parser.add_argument_group("KV events"))
     _add_server(parser.add_argument_group("server"))
     _add_simulation(parser.add_argument_group("with --simulate"))
@@ -172,6 +174,9 @@ def _add_cache(group: Any) -> None:
         metavar="TOKENS",
         help="see docs/offloading.md, Retention",
     )
+
+
+def _add_tiers(group: Any) -> None:
     group.add_argument(
         "--cpu-blocks",
         type=_whole(0),

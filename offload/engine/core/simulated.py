@@ -152,7 +152,12 @@ class SimulatedBackend:
         num_blocks: int,  # noqa: ARG002 (the protocol's)
         blocks_per_offloaded_block: Sequence[int],  # noqa: ARG002 (the protocol's)
     ) -> OffloadingWorker:
-        """See `TransferBackend.cpu_worker`."""
+        """Return a worker that takes the time of copies and copies nothing.
+
+        Args:
+            num_blocks: Ignored.
+            blocks_per_offloaded_block: Ignored.
+        """
         return self._worker()
 
     def disk(
