@@ -404,6 +404,35 @@ def test_what_is_in_flight_at_a_reset_leaves_no_aliases() -> None:
     assert not tier._aliases._prepared
 
 
+def test_a_block_on_its_way_to_the_gpu_is_not_loaded_a_second_time() -> None:
+    """A second request with the same prefix asks again, and finds it on the GPU."""
+    config = config_of(GROUPS["full"], num_blocks=40)
+    pages = TensorPages(config)
+    tier = cpu_tier(pages, config, 100, [1])
+    driver = OffloadDriver(config, pages, [tier], 1)
+    with shut_down([tier]):
+        first: Any = computed_and_evicted(driver, list(range(40)))
+        assert driver.admit(first, 40)
+        second = driver.new([*range(24), 99, 98])
+        assert not driver.admit(second, 26)
+        assert driver.counts["joined"] == 1
+        apart = driver.new(list(range(500, 520)))
+        assert driver.admit(apart, 20), "one that shares nothing with it does not wait"
+        driver.patience = 1.0
+        while driver.loading:
+            driver.end_step()
+        assert driver.advance(first, 8)
+        computed = driver.cache.get_computed_blocks(second.request)
+        hit = driver.connector.find_external_hit(second.request, computed)
+        assert hit is not None
+        assert (computed.num_tokens, hit.num_external_tokens) == (24, 0)
+        driver.connector.forget(second.request.request_id)
+        for job in (first, apart):
+            driver.finish(job)
+        driver.drain()
+    assert driver.connector.statistics().load.jobs == 1
+
+
 # --- what requests say to tiers -------------------------------------------------------------------
 
 
