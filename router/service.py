@@ -207,6 +207,7 @@ class RouterService:
             tokenizer_check=self.tokenizer_check,
             upstream=self._upstream,
             recent=self._recent,
+            responses=self.responses,
             admission=self.admission,
             repair=self.repair,
             shortages=self.shortages,

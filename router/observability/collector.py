@@ -20,6 +20,7 @@ from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.stored_responses import StoredResponses
 from router.routing.tokenizer_check import TokenizerCheck
 from router.tokenize import TokenizationStatistics
 from router.upstream import UpstreamClient
@@ -44,6 +45,7 @@ class CollectedParts:
     tokenizer_check: TokenizerCheck
     upstream: UpstreamClient
     recent: RecentPrefixes
+    responses: StoredResponses
     admission: Admission
     repair: SelfRepair
     shortages: Shortages
@@ -347,6 +349,7 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
         [((resource,), count) for resource, count in parts.shortages.counts.items()],
     )
     upstream, recent = parts.upstream.statistics(), parts.recent.statistics()
+    responses = parts.responses.statistics()
     for name, text, value in (
         (
             "kvroute_requests_under_way",
@@ -361,8 +364,14 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
         ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),
         ("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", recent.entries),
+        ("kvroute_stored_responses", "Responses whose replica is known.", responses.known),
     ):
         yield _single(name, text, value)
+    yield CounterMetricFamily(
+        "kvroute_response_lookups",
+        "Times that replicas were asked who has a stored response.",
+        value=responses.asked,
+    )
 
 
 def _single(name: str, text: str, value: float) -> Metric:

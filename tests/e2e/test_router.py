@@ -911,6 +911,7 @@ ENDPOINTS = {
     "/requests": {"get"},
     "/replicas": {"get", "post"},
     "/replicas/{replica_id}": {"get", "delete"},
+    "/replicas/{replica_id}/recording": {"get"},
     "/replicas/{replica_id}/drain": {"post"},
     "/replicas/{replica_id}/undrain": {"post"},
 }

@@ -42,7 +42,6 @@ _SESSION_FIELDS = ("session_id", "prompt_cache_key", "conversation", "previous_r
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
-_KINDS = {"[": "a list", '"': "a string", "t": "a boolean", "f": "a boolean", "n": "null"}
 _FIELD_NAMES = (
     *("model", "cache_salt", "lora_name", "endpoint", "token_ids", "messages", "prompt", "input"),
     *("stream", "n", "prompt_logprobs", "logprobs", "echo", "prompt_embeds"),
@@ -133,9 +132,9 @@ def _read_fields(body: bytes) -> dict[str, Any]:
         found = _FIELDS_DECODER.decode(body)
     except msgspec.ValidationError:
         # It is JSON, but no object; that is all that the types demand.
-        first = body[:64].lstrip()[:1].decode("ascii", "replace")
-        found = _KINDS.get(first, "a number")
-        raise RequestBodyError("$", found, "the body must be an object") from None
+        is_list = body.lstrip().startswith(b"[")
+        whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
+        raise RequestBodyError("$", describe(whole), "the body must be an object") from None
     return {
         name: value for name in _FIELD_NAMES if (value := getattr(found, name)) is not msgspec.UNSET
     }
