@@ -193,6 +193,15 @@ def test_a_source_is_shown_live_only_if_nothing_is_missing() -> None:
     assert not [place for place in with_holes if SHOWN[place.state] is SourceState.LIVE]
 
 
+def test_a_look_at_a_silent_tail_that_finds_nothing_missing_never_leaves_live() -> None:
+    """A silence may be no more than a late heartbeat."""
+    state, actions = TABLE[State.LIVE][Input.SILENCE]
+    assert (state, actions[-1]) == (State.LIVE, Action.ASK_FROM_LAST)
+    for result in (Input.REPLAY_END, Input.CUT_SHORT, Input.VACANT, Input.NO_ANSWER):
+        assert TABLE[State.LIVE][result].state is State.LIVE
+    assert TABLE[State.LIVE][Input.NEWS].state is State.VERIFYING, "something was missing"
+
+
 def test_live_batches_wait_wherever_the_source_is_shown_as_recovering() -> None:
     """They are taken at rest, so a recovering stream always has a question under way."""
     for _, after in MEETINGS:

@@ -232,6 +232,22 @@ async def test_a_loss_at_the_tail_shows_in_the_silence_after_it(
     assert notebook.seqs == list(range(13))
 
 
+async def test_a_quiet_stream_stays_live_while_its_tail_is_looked_at(
+    publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """On a machine short of processor time heartbeats come late; a stream that was called
+    recovering at each look had its hits discounted for nothing."""
+    async with live(publisher, notebook) as subscriber:
+        publish(publisher, 10)
+        await until_live(subscriber, 9)
+        states, questions = len(notebook.states), subscriber.statistics().questions
+        await until(
+            lambda: subscriber.statistics().questions >= questions + 5, "five looks at the tail"
+        )
+        assert notebook.states[states:] == []
+        assert subscriber.statistics().state is LIVE
+
+
 async def test_duplicates_and_stragglers_change_nothing(
     publisher: VllmPublisher, notebook: Notebook
 ) -> None:
