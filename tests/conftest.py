@@ -1,9 +1,27 @@
-"""Settings for every test."""
+"""Settings for every test; and at the end of every run, what was skipped and why."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from hypothesis import settings
 
 # On a machine with other load, the time an example takes says nothing about the code.
 settings.register_profile("kvroute", deadline=None)
 settings.load_profile("kvroute")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A run that is green because it tested less must say so in its last lines."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        terminalreporter.ensure_newline()
+        terminalreporter.write_line("Not tested here; `make test-deploy` installs what it can:")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"  {count:4} skipped: {reason}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ def version() -> str:
 
 def tool(name: str, package: str) -> str:
     """The path of a program; skips the test without it, saying how to get it."""
-    path = shutil.which(name)
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if path is None:
         pytest.skip(f"{name} is not installed (Debian: {package})")
     return path
