@@ -97,6 +97,18 @@ def test_a_rebuild_that_helped_restores_the_trust_and_may_be_repeated_after_the_
     assert source.trust.rebuilds == 2
 
 
+@pytest.mark.parametrize(("wrong_ones", "state"), [(1, Trust.TRUSTED), (2, Trust.REBUILT)])
+def test_after_a_rebuild_one_wrong_prediction_of_a_window_is_forgiven(
+    wrong_ones: int, state: Trust
+) -> None:
+    """Two are a doubt; the next comparisons decide."""
+    source = Source()
+    source.see(64, 0, WRONG_ENOUGH)
+    source.see(64, 0, wrong_ones)
+    source.see(64, 64, WINDOW - wrong_ones)
+    assert source.trust.state is state
+
+
 def test_what_stays_wrong_is_named_and_what_becomes_right_is_trusted_again() -> None:
     """An operator who corrects the configuration must see it at work."""
     source = Source()
@@ -141,6 +153,7 @@ RIGHT = wrong((64, 64))
         (RIGHT + wrong((80, 64), (32, 16)), FACTS, Cause.EAGLE),
         (RIGHT + wrong((64, 80), (16, 32)), FACTS, Cause.NO_EAGLE),
         (wrong((64, 72), (32, 40)), FACTS, Cause.BLOCK_SIZE),
+        (wrong((64, 72), (32, 48)), FACTS, Cause.BLOCK_SIZE),
         (RIGHT + wrong((128, 64), (64, 16)), FACTS, Cause.MISSING_GROUP),
         (RIGHT + wrong((64, 128), (16, 127)), FACTS, Cause.UNSEEN_BLOCKS),
         (RIGHT + wrong((64, 128), (128, 16)), FACTS, Cause.TWO_ENGINES),
