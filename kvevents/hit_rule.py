@@ -118,6 +118,7 @@ def longest_extended_hit(
     gpu_hit: int,
     prompt_tokens: int,
     units: Sequence[int] | None = None,
+    as_vllm: bool = False,
 ) -> int:
     """The hit with what a lower tier can load, in tokens, at least *gpu_hit*.
 
@@ -144,8 +145,10 @@ def longest_extended_hit(
         prompt_tokens: Length of the prompt.
         units: The tokens of a unit by group, each a multiple of the group's block size; None: a
             unit is a block.
+        as_vllm: Ask for as many units as vLLM does: for a window of 17 those of 17 tokens, although
+            the next token sees 16 before it, and for chunked attention always those of a chunk.
     """
-    search = _UnitSearch(layout, below, gpu_hit, prompt_tokens, units)
+    search = _UnitSearch(layout, below, gpu_hit, prompt_tokens, units, as_vllm)
     return max(gpu_hit, search.longest())
 
 
@@ -159,7 +162,9 @@ class _UnitSearch:
         gpu_hit: int,
         prompt_tokens: int,
         units: Sequence[int] | None,
+        as_vllm: bool,
     ) -> None:
+        self._as_vllm = as_vllm
         self._layout = layout
         self._below = below
         self._gpu_hit = gpu_hit
@@ -171,7 +176,9 @@ class _UnitSearch:
             if group.kind is not GroupKind.NOT_CACHED
         ]
         self._full = [index for index in cached if layout.groups[index].kind is GroupKind.FULL]
-        self._others = sorted(set(cached) - set(self._full), key=self._window_units, reverse=True)
+        self._others = sorted(
+            set(cached) - set(self._full), key=self._units_of_window, reverse=True
+        )
 
     def longest(self) -> int:
         """Each group in turn cuts the hit; the windows go on until none cuts what another found."""
@@ -216,55 +223,62 @@ class _UnitSearch:
         extra = int(self._is_eagle(index) and not gave_extra)
         start, stop = self._gpu_hit // unit, min(-(-hit // unit) + extra, whole)
         if index in self._full:
-            found = self._run(index, start, stop)
+            stop = self._end_of_run(index, start, stop)
         else:
-            needed = self._window_units(index) + extra
-            edge = min(hit, (stop - extra) * unit)
-            found = self._window(index, start, stop, needed, self._edge_units(index, edge) + extra)
-        return min(hit, (start + found - extra) * unit) if found else 0
+            stop = self._end_of_window(index, start, stop, hit, extra)
+        return min(hit, (stop - extra) * unit) if stop > start else 0
 
     def _is_eagle(self, index: int) -> bool:
         return self._layout.eagle and self._layout.groups[index].kind is not GroupKind.MAMBA
 
-    def _run(self, index: int, start: int, stop: int) -> int:
+    def _end_of_run(self, index: int, start: int, stop: int) -> int:
         unit = self._units[index]
-        for number in range(start, stop):
-            if not self._below(index, (number + 1) * unit):
-                return number - start
-        return stop - start
+        missing = (n for n in range(start, stop) if not self._below(index, (n + 1) * unit))
+        return next(missing, stop)
 
-    def _window(self, index: int, start: int, stop: int, needed: int, at_edge: int) -> int:
-        """Units from *start* to the end of the last run that is long enough, or that begins at
-        *start*; a run that ends at *stop* must be *at_edge* long."""
-        unit, run = self._units[index], 0
-        required = at_edge
-        for number in range(stop - 1, start - 1, -1):
-            if self._below(index, (number + 1) * unit):
-                run += 1
-            else:
-                run, required = 0, needed
-            if run == required:
-                return number - start + run
-        return run
+    def _end_of_window(self, index: int, start: int, stop: int, hit: int, extra: int) -> int:
+        """The last unit behind which the window is whole, or reaches back to *start*."""
+        unit = self._units[index]
+        while stop - extra > start:
+            last = stop - extra
+            first = max(start, last - self._needed_units(index, min(hit, last * unit)))
+            missing = next(
+                (
+                    n
+                    for n in range(stop - 1, first - 1, -1)
+                    if not self._below(index, (n + 1) * unit)
+                ),
+                None,
+            )
+            if missing is None:
+                return stop
+            # Every end from the missing unit on would need that unit too.
+            stop = missing
+        return start
 
-    def _window_units(self, index: int) -> int:
+    def _needed_units(self, index: int, end: int) -> int:
+        """Units before *end*, the one around it included."""
         group, unit = self._layout.groups[index], self._units[index]
+        tokens = 1
         if group.kind is GroupKind.SLIDING_WINDOW:
             assert group.sliding_window is not None
-            return -(-group.sliding_window // unit)
-        if group.kind is GroupKind.CHUNKED_LOCAL:
+            tokens = max(1, group.sliding_window - 1 - end % -unit)
+        elif group.kind is GroupKind.CHUNKED_LOCAL:
             assert group.attention_chunk_size is not None
-            return -(-group.attention_chunk_size // unit)
-        return 1
+            in_chunk = end % group.attention_chunk_size
+            tokens = in_chunk and in_chunk - end % -unit
+        needed = -(-tokens // unit)
+        return max(needed, self._units_of_window(index)) if self._as_vllm else needed
 
-    def _edge_units(self, index: int, end: int) -> int:
-        """Units that a window needs if the hit ends inside its last one."""
-        group, unit = self._layout.groups[index], self._units[index]
-        needed = self._window_units(index)
-        if group.kind is not GroupKind.SLIDING_WINDOW:
-            return needed
-        assert group.sliding_window is not None
-        return max(needed, -(-(group.sliding_window - 1 - end % -unit) // unit))
+    def _units_of_window(self, index: int) -> int:
+        """As vLLM counts them."""
+        group = self._layout.groups[index]
+        tokens = 1
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            tokens = group.sliding_window or 1
+        elif group.kind is GroupKind.CHUNKED_LOCAL:
+            tokens = group.attention_chunk_size or 1
+        return -(-tokens // self._units[index])
 
 
 @lru_cache(maxsize=32)

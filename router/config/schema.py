@@ -57,7 +57,7 @@ from router.config.values import (
     ZmqAddress,
 )
 from router.errors import BadRequest, ConfigError, ConfigProblem
-from router.index import LayoutHints
+from router.index import LayoutHints, TierHint
 from router.scoring.policies import BUILT_IN
 from router.scoring.types import Weights
 from router.upstream.origin import Origin
@@ -245,6 +245,26 @@ class GroupConfig(Section, frozen=True):
         )
 
 
+class TierConfig(Section, frozen=True):
+    """How much one lower tier keeps together, where its events do not tell soon enough."""
+
+    medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
+    """The tier's name in events, in any case."""
+    blocks_per_chunk: Annotated[int, Field(ge=1, le=4096), PLAIN] | None = None
+    """Blocks of each group, as vLLM's option of this name says."""
+    block_size: Tokens | None = None
+    """Tokens, as vLLM's option of this name says, or LMCache's `chunk_size`."""
+
+    def to_hint(self) -> tuple[str, TierHint]:
+        """The same for the index."""
+        return self.medium.upper(), TierHint(self.blocks_per_chunk, self.block_size)
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Both sizes or none."""
+        if (self.blocks_per_chunk is None) == (self.block_size is None):
+            yield (), "must have either blocks_per_chunk or block_size"
+
+
 class LayoutConfig(Section, frozen=True):
     """What the engines' events leave out about a model's cache. Everything is optional."""
 
@@ -262,6 +282,8 @@ class LayoutConfig(Section, frozen=True):
     """Groups that no event has named yet exist all the same."""
     hash_seeds: Items[Annotated[str, PLAIN]] = LayoutHints().hash_seeds
     """Values of PYTHONHASHSEED that the engines may run with."""
+    tiers: Items[TierConfig] = ()
+    """Lower tiers."""
 
     def to_hints(self) -> LayoutHints:
         """The same for the index."""
@@ -275,6 +297,7 @@ class LayoutConfig(Section, frozen=True):
             authoritative=self.authoritative,
             assume_unseen=self.assume_unseen,
             hash_seeds=self.hash_seeds,
+            tiers=tuple(tier.to_hint() for tier in self.tiers),
         )
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:

@@ -248,7 +248,9 @@ def _cache(cache: SourceStatistics) -> CacheView:
     layout = cache.layout
     return CacheView(
         blocks=[
-            BlockCount(group=group, tier=tier, blocks=count)
+            BlockCount(
+                group=group, tier=tier, blocks=count, unit_tokens=cache.units.get((group, tier))
+            )
             for (group, tier), count in sorted(cache.blocks.items())
         ],
         unplaced_blocks=cache.unplaced,

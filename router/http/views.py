@@ -212,6 +212,8 @@ class BlockCount(View, frozen=True, kw_only=True):
     group: int
     tier: str
     blocks: int
+    unit_tokens: int | None
+    """Tokens that a lower tier stores and loads together; null for the GPU."""
 
 
 class CacheView(View, frozen=True, kw_only=True):

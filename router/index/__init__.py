@@ -18,6 +18,7 @@ from router.index.base import (
     SourceId,
     SourceLimits,
     SourceStatistics,
+    TierHint,
     WaitingStatistics,
 )
 from router.index.reference.index import ReferenceIndex
@@ -33,6 +34,7 @@ __all__ = [
     "SourceId",
     "SourceLimits",
     "SourceStatistics",
+    "TierHint",
     "WaitingStatistics",
     "create_index",
 ]

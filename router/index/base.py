@@ -31,6 +31,20 @@ class SourceId(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class TierHint:
+    """What the configuration says of a lower tier: how much it keeps together."""
+
+    unit_blocks: int | None = None
+    """Blocks of a group in a unit."""
+    unit_size: int | None = None
+    """Tokens in a unit, in every group."""
+
+    def unit_tokens(self, block_size: int) -> int:
+        """Tokens in a unit of a group; 0 where nothing is said."""
+        return self.unit_size or (self.unit_blocks or 0) * block_size
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutHints:
     """What the configuration says of a model's cache."""
 
@@ -51,6 +65,8 @@ class LayoutHints:
     """Groups that no event has named yet exist all the same."""
     hash_seeds: tuple[str, ...] = (DEFAULT_SEED, "0", "1", "42", "123", "1234")
     """Values of `PYTHONHASHSEED` the engines may run with."""
+    tiers: tuple[tuple[str, TierHint], ...] = ()
+    """By the tier's name on the wire, in upper case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,8 @@ class SourceStatistics:
 
     blocks: dict[tuple[int, str], int]
     """(group, tier) -> distinct blocks."""
+    units: dict[tuple[int, str], int]
+    """(group, lower tier) -> tokens that the tier keeps together."""
     unplaced: int
     """Blocks whose prefix is not known; without a known hash function no prompt can find them."""
     ambiguous: int

@@ -392,6 +392,7 @@ class TieredCase:
     gpu: Case
     below: Cache
     units: list[int]
+    as_vllm: bool
 
     @property
     def gpu_hit(self) -> int:
@@ -402,13 +403,23 @@ class TieredCase:
     def found(self, below: Callable[[int, int], bool] | None = None) -> int:
         case = self.gpu
         return longest_extended_hit(
-            case.layout, below or self.below.has, self.gpu_hit, case.prompt_tokens, self.units
+            case.layout,
+            below or self.below.has,
+            self.gpu_hit,
+            case.prompt_tokens,
+            self.units,
+            self.as_vllm,
         )
 
     def defined(self) -> int:
         case = self.gpu
         return defined_tier_hit(
-            case.layout, self.below.has, self.gpu_hit, case.prompt_tokens, self.units
+            case.layout,
+            self.below.has,
+            self.gpu_hit,
+            case.prompt_tokens,
+            self.units,
+            self.as_vllm,
         )
 
 
@@ -424,7 +435,7 @@ def tiered_cases(count: int, seed: int) -> Iterator[TieredCase]:
             for end in range(unit, case.prompt_tokens + 1, unit)
             if rng.random() < 0.8
         }
-        yield TieredCase(case, Cache(below, set()), units)
+        yield TieredCase(case, Cache(below, set()), units, rng.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(2))

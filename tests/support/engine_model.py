@@ -124,11 +124,16 @@ def defined_hit(layout: KVCacheLayout, has: Has, limit: int, prompt_tokens: int)
 
 
 def defined_tier_hit(
-    layout: KVCacheLayout, has: Has, gpu_hit: int, prompt_tokens: int, units: Sequence[int]
+    layout: KVCacheLayout,
+    has: Has,
+    gpu_hit: int,
+    prompt_tokens: int,
+    units: Sequence[int],
+    as_vllm: bool = False,
 ) -> int:
     """The hit with a tier that keeps *units*: the groups are asked in turn, those of full attention
     once, and each tries every length; with EAGLE, one unit further until it has given that up."""
-    tier = _Tier(layout, has, gpu_hit, prompt_tokens, units)
+    tier = _Tier(layout, has, gpu_hit, prompt_tokens, units, as_vllm)
     hit, asked, gave = tier.limit(), [*tier.full, *tier.others], set[int]()
     while True:
         before = hit
@@ -154,6 +159,7 @@ class _Tier:
     gpu_hit: int
     prompt_tokens: int
     units: Sequence[int]
+    as_vllm: bool
 
     @property
     def full(self) -> list[int]:
@@ -164,7 +170,7 @@ class _Tier:
         """The longest window first."""
         ignored = (GroupKind.FULL, GroupKind.NOT_CACHED)
         found = [i for i, g in enumerate(self.layout.groups) if g.kind not in ignored]
-        return sorted(found, key=lambda i: -self.window_units(i, 0))
+        return sorted(found, key=lambda i: -self.vllm_units(i))
 
     def limit(self) -> int:
         if not self.others:
@@ -183,21 +189,30 @@ class _Tier:
             return False
         first = self.gpu_hit // unit
         if self.layout.groups[index].kind is not GroupKind.FULL:
-            first = max(first, last - self.window_units(index, last * unit - length))
+            first = max(first, last - self.window_units(index, length))
         return all(self.has(index, (number + 1) * unit) for number in range(first, last + further))
 
-    def window_units(self, index: int, behind: int) -> int:
-        """As vLLM counts them: all tokens of the window, and those *behind* the hit in its last
-        unit."""
+    def window_units(self, index: int, length: int) -> int:
+        """Units that hold what a token behind *length* sees before it."""
         group, unit = self.layout.groups[index], self.units[index]
+        first = length - 1
         if group.kind is GroupKind.SLIDING_WINDOW:
             assert group.sliding_window is not None
-            window = max(group.sliding_window, group.sliding_window - 1 + behind)
-            return -(-window // unit)
+            first = min(length - group.sliding_window + 1, length - 1)
         if group.kind is GroupKind.CHUNKED_LOCAL:
             assert group.attention_chunk_size is not None
-            return -(-group.attention_chunk_size // unit)
-        return 1
+            first = length // group.attention_chunk_size * group.attention_chunk_size
+        seen = len({token // unit for token in range(first, length)})
+        return max(seen, self.vllm_units(index)) if self.as_vllm else seen
+
+    def vllm_units(self, index: int) -> int:
+        """All tokens of a window or chunk."""
+        group = self.layout.groups[index]
+        tokens = {
+            GroupKind.SLIDING_WINDOW: group.sliding_window,
+            GroupKind.CHUNKED_LOCAL: group.attention_chunk_size,
+        }
+        return -(-(tokens.get(group.kind) or 1) // self.units[index])
 
 
 def _of_equals(layout: KVCacheLayout, has: Has) -> Has:
@@ -358,8 +373,9 @@ class EngineModel:
 
     # --- the truth --------------------------------------------------------------------------------
 
-    def hit(self, prompt: Prompt) -> tuple[int, int]:
-        """The tokens it would reuse from the GPU, and together with lower tiers."""
+    def hit(self, prompt: Prompt, as_vllm: bool = True) -> tuple[int, int]:
+        """The tokens it would reuse from the GPU, and together with lower tiers; *as_vllm* counts,
+        or as our own engine does."""
         length = len(prompt.tokens)
         if length < 2:
             return 0, 0
@@ -371,7 +387,7 @@ class EngineModel:
         )
         blocks = [group.block_size for group in self.layout.groups]
         total = defined_tier_hit(
-            self.layout, lambda group, end: (group, end) in below, gpu, length, blocks
+            self.layout, lambda group, end: (group, end) in below, gpu, length, blocks, as_vllm
         )
         return gpu, total
 

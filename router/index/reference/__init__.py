@@ -7,6 +7,7 @@ The files; each imports only what is listed above it:
     extra_keys.py       what besides tokens decides a block: for our keys, and as engines hash it
     block_table.py      copies of each block by group and tier; which prefix a hash stands for
     copy_counting.py    which removals of a block's copies a source announces
+    tier_units.py       how many tokens a lower tier keeps together
     placing.py          runs of blocks with tokens: their keys, now or once the parent's is known
     layout_learner.py   what events say about the cache layout; what has to be assumed
     hash_finder.py      which hash function an engine uses

@@ -6,20 +6,25 @@ The effort spent on finding a hash function is left out: a restored source may s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from kvevents.events import BlockHash, CacheLayout
 from kvevents.hashing import HashChain
 from router.index.base import DumpError, LayoutHints, SourceId, SourceLimits
+from router.index.reference.block_table import GroupTier
 from router.index.reference.copy_counting import Counting
-from router.index.reference.keys import KeySpace
+from router.index.reference.keys import KeySpace, joined, split
 from router.index.reference.layout_learner import SeenGroup
 from router.index.reference.placing import BlockRun
 from router.index.reference.source import SourceCache
 
 _Record = TypeVar("_Record")
+
+
+_Key: TypeAlias = tuple[int, int]
+"""A key in two parts, since msgpack's integers have 64 bits."""
 
 
 class _IndexRecord(msgspec.Struct):
@@ -60,9 +65,10 @@ class _SourceRecord(msgspec.Struct):
     ambiguous: int
     given_up: int
     held: list[_HeldBlocks]
-    placed: list[tuple[BlockHash, int, bool]]
+    units: list[tuple[GroupTier, int]]
+    placed: list[tuple[BlockHash, _Key, bool]]
     """Hash, key, and whether the key leads to this hash."""
-    forgotten: list[tuple[BlockHash, int]]
+    forgotten: list[tuple[BlockHash, _Key]]
     waiting: list[_WaitingRun]
 
 
@@ -135,8 +141,9 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
             _HeldBlocks(group, tier, list(held), list(held.values()))
             for (group, tier), held in table.held.items()
         ],
-        placed=list(table.placed()),
-        forgotten=table.forgotten(),
+        units=list(source.units.seen.items()),
+        placed=[(found, split(key), is_found) for found, key, is_found in table.placed()],
+        forgotten=[(found, split(key)) for found, key in table.forgotten()],
         waiting=[
             _WaitingRun(parent, source.batches - run.batch, run)
             for parent, runs in source.waiting.by_parent.items()
@@ -158,7 +165,12 @@ def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> 
         for blocks in record.held
     }
     table = source.table
-    table.restore(held, record.placed, record.forgotten)
+    table.restore(
+        held,
+        [(found, joined(*key), is_found) for found, key, is_found in record.placed],
+        [(found, joined(*key)) for found, key in record.forgotten],
+    )
+    source.units.seen.update(record.units)
     table.ambiguous, table.uses_int_hashes = record.ambiguous, record.uses_int_hashes
     for waiting in record.waiting:
         waiting.run.batch = -waiting.age

@@ -6,6 +6,9 @@ A prefix is read as one long number, 32 bits a token, and its key is that number
 tokens, engines with different block sizes share one key space, and an outsider cannot craft two
 prompts with one key. What else decides the content of a block - LoRA adapter, salt, multimodal
 items - is folded in as a *mark* at the token where it starts.
+
+The length of the prefix stands in the same integer, above the 64 bits: with it, a key costs no more
+memory, and says where its block ends (`tokens_of`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import msgspec
 
 _TOKEN_BITS = 32
 _TOKEN_BYTES = 4
+_KEY_BITS = 64
+_KEY_MASK = (1 << _KEY_BITS) - 1
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Enough to decide primality below 3.3e24 (Sorenson & Webster, 2015)."""
 
@@ -36,6 +41,26 @@ def digest(value: Any) -> int:
     return int.from_bytes(
         hashlib.blake2b(msgspec.msgpack.encode(value), digest_size=8).digest(), "big"
     )
+
+
+def tokens_of(key: int) -> int:
+    """The length of a key's prefix."""
+    return key >> _KEY_BITS
+
+
+def split(key: int) -> tuple[int, int]:
+    """The length of a key's prefix, and the rest."""
+    return key >> _KEY_BITS, key & _KEY_MASK
+
+
+def joined(length: int, residue: int) -> int:
+    """The key that `split` took apart.
+
+    Args:
+        length: Of the prefix, in tokens.
+        residue: The rest.
+    """
+    return length << _KEY_BITS | residue
 
 
 class KeySpace:
@@ -66,18 +91,20 @@ class KeySpace:
         if marks:
             yield from self._marked_chain(key, packed, ends, marks)
             return
-        modulus, start = self.modulus, 0
+        modulus, start, before = self.modulus, 0, key & ~_KEY_MASK
+        key &= _KEY_MASK
         for end in ends:
             run = packed[start * _TOKEN_BYTES : end * _TOKEN_BYTES]
             key = (key << (end - start) * _TOKEN_BITS | int.from_bytes(run, "big")) % modulus
             start = end
-            yield key
+            yield before + (end << _KEY_BITS) + key
 
     def _marked_chain(
         self, key: int, packed: bytes, ends: Iterable[int], marks: Sequence[Mark]
     ) -> Iterator[int]:
         """With ends 16, 32 and a mark at 20: tokens 0-15 -> key; 16-19, the mark, 20-31 -> key."""
         start = next_mark = 0
+        before, key = key & ~_KEY_MASK, key & _KEY_MASK
         for end in ends:
             while next_mark < len(marks) and marks[next_mark].position < end:
                 mark = marks[next_mark]
@@ -85,7 +112,7 @@ class KeySpace:
                 start, next_mark = mark.position, next_mark + 1
             key = self._extend(key, packed, start, end)
             start = end
-            yield key
+            yield before + (end << _KEY_BITS) + key
 
     def _extend(self, key: int, packed: bytes, start: int, end: int) -> int:
         run = packed[start * _TOKEN_BYTES : end * _TOKEN_BYTES]

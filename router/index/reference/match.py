@@ -30,10 +30,48 @@ def hit_of(source: SourceCache, prompt: PromptKeys) -> Hit:
     on_gpu = _presence(source, hashes, layout, (GPU,))
     gpu = longest_hit(layout, on_gpu, length - 1, length)
     lower = sorted({tier for _, tier in source.table.held} - {GPU})
-    if not lower:
-        return Hit(gpu, gpu)
-    below = _presence(source, hashes, layout, lower)
-    return Hit(gpu, longest_extended_hit(layout, below, gpu, length))
+    # Our own engine announces its layout, and asks for no more than a window needs.
+    as_vllm, hit = source.learner.announced is None, gpu
+    for units, tiers in _by_units(source, lower, hashes, layout, length).items():
+        below = _presence(source, hashes, layout, tiers)
+        hit = max(hit, longest_extended_hit(layout, below, gpu, length, units, as_vllm))
+    return Hit(gpu, hit)
+
+
+def _by_units(
+    source: SourceCache,
+    lower: Sequence[str],
+    hashes: Sequence[HashAt],
+    layout: KVCacheLayout,
+    length: int,
+) -> dict[tuple[int, ...], list[str]]:
+    """The lower tiers, those with equal units together: a hit may take from each of them. What
+    keeps other units is another connector of the engine, and it loads from one."""
+    together: dict[tuple[int, ...], list[str]] = {}
+    for tier in lower:
+        _see_ends(source, tier, hashes, layout, length)
+        together.setdefault(source.units_of(tier), []).append(tier)
+    return together
+
+
+def _see_ends(
+    source: SourceCache, tier: str, hashes: Sequence[HashAt], layout: KVCacheLayout, length: int
+) -> None:
+    """Learn a tier's units from what it holds of the prompt, if its events did not tell: their
+    hashes had no place then, or have none."""
+    step, units = layout.hash_block_size, source.units
+    if source.learner.announced is not None:
+        return
+    for where, blocks in source.table.held.items():
+        is_known = where in units.seen and not source.table.unplaced
+        if where[1] != tier or is_known or not units.may_shrink(where, layout):
+            continue
+        ends = (
+            (index + 1) * step
+            for index in range(length // step)
+            if any(hash_at(index) in blocks for hash_at in hashes)
+        )
+        units.see(where, ends)
 
 
 def group_hits(source: SourceCache, prompt: PromptKeys) -> Iterator[GroupHit]:

@@ -26,12 +26,13 @@ from kvevents.events import (
 from kvevents.hashing import ExtraKeys
 from kvevents.layout import GroupKind, KVCacheLayout, kind_from_wire
 from router.index.base import ApplyResult, LayoutHints, SourceLimits, SourceStatistics
-from router.index.reference.block_table import BlockTable
+from router.index.reference.block_table import BlockTable, GroupTier
 from router.index.reference.copy_counting import CopyWatch, Counting
 from router.index.reference.hash_finder import HashFinder, engine_hashes
-from router.index.reference.keys import KeySpace
+from router.index.reference.keys import KeySpace, tokens_of
 from router.index.reference.layout_learner import LayoutLearner
 from router.index.reference.placing import BlockRun, WaitingRuns, place_run
+from router.index.reference.tier_units import TierUnits
 
 _DIGEST_BYTES = 32
 """Of SHA-256; the xxhash family's are shorter."""
@@ -47,6 +48,7 @@ class SourceCache:
         self.learner = LayoutLearner(hints or LayoutHints())
         self.finder = HashFinder(self.learner.hints)
         self.table = BlockTable(self.limits)
+        self.units = TierUnits(dict(self.learner.hints.tiers))
         self.waiting = WaitingRuns()
         self.copies = CopyWatch()
         self.batches = 0
@@ -75,6 +77,7 @@ class SourceCache:
         given_up_for_good = self.waiting.given_up > 0 and self.finder.chain is None
         return SourceStatistics(
             blocks=self.table.counts(),
+            units=self._units(),
             unplaced=self.table.unplaced,
             ambiguous=self.table.ambiguous,
             waiting=self.waiting.statistics(),
@@ -83,6 +86,26 @@ class SourceCache:
             assumptions=self._assumptions(),
             is_incomplete=self.has_overflowed or self.has_lost_removals or given_up_for_good,
         )
+
+    def units_of(self, tier: str) -> tuple[int, ...]:
+        """Tokens that a lower tier keeps together, by group."""
+        layout = self.layout
+        assert layout is not None
+        if self.learner.announced is not None:
+            # Our own engine names every block that a tier can bring back.
+            return tuple(group.block_size for group in layout.groups)
+        return self.units.of(tier, layout)
+
+    def _units(self) -> dict[GroupTier, int]:
+        lower = {tier for _, tier in self.table.held} - {GPU}
+        if self.layout is None:
+            return {}
+        units = {tier: self.units_of(tier) for tier in lower}
+        return {
+            (group, tier): units[tier][group]
+            for group, tier in sorted(self.table.held)
+            if tier in lower and group < len(units[tier])
+        }
 
     def _assumptions(self) -> tuple[str, ...]:
         known = self.learner.assumptions()
@@ -151,6 +174,8 @@ class SourceCache:
         block_size = event.tokens_per_block
         if block_size:
             self._place(event, block_size)
+        if event.tier != GPU:
+            self._see_unit(where, event)
         refused = len(event.block_hashes) - len(taken)
         self.has_overflowed |= refused > 0
         result.stored += len(taken)
@@ -236,6 +261,30 @@ class SourceCache:
             chain, event.token_ids[:size], step, as_int=self.table.uses_int_hashes
         )
         return bool(first) and first[-1] != event.block_hashes[0]
+
+    # --- units of lower tiers ---------------------------------------------------------------------
+
+    def _see_unit(self, where: GroupTier, event: BlockStored) -> None:
+        """Learn from the ends that a tier announces.
+
+        Every hash ends a unit, with one exception: a self-describing event of vLLM is about one
+        unit, and names the blocks in it.
+        """
+        layout = self.layout
+        if layout is None or self.learner.announced or not self.units.may_shrink(where, layout):
+            return
+        ends = event.block_hashes
+        if event.token_ids:
+            size = event.tokens_per_block
+            if size > layout.groups[where[0]].block_size:
+                self.units.see(where, [size])
+            else:
+                ends = ends[-1:]
+                self.units.see(where, [len(event.token_ids)])
+        keys = map(self.table.key_of, ends)
+        known = [tokens_of(key) - self.learner.lookahead for key in keys if key is not None]
+        if known:
+            self.units.see(where, known)
 
     # --- the engine's own hashes ------------------------------------------------------------------
 

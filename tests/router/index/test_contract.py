@@ -573,6 +573,7 @@ def test_an_empty_source_says_that_it_is_empty(implementation: Implementation) -
     index = index_with(implementation)
     assert statistics(index) == SourceStatistics(
         blocks={},
+        units={},
         unplaced=0,
         ambiguous=0,
         waiting=WaitingStatistics(0, 0, 0),

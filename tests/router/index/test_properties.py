@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvevents.codec import encode
 from kvevents.events import CPU, GPU, BlockRemoved, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
-from router.index import LayoutHints, SourceId
+from router.index import LayoutHints, SourceId, TierHint
 from tests.router.index.implementations import IMPLEMENTATIONS, Implementation
 from tests.support.engine_model import Block, EngineModel, Prompt
 
@@ -103,10 +103,13 @@ class Pair:
         """Every prompt's hit, and every count, is the model's own."""
         for prompt in asked:
             hit = self.index.match(prompt.tokens, prompt.lora, prompt.salt)[SOURCE]
-            assert (hit.gpu_cached_tokens, hit.cached_tokens) == self.model.hit(prompt), prompt
+            assert (hit.gpu_cached_tokens, hit.cached_tokens) == self.hit(prompt), prompt
         statistics = self.index.statistics()[SOURCE]
         assert statistics.blocks == self.model.counts()
         assert statistics.unplaced == self.unplaced()
+
+    def hit(self, prompt: Prompt) -> tuple[int, int]:
+        return self.model.hit(prompt, as_vllm=not self.is_ours)
 
     def unplaced(self) -> int:
         return len({block.prefix for block in self.model.copies} - self.model.described)
@@ -137,7 +140,14 @@ def announcement(layout: KVCacheLayout) -> CacheLayout:
 
 def hints_of(layout: KVCacheLayout) -> LayoutHints:
     sizes = (layout.hash_block_size, layout.scheduler_block_size)
-    return LayoutHints(layout.groups, *sizes, eagle=layout.eagle, authoritative=True, hash_seeds=())
+    return LayoutHints(
+        layout.groups,
+        *sizes,
+        eagle=layout.eagle,
+        authoritative=True,
+        hash_seeds=(),
+        tiers=tuple((tier, TierHint(unit_blocks=1)) for tier in (CPU, "DISK")),
+    )
 
 
 # --- step by step, whatever the steps -------------------------------------------------------------
@@ -322,7 +332,7 @@ def test_the_index_is_exact_after_every_batch_of_a_long_run(
         pair.apply([event for _ in range(engine.rng.randint(1, 3)) for event in engine.step()])
         asked = [engine.prompt() for _ in range(3)]
         pair.check(asked)
-        hits.update(pair.model.hit(prompt)[1] > 0 for prompt in asked)
+        hits.update(pair.hit(prompt)[1] > 0 for prompt in asked)
     assert hits[True] > 15
     assert hits[False] > 10
     pair.check_memory()

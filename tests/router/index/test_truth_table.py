@@ -331,7 +331,7 @@ def test_cpu_blocks_announced_after_the_gpu_evicted_them_are_still_placed(
 
 def test_the_offloaded_part_may_reach_the_whole_prompt(index: PrefixIndex, prompt: Prefix) -> None:
     """On the GPU the last token is always computed; a load leaves nothing to compute."""
-    apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [160]))
+    apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [16, 160]))
     hit = index.match(prompt.tokens)[SOURCE]
     assert (hit.gpu_cached_tokens, hit.cached_tokens) == (144, 160)
 
@@ -340,7 +340,7 @@ def test_a_gpu_block_behind_the_first_gap_does_not_extend_an_offloaded_run(
     index: PrefixIndex, prompt: Prefix
 ) -> None:
     """Beyond the GPU hit only what a lower tier holds counts."""
-    apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [64]), prompt.removed(0, [64]))
+    apply(index, prompt.stored(0, FULL), prompt.offloaded(0, [16, 64]), prompt.removed(0, [64]))
     hit = index.match([*prompt.tokens, 1])[SOURCE]
     assert (hit.gpu_cached_tokens, hit.cached_tokens) == (48, 64)
 

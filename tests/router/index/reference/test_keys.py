@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvevents.events import pack_tokens
 from router.index.reference import keys as keys_module
 from router.index.reference.extra_keys import marks_of
-from router.index.reference.keys import KeySpace, Mark, digest
+from router.index.reference.keys import KeySpace, Mark, digest, joined, split, tokens_of
 
 MODULUS = 0xFFFFFFFFFFFFFFC5
 """The largest prime below 2**64: keys of these tests are the same in every run."""
@@ -44,7 +44,8 @@ def cut(sizes: list[int], length: int) -> list[int]:
 @settings(deadline=None)
 @given(tokens, sizes)
 def test_a_key_is_the_prefix_read_as_one_number(token_ids: list[int], steps: list[int]) -> None:
-    """Against the definition: the root, then 32 bits a token, modulo the prime."""
+    """Against the definition: the root, then 32 bits a token, modulo the prime; the length stands
+    above."""
     space = KeySpace(MODULUS)
     ends = cut(steps, len(token_ids))
     expected = []
@@ -52,8 +53,22 @@ def test_a_key_is_the_prefix_read_as_one_number(token_ids: list[int], steps: lis
         number = space.root(None)
         for token in token_ids[:end]:
             number = (number * 2**32 + token) % MODULUS
-        expected.append(number)
+        expected.append(joined(end, number))
     assert chain(space, token_ids, ends) == expected
+
+
+@settings(deadline=None)
+@given(tokens, sizes, st.integers(0, 60), st.booleans())
+def test_a_key_says_how_long_its_prefix_is(
+    token_ids: list[int], steps: list[int], at: int, is_marked: bool
+) -> None:
+    """However many runs it was made of: that is where its block ends."""
+    space, ends = KeySpace(MODULUS), cut(steps, len(token_ids))
+    marks = [Mark(0, 5)] if is_marked else []
+    before = list(space.chain(space.root(None), pack_tokens([9] * at), [at]))[-1]
+    keys = list(space.chain(before, pack_tokens(token_ids), ends, marks))
+    assert list(map(tokens_of, keys)) == [at + end for end in ends]
+    assert [joined(*split(key)) for key in keys] == keys
 
 
 @settings(deadline=None)

@@ -1,0 +1,195 @@
+"""Lower tiers: how many tokens each keeps together, and what that makes of a hit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvevents.events import BlockStored, CacheLayout, Event, GroupSpec
+from kvevents.layout import KVCacheGroup
+from router.index import LayoutHints, PrefixIndex, TierHint
+from router.index.dump import dump, load
+from tests.router.index.implementations import Implementation
+from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
+
+PROMPT = Prefix(tokens(400))
+OTHER = Prefix(tokens(400, first=9000))
+W64 = window(64)
+
+
+@pytest.fixture
+def index(implementation: Implementation) -> PrefixIndex:
+    """Of one source with full attention and nothing on its GPU; its hashes cannot be computed."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    fill(index, PROMPT, FULL)
+    return index
+
+
+def fill(index: PrefixIndex, prompt: Prefix, *groups: KVCacheGroup) -> None:
+    """Have the prompt's blocks announced and evicted, so that their places are known."""
+    for number, group in enumerate(groups):
+        ends = range(group.block_size, len(prompt.tokens) + 1, group.block_size)
+        apply(index, prompt.stored(number, group), prompt.removed(number, ends))
+
+
+def described(
+    prompt: Prefix, start: int, end: int, group: int = 0, size: int = 16, medium: str = "CPU"
+) -> BlockStored:
+    """A self-describing event of one chunk, which names the blocks in it."""
+    return prompt.stored(group, KVCacheGroup(FULL.kind, size), start, end, medium)
+
+
+def hit(index: PrefixIndex, prompt: Sequence[int]) -> tuple[int, int]:
+    return tuple(index.match(prompt)[SOURCE])
+
+
+def units(index: PrefixIndex) -> dict[tuple[int, str], int]:
+    return index.statistics()[SOURCE].units
+
+
+# --- a tier's unit is learned ---------------------------------------------------------------------
+
+
+def test_chunks_of_several_blocks_that_name_their_last_hash_are_found(index: PrefixIndex) -> None:
+    """vLLM's documentation has four blocks in a chunk: a rule that asks for each block finds
+    nothing where the engine reuses 128 tokens."""
+    apply(index, PROMPT.offloaded(0, [64, 128]))
+    assert units(index) == {(0, "CPU"): 64}
+    assert hit(index, PROMPT.tokens[:150]) == (0, 128)
+    assert hit(index, PROMPT.tokens[:127]) == (0, 64)
+
+
+def test_a_prompt_that_parts_inside_a_self_describing_chunk_reuses_none_of_it(
+    index: PrefixIndex,
+) -> None:
+    """All blocks of the chunk are named, and none can be loaded without the others."""
+    apply(index, described(PROMPT, 0, 64))
+    assert units(index) == {(0, "CPU"): 64}
+    assert hit(index, PROMPT.tokens[:48] + OTHER.tokens[:48]) == (0, 0)
+    assert hit(index, PROMPT.tokens[:64] + OTHER.tokens[:48]) == (0, 64)
+
+
+def test_a_tier_of_blocks_is_told_from_one_of_chunks(index: PrefixIndex) -> None:
+    """One end that is no multiple of the chunk decides."""
+    apply(index, PROMPT.offloaded(0, [64, 128]))
+    apply(index, PROMPT.offloaded(0, [16, 32, 48, 80]))
+    assert units(index) == {(0, "CPU"): 16}
+    assert hit(index, PROMPT.tokens[:150]) == (0, 80)
+
+
+def test_each_tier_has_its_own_unit(index: PrefixIndex) -> None:
+    """Blocks in memory, larger chunks elsewhere: an engine loads from the one that has more."""
+    apply(
+        index, PROMPT.offloaded(0, [16, 32, 48, 64, 80]), PROMPT.offloaded(0, [64, 128], "STORAGE")
+    )
+    assert units(index) == {(0, "CPU"): 16, (0, "STORAGE"): 64}
+    assert hit(index, PROMPT.tokens[:90]) == (0, 80)
+    assert hit(index, PROMPT.tokens[:150]) == (0, 128)
+
+
+@pytest.mark.parametrize("group", [W64, mamba()], ids=["a window", "a state"])
+def test_a_group_with_few_ends_has_the_chunks_of_full_attention(
+    implementation: Implementation, group: KVCacheGroup
+) -> None:
+    """A window keeps one or two chunks of a prompt, a state one: their ends alone would say 192."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    fill(index, PROMPT, FULL, group)
+    apply(index, PROMPT.offloaded(1, [192]), PROMPT.offloaded(0, [64, 128, 192]))
+    assert units(index) == {(0, "CPU"): 64, (1, "CPU"): 64}
+    assert hit(index, PROMPT.tokens[:200]) == (0, 192)
+
+
+def test_groups_of_other_block_sizes_have_as_many_blocks_in_a_chunk(
+    implementation: Implementation,
+) -> None:
+    """vLLM chunks by blocks: of 32 and 16 tokens, two each."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    fill(index, PROMPT, KVCacheGroup(FULL.kind, 32), window(32))
+    apply(index, PROMPT.offloaded(0, [64, 128, 192]), PROMPT.offloaded(1, [192]))
+    assert units(index) == {(0, "CPU"): 64, (1, "CPU"): 32}
+
+
+def test_without_full_attention_windows_tell_each_other(implementation: Implementation) -> None:
+    """Ends of several prompts: their common divisor is the chunk."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    fill(index, PROMPT, W64, window(100))
+    apply(index, PROMPT.offloaded(0, [192]), PROMPT.offloaded(1, [128, 192]))
+    assert units(index) == {(0, "CPU"): 64, (1, "CPU"): 64}
+
+
+def test_ends_that_were_placed_later_are_learned_from_prompts(
+    implementation: Implementation,
+) -> None:
+    """A router that joins late knows a tier's hashes before their places."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(groups=(FULL,), hash_seeds=()))
+    apply(index, PROMPT.offloaded(0, [64, 128]))
+    assert hit(index, PROMPT.tokens[:150]) == (0, 0)
+    fill(index, PROMPT, FULL)
+    assert hit(index, PROMPT.tokens[:150]) == (0, 128)
+    assert units(index) == {(0, "CPU"): 64}
+
+
+def test_hashes_that_must_be_computed_teach_units_too(implementation: Implementation) -> None:
+    """Windows alone, with holes in every event: no hash has a place."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(groups=(W64,), hash_seeds=("0",)))
+    prompt = Prefix(tokens(400), seed="0")
+    apply(index, prompt.kept(0, W64, [176, 192], 0, 200), prompt.removed(0, [176, 192]))
+    apply(index, prompt.offloaded(0, [192]))
+    apply(index, prompt.offloaded(0, [128]))
+    assert hit(index, prompt.tokens[:200]) == (0, 192)
+    assert units(index) == {(0, "CPU"): 64}
+    apply(index, prompt.offloaded(0, [32]))
+    assert hit(index, prompt.tokens[:200]) == (0, 32)
+    assert units(index) == {(0, "CPU"): 32}
+
+
+# --- or configured --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hint", [TierHint(unit_blocks=4), TierHint(unit_size=64)])
+def test_a_configured_unit_holds_until_the_tier_contradicts_it(
+    implementation: Implementation, hint: TierHint
+) -> None:
+    """One chunk at 192 looks like a chunk of 192."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=(), tiers=(("CPU", hint),)))
+    fill(index, PROMPT, FULL)
+    apply(index, PROMPT.offloaded(0, [192]))
+    assert units(index) == {(0, "CPU"): 64}
+    assert hit(index, PROMPT.tokens[:200]) == (0, 0)
+    apply(index, PROMPT.offloaded(0, [32]))
+    assert units(index) == {(0, "CPU"): 32}
+
+
+def test_a_publisher_that_announces_its_layout_names_every_block(
+    implementation: Implementation,
+) -> None:
+    """Our own tiers give each block a name, however many they keep together."""
+    index = implementation.create(None)
+    layout = CacheLayout("p", [GroupSpec("full_attention", 16)], 16, 16)
+    apply(index, layout, PROMPT.stored(0, FULL, 0, 96), PROMPT.removed(0, range(16, 97, 16)))
+    apply(index, PROMPT.offloaded(0, [32, 64]))
+    assert units(index) == {(0, "CPU"): 16}
+    assert hit(index, PROMPT.tokens[:100]) == (0, 0)
+
+
+def test_units_survive_a_dump(implementation: Implementation, index: PrefixIndex) -> None:
+    """A restored index that has to learn them again predicts 192 here."""
+    apply(index, PROMPT.offloaded(0, [64, 128, 192]))
+    apply(index, removed_from_cpu(PROMPT, [64, 128]))
+    assert hit(index, PROMPT.tokens[:200]) == (0, 0)
+    copy = implementation.create(None)
+    load(b"".join(dump(index)), copy)
+    assert units(copy) == units(index) == {(0, "CPU"): 64}
+    assert hit(copy, PROMPT.tokens[:200]) == (0, 0)
+
+
+def removed_from_cpu(prompt: Prefix, ends: Sequence[int]) -> Event:
+    return prompt.removed(0, ends, "CPU")
