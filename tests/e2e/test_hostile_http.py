@@ -51,7 +51,7 @@ CONFIG = {
 MUTATED_BODIES = 12_000
 MUTATED_REQUESTS = 4_000
 WORKERS = 8
-ANSWERS_OF_ITS_OWN = frozenset((400, 404, 405, 408, 409, 413, 431))
+ANSWERS_OF_ITS_OWN = frozenset((400, 404, 405, 408, 409, 413, 415, 431))
 REJECTED = "kvroute_rejected_requests_total"
 
 
