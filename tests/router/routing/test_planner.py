@@ -161,7 +161,10 @@ def test_hits_and_recent_tokens_of_all_prompts_of_a_batch_are_added_up(planning:
     planning.store(R0, first[:256])
     planning.store(R0, last[:64])
     prompts = planning.prompts(first, last)
-    assert planning.only(prompts, replica()).cached_tokens == 256 + 64
+    planning.store(R0, last[:128], "CPU")
+    found = planning.only(prompts, replica())
+    assert (found.gpu_cached_tokens, found.cached_tokens) == (256 + 64, 256 + 128)
+    assert uncached_tokens(100, found) == 0, "a hit may be longer than what is known of a prompt"
     planning.planner.remember(prompts, R0)
     assert planning.only(prompts, replica()).recent_tokens == 256 + 128
 
