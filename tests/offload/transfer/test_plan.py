@@ -10,7 +10,7 @@ import pytest
 
 from offload.base import CPULoadStoreSpec, Direction, GPULoadStoreSpec, TransferJob
 from offload.cpu.worker import CPUTransferWorker
-from offload.errors import TransferError
+from offload.errors import CacheConfigError, TransferError
 from offload.transfer.canonical import DataRef
 from offload.transfer.plan import Chunk, TransferGeometry
 from offload.transfer.runner import TransferOptions
@@ -180,3 +180,41 @@ def test_a_job_is_cut_where_the_drawing_of_the_module_says() -> None:
         Chunk(0, 2, 1, first_page=0, first_id=5, id_count=2, gpu_bytes=16),
     ]
     assert plan.gpu_bytes == 7 * 8
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [[2, 0], [0, 2], [-1, 1], [1]])
+def test_each_group_has_a_positive_number_of_blocks_per_offloaded_block(k: list[int]) -> None:
+    """A zero in any place would divide by it in the first job."""
+    world = World([(9, 8, 0)], [[DataRef(0, 8)], [DataRef(0, 4)]], [1, 1], seed=1)
+    with pytest.raises(CacheConfigError, match="one positive number for each of 2 groups"):
+        TransferGeometry(world.cache("cpu"), k)
+
+
+@pytest.mark.parametrize(("size", "index"), [(4, 1), (3, 0), (2, 3)])
+def test_a_store_of_a_part_of_an_offloaded_block_is_refused(size: int, index: int) -> None:
+    """Whether its start or its length is the part; a load of it fits."""
+    world = World([(9, 8, 0)], [[DataRef(0, 8)]], [4], seed=1)
+    geometry = TransferGeometry(world.cache("cpu"), world.k)
+    spec = GPULoadStoreSpec(list(range(size)), [size], [index])
+    (count,) = geometry.lower_counts(spec)
+    with pytest.raises(TransferError, match="must cover whole offloaded blocks of 4"):
+        geometry.plan(STORE, spec, count, 1 << 20)
+    assert geometry.plan(LOAD, spec, count, 1 << 20).gpu_bytes == size * 8
+
+
+def test_a_row_that_two_groups_share_is_loaded_once() -> None:
+    """Also if they share one of several tensors; rows of other tensors may be equal."""
+    world = World(
+        [(9, 8, 0)] * 3,
+        [[DataRef(0, 8), DataRef(1, 8)], [DataRef(1, 4)], [DataRef(2, 8)]],
+        [1, 1, 1],
+        seed=1,
+    )
+    geometry = TransferGeometry(world.cache("cpu"))
+    with pytest.raises(TransferError, match=r"groups \[0, 1\]: a block id of tensor 1"):
+        geometry.plan(LOAD, GPULoadStoreSpec([3, 3, 3], [1, 1, 1], [0, 0, 0]), 3, 1 << 20)
+    geometry.plan(LOAD, GPULoadStoreSpec([3, 4, 3], [1, 1, 1], [0, 0, 0]), 3, 1 << 20)
+    geometry.plan(STORE, GPULoadStoreSpec([3, 3, 3], [1, 1, 1], [0, 0, 0]), 3, 1 << 20)
