@@ -79,29 +79,35 @@ class RouterService:
             PolicyError: The policy cannot be made.
         """
         self.config = config
-        self.admission = Admission(
-            config.server.max_concurrent_requests, config.server.max_buffered_bytes
-        )
+        server = config.server
+        self.admission = Admission(server.max_concurrent_requests, server.max_buffered_bytes)
         self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.request_log = RequestLog()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
+        self._load = LoadTracker()
+        self._large_work = LargeWork()
         limits = PoolLimits(
-            max_connections=config.server.max_upstream_connections,
-            reserved_from=reserved_files_from,
+            max_connections=server.max_upstream_connections, reserved_from=reserved_files_from
         )
-        self._upstream = upstream = UpstreamClient(limits, on_shortage=self.shortages.note)
-        load = LoadTracker()
-        self.registry = ReplicaRegistry(UpstreamFetch(upstream), config.health, load)
+        self._upstream = UpstreamClient(limits, on_shortage=self.shortages.note)
+        self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
+        self._make_caches(make_index)
+        planner = self._make_routing()
+        self._make_observation(planner)
+        self.registry.subscribe(self._follower)
+
+    def _make_caches(self, make_index: Callable[[], PrefixIndex]) -> None:
+        """What is known of models and caches, and how it is kept true."""
+        config = self.config
         tokenizers = ReplicaTokenizers(
-            upstream,
+            self._upstream,
             self.registry,
-            load,
+            self._load,
             config.server.timeouts.tokenize_s,
             _patient_timeouts(config),
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
-        self._large_work = LargeWork()
         self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index, self._large_work)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
         self.readiness = Readiness(
@@ -111,17 +117,26 @@ class RouterService:
             [replica.replica_id for replica in config.replicas],
             config.health.ready_wait_s,
         )
-        policy = make_policy(config.policy.name, _policy_settings(config))
-        stale_after_s = config.health.engine_load_stale_after_s
+        self.repair = SelfRepair(
+            self.feed.rebuild,
+            self._is_judged,
+            self._cache_facts,
+            config.events.rebuild_cool_down_s,
+            config.events.self_repair,
+        )
+
+    def _make_routing(self) -> RoutePlanner:
+        """What decides, and what sends."""
+        config = self.config
         planner = RoutePlanner(
-            policy,
-            load,
+            make_policy(config.policy.name, _policy_settings(config)),
+            self._load,
             self._recent,
             self.feed.is_suspect,
-            stale_after_s,
+            config.health.engine_load_stale_after_s,
             weights=config.policy.weights,
         )
-        self.responses = StoredResponses(_ReplicaResponses(upstream, config).has)
+        self.responses = StoredResponses(_ReplicaResponses(self._upstream, config).has)
         self.dispatcher = Dispatcher(
             self.models,
             self.registry,
@@ -130,16 +145,13 @@ class RouterService:
             self.responses,
             self._large_work,
         )
-        self.proxy = Proxy(upstream, _proxy_settings(config))
-        self.repair = SelfRepair(
-            self.feed.rebuild,
-            self._is_judged,
-            self._cache_facts,
-            config.events.rebuild_cool_down_s,
-            config.events.self_repair,
-        )
+        self.proxy = Proxy(self._upstream, _proxy_settings(config))
+        return planner
+
+    def _make_observation(self, planner: RoutePlanner) -> None:
+        """What follows requests and replicas."""
         self.observers = RequestObservers(
-            load,
+            self._load,
             self.metrics,
             planner,
             self.registry,
@@ -156,9 +168,8 @@ class RouterService:
             self._recent,
             self.tokenizer_check,
             self.observers,
-            upstream,
+            self._upstream,
         )
-        self.registry.subscribe(self._follower)
 
     def _is_judged(self, model: str, source: SourceId) -> bool:
         disagrees = self.tokenizer_check.disagreements.get((model, source.replica), 0)
