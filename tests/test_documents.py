@@ -369,7 +369,12 @@ def test_metrics_named_in_the_text_are_those_of_the_list(name: str) -> None:
 
 # --- words ----------------------------------------------------------------------------------------
 
-ENGINES_WORDS = {"include_usage", "enable_kv_cache_events", "extra_key"}
+ENGINES_WORDS = {
+    "self_describing_kv_events",
+    "include_usage",
+    "enable_kv_cache_events",
+    "extra_key",
+}
 """Options of engines and clients, which this code does not read."""
 
 

@@ -43,6 +43,8 @@ class BlockTable:
         """(group, tier) -> hash -> copies."""
         self.hash_by_key: dict[int, BlockHash] = {}
         """For placed blocks. Of two hashes that claim one prefix, the newer."""
+        self.tier_hash_by_key: dict[int, BlockHash] = {}
+        """Where a lower tier has hashes of its own for prefixes that the GPU's hashes stand for."""
         self.unplaced = 0
         """Distinct hashes held that are not placed."""
         self.ambiguous = 0
@@ -104,16 +106,16 @@ class BlockTable:
             self._total += not before
             entry = entries.get(block_hash)
             if entry is None:
-                entry = self._enter(block_hash)
+                entry = self._enter(block_hash, where[1] != GPU)
             entry.copies += copies
 
-    def _enter(self, block_hash: BlockHash) -> _TableEntry:
+    def _enter(self, block_hash: BlockHash, is_below: bool) -> _TableEntry:
         entry = self._entries[block_hash] = _TableEntry()
         self.uses_int_hashes = isinstance(block_hash, int)
         self.unplaced += 1
         key = self._forgotten.pop(block_hash, None)
         if key is not None:
-            self.place(block_hash, key)
+            self.place(block_hash, key, is_below)
         return entry
 
     def remove(self, where: GroupTier, block_hashes: Sequence[BlockHash]) -> int:
@@ -194,16 +196,19 @@ class BlockTable:
             return
         if self.hash_by_key.get(entry.key) == block_hash:
             del self.hash_by_key[entry.key]
+        if self.tier_hash_by_key.get(entry.key) == block_hash:
+            del self.tier_hash_by_key[entry.key]
         self._remember(block_hash, entry.key)
 
     # --- places -----------------------------------------------------------------------------------
 
-    def place(self, block_hash: BlockHash, key: int) -> None:
+    def place(self, block_hash: BlockHash, key: int, is_below: bool = False) -> None:
         """Learn the key of a block's prefix; the first one learned stays.
 
         Args:
             block_hash: Held or not: a lower tier may announce it later.
             key: Of the prefix it stands for.
+            is_below: A lower tier says so.
         """
         entry = self._entries.get(block_hash)
         if entry is None:
@@ -211,8 +216,26 @@ class BlockTable:
         elif entry.key is None:
             entry.key = key
             self.unplaced -= 1
-            self.ambiguous += key in self.hash_by_key
-            self.hash_by_key[key] = block_hash
+            if key in self.hash_by_key:
+                self._place_beside(block_hash, key, is_below)
+            else:
+                self.hash_by_key[key] = block_hash
+
+    def _place_beside(self, block_hash: BlockHash, key: int, is_below: bool) -> None:
+        """Two live hashes for one prefix: LMCache's is not the engine's; any other pair differs in
+        something that the events hide."""
+        before = self.hash_by_key[key]
+        if is_below:
+            self.tier_hash_by_key[key] = block_hash
+            return
+        self.hash_by_key[key] = block_hash
+        if self._is_on_gpu(before):
+            self.ambiguous += 1
+        else:
+            self.tier_hash_by_key[key] = before
+
+    def _is_on_gpu(self, block_hash: BlockHash) -> bool:
+        return any(block_hash in held for where, held in self.held.items() if where[1] == GPU)
 
     def key_of(self, block_hash: BlockHash) -> int | None:
         """The key of a block's prefix, also shortly after its last copy went."""
@@ -250,6 +273,7 @@ class BlockTable:
         held: dict[GroupTier, dict[BlockHash, int]],
         placed: Iterable[tuple[BlockHash, int, bool]],
         forgotten: Iterable[tuple[BlockHash, int]],
+        tier_hashes: Iterable[tuple[BlockHash, int]],
     ) -> None:
         """Take back the blocks of an earlier table into this empty one.
 
@@ -257,6 +281,7 @@ class BlockTable:
             held: As in `held`.
             placed: As from `placed`.
             forgotten: As from `forgotten`.
+            tier_hashes: The hashes of `tier_hash_by_key`, with their keys.
         Raises:
             KeyError: A placed block is not held.
         """
@@ -269,3 +294,4 @@ class BlockTable:
             if is_found:
                 self.hash_by_key[key] = block_hash
         self._forgotten.update(forgotten)
+        self.tier_hash_by_key.update((key, found) for found, key in tier_hashes)

@@ -66,9 +66,12 @@ class _SourceRecord(msgspec.Struct):
     given_up: int
     held: list[_HeldBlocks]
     units: list[tuple[GroupTier, int]]
+    unit_sizes: list[tuple[GroupTier, int]]
     placed: list[tuple[BlockHash, _Key, bool]]
     """Hash, key, and whether the key leads to this hash."""
     forgotten: list[tuple[BlockHash, _Key]]
+    tier_hashes: list[tuple[BlockHash, _Key]]
+    tiers_seen: dict[int, SeenGroup]
     waiting: list[_WaitingRun]
 
 
@@ -142,8 +145,11 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
             for (group, tier), held in table.held.items()
         ],
         units=list(source.units.seen.items()),
+        unit_sizes=list(source.units.sizes.items()),
         placed=[(found, split(key), is_found) for found, key, is_found in table.placed()],
         forgotten=[(found, split(key)) for found, key in table.forgotten()],
+        tier_hashes=[(found, split(key)) for key, found in table.tier_hash_by_key.items()],
+        tiers_seen=learner.tiers_seen,
         waiting=[
             _WaitingRun(parent, source.batches - run.batch, run)
             for parent, runs in source.waiting.by_parent.items()
@@ -154,6 +160,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
 
 def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> SourceCache:
     source = SourceCache(space, record.hints, limits)
+    source.learner.tiers_seen = record.tiers_seen
     source.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
     source.finder.chain = record.chain
     source.shows_extra_keys = record.shows_extra_keys
@@ -169,8 +176,10 @@ def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> 
         held,
         [(found, joined(*key), is_found) for found, key, is_found in record.placed],
         [(found, joined(*key)) for found, key in record.forgotten],
+        [(found, joined(*key)) for found, key in record.tier_hashes],
     )
     source.units.seen.update(record.units)
+    source.units.sizes.update(record.unit_sizes)
     table.ambiguous, table.uses_int_hashes = record.ambiguous, record.uses_int_hashes
     for waiting in record.waiting:
         waiting.run.batch = -waiting.age

@@ -62,6 +62,8 @@ class LayoutLearner:
     """The contradiction."""
     seen: dict[int, SeenGroup] = field(default_factory=dict)
     """By group index."""
+    tiers_seen: dict[int, SeenGroup] = field(default_factory=dict)
+    """What lower tiers say of groups; for those of which the GPU has said nothing."""
     smallest_step: int = 0
     """Greatest common divisor of all block sizes seen."""
 
@@ -77,10 +79,13 @@ class LayoutLearner:
         """Learn from one event."""
         if event.lookahead_token_ids:
             self.lookahead = max(map(len, event.lookahead_token_ids))
-        block_size = event.block_size or event.tokens_per_block
-        if not block_size or not event.token_ids or event.tier != GPU:
-            return
         index = event.group_idx or 0
+        if event.tier != GPU:
+            self._see_below(index, event)
+            return
+        block_size = event.block_size or event.tokens_per_block
+        if not block_size or not event.token_ids:
+            return
         if index not in self.seen:
             self.seen[index] = SeenGroup()
         changed = self.seen[index].see(
@@ -89,6 +94,19 @@ class LayoutLearner:
         step = math.gcd(self.smallest_step, block_size)
         if changed or step != self.smallest_step:
             self.smallest_step = step
+            self._rebuild()
+
+    def _see_below(self, index: int, event: BlockStored) -> None:
+        """A tier's block may be a chunk: its size is only taken where nothing else tells."""
+        if index in self.seen:
+            return
+        size = event.tokens_per_block
+        kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        if not (size or kind):
+            return
+        if index not in self.tiers_seen:
+            self.tiers_seen[index] = SeenGroup()
+        if self.tiers_seen[index].see(kind, window, size):
             self._rebuild()
 
     def restore(
@@ -156,11 +174,12 @@ class LayoutLearner:
 
     def _groups(self) -> tuple[KVCacheGroup, ...]:
         assumed = len(self.hints.groups) if self.hints.assume_unseen else 0
-        count = max(assumed, max(self.seen, default=-1) + 1)
+        named = max((*self.seen, *self.tiers_seen), default=-1)
+        count = max(assumed, named + 1)
         return tuple(self._group(index) for index in range(count))
 
     def _group(self, index: int) -> KVCacheGroup:
-        seen, hint = self.seen.get(index), self._hint(index)
+        seen, hint = self.seen.get(index) or self._from_below(index), self._hint(index)
         if seen is None:
             return (hint if self.hints.assume_unseen else None) or KVCacheGroup(
                 GroupKind.NOT_CACHED, 1
@@ -175,6 +194,18 @@ class LayoutLearner:
         return KVCacheGroup(
             kind, seen.block_size, window, chunk if kind is GroupKind.CHUNKED_LOCAL else None
         )
+
+    def _from_below(self, index: int) -> SeenGroup | None:
+        """What lower tiers say of a group; the size that events leave out is the other groups'."""
+        below, hint = self.tiers_seen.get(index), self._hint(index)
+        if below is None:
+            return None
+        sizes = [each.block_size for each in self.tiers_seen.values() if each.block_size]
+        size = (hint.block_size if hint else 0) or below.block_size
+        size = size or self.smallest_step or math.gcd(*sizes)
+        if not size or size % (self.smallest_step or size):
+            return None
+        return SeenGroup(below.kind, below.sliding_window, size, size)
 
     def _hint(self, index: int) -> KVCacheGroup | None:
         return self.hints.groups[index] if index < len(self.hints.groups) else None
@@ -210,6 +241,9 @@ class LayoutLearner:
 
     def _group_assumptions(self, index: int) -> Iterator[str]:
         seen, hint = self.seen.get(index), self._hint(index)
+        if seen is None and self._from_below(index) is not None:
+            yield f"group {index}: from a lower tier, no event of the GPU has named it"
+            return
         if seen is None:
             if hint and self.hints.assume_unseen:
                 yield f"group {index}: from the configuration, no event has named it"

@@ -30,6 +30,9 @@ def hit_of(source: SourceCache, prompt: PromptKeys) -> Hit:
     on_gpu = _presence(source, hashes, layout, (GPU,))
     gpu = longest_hit(layout, on_gpu, length - 1, length)
     lower = sorted({tier for _, tier in source.table.held} - {GPU})
+    if lower and source.table.tier_hash_by_key:
+        keys = prompt.keys(layout.hash_block_size, source.learner.lookahead)
+        hashes.append(_found_in(source.table.tier_hash_by_key, keys))
     # Our own engine announces its layout, and asks for no more than a window needs.
     as_vllm, hit = source.learner.announced is None, gpu
     for units, tiers in _by_units(source, lower, hashes, layout, length).items():
@@ -100,15 +103,15 @@ def _hashes(source: SourceCache, prompt: PromptKeys, layout: KVCacheLayout) -> I
     # Salts that events hide make learned places doubtful: only the engine's own hash decides then.
     computed_only = chain is not None and source.hides_extra_keys and prompt.lora_name is None
     if not computed_only:
-        yield _learned(source, prompt.keys(step, lookahead))
+        yield _found_in(source.table.hash_by_key, prompt.keys(step, lookahead))
     if chain is not None and (computed_only or source.table.unplaced):
         as_int = source.table.uses_int_hashes
         for hashes in prompt.engine_hashes(chain, step, lookahead, as_int):
             yield _computed(hashes)
 
 
-def _learned(source: SourceCache, keys: Sequence[int]) -> HashAt:
-    hash_by_key, count = source.table.hash_by_key, len(keys)
+def _found_in(hash_by_key: dict[int, BlockHash], keys: Sequence[int]) -> HashAt:
+    count = len(keys)
     return lambda index: hash_by_key.get(keys[index]) if index < count else None
 
 

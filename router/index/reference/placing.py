@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvevents.events import BlockHash, BlockStored, pack_tokens
+from kvevents.events import GPU, BlockHash, BlockStored, pack_tokens
 from router.index.base import SourceLimits, WaitingStatistics
 from router.index.reference.block_table import BlockTable
 from router.index.reference.extra_keys import marks_of
@@ -38,6 +38,8 @@ class BlockRun:
     marks: Sequence[Mark]
     batch: int
     """Number of the batch that carried it."""
+    is_below: bool = False
+    """A lower tier announced it."""
 
     @classmethod
     def of(cls, event: BlockStored, block_size: int, lookahead: int, batch: int) -> BlockRun:
@@ -62,6 +64,7 @@ class BlockRun:
             lookahead=lookahead - covered,
             marks=_from_token(covered, marks),
             batch=batch,
+            is_below=event.tier != GPU,
         )
 
     @property
@@ -151,7 +154,7 @@ def place_run(
     while ready:
         key, run = ready.pop()
         for block_hash, block_key in run.keys(key, space):
-            table.place(block_hash, block_key)
+            table.place(block_hash, block_key, run.is_below)
             if block_hash in waiting.by_parent:
                 ready += [(block_key, child) for child in waiting.take(block_hash)]
 

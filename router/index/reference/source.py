@@ -268,19 +268,16 @@ class SourceCache:
         """Learn from the ends that a tier announces.
 
         Every hash ends a unit, with one exception: a self-describing event of vLLM is about one
-        unit, and names the blocks in it.
+        unit, and names the blocks in it. LMCache's names its own blocks, which are larger.
         """
         layout = self.layout
         if layout is None or self.learner.announced or not self.units.may_shrink(where, layout):
             return
         ends = event.block_hashes
         if event.token_ids:
-            size = event.tokens_per_block
-            if size > layout.groups[where[0]].block_size:
-                self.units.see(where, [size])
-            else:
-                ends = ends[-1:]
-                self.units.see(where, [len(event.token_ids)])
+            ends = ends[-1:]
+            self.units.see(where, [len(event.token_ids)])
+            self.units.see_size(where, event.tokens_per_block)
         keys = map(self.table.key_of, ends)
         known = [tokens_of(key) - self.learner.lookahead for key in keys if key is not None]
         if known:

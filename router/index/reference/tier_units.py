@@ -27,6 +27,17 @@ class TierUnits:
     """By tier."""
     seen: dict[GroupTier, int] = field(default_factory=dict)
     """The greatest common divisor of the ends, in tokens."""
+    sizes: dict[GroupTier, int] = field(default_factory=dict)
+    """The greatest common divisor of the block sizes that its events name."""
+
+    def see_size(self, where: GroupTier, size: int) -> None:
+        """Learn from the block size of an event.
+
+        Args:
+            where: Group and tier.
+            size: In tokens.
+        """
+        self.sizes[where] = math.gcd(self.sizes.get(where, 0), size)
 
     def see(self, where: GroupTier, ends: Iterable[int]) -> None:
         """Learn from what a tier announces.
@@ -79,6 +90,10 @@ class TierUnits:
         hint = self.hints.get(tier)
         configured = hint.unit_tokens(size) if hint is not None else 0
         unit = math.gcd(self.seen.get((index, tier), 0), configured)
+        named = self.sizes.get((index, tier), 0)
+        if named > size:
+            # Not the GPU's blocks: the tier, such as LMCache's, has its own.
+            unit = math.gcd(unit, named)
         if not unit:
             return 0
         # Ends inside a block are those of a block that is not full.

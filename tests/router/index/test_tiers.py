@@ -193,3 +193,93 @@ def test_units_survive_a_dump(implementation: Implementation, index: PrefixIndex
 
 def removed_from_cpu(prompt: Prefix, ends: Sequence[int]) -> Event:
     return prompt.removed(0, ends, "CPU")
+
+
+# --- a tier with hashes of its own ----------------------------------------------------------------
+
+
+LMCACHE = Prefix(PROMPT.tokens, seed="LMCache's own")
+
+
+def test_a_tier_with_hashes_and_blocks_of_its_own_is_found_by_its_tokens(
+    index: PrefixIndex,
+) -> None:
+    """LMCache hashes by itself, in chunks of 256 tokens; nothing of the GPU's has these hashes."""
+    apply(index, described(LMCACHE, 0, 256, size=128))
+    assert units(index) == {(0, "CPU"): 128}
+    assert hit(index, PROMPT.tokens[:200]) == (0, 128)
+    assert hit(index, PROMPT.tokens[:300]) == (0, 256)
+
+
+@pytest.mark.parametrize("gpu_first", [True, False])
+def test_a_tiers_own_hashes_do_not_hide_the_gpus(
+    implementation: Implementation, gpu_first: bool
+) -> None:
+    """Both stand for the same prefix."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(groups=(FULL,), hash_seeds=()))
+    events = [PROMPT.stored(0, FULL, 0, 160), described(LMCACHE, 0, 256, size=128)]
+    apply(index, *(events if gpu_first else reversed(events)))
+    assert index.statistics()[SOURCE].ambiguous == 0
+    assert hit(index, PROMPT.tokens[:161]) == (160, 160)
+    assert hit(index, PROMPT.tokens[:300]) == (160, 160)
+    apply(index, PROMPT.removed(0, [112, 128, 144, 160]))
+    assert hit(index, PROMPT.tokens[:300]) == (96, 256)
+    copy = implementation.create(None)
+    load(b"".join(dump(index)), copy)
+    assert hit(copy, PROMPT.tokens[:300]) == (96, 256)
+    apply(index, LMCACHE.removed(0, [128, 256], "CPU"))
+    assert hit(index, PROMPT.tokens[:300]) == (96, 96)
+    apply(index, PROMPT.removed(0, range(16, 97, 16)))
+    implementation.expect_empty(index)
+
+
+# --- what tiers say of the layout -----------------------------------------------------------------
+
+
+def test_a_source_known_only_from_its_cpu_tier_is_credited(implementation: Implementation) -> None:
+    """Tokens, size and kind are on the wire."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    apply(index, described(PROMPT, 0, 64), described(PROMPT, 64, 128))
+    assert hit(index, PROMPT.tokens[:150]) == (0, 128)
+    assert index.statistics()[SOURCE].assumptions == (
+        "group 0: from a lower tier, no event of the GPU has named it",
+    )
+
+
+def test_a_window_that_only_a_tier_has_named_is_a_window(implementation: Implementation) -> None:
+    """vLLM's placeholders carry kind and window, and neither size nor tokens."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    apply(index, described(PROMPT, 0, 64), described(PROMPT, 64, 128), described(PROMPT, 128, 192))
+    placeholder = BlockStored(
+        [PROMPT.hash_at(192)],
+        None,
+        [],
+        "CPU",
+        group_idx=1,
+        block_size=0,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=64,
+    )
+    apply(index, placeholder)
+    layout = index.statistics()[SOURCE].layout
+    assert layout is not None
+    assert layout.groups == (FULL, W64)
+    assert hit(index, PROMPT.tokens[:200]) == (0, 192)
+    assert hit(index, PROMPT.tokens[:190]) == (0, 0)
+
+
+def test_a_tiers_chunk_is_not_the_gpus_block(implementation: Implementation) -> None:
+    """What the GPU says is right as soon as it says it."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=()))
+    apply(index, described(LMCACHE, 0, 256, size=128))
+    apply(index, PROMPT.stored(0, FULL, 0, 96))
+    layout = index.statistics()[SOURCE].layout
+    assert layout is not None
+    assert (layout.groups, layout.hash_block_size) == ((FULL,), 16)
+    assert hit(index, PROMPT.tokens[:300]) == (96, 256)
+    apply(index, described(LMCACHE, 256, 384, size=128))
+    assert index.statistics()[SOURCE].layout == layout

@@ -218,11 +218,15 @@ def test_eagle_drops_nothing_where_hashes_cover_the_next_tokens() -> None:
 # --- block sizes ----------------------------------------------------------------------------------
 
 
-def test_events_of_other_tiers_and_without_tokens_say_nothing_of_the_layout() -> None:
-    """An offload tier may mix blocks of different sizes in one event."""
+def test_events_of_other_tiers_and_without_tokens_change_nothing_that_the_gpu_has_said() -> None:
+    """A tier may keep several blocks as one."""
     offloaded = replace(PROMPT.stored(0, KVCacheGroup(GroupKind.FULL, 32)), medium=CPU)
     without_tokens = replace(PROMPT.stored(0, KVCacheGroup(GroupKind.FULL, 32)), token_ids=[])
-    assert learned(offloaded, without_tokens).layout is None
+    assert learned(without_tokens).layout is None
+    for events in ([PROMPT.stored(0, FULL), offloaded], [offloaded, PROMPT.stored(0, FULL)]):
+        layout = learned(*events).layout
+        assert layout is not None
+        assert layout.groups == (FULL,)
     assert groups_of(learned(offloaded, PROMPT.stored(0, FULL), without_tokens)) == (FULL,)
 
 
