@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from router.cli.running_router import QueryFailed, RunningRouter, plain
+from router.cli.running_router import Name, QueryFailed, RunningRouter, plain
 from router.http.views import RankedReplica, RouteView
 from router.observability.labels import group_label
 from router.upstream import Timeouts
@@ -97,18 +97,20 @@ async def _ask(url: str, body: bytes, kind: type[_Route]) -> _Route:
 
 def _show(route: RouteView) -> None:
     title = f"{route.model}, {route.prompt_tokens} prompt tokens, policy {route.policy}"
-    table = Table(*_HEADINGS, title=plain(title))
+    table = Table(title=plain(title))
+    for heading in _HEADINGS:
+        table.add_column(heading, overflow="fold")
     for ranked in route.ranking:
         table.add_row(*_row(ranked))
     for excluded in route.excluded:
-        table.add_row(plain(excluded.replica), "-", "-", "-", "-", plain(excluded.reason))
+        table.add_row(Name(excluded.replica), "-", "-", "-", "-", plain(excluded.reason))
     Console().print(table)
 
 
 def _row(ranked: RankedReplica) -> tuple[Any, ...]:
     hits = [group for prompt in ranked.groups for group in prompt]
     return (
-        plain(ranked.replica),
+        Name(ranked.replica),
         f"{ranked.cost:g}",
         f"{ranked.hit.gpu_cached_tokens}{' (suspect)' if ranked.hit.suspect else ''}",
         str(ranked.hit.cached_tokens),

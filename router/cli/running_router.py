@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import msgspec
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 
 from router.errors import RouterError
@@ -14,6 +16,8 @@ from router.upstream import Header, Origin, OriginError, Timeouts, UpstreamClien
 
 _MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 _MAX_LINE_BYTES = 256 * 1024 * 1024
+NAME_COLUMNS = 16
+"""A name gets so many at least, where there are any."""
 OPERATOR_KEY_VARIABLE = "KVROUTE_OPERATOR_API_KEY"
 
 
@@ -126,6 +130,31 @@ def _message(response: bytes) -> str:
         return str(msgspec.json.decode(response)["error"]["message"])
     except (msgspec.MsgspecError, KeyError, TypeError):
         return f"{len(response)} bytes that are not a router's error"
+
+
+class Name:
+    """A name in a cell: where there is no room, its middle is left out. Names of one fleet often
+    differ only at their ends.
+
+    Args:
+        name: From outside.
+        style: One of rich's styles.
+    """
+
+    def __init__(self, name: str, style: str = "") -> None:
+        self._text = plain(name, style)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(NAME_COLUMNS, len(self._text)), len(self._text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text, room = self._text, options.max_width
+        if len(text) > room:
+            tail = room // 2
+            parts = text[: room - tail - 1], Text("…", text.style), text[len(text) - tail :]
+            text = Text.assemble(*parts)
+        text.no_wrap, text.overflow = True, "crop"
+        yield text
 
 
 def plain(value: object, style: str = "") -> Text:

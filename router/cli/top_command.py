@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from router.cli.running_router import OPERATOR_KEY_VARIABLE, QueryFailed, RunningRouter, plain
+from router.cli.running_router import OPERATOR_KEY_VARIABLE, Name, QueryFailed, RunningRouter, plain
 from router.cli.signals import EndedBySignal, run_until_signal
 from router.http.views import LastMinute, Overview, ReplicaSummary, RequestsView, RequestView
 from router.observability.problems import Level
@@ -227,7 +227,7 @@ def _lines(replica: ReplicaSummary) -> int:
 
 def _replica_table(replicas: Sequence[ReplicaSummary], tiers: Sequence[str]) -> Table:
     table = _table()
-    table.add_column("replica", min_width=8)  # rich narrows the columns that may wrap
+    table.add_column("replica")  # rich narrows the columns that may wrap
     table.add_column("state", no_wrap=True)
     for name in ("sent", "run", "wait", "KV"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -242,7 +242,7 @@ def _replica_table(replicas: Sequence[ReplicaSummary], tiers: Sequence[str]) -> 
 
 def _add_replica(table: Table, replica: ReplicaSummary, tiers: Sequence[str]) -> None:
     first = [
-        _cell(replica.id, _STYLES[replica.level]),
+        Name(replica.id, _STYLES[replica.level]),
         _cell(replica.state),
         _cell(f"{replica.requests:,}"),
         *map(_cell, _engine_load(replica)),
@@ -278,7 +278,7 @@ def _events(replica: ReplicaSummary) -> str:
 def _request_table(requests: Sequence[RequestView], width: int) -> Table:
     table = _table(width)
     table.add_column("at", no_wrap=True)
-    table.add_column("to", min_width=8)
+    table.add_column("to")
     table.add_column("predicted", no_wrap=True, justify="right")
     table.add_column("verdict", no_wrap=True)
     table.add_column("TTFB", no_wrap=True, justify="right")
@@ -298,7 +298,7 @@ def _add_request(table: Table, request: RequestView) -> None:
     ]
     table.add_row(
         _cell(_time_of_day(request.arrived_at)),
-        _cell(request.replica or "none"),
+        Name(request.replica or "none"),
         _cell(f"{request.predicted.cached_tokens:,}/{request.prompt_tokens:,}"),
         _cell(_verdict(request), _VERDICTS.get(request.verdict or "", "")),
         _cell("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),

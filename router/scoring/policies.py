@@ -53,9 +53,11 @@ class Estimate(NamedTuple):
         ]
         if candidate.suspect:
             parts.append("discounted, since events were lost")
+        counted = ""
         if candidate.recent_tokens > candidate.gpu_cached_tokens:
-            parts.append(f"{candidate.recent_tokens:,} sent there just now")
-        return [*parts, f"{self.uncached_tokens:,.0f} to compute"]
+            parts.append(f"{candidate.recent_tokens:,} expected from what was just sent there")
+            counted = "counted as "
+        return [*parts, f"{counted}{self.uncached_tokens:,.0f} to compute"]
 
     def _load(self) -> list[str]:
         load = self.candidate.load

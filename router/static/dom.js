@@ -16,6 +16,20 @@ export function writeWhole(node, text) {
   if (node.title !== text) node.title = text;
 }
 
+const TAIL = 10;
+
+// Names often differ only at their ends: where there is no room, the middle is left out.
+export function writeName(node, name) {
+  if (node.title === name) return;
+  const cut = Math.max(name.length - TAIL, 0);
+  node.classList.add("cut");
+  node.replaceChildren(
+    element("span", "head", name.slice(0, cut)),
+    element("span", "tail", name.slice(cut)),
+  );
+  node.title = name;
+}
+
 export function mark(node, name, value) {
   if (node.dataset[name] !== value) node.dataset[name] = value;
 }

@@ -10,6 +10,7 @@ import {
   show,
   widen,
   write,
+  writeName,
   writeWhole,
 } from "./dom.js";
 import { count, shortCount } from "./words.js";
@@ -117,8 +118,8 @@ function drawHead(scale) {
 function drawReplica(row, replica, scale) {
   mark(row, "level", replica.level);
   mark(row, "replica", replica.id);
-  writeWhole(row.querySelector(".id"), replica.id);
-  row.querySelector(".id").title = `${replica.id} at ${replica.url}`;
+  writeName(row.querySelector(".id"), replica.id);
+  row.querySelector(".name").title = `${replica.id} at ${replica.url}`;
   write(row.querySelector(".state"), stateOf(replica));
   drawLoad(row, replica);
   drawStreams(row.querySelector(".feed .word"), replica);

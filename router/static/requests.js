@@ -10,6 +10,7 @@ import {
   show,
   widen,
   write,
+  writeName,
   writeWhole,
 } from "./dom.js";
 import { count, endLabel, milliseconds, plural, timeOfDay, whyUnknown } from "./words.js";
@@ -118,7 +119,7 @@ function fill(row, request) {
   mark(row, "level", levelOf(request));
   const cell = (name) => row.querySelector(`.${name}`);
   write(cell("when"), timeOfDay(request.arrived_at));
-  writeWhole(cell("where"), request.replica ?? "none");
+  writeName(cell("where"), request.replica ?? "none");
   drawHit(cell("hit"), request);
   drawVerdict(cell("verdict"), request);
   write(cell("speed"), speedOf(request));

@@ -1,7 +1,7 @@
 // The prompt box: asks /route, and shows the response in words.
 
 import { NeedsKey, Refused, ask, askForKey } from "./ask.js";
-import { byId, element, mark, resize, show, widen, write } from "./dom.js";
+import { byId, element, mark, resize, show, widen, write, writeName } from "./dom.js";
 import { count, kindLabel, plural, whyUnknown } from "./words.js";
 
 const SHOWN = 8;
@@ -164,6 +164,7 @@ function makeRow() {
   row.append(...["place", "name", "number", "hit", "why"].map((name) => element("td", name)));
   const bar = element("span", "hit-bar");
   bar.append(element("i", "gpu"), element("i", "lower"));
+  row.children[1].append(element("span"));
   row.children[3].append(bar, element("span", "hit-text"));
   return row;
 }
@@ -172,7 +173,7 @@ function drawRanked(row, ranked, index) {
   const [place, name, wait, hit, why] = row.children;
   write(place, String(index + 1));
   const rank = ranked.dp_rank === null ? "" : ` rank ${ranked.dp_rank}`;
-  write(name, ranked.replica + rank);
+  writeName(name.firstChild, ranked.replica + rank);
   write(wait, count(ranked.cost));
   const all = route.prompt_tokens || 1;
   widen(hit.querySelector(".gpu"), ranked.hit.gpu_cached_tokens / all);

@@ -25,7 +25,11 @@ function showReplicas(replicas) {
   const states = tally(replicas.map((replica) => replica.state));
   const healthy = states.healthy ?? 0;
   const others = listed(states, ["unhealthy", "starting", "draining"]);
-  const level = states.unhealthy || !healthy ? "bad" : others ? "warn" : "good";
+  const level = states.unhealthy ? "bad" : others ? "warn" : "good";
+  if (!replicas.length) {
+    total("total-replicas", "0", "none yet");
+    return;
+  }
   const figure = `${count(healthy)} / ${count(replicas.length)}`;
   total("total-replicas", figure, others || "all of them", level);
 }
@@ -33,10 +37,14 @@ function showReplicas(replicas) {
 function showStreams(sources) {
   const states = tally(sources.map((source) => source.state ?? "unknown"));
   const others = listed(states, ["suspect", "dead", "recovering", "connecting", "unknown"]);
+  if (!sources.length) {
+    total("total-feeds", "0", "none known");
+    return;
+  }
   const figure = `${count(states.live ?? 0)} / ${count(sources.length)}`;
-  const detail = others || (sources.length ? "all of them" : "none known");
+  const detail = others || "all of them";
   const isBad = states.suspect || states.dead;
-  const level = isBad ? "bad" : others ? "warn" : sources.length ? "good" : "";
+  const level = isBad ? "bad" : others ? "warn" : "good";
   total("total-feeds", figure, detail, level);
 }
 

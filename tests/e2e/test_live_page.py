@@ -628,3 +628,35 @@ async def test_the_page_fits_its_window(router: RouterProcess, width: int) -> No
         await expect(page.locator("#request-list li").first).to_be_visible()
         await expect(row_of(page, stub).locator(".blocks").first).to_have_text("4")
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@needs_browser
+async def test_names_with_one_beginning_stay_apart(router: RouterProcess) -> None:
+    """Cut at its end, every name of a fleet reads `gpu-node-w...`."""
+    names = [f"gpu-node-with-a-long-name.models.svc.cluster.local:{8000 + n}" for n in range(2)]
+    for number, name in enumerate(names):
+        body = {"url": f"http://127.0.0.1:{1 + number}", "id": name}
+        assert (await router.post("/replicas", body)).status == 201
+    async with browser_page(width=1000) as (page, _):
+        await page.goto(router.url)
+        for name in names:
+            cell = page.locator(f'[data-replica="{name}"] .id')
+            await expect(cell).to_have_text(name)
+            whole, tail = await cell.bounding_box(), await cell.locator(".tail").bounding_box()
+            assert whole is not None
+            assert tail is not None
+            assert tail["x"] + tail["width"] <= whole["x"] + whole["width"] + 1
+            assert name.endswith(await cell.locator(".tail").inner_text())
+    for name in names:
+        await router.delete(f"/replicas/{name}")
+
+
+@needs_browser
+async def test_a_router_without_replicas_is_not_shown_as_broken() -> None:
+    """It has just been installed."""
+    with router_process(OPEN) as empty:
+        async with browser_page() as (page, _):
+            await page.goto(empty.url)
+            card = page.locator("#total-replicas")
+            await expect(card.locator(".detail")).to_have_text("none yet")
+            assert await card.get_attribute("data-level") != "bad"
