@@ -16,9 +16,8 @@ from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.tokenize.chat.bounded_jinja import BoundedSandbox, TooMuchWork, checked_date_pattern
 from router.tokenize.chat.conversation import ContentForm
 from router.tokenize.errors import ModelFilesError, UntokenizableError
 
@@ -34,6 +33,9 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
+_WORK_PER_CHAR = 8
+_LEAST_CHARS = 2**24
+_MAX_SOURCE_CHARS = 1_048_576
 _CONTINUATION_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -49,33 +51,18 @@ class _GroupingExtension(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with bounds on operators that make large values; Jinja bounds `range`
-    itself."""
-
-    intercepted_binops = frozenset(("*", "**"))
+class _Sandbox(BoundedSandbox):
+    """The bounded sandbox with the settings of transformers."""
 
     def __init__(self, max_chars: int) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GroupingExtension, loopcontrols]
+            _WORK_PER_CHAR * max(max_chars, _LEAST_CHARS),
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GroupingExtension, loopcontrols],
         )
-        self.max_chars = max_chars
-        self.filters["tojson"] = _to_json
+        self.set_filter("tojson", _to_json)
         self.globals["raise_exception"] = _raise_exception
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 64):
-            raise SecurityError("power too large")
-        if operator == "*" and (_repeats(left, right) or _repeats(right, left)) > self.max_chars:
-            raise SecurityError("repetition too long")
-        return super().call_binop(context, operator, left, right)
-
-
-def _repeats(sequence: object, times: object) -> int:
-    """Return the length of `sequence * times`; 0 unless it repeats a sequence."""
-    if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
-        return len(sequence) * max(times, 0)
-    return 0
 
 
 def _to_json(
@@ -118,12 +105,17 @@ class ChatTemplate:
         Raises:
             ModelFilesError: The template is not valid Jinja.
         """
-        environment = _Sandbox(max_chars)
-        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+        if len(source) > _MAX_SOURCE_CHARS:
+            rule = f"must have at most {_MAX_SOURCE_CHARS} characters"
+            raise ModelFilesError(place, f"{len(source)} characters", rule)
+        environment = self._environment = _Sandbox(max_chars)
+        environment.globals["strftime_now"] = lambda pattern: now().strftime(
+            checked_date_pattern(pattern)
+        )
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
-        except (TemplateSyntaxError, RecursionError) as error:
+        except (TemplateSyntaxError, RecursionError, SyntaxError, MemoryError) as error:
             raise ModelFilesError(place, str(error), "must be a valid jinja template") from error
         self._max_chars = max_chars
         self._mentions_content = "content" in source
@@ -131,7 +123,11 @@ class ChatTemplate:
         """The form of content that it expects."""
         self.knows_developer_role = '"developer"' in source or "'developer'" in source
         """Whether it accepts developer messages."""
-        self.takes_inline_system = self._takes_inline_system()
+        try:
+            self.takes_inline_system = self._takes_inline_system()
+        except TooMuchWork:
+            rule = "must render four short messages in a bounded number of steps"
+            raise ModelFilesError(place, "does too much", rule) from None
         """Whether it accepts system messages after the first message."""
 
     def render(self, context: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
@@ -153,6 +149,7 @@ class ChatTemplate:
             raise UntokenizableError("template_refused") from None
 
     def _render(self, context: Mapping[str, Any]) -> str:
+        self._environment.allow()
         pieces: list[str] = []
         left = self._max_chars
         for piece in self._template.generate(context):
@@ -181,6 +178,8 @@ class ChatTemplate:
         messages = [{"role": role, "content": "t"} for role in roles]
         try:
             self._render({"messages": messages, "add_generation_prompt": False})
+        except TooMuchWork:
+            raise
         except (UntokenizableError, *_TEMPLATE_FAULTS):
             return False
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -83,8 +85,89 @@ def test_whatever_a_template_raises_is_one_error_without_the_prompt(source: str)
 )
 def test_the_sandbox_holds(source: str) -> None:
     """A template comes with a model from anywhere; it must reach nothing and use up nothing."""
-    with suppress(UntokenizableError):
+    with suppress(UntokenizableError, ModelFilesError):
         assert _render(source) == ""
+
+
+_DOUBLE = "{% set n = namespace(x=X) %}{% for i in range(60) %}{% set n.x = Y %}{% endfor %}"
+BOMBS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "empty loops": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}"
+    "{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "~": _DOUBLE.replace("X", "'a'").replace("Y", "n.x ~ n.x") + "{{ n.x|length }}",
+    "+": _DOUBLE.replace("X", "'a'").replace("Y", "n.x + n.x") + "{{ n.x|length }}",
+    "+ of lists": _DOUBLE.replace("X", "[1]").replace("Y", "n.x + n.x"),
+    "captured": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}"
+    "{{ n.x }}{% endset %}{% endfor %}",
+    "nested": _DOUBLE.replace("X", "['a']").replace("Y", "[n.x, n.x]") + "{{ n.x }}",
+    "nested as JSON": _DOUBLE.replace("X", "['a']").replace("Y", "[n.x, n.x]") + "{{ n.x|tojson }}",
+    "nested, compared": _DOUBLE.replace("X", "['a']").replace("Y", "[n.x, n.x]")
+    + _DOUBLE.replace("X", "['a']")
+    .replace("Y", "[n.x, n.x]")
+    .replace("n.", "m.")
+    .replace("set n ", "set m ")
+    + "{{ n.x == m.x }}",
+    "numbers": _DOUBLE.replace("X", "3").replace("Y", "n.x * n.x"),
+    "center": "{{ 'a'|center(2000000000) }}",
+    "ljust": "{{ 'a'.ljust(2000000000) }}",
+    "%": "{{ '%02000000000d' % 1 }}",
+    "format": "{{ '{:>2000000000}'.format(1) }}",
+    "format filter": "{{ '%2000000000s'|format('a') }}",
+    "indent": "{{ messages|tojson(indent=2000000000) }}",
+    "replace": "{{ ('a' * 999999).replace('a', 'b' * 999999)|length }}",
+    "replace filter": "{{ ('a' * 999999)|replace('a', 'b' * 999999)|length }}",
+    "join": "{{ ('a' * 999999).join(['b'] * 999999)|length }}",
+    "searches": "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{{ 'b' in x }}{% endfor %}",
+    "slices": "{% set x = [1] * 9999999 %}{% for i in range(99999) %}{% set y = x[1:] %}"
+    "{% endfor %}",
+    "filters": "{% set x = [1] * 9999999 %}{% for i in range(99999) %}{% set y = x|list %}"
+    "{% endfor %}",
+    "dates": "{{ strftime_now('%02000000000d') }}",
+}
+
+
+@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_costs_a_bounded_time_and_memory(source: str) -> None:
+    """Each of them made gigabytes, or never ended, at the start of a router that heard no signal;
+    the child that would be killed here keeps the test from hanging."""
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (15, 15))\n"
+        "from router.tokenize import ModelFilesError, UntokenizableError\n"
+        "from router.tokenize.chat.template import ChatTemplate\n"
+        "messages = [{'role': 'user', 'content': 'hi'}]\n"
+        "try:\n"
+        "    print(len(ChatTemplate(sys.argv[1]).render({'messages': messages})))\n"
+        "except (ModelFilesError, UntokenizableError) as error:\n"
+        "    print('refused')\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, source], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said, mebibytes = done.stdout.split()
+    assert said == "refused"
+    assert int(mebibytes) < 800
+
+
+def test_a_template_that_does_too_much_is_named_at_load() -> None:
+    """So a start, and its check, say so; it does not hang."""
+    with pytest.raises(ModelFilesError, match="model X: does too much; must render four short"):
+        ChatTemplate(BOMBS["loops"], place="model X")
+
+
+def test_a_long_conversation_is_no_bomb() -> None:
+    """The bound is for templates that multiply, not for clients that write much."""
+    source = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content']|trim ~ '\\n' }}"
+        "{% if loop.index0 == messages|length - 1 %}end{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x" * 700} for _ in range(20_000)]
+    assert len(_render(source, 2**24, messages=messages)) == 20_000 * 709 + 3
 
 
 def test_output_is_bounded_while_it_grows() -> None:

@@ -1,0 +1,407 @@
+"""Jinja's sandbox with a bound on the work of one rendering.
+
+Templates come from model hubs. The sandbox keeps their code from everything outside the rendering,
+but not from rendering for ever, or into all memory. Here each step takes from an allowance before
+it is done: a turn of a loop, a call of a macro, and whatever makes or reads something large, by how
+large it will be. So the work is the same on any machine, and what is refused is refused each time.
+
+Most of what usual templates do costs nothing extra: writing a string outside of macros, attributes,
+comparing with a constant.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2 import Environment, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.nodes import EvalContext
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_STEP = 64
+_ALL_TURNS = "_all_turns"
+_NODE = 16
+_MAX_INT_BITS = 4096
+_MAX_POWER = (2**32, 64)
+_SCALARS = (bool, int, float, type(None))
+
+_FREE_FILTERS = frozenset(
+    ("length", "count", "first", "last", "default", "d", "attr", "abs", "int", "float", "random")
+)
+_WIDENING_FILTERS = frozenset(("center", "indent", "batch", "slice", "wordwrap", "truncate"))
+_SLOW_FILTERS = frozenset(("urlize", "wordwrap", "striptags", "xmlattr", "pprint", "sum"))
+_SHALLOW_FILTERS = frozenset(
+    (
+        *("list", "map", "select", "reject", "selectattr", "rejectattr", "items", "reverse"),
+        *("batch", "slice", "min", "max", "dictsort"),
+    )
+)
+_COMPARING_TESTS = frozenset(
+    (
+        *("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<="),
+        *("gt", "greaterthan", ">", "ge", ">=", "in", "lower", "upper"),
+    )
+)
+_PADDING_METHODS = frozenset(("center", "ljust", "rjust", "zfill"))
+_FORMATTING_METHODS = frozenset(("format", "format_map"))
+_WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(?:[0-9]{5}|\*)")
+_WIDE_BRACES = re.compile(r"\{[^}]*[0-9]{5}")
+_WIDE_DATE = re.compile(r"%[^%a-zA-Z]*[0-9]{3}")
+
+
+class TooMuchWork(SecurityError):
+    """A rendering has used up its allowance."""
+
+
+class _Allowance(threading.local):
+    """What is left of it, for the rendering in this thread."""
+
+    def __init__(self, units: int) -> None:
+        self.left = units
+
+
+class BoundedSandbox(ImmutableSandboxedEnvironment):
+    """The sandbox; call `allow` before each rendering.
+
+    Args:
+        units: The allowance: about one for each character made or read.
+        options: As for `jinja2.Environment`.
+    """
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self, units: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.code_generator_class = _BoundedCode
+        self._units = units
+        self._allowance = _Allowance(units)
+        self.globals.pop("lipsum", None)
+        self.filters = {name: self._bounded(name, each) for name, each in self.filters.items()}
+        self.filters[_ALL_TURNS] = self._all_turns
+        self.tests = {
+            name: self._bounded("", each) if name in _COMPARING_TESTS else each
+            for name, each in self.tests.items()
+        }
+
+    def allow(self) -> None:
+        """Begin a rendering, with the whole allowance."""
+        self._allowance.left = self._units
+
+    def set_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Replace a filter by another, within the bounds.
+
+        Args:
+            name: In templates.
+            function: What it does.
+        """
+        self.filters[name] = self._bounded(name, function)
+
+    def charge(self, units: int) -> None:
+        """Take from the allowance. Raises `TooMuchWork`."""
+        allowance = self._allowance
+        allowance.left -= units
+        if allowance.left < 0:
+            raise TooMuchWork("the template does too much")
+
+    # --- what the generated code calls ------------------------------------------------------------
+
+    def tick(self) -> None:
+        """One turn of a loop, one call of a macro."""
+        allowance = self._allowance
+        allowance.left -= _STEP
+        if allowance.left < 0:
+            raise TooMuchWork("the template does too much")
+
+    def text(self, value: Any) -> str:
+        """What is written, as text."""
+        self.charge(self._weight(value))
+        return str(value)
+
+    def read(self, value: Any) -> Any:
+        """*value*, whose elements or characters will be looked through or copied once."""
+        if isinstance(value, (str, bytes, list, tuple, dict, range)):
+            self.charge(len(value) // 8 + 1)
+        return value
+
+    def compared(self, value: Any) -> Any:
+        """*value*, which will be compared as deep as it is."""
+        if not isinstance(value, _SCALARS):
+            self.charge(self._weight(value) // 8 + 1)
+        return value
+
+    def added(self, left: Any, right: Any) -> Any:
+        """The sum of two values.
+
+        Args:
+            left: The first.
+            right: The second.
+        """
+        if type(left) is str and type(right) is str:
+            self.charge(len(left) + len(right))
+            return left + right
+        if isinstance(left, (str, bytes, list, tuple)) and type(left) is type(right):
+            self.charge(len(left) + len(right))
+        result = left + right
+        return self._checked_int(result) if isinstance(result, int) else result
+
+    # --- what Jinja calls -------------------------------------------------------------------------
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Jinja's hook for operators."""
+        if operator == "**" and not (abs(left) <= _MAX_POWER[0] and abs(right) <= _MAX_POWER[1]):
+            raise SecurityError("power too large")
+        if operator == "*":
+            self.charge(_repeats(left, right) + _repeats(right, left))
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            self._charge_format(str(left), "%", right, _WIDE_PERCENT)
+        result = super().call_binop(context, operator, left, right)
+        return self._checked_int(result) if isinstance(result, int) else result
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Jinja's hook for calls."""
+        method = getattr(__obj, "__wrapped__", __obj)
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, (str, bytes)):
+            __self._charge_method(owner, getattr(method, "__name__", ""), args, kwargs)
+        elif isinstance(owner, (list, tuple, dict)):
+            __self.charge(__self._weight(owner) if args else len(owner) + 1)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _weight(self, value: Any) -> int:
+        """The length of *value* as text, about; no more is looked at than the allowance pays
+        for."""
+        return _weight(value, self._allowance.left)
+
+    def _all_turns(self, value: Any) -> Any:
+        self.charge(_STEP * (len(value) if hasattr(value, "__len__") else 1))
+        return value
+
+    def _bounded(self, name: str, function: Any) -> Callable[..., Any]:
+        """A filter or a test that pays before it works."""
+        kept: Callable[..., Any] = function
+        if name in _FREE_FILTERS:
+            return kept
+
+        is_slow = name in _SLOW_FILTERS
+
+        @functools.wraps(function)
+        def paying(*args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and not kwargs and type(args[0]) is str and not is_slow:
+                self.charge(len(args[0]) + _NODE)  # nearly all of them
+                return function(args[0])
+            values = [
+                each for each in args if not isinstance(each, (Context, EvalContext, Environment))
+            ]
+            self._charge_filter(name, values, kwargs)
+            return function(*args, **kwargs)
+
+        return paying
+
+    def _charge_filter(self, name: str, values: list[Any], options: Mapping[str, Any]) -> None:
+        value, others = values[0], [*values[1:], *options.values()]
+        if name in _SHALLOW_FILTERS:
+            self.read(value)
+            units = _NODE + 8 * (len(value) if hasattr(value, "__len__") else 0)
+        else:
+            units = self._weight(value)
+        units += self._weight(others) if others else 0
+        widest = max((abs(each) for each in others if isinstance(each, int)), default=0)
+        if name == "tojson" and widest:
+            units += units // _NODE * widest * (_depth(value) + 1)
+        elif name in _WIDENING_FILTERS:
+            units += widest * (units if name == "indent" else _NODE)
+        elif name == "format":
+            self._charge_format(str(value), "%", others, _WIDE_PERCENT)
+        elif name == "replace" and len(values) > 2:
+            units += _replaced(str(value), str(values[1]), str(values[2]))
+        elif name == "join" and others and hasattr(value, "__len__"):
+            units += len(value) * len(str(others[0]))
+        elif name in _SLOW_FILTERS:
+            units *= _STEP
+        self.charge(units)
+
+    def _charge_method(
+        self, owner: str | bytes, name: str, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> None:
+        """Pay for a method of a string: for the string, and for what it may become."""
+        units = len(owner) + _NODE
+        given = [*args, *options.values()]
+        widest = max((abs(each) for each in given if isinstance(each, int)), default=0)
+        if name in _PADDING_METHODS:
+            units += widest
+        elif name == "expandtabs":
+            units *= widest + 8
+        elif name == "replace" and len(args) > 1 and isinstance(owner, str):
+            units += _replaced(owner, str(args[0]), str(args[1]))
+        elif name == "join" and args:
+            self.read(args[0])
+            units += self._weight(args[0]) * (len(owner) + 1)
+        elif name == "translate":
+            units *= self._weight(given)
+        elif name in _FORMATTING_METHODS:
+            self._charge_format(str(owner), "{", [args, options], _WIDE_BRACES, widest)
+        self.charge(units)
+
+    def _charge_format(
+        self, pattern: str, mark: str, values: Any, too_wide: re.Pattern[str], widest: int = 0
+    ) -> None:
+        if too_wide.search(pattern):
+            raise SecurityError("format too wide")
+        self.charge(len(pattern) + pattern.count(mark) * (self._weight(values) + widest))
+
+    def _checked_int(self, value: int) -> int:
+        if value.bit_length() > _MAX_INT_BITS:
+            raise SecurityError("number too large")
+        return value
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        """Jinja's step from the syntax tree to Python."""
+        kinds = (nodes.For, nodes.Macro, nodes.CallBlock)
+        blocks: list[Any] = list(source.find_all(kinds))
+        for block in blocks:
+            step = nodes.ExprStmt(nodes.EnvironmentAttribute("tick()"), lineno=block.lineno)
+            block.body = [step, *block.body]
+            if isinstance(block, nodes.For) and block.test is not None:
+                # What the condition leaves out takes no turn.
+                block.iter = nodes.Filter(
+                    block.iter, _ALL_TURNS, [], [], None, None, lineno=block.lineno
+                )
+        return super()._generate(source, *args, **kwargs)
+
+
+class _BoundedCode(CodeGenerator):
+    """Python that pays for what it does, by calling the environment."""
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if self._is_plain(frame):
+            # Written and forgotten: whoever joins the pieces counts them.
+            self.write("(t_out if type(t_out := ")
+        else:
+            super()._output_child_pre(node, frame, finalize)
+            self.write("environment.text(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if self._is_plain(frame):
+            self.write(") is str else environment.text(t_out))")
+        else:
+            self.write(")")
+            super()._output_child_post(node, frame, finalize)
+
+    @staticmethod
+    def _is_plain(frame: Frame) -> bool:
+        context = frame.eval_ctx
+        return frame.buffer is None and not context.volatile and not context.autoescape
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """`~`."""
+        self.write("''.join((")
+        for each in node.nodes:
+            self.write("environment.text(")
+            self.visit(each, frame)
+            self.write("), ")
+        self.write("))")
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
+        """`+`."""
+        self._call("added", frame, node.left, node.right)
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        """Comparisons, of which those with a constant are as fast as ever."""
+        sides = [node.expr, *(operand.expr for operand in node.ops)]
+        by_value = not any(isinstance(side, nodes.Const) for side in sides)
+        self.write("(")
+        self._side(node.expr, frame, "compared" if by_value else None)
+        for operand in node.ops:
+            is_search = operand.op in ("in", "notin")
+            self.write(f" {_OPERATORS[operand.op]} ")
+            self._side(operand.expr, frame, _way(by_value, is_search))
+        self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        """Items, and slices, which copy."""
+        if isinstance(node.arg, nodes.Slice):
+            self._call("read", frame, node.node)
+            self.write("[")
+            self.visit(node.arg, frame)
+            self.write("]")
+        else:
+            super().visit_Getitem(node, frame)
+
+    def _side(self, node: nodes.Expr, frame: Frame, way: str | None) -> None:
+        if way is None or isinstance(node, (nodes.Const, nodes.List, nodes.Tuple)):
+            self.visit(node, frame)
+        else:
+            self._call(way, frame, node)
+
+    def _call(self, name: str, frame: Frame, *arguments: nodes.Expr) -> None:
+        self.write(f"environment.{name}(")
+        for argument in arguments:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
+
+
+_OPERATORS = {
+    **{"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<="},
+    **{"in": "in", "notin": "not in"},
+}
+
+
+def _way(by_value: bool, is_search: bool) -> str | None:
+    if by_value:
+        return "compared"
+    return "read" if is_search else None
+
+
+def _weight(value: Any, room: int) -> int:
+    if type(value) is str:
+        return len(value) + _NODE
+    weight = _NODE
+    if isinstance(value, dict):
+        for name, item in value.items():
+            weight += (len(name) if type(name) is str else _weight(name, room)) + _NODE
+            weight += len(item) if type(item) is str else _weight(item, room - weight)
+            if weight > room:
+                raise TooMuchWork("the template does too much")
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            weight += _weight(item, room - weight)
+            if weight > room:
+                raise TooMuchWork("the template does too much")
+    elif isinstance(value, (bytes, range)):
+        weight += len(value)
+    return weight
+
+
+def _depth(value: Any) -> int:
+    """How deep *value* is nested, once its weight is paid for."""
+    items = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, (dict, list, tuple))
+    return 1 + max(map(_depth, items), default=0) if nested else 0
+
+
+def _repeats(sequence: object, times: object) -> int:
+    """Return the length of `sequence * times`; 0 unless it repeats a sequence."""
+    if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
+        return len(sequence) * max(times, 0)
+    return 0
+
+
+def _replaced(text: str, old: str, new: str) -> int:
+    """How long the text becomes when *old* is replaced, at most."""
+    return len(text) + text.count(old) * len(new)
+
+
+def checked_date_pattern(pattern: str) -> str:
+    """A pattern for `strftime` that asks for no wide fields. Raises `SecurityError`."""
+    if len(pattern) > 256 or _WIDE_DATE.search(pattern):
+        raise SecurityError("date pattern too wide")
+    return pattern
