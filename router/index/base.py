@@ -74,7 +74,7 @@ class SourceLimits:
     """Bounds that keep one source's memory in hand, whatever it sends."""
 
     blocks: int = 4_194_304
-    """Distinct (group, tier, hash) held."""
+    """Distinct (group, hash) held in one tier: a full one takes nothing from the others."""
     tiers: int = 8
     waiting_runs: int = 4096
     """Events whose parent block is unknown."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import msgspec
@@ -54,7 +55,9 @@ class BlockTable:
         self._limits = limits
         self._entries: dict[BlockHash, _TableEntry] = {}
         self._forgotten: OrderedDict[BlockHash, int] = OrderedDict()
-        self._total = 0
+        self.removing_tiers: set[str] = set()
+        """Lower tiers that have announced a removal. Storage that others share never does."""
+        self._totals: dict[str, int] = {}
         self._copies = 0
 
     def __contains__(self, block_hash: object) -> bool:
@@ -67,7 +70,7 @@ class BlockTable:
     @property
     def has_further_copies(self) -> bool:
         """Some block has more than one copy in one place."""
-        return self._copies > self._total
+        return self._copies > sum(self._totals.values())
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -86,7 +89,29 @@ class BlockTable:
             tiers = {tier for _, tier in self.held} | {where[1]}
             if len(tiers) > self._limits.tiers:
                 return 0
-        return max(0, self._limits.blocks - self._total)
+        return max(0, self._limits.blocks - self._totals.get(where[1], 0))
+
+    def make_room(self, where: GroupTier, block_hashes: Sequence[BlockHash]) -> None:
+        """Drop what was announced first in a tier that is full and never removes: what is still
+        there of it nobody knows.
+
+        Args:
+            where: Group and tier of the blocks to come.
+            block_hashes: Of these.
+        """
+        tier = where[1]
+        if tier == GPU or tier in self.removing_tiers:
+            return
+        missing = len(block_hashes) - self.room(where)
+        if missing <= 0:
+            return
+        for oldest in [where, *(other for other in self.held if other[1] == tier)]:
+            if missing <= 0:
+                return
+            held = self.held.get(oldest, {})
+            for block_hash, copies in list(islice(held.items(), missing)):
+                self._discount(oldest, held, block_hash, copies, copies)
+                missing -= 1
 
     def add(self, where: GroupTier, block_hashes: Sequence[BlockHash], copies: int = 1) -> None:
         """Count copies of blocks.
@@ -99,15 +124,16 @@ class BlockTable:
         if not block_hashes:
             return
         self._copies += copies * len(block_hashes)
-        held, entries = self.held.setdefault(where, {}), self._entries
+        held, entries, new = self.held.setdefault(where, {}), self._entries, 0
         for block_hash in block_hashes:
             before = held.get(block_hash, 0)
             held[block_hash] = before + copies
-            self._total += not before
+            new += not before
             entry = entries.get(block_hash)
             if entry is None:
                 entry = self._enter(block_hash, where[1] != GPU)
             entry.copies += copies
+        self._totals[where[1]] = self._totals.get(where[1], 0) + new
 
     def _enter(self, block_hash: BlockHash, is_below: bool) -> _TableEntry:
         entry = self._entries[block_hash] = _TableEntry()
@@ -134,6 +160,8 @@ class BlockTable:
             if copies:
                 self._discount(where, held, block_hash, copies, 1)
                 removed += 1
+        if removed:
+            self.removing_tiers.add(where[1])
         return removed
 
     def leave(
@@ -181,7 +209,7 @@ class BlockTable:
             held[block_hash] = copies - gone
         else:
             del held[block_hash]
-            self._total -= 1
+            self._totals[where[1]] -= 1
             if not held:
                 del self.held[where]
         entry = self._entries[block_hash]

@@ -72,6 +72,7 @@ class _SourceRecord(msgspec.Struct):
     forgotten: list[tuple[BlockHash, _Key]]
     tier_hashes: list[tuple[BlockHash, _Key]]
     tiers_seen: dict[int, SeenGroup]
+    removing_tiers: list[str]
     waiting: list[_WaitingRun]
 
 
@@ -150,6 +151,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
         forgotten=[(found, split(key)) for found, key in table.forgotten()],
         tier_hashes=[(found, split(key)) for key, found in table.tier_hash_by_key.items()],
         tiers_seen=learner.tiers_seen,
+        removing_tiers=sorted(table.removing_tiers),
         waiting=[
             _WaitingRun(parent, source.batches - run.batch, run)
             for parent, runs in source.waiting.by_parent.items()
@@ -180,6 +182,7 @@ def _source_of(record: _SourceRecord, space: KeySpace, limits: SourceLimits) -> 
     )
     source.units.seen.update(record.units)
     source.units.sizes.update(record.unit_sizes)
+    table.removing_tiers.update(record.removing_tiers)
     table.ambiguous, table.uses_int_hashes = record.ambiguous, record.uses_int_hashes
     for waiting in record.waiting:
         waiting.run.batch = -waiting.age

@@ -167,6 +167,7 @@ class SourceCache:
     def _store(self, event: BlockStored, result: ApplyResult) -> None:
         self.shows_extra_keys |= event.extra_keys is not None or event.cache_salt is not None
         table, where = self.table, (event.group_idx or 0, event.tier)
+        table.make_room(where, event.block_hashes)
         taken = event.block_hashes[: table.room(where)]
         table.add(where, taken)
         if self.copies.leftovers and event.tier == GPU:

@@ -43,7 +43,11 @@ def _expect_sound(index: PrefixIndex) -> None:
             copies.update(hashes)
         entries = table._entries
         assert copies == {block_hash: entry.copies for block_hash, entry in entries.items()}
-        assert table._total == sum(map(len, table.held.values())) <= source.limits.blocks
+        totals = Counter[str]()
+        for (_, tier), hashes in table.held.items():
+            totals[tier] += len(hashes)
+        assert totals == Counter(table._totals)
+        assert all(total <= source.limits.blocks for total in totals.values())
         assert table.unplaced == sum(entry.key is None for entry in entries.values())
         assert all(entries[found].key == key for key, found in table.hash_by_key.items())
         assert len(table.forgotten()) <= source.limits.forgotten

@@ -383,13 +383,15 @@ def test_no_more_blocks_are_held_than_allowed_and_the_source_is_incomplete_from_
     assert not statistics(index).is_incomplete
 
 
-def test_blocks_are_bounded_over_all_groups_and_tiers(implementation: Implementation) -> None:
-    """The bound is on memory, not on a table."""
+def test_blocks_of_a_tier_are_bounded_over_all_groups(implementation: Implementation) -> None:
+    """Each tier by itself: what fills one must not keep the others out."""
     index = index_with(implementation, blocks=15)
-    apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, range(16, 161, 16)))
-    assert statistics(index).blocks == {(0, GPU): 10, (0, CPU): 5}
-    apply(index, PROMPT.removed(0, [160, 144]), PROMPT.offloaded(1, [16, 32, 48]))
-    assert statistics(index).blocks == {(0, GPU): 8, (0, CPU): 5, (1, CPU): 2}
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(64)))
+    assert statistics(index).blocks == {(0, GPU): 10, (1, GPU): 5}
+    apply(index, PROMPT.offloaded(0, range(16, 161, 16)))
+    assert statistics(index).blocks == {(0, GPU): 10, (1, GPU): 5, (0, CPU): 10}
+    result = apply(index, PROMPT.removed(0, [160, 144]), PROMPT.stored(2, FULL))
+    assert (result.stored, result.overflow, result.is_incomplete) == (2, 8, True)
 
 
 def test_no_more_tiers_are_held_than_allowed(implementation: Implementation) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvevents.events import BlockStored, CacheLayout, Event, GroupSpec
+from kvevents.events import BlockStored, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.layout import KVCacheGroup
-from router.index import LayoutHints, PrefixIndex, TierHint
+from router.index import LayoutHints, PrefixIndex, SourceLimits, TierHint
 from router.index.dump import dump, load
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, apply, mamba, tokens, window
@@ -283,3 +283,59 @@ def test_a_tiers_chunk_is_not_the_gpus_block(implementation: Implementation) -> 
     assert hit(index, PROMPT.tokens[:300]) == (96, 256)
     apply(index, described(LMCACHE, 256, 384, size=128))
     assert index.statistics()[SOURCE].layout == layout
+
+
+# --- tiers that are full --------------------------------------------------------------------------
+
+
+def bounded(implementation: Implementation, blocks: int) -> PrefixIndex:
+    index = implementation.create(SourceLimits(blocks=blocks))
+    index.add(SOURCE, LayoutHints(groups=(FULL,), hash_seeds=()))
+    apply(index, PROMPT.stored(0, FULL, 0, 160), PROMPT.removed(0, range(16, 161, 16)))
+    return index
+
+
+def test_storage_that_is_never_emptied_does_not_stop_the_gpu(
+    implementation: Implementation,
+) -> None:
+    """vLLM's file and object tiers announce no removals: a GPU that shares their bound would be
+    refused once they have filled it."""
+    index = bounded(implementation, 12)
+    for first in range(1000, 9000, 1000):
+        other = Prefix(tokens(160, first=100 * first))
+        assert not index.apply(
+            SOURCE, EventBatch(0.0, [other.offloaded(0, range(16, 161, 16), "STORAGE")])
+        ).is_incomplete
+    apply(index, PROMPT.stored(0, FULL, 0, 160))
+    assert index.statistics()[SOURCE].blocks == {(0, "GPU"): 10, (0, "STORAGE"): 12}
+    assert not index.statistics()[SOURCE].is_incomplete
+    assert hit(index, PROMPT.tokens[:161]) == (160, 160)
+    implementation.expect_sound(index)
+
+
+def test_of_a_tier_that_never_removes_the_oldest_goes_first(implementation: Implementation) -> None:
+    """What was announced last is there most likely."""
+    index = bounded(implementation, 10)
+    apply(index, PROMPT.offloaded(0, range(16, 161, 16), "STORAGE"))
+    apply(index, OTHER.stored(0, FULL, 0, 32), OTHER.removed(0, [16, 32]))
+    apply(index, OTHER.offloaded(0, [16, 32], "STORAGE"))
+    assert hit(index, OTHER.tokens[:40]) == (0, 32)
+    assert hit(index, PROMPT.tokens[:161]) == (0, 0)
+    assert index.statistics()[SOURCE].blocks == {(0, "STORAGE"): 10}
+    implementation.expect_sound(index)
+
+
+def test_a_tier_that_removes_is_believed_to_hold_what_it_announced(
+    implementation: Implementation,
+) -> None:
+    """To drop blocks of which the engine tells would be wrong without a word: others are refused,
+    and the source says so."""
+    index = bounded(implementation, 10)
+    apply(index, PROMPT.offloaded(0, range(16, 161, 16)), PROMPT.removed(0, [160], "CPU"))
+    copy = implementation.create(SourceLimits(blocks=10))
+    load(b"".join(dump(index)), copy)
+    for each in (index, copy):
+        result = each.apply(SOURCE, EventBatch(0.0, [OTHER.offloaded(0, [16, 32])]))
+        assert (result.stored, result.overflow, result.is_incomplete) == (1, 1, True)
+        assert hit(each, PROMPT.tokens[:161]) == (0, 144)
+        implementation.expect_sound(each)
