@@ -44,6 +44,7 @@ from router.config.values import (
     Items,
     KeyName,
     Name,
+    Network,
     PolicyName,
     Port,
     ProxiedPathPattern,
@@ -62,6 +63,10 @@ from router.scoring.policies import BUILT_IN
 from router.scoring.types import Weights
 from router.upstream.origin import Origin
 
+PRIVATE_NETWORKS = (
+    *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+    *("::1/128", "fc00::/7"),
+)
 TOKENIZER_AT_REPLICA = "replica"
 
 
@@ -187,6 +192,10 @@ class ServerConfig(Section, frozen=True):
     host_names: Items[HostName] = ()
     """Under which the router may be asked without a key, besides addresses, `localhost` and the
     machine's own name; `*` is any."""
+    replica_networks: Items[Network] = PRIVATE_NETWORKS
+    """Where replicas that are added at run time may be."""
+    trusted_proxies: Items[Network] = ()
+    """Whose `x-forwarded-*` is passed on, with their own address added."""
     insecure: bool = False
     """Listen on other addresses than loopback although there is no client key."""
     max_body_bytes: Bytes = 64 * 1024 * 1024

@@ -6,6 +6,7 @@ and responses; a key never does.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,6 +114,14 @@ def _check_url(url: str) -> str:
     return url
 
 
+def _check_network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        raise broken_rule(f"{text!r}; expected a network as 10.0.0.0/8") from None
+    return text
+
+
 def _check_endpoint(endpoint: str) -> str:
     if not is_endpoint(endpoint):
         raise broken_rule(f"{endpoint!r}; expected tcp://host:port or ipc://path")
@@ -172,6 +181,7 @@ ProxiedPathPattern = Annotated[
 ]
 Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
 ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
+Network = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_network)]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
 KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$"), PLAIN]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]

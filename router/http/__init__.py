@@ -5,6 +5,7 @@ The files; each imports only what is listed above it:
     uvicorn_protocol.py   uvicorn's protocol with an abort, and joined writes
     connection_guard.py   bounds on what a client's connection may cost
     access_log.py         one line for each request
+    networks.py           which networks addresses belong to
     access.py             who may ask what: keys, peers, names, origins
     proxied_paths.py      which paths go to a replica, and what decides to which
     form_body.py          one field of a multipart form

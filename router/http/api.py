@@ -39,6 +39,7 @@ from router.http.access import Guard
 from router.http.access_log import note_refused
 from router.http.gateway import ClientLeft, read_body
 from router.http.live_page import add_page
+from router.http.networks import Networks
 from router.http.openapi import (
     JSON,
     MSGPACK,
@@ -350,6 +351,7 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     body_s = parts.config.server.timeouts.client_body_s
+    networks = Networks(parts.config.server.replica_networks)
     refused = (
         BadRequest("$.sped", "unknown key", "did you mean speed?"),
         BodyTooLarge(MAX_OPERATOR_BODY_BYTES),
@@ -370,7 +372,9 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def add_replica(request: Request) -> Response:
         with parts.admission.buffer() as buffer:
             content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
-        added = parts.registry.add(read_replica(_decode_json(content)))
+        wanted = read_replica(_decode_json(content))
+        await networks.check(wanted.origin)
+        added = parts.registry.add(wanted)
         return _json(parts.details(added.id), 201)
 
 

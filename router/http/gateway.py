@@ -14,6 +14,7 @@ from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
 from router.http.access import KEY_HEADERS, Guard, Scope
 from router.http.access_log import note_refused, note_routed
 from router.http.form_body import form_field, is_form
+from router.http.networks import Networks
 from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
 from router.http.uvicorn_protocol import client_abort, is_of_reserve
 from router.observability.request_observer import RequestObservers
@@ -28,6 +29,10 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 MAX_REQUEST_ID_LENGTH = 128
+_FORWARDING = (
+    *(b"forwarded", b"x-real-ip", b"x-forwarded-for", b"x-forwarded-proto"),
+    *(b"x-forwarded-host", b"x-forwarded-port"),
+)
 MAX_RANK_DIGITS = 5
 
 
@@ -61,10 +66,12 @@ class Gateway:
         """
         self._server = server
         self._guard = guard
+        self._trusted_proxies = Networks(server.trusted_proxies)
         # The router's key is for the router only: replicas do not get to see it.
         self._dropped = frozenset(
             (
                 b"x-request-id",
+                *_FORWARDING,
                 *(KEY_HEADERS if guard.needs_key("client") else ()),
                 *(() if server.trust_client_rank else (RANK_HEADER,)),
             )
@@ -150,12 +157,21 @@ class Gateway:
             dp_rank=_rank(headers) if self._server.trust_client_rank else None,
         )
 
+    def _forwarded(self, scope: Scope) -> list[Header]:
+        """Who asks; what a client says of that itself goes on only from a trusted proxy."""
+        peer = str((scope.get("client") or ("",))[0])
+        given = dict(scope["headers"]) if peer in self._trusted_proxies else {}
+        before = given.get(b"x-forwarded-for")
+        chain = (before + b", " if before else b"") + peer.encode("ascii", "replace")
+        proto = given.get(b"x-forwarded-proto", b"http")
+        return [(b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)]
+
     def _request(self, scope: Scope, decision: Decision, request_id: bytes) -> ProxyRequest:
         target: bytes = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         headers = [header for header in scope["headers"] if header[0] not in self._dropped]
-        headers.append((b"x-request-id", request_id))
+        headers += (*self._forwarded(scope), (b"x-request-id", request_id))
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream
         return ProxyRequest(

@@ -507,3 +507,33 @@ def test_a_salted_body_is_read_with_the_salt_and_nothing_else_changed(
 def test_a_body_that_will_be_refused_is_not_made_right(body: bytes) -> None:
     """The client hears what is wrong with it."""
     assert with_tenant_salt(body, b"tenant") == body
+
+
+# --- where requests go ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["169.254.169.254", "8.8.8.8", "[::ffff:169.254.169.254]", "[fe80::1]", "0.0.0.0"]
+)
+async def test_replicas_cannot_be_added_in_foreign_networks(
+    router: RouterProcess, host: str
+) -> None:
+    """The router would ask there for whoever may add a replica, and hand back the response."""
+    refused = await router.post("/replicas", {"url": f"http://{host}:80", "id": "planted"})
+    assert refused.status == 400
+    assert "must lie in server.replica_networks" in refused.error["message"]
+    assert "planted" not in await replica_states(router)
+
+
+async def test_what_clients_say_of_their_address_is_not_passed_on(locked: RouterProcess) -> None:
+    """Engines may log it, or limit by it."""
+    async with engines(1) as (stub,):
+        added = await locked.post("/replicas", {"url": stub.url, "models": [stub.model]}, OPERATOR)
+        await locked.until(lambda now: now.sum("kvroute_replica_state", state="healthy"), "healthy")
+        said = {"x-forwarded-for": "203.0.113.7", "x-real-ip": "203.0.113.7", "forwarded": "for=x"}
+        body = {"model": stub.model, "prompt": [1]}
+        assert (await locked.post("/v1/completions", body, {**CLIENT, **said})).status == 200
+        headers = stub.requests[-1].headers
+        assert (headers["x-forwarded-for"], headers["x-forwarded-proto"]) == ("127.0.0.1", "http")
+        assert not {"x-real-ip", "forwarded"} & set(headers)
+        await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)

@@ -1,0 +1,57 @@
+"""Which networks addresses belong to: of replicas that are added, and of proxies in front."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from async_timeout import timeout
+
+from router.errors import BadRequest
+from router.upstream import Origin
+
+Network: TypeAlias = "ipaddress.IPv4Network | ipaddress.IPv6Network"
+
+_RESOLVE_S = 3.0
+
+
+class Networks:
+    """A list of networks.
+
+    Args:
+        texts: As in the configuration, `10.0.0.0/8`; checked there.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._networks: tuple[Network, ...] = tuple(map(ipaddress.ip_network, texts))
+
+    def __contains__(self, address: str) -> bool:
+        try:
+            found = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return False
+        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+            found = found.ipv4_mapped
+        return any(found in network for network in self._networks)
+
+    async def check(self, origin: Origin) -> None:
+        """Check that every address of a replica lies in them, so that no operator's key can be
+        used to reach what only this machine reaches.
+
+        Raises:
+            BadRequest: One does not, or the name has none.
+        """
+        try:
+            async with timeout(_RESOLVE_S):
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    origin.host, origin.port, type=socket.SOCK_STREAM
+                )
+        except (OSError, UnicodeError, asyncio.TimeoutError):
+            raise BadRequest("$.url", repr(origin.host), "must resolve to an address") from None
+        for *_, address in found:
+            if str(address[0]) not in self:
+                rule = "must lie in server.replica_networks"
+                raise BadRequest("$.url", f"the address {address[0]}", rule)
