@@ -586,6 +586,39 @@ def test_an_empty_source_says_that_it_is_empty(implementation: Implementation) -
     )
 
 
+# --- hashes that claim one prefix, and runs without a parent --------------------------------------
+
+
+def test_of_two_live_hashes_of_one_prefix_the_newer_is_found_when_the_older_goes(
+    implementation: Implementation,
+) -> None:
+    """Before vLLM 0.17 salts are not on the wire, and two tenants' blocks claim the same place."""
+    index = index_with(implementation)
+    older, newer = PROMPT, Prefix(PROMPT.tokens, seed="another tenant's")
+    apply(index, older.stored(0, FULL), newer.stored(0, FULL))
+    assert statistics(index).ambiguous == 10
+    apply(index, older.removed(0, range(16, 161, 16)))
+    assert gpu_hit(index, PROMPT.tokens) == 160
+    apply(index, newer.removed(0, [160]))
+    assert gpu_hit(index, PROMPT.tokens) == 144
+
+
+def test_an_adapters_run_waits_for_its_parent_although_the_hash_function_is_known(
+    implementation: Implementation,
+) -> None:
+    """vLLM hashes the adapter's path too, which no event shows: only the parent tells its place."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints(hash_seeds=("0",)))
+    apply(index, Prefix(tokens(160), seed="0").kept(0, FULL, [16, 160]))
+    index.match([*tokens(160), 1])
+    assert statistics(index).hash_algorithm == "sha256"
+    adapted = Prefix(tokens(160, first=50_000), lora="an adapter")
+    apply(index, adapted.stored(0, FULL, 80))
+    assert statistics(index).waiting.runs == 1
+    apply(index, adapted.stored(0, FULL, 0, 80))
+    assert gpu_hit(index, adapted.tokens, lora_name="an adapter") == 160
+
+
 # --- what the feed acts on ------------------------------------------------------------------------
 
 

@@ -274,3 +274,15 @@ def test_only_chunked_groups_are_shown_with_a_chunk_size() -> None:
     layout = learned(*events, hints=LayoutHints(groups=(FULL, chunked))).layout
     assert layout is not None
     assert [group.attention_chunk_size for group in layout.groups] == [None, 64]
+
+
+# --- the wire and the configuration ---------------------------------------------------------------
+
+
+def test_a_window_on_the_wire_beats_the_configured_one() -> None:
+    """A configuration outlives the model it was written for."""
+    hints = LayoutHints(groups=(FULL, window(512)))
+    learner = LayoutLearner(hints)
+    learner.see_stored(PROMPT.stored(0, FULL))
+    learner.see_stored(PROMPT.stored(1, window(64)))
+    assert groups_of(learner) == (FULL, window(64))
