@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import re
 import sys
+import termios
 import time
-from collections.abc import Sequence
+import tty
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_timeout import timeout
+from msgspec import structs
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -34,7 +40,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "top",
         description="Shows what is wrong, the last minute, every replica with its blocks, and the "
-        "requests routed last. Ctrl-C ends it. A key is read from the environment variable "
+        "requests routed last. Arrows and PageUp, PageDown scroll the replicas, / filters by "
+        "name, q or Ctrl-C ends it. A key is read from the environment variable "
         f"{OPERATOR_KEY_VARIABLE}.",
     )
     parser.add_argument(
@@ -95,16 +102,120 @@ async def _look(router: RunningRouter) -> Glance:
 async def _keep_showing(
     console: Console, router: RunningRouter, glance: Glance, interval_s: float
 ) -> None:
-    """Update the view for ever. While the router does not respond, the last view stays, with the
+    """Update the view until `q`. While the router does not respond, the last view stays, with the
     reason above it."""
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(render(glance, console.width, console.height), refresh=True)
-            await asyncio.sleep(interval_s)
+    view = TopView()
+    with Live(console=console, screen=True, auto_refresh=False) as live, _keys(view):
+        while not view.is_over:
+            drawn = render(view.of(glance), console.width, console.height - 1)
+            live.update(Group(drawn, view.status()), refresh=True)
+            if await view.changed_within(interval_s):
+                continue
             try:
                 glance = await _look(router)
             except QueryFailed as error:
                 glance.silence = str(error)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+_KEYS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+_STEPS = {b"\x1b[A": -1, b"\x1b[B": 1, b"\x1b[5~": -10, b"\x1b[6~": 10, b"k": -1, b"j": 1}
+"""Arrows, PageUp and PageDown, and what `less` has for the first two."""
+_ENTER, _ESCAPE, _ERASE = (b"\r", b"\n"), b"\x1b", (b"\x7f", b"\x08")
+_MAX_FILTER = 100
+
+
+class TopView:
+    """What of the router is shown, as the keys have it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._first = 0
+        self._filter = ""
+        self._is_typing = False
+        self._most = 0
+        self._changed = asyncio.Event()
+
+    def press(self, typed: bytes) -> None:
+        """Take keys as a terminal sends them."""
+        for key in _KEYS.findall(typed):
+            if self._is_typing:
+                self._type(key)
+            else:
+                self._command(key)
+        self._changed.set()
+
+    async def changed_within(self, seconds: float) -> bool:
+        """Wait for a key; returns whether there was one."""
+        self._changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with timeout(seconds):
+                await self._changed.wait()
+        return self._changed.is_set()
+
+    def of(self, glance: Glance) -> Glance:
+        """The part of *glance* that is to be shown."""
+        words = self._filter.lower()
+        replicas = [
+            each for each in glance.overview.replicas if words in f"{each.id} {each.url}".lower()
+        ]
+        requests = [
+            each
+            for each in glance.requests
+            if words in f"{each.replica} {each.model} {each.request_id}".lower()
+        ]
+        self._most = max(len(replicas) - 1, 0)
+        self._first = min(self._first, self._most)
+        overview = structs.replace(glance.overview, replicas=replicas[self._first :])
+        return Glance(overview, requests, glance.silence)
+
+    def status(self) -> Text:
+        """The last line: the filter, or which keys there are."""
+        if self._is_typing or self._filter:
+            line = plain(f"/{self._filter}{'_' if self._is_typing else '   Esc: all'}", "bold")
+        else:
+            line = Text("arrows, PageUp, PageDown: scroll   /: filter   q: quit", "dim")
+        _crop([line])
+        return line
+
+    def _command(self, key: bytes) -> None:
+        if key in _STEPS:
+            self._first = min(max(self._first + _STEPS[key], 0), self._most)
+        elif key == b"/":
+            self._is_typing, self._filter = True, ""
+        elif key == _ESCAPE:
+            self._filter = ""
+        elif key == b"q":
+            self.is_over = True
+
+    def _type(self, key: bytes) -> None:
+        if key in _ENTER:
+            self._is_typing = False
+        elif key == _ESCAPE:
+            self._is_typing, self._filter = False, ""
+        elif key in _ERASE:
+            self._filter = self._filter[:-1]
+        elif len(key) == 1 and len(self._filter) < _MAX_FILTER and 32 <= key[0] < 127:
+            self._filter += key.decode()
+
+
+@contextlib.contextmanager
+def _keys(view: TopView) -> Iterator[None]:
+    """Let *view* have the keys of the terminal; none where the input is something else."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)  # signals still work
+    loop.add_reader(terminal, lambda: view.press(os.read(terminal, 1024)))
+    try:
+        yield
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 # --- what it shows --------------------------------------------------------------------------------

@@ -249,6 +249,38 @@ async def test_top_survives_a_restart_of_the_router_and_ends_on_a_signal(
             terminal.close()
 
 
+async def test_top_scrolls_filters_and_quits_by_keys() -> None:
+    """A fleet is larger than a terminal."""
+    with router_process({}) as router:
+        for number in range(40):
+            body = {"url": f"http://127.0.0.1:{1 + number}", "id": f"replica-{number:02}"}
+            assert (await router.post("/replicas", body)).status == 201
+        terminal = Terminal("top", "--url", router.url, "--interval", "600")
+        try:
+            await terminal.until("replica-00")
+            assert "replica-39" not in terminal.said
+            for _ in range(5):
+                terminal.press("\x1b[6~")
+            await terminal.until("replica-39")
+            terminal.press("/cA-1")
+            terminal.press("\x7f1")
+            await terminal.until("/cA-1_")
+            terminal.press("5")
+            await terminal.until("/cA-15_")
+            terminal.press("\n")
+            await terminal.until("Esc: all")
+            last = terminal.said.rpartition("/cA-15")[0].rpartition("\x1b[H")[2]
+            assert "replica-15" in last
+            assert "replica-16" not in last
+            terminal.press("\x1b")
+            await terminal.until("replica-00")
+            terminal.press("q")
+            assert await asyncio.to_thread(terminal.process.wait, 10) == 0
+            await terminal.until("\x1b[?1049l")
+        finally:
+            terminal.close()
+
+
 async def test_top_soon_reports_that_a_router_hangs() -> None:
     """A stale view that looks current would mislead."""
     with router_process({}) as router:
@@ -342,6 +374,9 @@ class Terminal:
             preexec_fn=heed_signals,
         )
         os.close(theirs)
+
+    def press(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
 
     async def until(self, words: str) -> None:
         """Wait until it shows *words*, after everything that was waited for before."""
