@@ -153,7 +153,14 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     # --- what Jinja calls -------------------------------------------------------------------------
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Jinja's hook for operators."""
+        """Jinja's hook for operators.
+
+        Args:
+            context: Of the rendering.
+            operator: As written.
+            left: The first operand.
+            right: The second one.
+        """
         if operator == "**" and not (abs(left) <= _MAX_POWER[0] and abs(right) <= _MAX_POWER[1]):
             raise SecurityError("power too large")
         if operator == "*":
@@ -164,7 +171,14 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return self._checked_int(result) if isinstance(result, int) else result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Jinja's hook for calls."""
+        """Jinja's hook for calls.
+
+        Args:
+            __context: Of the rendering.
+            __obj: What is called.
+            args: Its arguments.
+            kwargs: Those with names.
+        """
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes)):
