@@ -254,7 +254,7 @@ class GroupConfig(Section, frozen=True):
         )
 
 
-class TierConfig(Section, frozen=True):
+class LowerTierConfig(Section, frozen=True):
     """How much one lower tier keeps together, where its events do not tell soon enough."""
 
     medium: Annotated[str, Field(min_length=1, max_length=64), PLAIN]
@@ -291,7 +291,7 @@ class LayoutConfig(Section, frozen=True):
     """Groups that no event has named yet exist all the same."""
     hash_seeds: Items[Annotated[str, PLAIN]] = LayoutHints().hash_seeds
     """Values of PYTHONHASHSEED that the engines may run with."""
-    tiers: Items[TierConfig] = ()
+    tiers: Items[LowerTierConfig] = ()
     """Lower tiers."""
 
     def to_hints(self) -> LayoutHints:

@@ -27,9 +27,8 @@ The files; each imports only what is listed above it:
     tokenization.py   both for an event loop, with threads and counts
 """
 
-from router.tokenize.body.report_mode import strip_report_mode
 from router.tokenize.body.requests import parse_request, read_model, read_request
-from router.tokenize.body.tenant_salt import with_tenant_salt
+from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
 from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
     ModelFilesError,

@@ -7,7 +7,6 @@ The files; each imports only what is listed above it:
     chat_request.py        body of a chat completion
     anthropic_request.py   body of /v1/messages
     responses_request.py   body of /v1/responses
-    report_mode.py         takes kv_cache_report_mode out of a body
-    tenant_salt.py         puts a tenant's cache_salt into a body
+    rewriting.py           takes kv_cache_report_mode out of a body, puts a tenant's salt in
     requests.py            any body -> what to tokenise
 """

@@ -16,8 +16,8 @@ import msgspec
 from router.tokenize.body.anthropic_request import parse_messages
 from router.tokenize.body.chat_request import parse_chat
 from router.tokenize.body.json_fields import as_count, describe, is_true, optional_text, required
-from router.tokenize.body.report_mode import ARGUMENTS_FIELD, strip_report_mode
 from router.tokenize.body.responses_request import parse_responses
+from router.tokenize.body.rewriting import ARGUMENTS_FIELD, strip_report_mode
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import (

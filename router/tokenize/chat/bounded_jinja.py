@@ -23,6 +23,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 _STEP = 64
 _ALL_TURNS = "_all_turns"
@@ -152,6 +153,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     # --- what Jinja calls -------------------------------------------------------------------------
 
+    @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Jinja's hook for operators.
 
@@ -170,6 +172,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         result = super().call_binop(context, operator, left, right)
         return self._checked_int(result) if isinstance(result, int) else result
 
+    @override
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Jinja's hook for calls.
 
