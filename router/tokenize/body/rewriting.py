@@ -1,8 +1,8 @@
 """What the router changes in a body before it is sent on.
 
-It takes `kv_cache_report_mode` out. Any client can send
-`vllm_xargs: {"kv_cache_report_mode": "full"}`. The engine then announces every block of a hit again,
-even blocks that do not exist, which corrupts the index's counts for all clients.
+It takes `kv_cache_report_mode` out. Any client can send `vllm_xargs: {"kv_cache_report_mode":
+"full"}`. The engine then announces every block of a hit again, even blocks that do not exist, which
+corrupts the index's counts for all clients.
 
 It puts a tenant's salt in, so that the tenant's cached blocks are found for that tenant only.
 """
