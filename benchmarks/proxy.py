@@ -24,7 +24,7 @@ from benchmarks.figures import report
 from benchmarks.load import Load, run_load, stub_replica
 
 _JSON_HEAD = (
-    b"POST %s HTTP/1.1\r\nHost: bench\r\n"
+    b"POST %s HTTP/1.1\r\nHost: localhost\r\n"
     b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 )
 
@@ -185,7 +185,7 @@ class RouterProcess:
 
 async def _is_ready(port: int) -> bool:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /readyz HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
     return answer.startswith(b"HTTP/1.1 200")

@@ -139,7 +139,7 @@ async def _status(app: RouterApp, path: str, body: bytes) -> int:
         if message["type"] == "http.response.start":
             found.append(message["status"])
 
-    headers = [(b"host", b"bench"), (b"content-type", b"application/json")]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {
         "type": "http",
         "method": "POST",
