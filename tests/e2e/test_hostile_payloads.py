@@ -19,7 +19,7 @@ import pytest
 from kvevents.codec import encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
-from router.index import LayoutHints, SourceId, SourceLimits
+from router.index import LayoutHints, SourceId, SourceLimits, SourceStatistics
 from router.index.reference.index import ReferenceIndex
 from router.recordings.format import Query, RecordingReader
 from tests.support import wire_samples
@@ -215,7 +215,9 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
                 seen.look(index, source)
     assert seen.outcomes.total() == PAYLOADS
     assert min(seen.outcomes["applied"], seen.outcomes["refused"]) > PAYLOADS // 10
-    assert max(seen.allocated) - min(seen.allocated[1:]) < 30_000
+    assert (
+        max(seen.allocated) - min(seen.allocated[1:]) < 60_000
+    )  # each of three tiers fills its own bound
     # If no limit was ever reached and no layout ever known, the test would show little.
     assert seen.most_blocks == LIMITS.blocks
     assert seen.most_waiting == LIMITS.waiting_runs
@@ -239,7 +241,7 @@ class Seen:
     def look(self, index: ReferenceIndex, source: SourceId) -> None:
         statistics = index.statistics()[source]
         self.layouts.add(repr(statistics.layout))
-        self.most_blocks = max(self.most_blocks, sum(statistics.blocks.values()))
+        self.most_blocks = max(self.most_blocks, *blocks_by_tier(statistics).values(), 0)
         self.most_waiting = max(self.most_waiting, statistics.waiting.runs)
 
 
@@ -255,10 +257,18 @@ def _apply(index: ReferenceIndex, source: SourceId, payload: bytes, is_watched: 
     return "applied"
 
 
+def blocks_by_tier(statistics: SourceStatistics) -> Counter[str]:
+    """Each tier has the limit for itself."""
+    blocks: Counter[str] = Counter()
+    for (_, tier), count in statistics.blocks.items():
+        blocks[tier] += count
+    return blocks
+
+
 def _expect_bounded(index: ReferenceIndex, source: SourceId) -> None:
     """Check that its limits hold and that it still predicts."""
     statistics = index.statistics()[source]
-    assert sum(statistics.blocks.values()) <= LIMITS.blocks
+    assert max(blocks_by_tier(statistics).values(), default=0) <= LIMITS.blocks
     assert len({tier for _, tier in statistics.blocks}) <= LIMITS.tiers
     assert statistics.waiting.runs <= LIMITS.waiting_runs
     assert statistics.waiting.tokens <= LIMITS.waiting_tokens

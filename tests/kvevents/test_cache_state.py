@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,9 @@ from router.recordings.format import Query, RecordingReader
 from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 
 STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))
+IN_CHUNKS = re.compile(r"offload_\w+_chunk[2-9]")
+"""Recorded with tiers that keep several blocks as one, which no `CacheLayout` says: a publisher of
+ours announces every block."""
 FOLLOWED = SourceId("followed from the start")
 
 FULL = KVCacheGroup(GroupKind.FULL, 4)
@@ -148,7 +152,11 @@ def test_the_histories_reach_what_is_interesting() -> None:
     assert min(totals.values()) > 20, totals
 
 
-@pytest.mark.parametrize("path", STREAMS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+@pytest.mark.parametrize(
+    "path",
+    [path for path in STREAMS if not IN_CHUNKS.match(path.name)],
+    ids=lambda path: path.name.removesuffix(".jsonl.gz"),
+)
 def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: Path) -> None:
     """Real engines leave holes, store twice and evict in their own order; a snapshot must carry all
     of it."""

@@ -116,6 +116,7 @@ def replica(name: str = "r0", ranks: int = 1) -> Replica:
 def test_hits_on_the_gpu_and_in_lower_tiers_are_told_apart(planning: Planning) -> None:
     """Bringing blocks back costs time that blocks on the GPU do not."""
     planning.store(R0, IDS[:64])
+    planning.store(R0, IDS[:16], "CPU")  # shows that the tier keeps single blocks
     planning.store(R0, IDS[:128], "CPU")
     found = planning.only(planning.prompts([*IDS, 0]), replica())
     assert (found.gpu_cached_tokens, found.cached_tokens) == (64, 128)
@@ -161,6 +162,7 @@ def test_hits_and_recent_tokens_of_all_prompts_of_a_batch_are_added_up(planning:
     planning.store(R0, first[:256])
     planning.store(R0, last[:64])
     prompts = planning.prompts(first, last)
+    planning.store(R0, last[:16], "CPU")
     planning.store(R0, last[:128], "CPU")
     found = planning.only(prompts, replica())
     assert (found.gpu_cached_tokens, found.cached_tokens) == (256 + 64, 256 + 128)
