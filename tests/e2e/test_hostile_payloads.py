@@ -30,7 +30,7 @@ SAMPLE_BYTES = 330
 """Small payloads fail in the same ways as large ones, and faster."""
 PAYLOADS = 200_000
 LIMITS = SourceLimits(
-    blocks=400, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100
+    blocks=133, tiers=3, waiting_runs=20, waiting_tokens=1000, waiting_batches=2000, forgotten=100
 )
 RESTART_EVERY = 5000
 """Payloads after which a source starts over: a layout learned from garbage would make everything
