@@ -3,6 +3,8 @@ half-apply."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import sys
 import time
@@ -203,6 +205,7 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
     recorded = recorded_payloads()
     assert len(recorded) > 500
     index, seen = ReferenceIndex(limits=LIMITS), Seen()
+    gc.collect()
     for seed, (source, samples) in enumerate(
         {LEARNING: recorded, ANNOUNCED: recorded[::5] + our_payloads() * 20}.items()
     ):
@@ -215,13 +218,20 @@ def test_two_hundred_thousand_hostile_payloads_are_applied_or_refused_and_nothin
                 seen.look(index, source)
     assert seen.outcomes.total() == PAYLOADS
     assert min(seen.outcomes["applied"], seen.outcomes["refused"]) > PAYLOADS // 10
-    assert (
-        max(seen.allocated) - min(seen.allocated[1:]) < 60_000
-    )  # each of three tiers fills its own bound
+    assert largest_rise(seen.allocated[1:]) < 60_000
     # If no limit was ever reached and no layout ever known, the test would show little.
     assert seen.most_blocks == LIMITS.blocks
     assert seen.most_waiting == LIMITS.waiting_runs
     assert len(seen.layouts) > 20
+
+
+def largest_rise(counts: list[int]) -> int:
+    """How far a count ever rises above an earlier one.
+
+    A fall is no growth: what earlier tests left behind may be freed while this one runs.
+    """
+    lowest = itertools.accumulate(counts, min)
+    return max(count - low for count, low in zip(counts, lowest, strict=True))
 
 
 @dataclass
