@@ -119,6 +119,12 @@ class ProxyServer:
         assert self.server is not None
         return len(self.server.server_state.connections)
 
+    def is_listening(self) -> bool:
+        """Whether every request under way has a task that waits for its client's leaving."""
+        assert self.proxy is not None
+        relays = tuple(self.proxy._relays)
+        return bool(relays) and all(relay._listener is not None for relay in relays)
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)

@@ -41,6 +41,7 @@ class GuardedServer:
     refusals: list[Refusal] = field(default_factory=list)
     requests: list[tuple[str, bytes, dict[bytes, bytes]]] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
+    received_bytes: int = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body, more = b"", True
@@ -67,6 +68,10 @@ class GuardedServer:
         assert isinstance(only, GuardedHttpProtocol)
         return only
 
+    @property
+    def unsent_bytes(self) -> int:
+        return self.connection._raw_transport.get_write_buffer_size()
+
     def look(self, later_s: float) -> None:
         """Check as if *later_s* had passed, once for each second until then."""
         now = asyncio.get_running_loop().time()
@@ -91,8 +96,13 @@ async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
     # Connections inherit it: what the kernel does not take stays where the protocol can see it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
+    class Counting(config.http_protocol_class):  # type: ignore[name-defined, misc]
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            app.received_bytes += len(data)
+
     def protocol() -> asyncio.Protocol:
-        return config.http_protocol_class(config=config, server_state=app.state, app_state={})  # type: ignore[call-arg]
+        return Counting(config=config, server_state=app.state, app_state={})
 
     server = await asyncio.get_running_loop().create_server(protocol, sock=listener)
     app.port = listener.getsockname()[1]
@@ -107,6 +117,10 @@ async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
         await eventually(
             lambda: not app.state.connections and not app.state.tasks, "nothing is left"
         )
+
+
+async def until_received(app: GuardedServer, count: int) -> None:
+    await eventually(lambda: app.received_bytes == count, f"the server has read {count} bytes")
 
 
 async def until_connected(app: GuardedServer) -> None:
@@ -157,10 +171,11 @@ async def test_a_body_must_arrive_in_time() -> None:
 async def test_a_long_response_is_not_mistaken_for_a_slow_request(behind: bytes) -> None:
     """A stream may last an hour, and during it the router does not read the next request."""
     async with guarded_server() as app, connect(app.port) as client:
-        await client.send("POST", "/x", b"{}")
+        request = request_bytes("POST", "/x", b"{}")
+        await client.write(request)
         await eventually(lambda: app.requests, "the request is there")
         await client.write(behind)
-        await asyncio.sleep(0.05)
+        await until_received(app, len(request + behind))
         app.look(3600)
         assert not app.refusals
         app.go.set()
@@ -180,7 +195,7 @@ async def test_a_finished_response_that_is_never_read_is_ended() -> None:
         client.reader._limit = 1  # type: ignore[attr-defined]
         await client.send("GET", "/x")
         await eventually(lambda: app.requests and not app.state.tasks, "it is answered")
-        await asyncio.sleep(0.05)
+        await eventually(lambda: app.unsent_bytes, "the kernel takes no more")
         app.look(LIMITS.stall_s + LIMITS.slack_s - 1)
         assert not app.refusals
         app.look(LIMITS.stall_s + LIMITS.slack_s + 2)
@@ -198,8 +213,11 @@ async def test_a_response_that_is_read_slowly_is_not_ended() -> None:
         await client.read_head()
         now, received = asyncio.get_running_loop().time(), 0
         while received < 60_000:
-            received += len(await client.reader.read(5000))
-            await asyncio.sleep(0.01)
+            unsent = app.unsent_bytes
+            while received < 60_000 and unsent and app.unsent_bytes >= unsent:
+                received += len(await client.reader.read(5000))
+            if not unsent:
+                received += len(await client.reader.read(5000))
             now += LIMITS.stall_s
             for connection in tuple(app.state.connections):
                 assert isinstance(connection, GuardedHttpProtocol)
@@ -246,7 +264,7 @@ async def test_an_offer_to_upgrade_is_declined_and_the_body_read(cut: int) -> No
     async with guarded_server() as app, connect(app.port) as client:
         app.go.set()
         await client.write(data[:cut])
-        await asyncio.sleep(0.01)
+        await until_received(app, len(data[:cut]))
         await client.write(data[cut:])
         found = await client.read_answer()
         assert (found.status, found.headers["connection"]) == (200, "close")

@@ -604,18 +604,21 @@ async def test_a_replica_that_dies_after_its_last_event_has_completed(last: byte
 async def test_any_other_body_cut_short_is_seen_to_be_cut(head: bytes, then: str) -> None:
     """A well-formed short body would be taken for the whole answer."""
 
+    is_listening = asyncio.Event()
+
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
         await connection.send(head + b'{"a":')
-        # Long enough for the proxy to be listening for the client, whose end must not be taken for
-        # its leaving.
-        await asyncio.sleep(0.3)
+        await is_listening.wait()
         if then == "reset":
             connection.reset()
 
     async with one_replica(handle) as (proxy, client, _):
         await client.request()
         await client.read_head()
+        # The end of the client's connection must not be taken for its leaving.
+        await eventually(proxy.is_listening, "the proxy listens for the client")
+        is_listening.set()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await client.read_body()
         recorder = await proxy.recorder(End.REPLICA_DIED)

@@ -720,22 +720,26 @@ async def test_a_reader_that_pauses_is_not_taken_for_a_silent_server(
 
 async def test_a_reader_that_stops_stops_the_server_within_a_bound(client: UpstreamClient) -> None:
     """The memory behind a client that never reads is this buffer, not the response."""
-    sent = 0
+    sent, servers = 0, []
 
     async def handle(connection: RawConnection) -> None:
         nonlocal sent
+        servers.append(connection.writer.transport)
         await connection.read_request()
         await connection.send(b"HTTP/1.1 200 OK\r\n\r\n")
         while True:
             await connection.send(b"x" * 65536)
             sent += 65536
 
+    def is_stopped() -> bool:
+        # The client has paused, and the kernel has taken nothing of what the server waits to send.
+        (held,) = client._connections
+        return held._paused and servers[0].get_write_buffer_size() > 65536
+
     async with raw_server(handle) as server:
         response = await post(client, server.origin)
-        last = -1
-        while last != sent:
-            last = sent
-            await asyncio.sleep(0.1)
+        await eventually(is_stopped, "neither side goes on")
+        last = sent
         # Two kernel buffers and both event loops' own; an unbounded client takes gigabytes in the
         # same time.
         assert sent < 32_000_000
