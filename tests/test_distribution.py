@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.native import what_the_compiled_index_lacks
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*_cache", ".hypothesis", ".venv*", "*.egg-info", "__pycache__", "build", "dist"
+    ".*_cache", ".hypothesis", ".venv*", "*.so", "__pycache__", "build", "dist"
 )
 
 
@@ -27,7 +30,7 @@ def tracked_files() -> list[str]:
 
 
 def copy_source(to: Path) -> None:
-    """Copy what a fresh checkout has: an old `egg-info` would hide that a file is missing."""
+    """Copy what a fresh checkout has, without anything that was built in it."""
     tracked = tracked_files()
     if not tracked:
         shutil.copytree(ROOT, to, ignore=NOT_SOURCE)
@@ -91,4 +94,34 @@ def test_the_wheel_has_the_live_page_and_the_types(
     """The live page is read from the package at run time, and type checkers look for `py.typed`."""
     static = {name for name in sdist_files if name.startswith("router/static/")}
     assert static
-    assert static | {f"{package}/py.typed" for package in PACKAGES} <= wheel_files
+    types = {f"{package}/py.typed" for package in PACKAGES} | {"router/index/_core.pyi"}
+    assert static | types <= wheel_files
+
+
+def test_the_wheel_has_the_compiled_index_and_not_its_sources(wheel_files: set[str]) -> None:
+    """Where there is no compiler it is the one file that is missing."""
+    compiled = [name for name in wheel_files if name.endswith(".so")]
+    assert not any(name.startswith("router/index/core") for name in wheel_files)
+    if missing := what_the_compiled_index_lacks():
+        pytest.skip(missing)
+    assert len(compiled) == 1
+    assert compiled[0].startswith("router/index/_core.")
+
+
+def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path) -> None:
+    """A machine without g++ must still be able to install the router, and be told what it lacks."""
+    copy_source(tmp_path / "source")
+    arguments = ["--no-isolation", "--wheel", "--outdir", str(tmp_path), str(tmp_path / "source")]
+    done = subprocess.run(
+        [sys.executable, "-m", "build", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CXX": "/nonexistent/c++"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "built WITHOUT its compiled index" in done.stdout
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert not any(name.endswith(".so") for name in archive.namelist())
