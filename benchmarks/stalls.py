@@ -19,9 +19,8 @@ import uvloop
 
 from benchmarks.figures import report
 from benchmarks.load import stub_replica
-from router.app import RouterApp
 from router.config import RouterConfig
-from router.serve import SWITCH_INTERVAL_S, exempt_from_collection
+from router.serve import SWITCH_INTERVAL_S, RouterApp, exempt_from_collection
 from router.service import RouterService
 
 _PIECE_BYTES = 64 * 1024

@@ -16,8 +16,7 @@ The files; each imports only what is listed above it:
     observability/   metrics, the request log, what is wrong
     service.py       all parts wired; what follows when replicas change
     http/            every line that knows ASGI, FastAPI or uvicorn
-    app.py           the whole ASGI application
-    serve.py         uvicorn, signals, logging
+    serve.py         the ASGI application, uvicorn, signals, logging
     recordings/      recorded streams: format, capture, replay
     demo/            small engines behind a real router, and what it gains
     cli/             kvroute

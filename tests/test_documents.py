@@ -23,11 +23,11 @@ from async_timeout import timeout
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic.fields import FieldInfo
 
-from router.app import RouterApp
 from router.cli import main as command_line
 from router.config import RouterConfig
 from router.feed import Feed
 from router.index import Hit, PrefixIndex, SourceId, create_index
+from router.serve import RouterApp
 from router.service import RouterService
 from tests.support.following import QUICK, until
 from tests.support.vllm_publisher import free_port

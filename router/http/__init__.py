@@ -1,4 +1,4 @@
-"""Every line that knows asgi, fastapi or uvicorn.
+"""Every line that knows ASGI, FastAPI or uvicorn.
 
 The files; each imports only what is listed above it:
 
@@ -8,12 +8,10 @@ The files; each imports only what is listed above it:
     networks.py           which networks addresses belong to
     access.py             who may ask what: keys, peers, names, origins
     proxied_paths.py      which paths go to a replica, and what decides to which
-    form_body.py          one field of a multipart form
     gateway.py            the proxied paths: admit, read, decide, stream
-    views.py              the bodies of the router's own responses, as types
+    views.py              the bodies of the router's own responses, as types with examples
     responses.py          makes those bodies from the state of the parts
-    request_bodies.py     the bodies of requests, as types for the OpenAPI document
-    examples.py           examples of both
+    request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
     live_page.py          the live page's files, and the headers that restrict a browser to them
     api.py                the router's own endpoints, on FastAPI

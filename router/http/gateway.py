@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeAlias
@@ -13,7 +14,6 @@ from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
 from router.http.access import KEY_HEADERS, Guard, Scope
 from router.http.access_log import note_refused, note_routed
-from router.http.form_body import form_field, is_form
 from router.http.networks import Networks
 from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
 from router.http.uvicorn_protocol import client_abort, is_of_reserve
@@ -34,6 +34,18 @@ _FORWARDING = (
     *(b"x-forwarded-host", b"x-forwarded-port"),
 )
 MAX_RANK_DIGITS = 5
+
+MAX_FORM_PARTS = 256
+_MAX_PART_HEAD_BYTES = 8192
+_MAX_FIELD_BYTES = 1024
+_SEARCH_STEP_BYTES = 1024 * 1024
+"""Of a form, at a time: other threads get their turn in between."""
+
+_BOUNDARY = re.compile(rb"""boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;,"]{1,200}))""", re.IGNORECASE)
+_FIELD_NAME = re.compile(
+    rb"""^content-disposition\s*:[^\r\n]*?;\s*name\s*=\s*(?:"([^"\r\n]*)"|([^\s;"]+))""",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class ClientLeft(Exception):
@@ -249,6 +261,50 @@ async def _read_rest(
         if not message.get("more_body"):
             return b"".join(parts)
         message = await receive()
+
+
+def is_form(content_type: bytes) -> bool:
+    """Whether a body of this type is a multipart form."""
+    return content_type.lstrip()[:19].lower() == b"multipart/form-data"
+
+
+def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
+    """The value of a short field; None if the form has none that can be read.
+
+    Args:
+        content_type: The header, which names the boundary between parts.
+        body: The whole form.
+        name: The field.
+    """
+    found = _BOUNDARY.search(content_type)
+    if found is None:
+        return None
+    delimiter = b"--" + (found[1] or found[2])
+    at = _find(body, delimiter, 0)
+    for _ in range(MAX_FORM_PARTS):
+        if at < 0:
+            return None
+        start = at + len(delimiter)
+        head_end = body.find(b"\r\n\r\n", start, start + _MAX_PART_HEAD_BYTES)
+        if head_end < 0:
+            return None
+        disposition = _FIELD_NAME.search(body[start:head_end])
+        at = _find(body, b"\r\n" + delimiter, head_end + 2)
+        if disposition is not None and (disposition[1] or disposition[2]) == name and at >= 0:
+            value = body[head_end + 4 : min(at, head_end + 4 + _MAX_FIELD_BYTES)]
+            return value.decode("utf-8", "replace").strip()
+        at += 2 if at >= 0 else 0
+    return None
+
+
+def _find(body: bytes, needle: bytes, start: int) -> int:
+    """As `bytes.find`, but in steps."""
+    while start < len(body):
+        found = body.find(needle, start, start + _SEARCH_STEP_BYTES + len(needle))
+        if found >= 0:
+            return found
+        start += _SEARCH_STEP_BYTES
+    return -1
 
 
 async def send_error(

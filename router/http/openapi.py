@@ -34,7 +34,7 @@ from router.errors import (
     Unauthorized,
     UnknownModel,
 )
-from router.http import examples
+from router.http import request_bodies, views
 from router.http.access import Guard, Role
 from router.http.request_bodies import (
     ChatRequest,
@@ -152,7 +152,7 @@ def sends(
         content_types: The encodings it may have.
     """
     media: dict[str, Any] = {"schema": _reference(kind)}
-    if kind in examples.RESPONSES:
+    if kind in views.EXAMPLES:
         media["examples"] = {"example": {"$ref": _EXAMPLES + kind.__name__}}
     return {"description": description, "content": dict.fromkeys(content_types, media)}
 
@@ -181,7 +181,7 @@ def takes(
         content_types: The encodings it may have.
     """
     references = [_reference(kind) for kind in kinds]
-    names = [name for kind in kinds for name in examples.BODIES[kind]]
+    names = [name for kind in kinds for name in request_bodies.EXAMPLES[kind]]
     media = {
         "schema": references[0] if len(references) == 1 else {"anyOf": references},
         "examples": {name: {"$ref": _EXAMPLES + name} for name in names},
@@ -369,8 +369,10 @@ def _examples() -> dict[str, dict[str, Any]]:
 
     The paths only refer to them: from examples inside a path, FastAPI would drop every null.
     """
-    bodies = {name: body for named in examples.BODIES.values() for name, body in named.items()}
-    responses = {kind.__name__: value for kind, value in examples.RESPONSES.items()}
+    bodies = {
+        name: body for named in request_bodies.EXAMPLES.values() for name, body in named.items()
+    }
+    responses = {kind.__name__: value for kind, value in views.EXAMPLES.items()}
     return {
         name: {"value": msgspec.to_builtins(value)}
         for name, value in {**bodies, **responses}.items()
@@ -379,7 +381,7 @@ def _examples() -> dict[str, dict[str, Any]]:
 
 def _schemas() -> dict[str, Any]:
     """Of everything that is sent or read: msgspec's, and pydantic's of the configuration."""
-    bodies = [kind for kind in examples.BODIES if kind is not ReplicaConfig]
+    bodies = [kind for kind in request_bodies.EXAMPLES if kind is not ReplicaConfig]
     kinds = [*View.__subclasses__(), ReplicaDetails, EngineResponse, *bodies]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS + "{name}")
     for name, kind in _classes_in(kinds).items():

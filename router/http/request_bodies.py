@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from router.config import ReplicaConfig
+
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 _ONE_OR_MORE = [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]
@@ -127,3 +129,61 @@ class EngineResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's response. The router passes it through and reads only the usage."""
 
     usage: EngineUsage | None = None
+
+
+_CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
+EXAMPLES: dict[type[Any], dict[str, dict[str, Any]]] = {
+    ChatRequest: {"chat": {"model": "gemma-3", "messages": _CHAT, "stream": True}},
+    CompletionRequest: {
+        "text": {"model": "gemma-3", "prompt": "The sky is", "max_tokens": 16},
+        "token-ids-batch": {"model": "gemma-3", "prompt": [[2, 651, 7217], [2, 1596]]},
+    },
+    ResponsesRequest: {"response": {"model": "gemma-3", "input": "Why is the sky blue?"}},
+    MessagesRequest: {"messages": {"model": "gemma-3", "messages": _CHAT, "max_tokens": 64}},
+    EmbeddingsRequest: {"texts": {"model": "gemma-embed", "input": ["blue", "sky"]}},
+    MessagesToRoute: {
+        "messages-to-route": {
+            "endpoint": "/v1/messages",
+            "model": "gemma-3",
+            "messages": _CHAT,
+            "max_tokens": 64,
+        }
+    },
+    EmbeddingsToRoute: {
+        "texts-to-route": {
+            "endpoint": "/v1/embeddings",
+            "model": "gemma-embed",
+            "input": ["blue", "sky"],
+        }
+    },
+    TokenizeRequest: {"text-to-tokenise": {"model": "gemma-3", "prompt": "The sky is"}},
+    DetokenizeRequest: {"tokens": {"model": "gemma-3", "tokens": [2, 651, 7217]}},
+    TokenIdsRequest: {
+        "token-ids": {"model": "gemma-3", "token_ids": [2, 651, 7217, 603]},
+        "token-ids-of-an-adapter": {
+            "model": "gemma-3",
+            "token_ids": [2, 651, 7217, 603],
+            "lora_name": "sql",
+            "cache_salt": "tenant-7",
+        },
+    },
+    ReplicaConfig: {
+        "discovered-replica": {"url": "http://10.0.0.7:8000"},
+        "replica-in-full": {
+            "url": "http://10.0.0.7:8000",
+            "id": "replica-7",
+            "models": ["gemma-3"],
+            "kv_events": [
+                {
+                    "endpoint": "tcp://10.0.0.7:5557",
+                    "replay_endpoint": "tcp://10.0.0.7:5558",
+                    "topic": "kv-events",
+                    "dp_rank": 0,
+                }
+            ],
+            "speed": 2.0,
+            "max_concurrent_requests": 256,
+        },
+    },
+}
+"""By type and name; a test reads them as the router would."""

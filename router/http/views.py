@@ -8,7 +8,7 @@ The string under a field is its description in the OpenAPI document.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -387,3 +387,66 @@ class Overview(View, frozen=True, kw_only=True):
     """Words for the kinds of KV cache groups."""
     replicas: list[ReplicaSummary]
     """Those with the worst problems first, then by name."""
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+_HIT = HitView(gpu_cached_tokens=960, cached_tokens=1008, suspect=False)
+_ROUTE = RouteView(
+    replica="replica-7",
+    dp_rank=None,
+    model="gemma-3",
+    policy="prefix",
+    prompt_tokens=1024,
+    prompts=[PromptView(tokens=1024, coverage="whole", reason=None, lora_name=None)],
+    ranking=[
+        RankedReplica(
+            replica="replica-7",
+            dp_rank=None,
+            cost=20.8,
+            reason="1008 of 1024 tokens cached, 48 of them in a lower tier",
+            hit=_HIT,
+            recent_tokens=0,
+            groups=[[GroupHit(0, "full_attention", 960), GroupHit(1, "sliding_window", 1008)]],
+        )
+    ],
+    excluded=[ExcludedReplica(replica="replica-8", reason="draining")],
+    routing_seconds=0.000412,
+)
+_REQUEST = RequestView(
+    number=4711,
+    change=9422,
+    arrived_at=1780000000.123,
+    request_id="6f1c2b0d",
+    path="/v1/chat/completions",
+    model="gemma-3",
+    policy="prefix",
+    stream=True,
+    prompt_tokens=1024,
+    unknown=None,
+    replica="replica-7",
+    dp_rank=None,
+    reason="1008 of 1024 tokens cached, 48 of them in a lower tier",
+    attempts=1,
+    last_failure=None,
+    predicted=_HIT,
+    actual=1008,
+    verdict="exact",
+    failed=False,
+    status=200,
+    end="completed",
+    first_byte_ms=38.2,
+    total_ms=1204.9,
+)
+_MODELS = [
+    ModelEntry(id="gemma-3", created=1780000000, root="gemma-3", parent=None),
+    ModelEntry(id="sql", created=1780000000, root="gemma-3", parent="gemma-3"),
+]
+EXAMPLES: dict[type[Any], View] = {
+    StatusView: StatusView(status="not ready", reason="none of 3 replicas is healthy"),
+    RouteView: _ROUTE,
+    ModelList: ModelList(data=_MODELS),
+    RequestsView: RequestsView(started_at=1779990000.5, change=9422, requests=[_REQUEST]),
+    RemovedReplica: RemovedReplica(removed="replica-7"),
+}
+"""Values of the types they document: one that no longer fits does not pass the type checker."""

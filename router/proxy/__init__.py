@@ -2,27 +2,23 @@
 
 The files; each imports only what is listed above it:
 
-    types.py     what goes in, and what is reported: attempts, failures, ends
-    errors.py    errors in the client's dialect, and the end of a broken event stream
-    headers.py   which headers go through
-    retries.py   how often a request may be tried again
-    proxy.py     the steps of one request, and a watch on the clients of all
-    usage.py     the token counts and the id in a passing response
+    attempts.py   where a request may be sent, how that fails, and how often it is tried again
+    types.py      what goes in, and what is reported
+    errors.py     errors in the client's dialect, and the end of a broken event stream
+    headers.py    which headers go through
+    proxy.py      the steps of one request, and a watch on the clients of all
+    usage.py      the token counts and the id in a passing response
 """
 
+from router.proxy.attempts import RETRIED, Attempt, Failure, RetryLimits, Unretried
 from router.proxy.errors import error_body
 from router.proxy.proxy import Proxy
 from router.proxy.types import (
-    RETRIED,
-    Attempt,
     Dialect,
     End,
-    Failure,
     ProxyObserver,
     ProxyRequest,
     ProxySettings,
-    RetryLimits,
-    Unretried,
 )
 
 __all__ = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.proxy.types import Attempt, ProxyRequest
+from router.proxy.attempts import Attempt
+from router.proxy.types import ProxyRequest
 from router.upstream import Header, UpstreamResponse
 
 # RFC 9110 7.6.1 names the first five; the others apply to one hop by their own definitions (7.6.1

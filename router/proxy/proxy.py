@@ -7,20 +7,17 @@ import asyncio
 import sys
 from collections.abc import Iterable
 
+from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, Unretried
 from router.proxy.errors import EventLines, error_body, error_event
 from router.proxy.headers import client_headers, takes_events, upstream_headers
-from router.proxy.retries import RequestRetries, RetryBudget
 from router.proxy.types import (
-    Attempt,
     End,
-    Failure,
     Message,
     ProxyObserver,
     ProxyRequest,
     ProxySettings,
     Receive,
     Send,
-    Unretried,
 )
 from router.upstream import (
     ClosedBeforeResponse,

@@ -1,13 +1,14 @@
-"""The plain values that go into the proxy, and what it reports."""
+"""What goes into the proxy, and what it reports."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from router.upstream import Header, Origin, Timeouts
+from router.proxy.attempts import Attempt, Failure, RetryLimits, Unretried
+from router.upstream import Header, Timeouts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -38,68 +39,6 @@ class End(Enum):
     OVERLOADED = "overloaded"
     # The router itself gave up: the task was cancelled (shutdown), or raised an error of our own.
     ABANDONED = "abandoned"
-
-
-class Failure(Enum):
-    """How a replica failed in one attempt. A 4xx response does not count: the client caused it."""
-
-    CONNECT = "connect"
-    CLOSED = "closed"
-    # A kept connection was closed before the first byte: perhaps only since it was idle, so the
-    # same replica is tried once more, and it does not count against it.
-    KEPT_CLOSED = "kept_closed"
-    FIRST_BYTE_TIMEOUT = "first_byte_timeout"
-    MALFORMED = "malformed"
-    # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
-    UNAVAILABLE = "unavailable"
-    # Its health checks failed while its first byte was waited for.
-    UNHEALTHY = "unhealthy"
-    # Any other 5xx: passed on to the client.
-    SERVER_ERROR = "server_error"
-    # After the first byte.
-    DIED = "died"
-    IDLE_TIMEOUT = "idle_timeout"
-    # Silent, and its health checks failed.
-    LOST = "lost"
-
-
-# The failures after which another attempt may follow. SERVER_ERROR is a response like any other,
-# and the last three of `Failure` happen after its beginning was passed on.
-RETRIED = frozenset(
-    (
-        Failure.CONNECT,
-        Failure.CLOSED,
-        Failure.KEPT_CLOSED,
-        Failure.FIRST_BYTE_TIMEOUT,
-        Failure.MALFORMED,
-        Failure.UNAVAILABLE,
-        Failure.UNHEALTHY,
-    )
-)
-
-
-class Unretried(Enum):
-    """Why a request that failed was not tried again, though there was a candidate."""
-
-    # It had its further attempts.
-    LIMIT = "limit"
-    # Too many of all requests were tried again already.
-    BUDGET = "budget"
-    # Two replicas closed the connection over it, as a process that dies does.
-    CLOSED = "closed_replicas"
-
-
-class Attempt(NamedTuple):
-    """One candidate: where a request may be sent, and the headers that depend on it."""
-
-    replica_id: str
-    """For the observer; the proxy does not read it."""
-    origin: Origin
-    request_headers: tuple[tuple[bytes, bytes | None], ...] = ()
-    """Each replaces the client's headers of that name, or removes them if its value is None. Names
-    in lower case."""
-    response_headers: tuple[Header, ...] = ()
-    """Each replaces the replica's headers of that name, as `x-kv-replica`. Names in lower case."""
 
 
 class ProxyRequest(NamedTuple):
@@ -176,27 +115,6 @@ class ProxyObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RetryLimits:
-    """Bounds on further attempts.
-
-    Raises:
-        ValueError: A negative number.
-    """
-
-    further_attempts: int = 2
-    """Of one request, after its first."""
-    budget_share: float = 0.1
-    """Of all requests, how many may be tried again in the long run."""
-    budget_burst: int = 10
-    """How many more than that at once."""
-
-    def __post_init__(self) -> None:
-        for name in ("further_attempts", "budget_share", "budget_burst"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"retries: {name} {getattr(self, name)!r} must not be negative")
-
-
-@dataclass(frozen=True, slots=True)
 class ProxySettings:
     """Bounds on one proxied request."""
 
@@ -205,7 +123,7 @@ class ProxySettings:
     """The longest that one write may wait for a client that does not read."""
     retry_after_s: int = 1
     """Sent with the router's own 502 and 503."""
-    retries: RetryLimits = RetryLimits()
+    retries: RetryLimits = field(default_factory=RetryLimits)
     watch_s: float = 0.1
     """How often stalls and departures of clients are looked for: a client that leaves is noticed
     within twice that time."""

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from router.cli.running_router import plain
 from router.cli.top_command import Glance, render
-from router.http.examples import RESPONSES
 from router.http.views import (
+    EXAMPLES,
     GroupSummary,
     Headline,
     HitView,
@@ -68,7 +68,7 @@ def replica(number: int, **changes: Any) -> ReplicaSummary:
 
 
 def request() -> RequestView:
-    example = RESPONSES[RequestsView]
+    example = EXAMPLES[RequestsView]
     assert isinstance(example, RequestsView)
     changes: dict[str, Any] = {
         "replica": "replica-1",

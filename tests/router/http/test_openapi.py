@@ -12,9 +12,8 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from router.app import RouterApp
 from router.config import ReplicaConfig, RouterConfig, read_replica
-from router.http import examples
+from router.http import request_bodies
 from router.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +26,7 @@ from router.http.request_bodies import (
     TokenIdsRequest,
     TokenizeRequest,
 )
+from router.serve import RouterApp
 from router.service import RouterService
 from router.tokenize import Endpoint, parse_request
 
@@ -245,13 +245,18 @@ FORMS = {
 
 def test_every_example_of_a_body_is_one_that_the_router_reads() -> None:
     """The schemas describe another module's work."""
-    for kind, named in examples.BODIES.items():
+    for kind, named in request_bodies.EXAMPLES.items():
         for name, body in named.items():
             if kind is ReplicaConfig:
                 assert read_replica(body).url == body["url"], name
             elif kind in FORMS:
                 assert parse_request(FORMS[kind], json.dumps(body).encode()).prompts, name
-    assert set(examples.BODIES) == {*FORMS, ReplicaConfig, TokenizeRequest, DetokenizeRequest}
+    assert set(request_bodies.EXAMPLES) == {
+        *FORMS,
+        ReplicaConfig,
+        TokenizeRequest,
+        DetokenizeRequest,
+    }
 
 
 @pytest.mark.parametrize(

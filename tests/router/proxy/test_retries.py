@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.proxy import End, Failure, RetryLimits, Unretried
-from router.proxy.retries import RetryBudget
+from router.proxy.attempts import RetryBudget
 from tests.router.proxy.test_proxy import (
     DONE,
     attempt,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.form_body import MAX_PARTS, form_field
+from router.http.gateway import MAX_FORM_PARTS, form_field
 
 TYPE = b"multipart/form-data; boundary=XyZ"
 
@@ -35,7 +35,7 @@ END = b"--XyZ--\r\n"
         (TYPE, END, None),
         (TYPE, b"", None),
         (b"multipart/form-data", MODEL + END, None),
-        (TYPE, part(b"x: y", b"") * MAX_PARTS + MODEL + END, None),
+        (TYPE, part(b"x: y", b"") * MAX_FORM_PARTS + MODEL + END, None),
         (TYPE, part(b"x: " + b"y" * 10_000, b"") + MODEL + END, None),
     ],
 )  # fmt: skip
