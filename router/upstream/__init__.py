@@ -1,7 +1,7 @@
 """A small pooled HTTP/1.1 client for the router's data path: asyncio protocols around httptools'
 parser.
 
-The path of a request: `UpstreamClient.send` takes a kept `HttpConnection` or opens one and writes
+The path of a request: `UpstreamClient.start` takes a kept `HttpConnection` or opens one and writes
 the request, the connection's parser fills an `UpstreamResponse`, and the connection goes back to
 the client as soon as the response is complete. Any other end closes the socket, which is what
 cancels the work at the server.

@@ -25,6 +25,7 @@ from router.upstream.errors import (
     OutOfResources,
     ResponseBroken,
     ResponseTooLarge,
+    UpstreamError,
 )
 from router.upstream.origin import Origin, Timeouts
 
@@ -39,6 +40,18 @@ _SHORTAGES = {
     errno.ENFILE: "open_files",
     errno.ENOBUFS: "buffers",
     errno.ENOMEM: "buffers",
+}
+
+
+_COUNTED_AS: dict[type[UpstreamError], str] = {
+    ConnectFailed: "connect_failures",
+    ConnectTimeout: "connect_failures",
+    FirstByteTimeout: "timeouts",
+    IdleTimeout: "timeouts",
+    ResponseBroken: "broken",
+    GivenUp: "given_up",
+    ClosedBeforeResponse: "closed_early",
+    KeptConnectionClosed: "closed_early",
 }
 
 
@@ -79,6 +92,27 @@ class UpstreamStatistics:
     """Ended by this side for any other reason."""
 
 
+class _Opening:
+    """What a response has until its connection is there: the attempt to open it."""
+
+    __slots__ = ("_client", "_response", "_task")
+
+    def __init__(
+        self, client: UpstreamClient, response: UpstreamResponse, task: asyncio.Task[None]
+    ) -> None:
+        self._client = client
+        self._response = response
+        self._task = task
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+    def cut(self) -> None:
+        """Give the attempt up."""
+        self._task.cancel()
+        self._client.exchange_ended(self._response)
+
+
 class UpstreamClient:
     """Sends requests over kept connections. Belongs to one event loop.
 
@@ -113,6 +147,55 @@ class UpstreamClient:
         self._all_closed = asyncio.Event()
         self._counts = UpstreamStatistics()
 
+    def start(
+        self,
+        origin: Origin,
+        method: bytes,
+        target: bytes,
+        headers: Sequence[Header],
+        body: bytes,
+        timeouts: Timeouts,
+        *,
+        may_reuse: bool = True,
+    ) -> UpstreamResponse:
+        """Send one request; return its response, still empty, at once.
+
+        Whatever goes wrong from here on, the attempt to connect included, is the response's error.
+        Nothing is sent twice: after `KeptConnectionClosed` the caller decides whether to send the
+        request again on a new connection.
+
+        Args:
+            origin: The server.
+            method: Any but HEAD and CONNECT.
+            target: Path and query as on the wire; the origin's base path is put before it.
+            headers: Without host, content-length and hop-by-hop headers, which the client sets.
+            body: Whole; may be empty.
+            timeouts: For each phase of the exchange.
+            may_reuse: Whether a kept connection may be used.
+        Raises:
+            ConnectionLimitReached: There is neither a kept connection nor room for a new one.
+            ValueError: A method, target or header that would break the framing of the request.
+            RuntimeError: The client is closed.
+        """
+        head = request_head(origin, method, target, headers, len(body))
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        connection = self._take_idle(origin) if may_reuse else None
+        if connection is not None:
+            response = UpstreamResponse(connection, origin, timeouts, self._loop)
+            self._active.add(response)
+            self._begin(connection, response, head, body)
+            return response
+        if self._closing:
+            raise RuntimeError("the upstream client is closed")
+        self._make_room(origin)
+        self._arm()
+        response = UpstreamResponse(None, origin, timeouts, self._loop)
+        self._active.add(response)
+        task = self._loop.create_task(self._open(response, head, body))
+        response.source = _Opening(self, response, task)
+        return response
+
     async def send(
         self,
         origin: Origin,
@@ -124,35 +207,28 @@ class UpstreamClient:
         *,
         may_reuse: bool = True,
     ) -> UpstreamResponse:
-        """Send one request; return once the response's status, headers and first body byte (or its
-        end) have arrived.
-
-        Nothing is sent twice: after `KeptConnectionClosed` the caller decides whether to send the
-        request again on a new connection. Cancelling the call closes the connection.
+        """As `start`, but return once the response's status, headers and first body byte (or its
+        end) have arrived. Cancelling the call closes the connection.
 
         Args:
-            origin: The server.
-            method: Any but HEAD and CONNECT.
-            target: Path and query as on the wire; the origin's base path is put before it.
-            headers: Without host, content-length and hop-by-hop headers, which the client sets.
-            body: Whole; may be empty.
-            timeouts: For each phase of the exchange.
+            origin: As for `start`, like all others.
+            method: Its method.
+            target: Its path and query.
+            headers: Its headers.
+            body: Its body.
+            timeouts: For each phase.
             may_reuse: Whether a kept connection may be used.
         Raises:
             UpstreamError: See `router.upstream.errors`.
-            ValueError: A method, target or header that would break the framing of the request.
-            RuntimeError: The client is closed.
+            ValueError: As `start`, like RuntimeError.
         """
-        head = request_head(origin, method, target, headers, len(body))
-        idle = self._take_idle(origin) if may_reuse else None
-        if idle is not None:
-            try:
-                return await self._exchange(idle, head, body, timeouts)
-            except ClosedBeforeResponse as error:
-                self._counts.kept_closed += 1
-                raise KeptConnectionClosed(str(error)) from None
-        connection = await self._open(origin, timeouts)
-        return await self._exchange(connection, head, body, timeouts)
+        response = self.start(origin, method, target, headers, body, timeouts, may_reuse=may_reuse)
+        try:
+            await response.wait_for_first_byte()
+        except BaseException:
+            response.abort()
+            raise
+        return response
 
     async def fetch(
         self,
@@ -252,16 +328,11 @@ class UpstreamClient:
         self._active.discard(response)
         if response.complete:
             return
-        if response.error is None:
-            self._counts.aborted += 1
-        elif isinstance(response.error, FirstByteTimeout | IdleTimeout):
-            self._counts.timeouts += 1
-        elif isinstance(response.error, ResponseBroken):
-            self._counts.broken += 1
-        elif isinstance(response.error, GivenUp):
-            self._counts.given_up += 1
-        else:
-            self._counts.closed_early += 1
+        name = "aborted" if response.error is None else _COUNTED_AS.get(type(response.error))
+        if name is not None:
+            setattr(self._counts, name, getattr(self._counts, name) + 1)
+        if isinstance(response.error, KeptConnectionClosed):
+            self._counts.kept_closed += 1
 
     def recycle(self, connection: HttpConnection) -> None:
         """Keep the connection for another exchange, within the bounds."""
@@ -293,54 +364,41 @@ class UpstreamClient:
                 return connection
         return None
 
-    async def _exchange(
-        self, connection: HttpConnection, head: bytes, body: bytes, timeouts: Timeouts
-    ) -> UpstreamResponse:
-        assert self._loop is not None
-        response = connection.start(head, body, timeouts, self._loop)
-        self._active.add(response)
-        try:
-            await response.wait_for_first_byte()
-        except BaseException:
-            response.abort()
-            raise
-        return response
-
-    async def _open(self, origin: Origin, timeouts: Timeouts) -> HttpConnection:
-        if self._closing:
-            raise RuntimeError("the upstream client is closed")
-        self._make_room(origin)
-        self._arm()
+    async def _open(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
+        """Connect, and send the request of *response*."""
+        origin = response.origin
         self._connecting += 1
         try:
-            connection = await self._connect(origin, timeouts.connect_s)
-        except ConnectFailed:
-            self._counts.connect_failures += 1
-            raise
-        except OutOfResources as error:
-            if self._on_shortage is not None:
+            connection = await self._connect(origin)
+        except UpstreamError as error:
+            if isinstance(error, OutOfResources) and self._on_shortage is not None:
                 self._on_shortage(error.resource)
-            raise
+            response.fail(error)
+            self.exchange_ended(response)
+            response.wake()
+            return
         finally:
             self._connecting -= 1
         if len(self._reached) < _MAX_REACHED:
             self._reached.add(origin.key)
-        return connection
+        self._begin(connection, response, head, body)
 
-    async def _connect(self, origin: Origin, connect_s: float) -> HttpConnection:
+    def _begin(
+        self, connection: HttpConnection, response: UpstreamResponse, head: bytes, body: bytes
+    ) -> None:
+        connection.start(response, head, body)
+        if response.error is not None:
+            self.exchange_ended(response)
+            response.wake()
+
+    async def _connect(self, origin: Origin) -> HttpConnection:
         assert self._loop is not None
         connection = HttpConnection(self, origin)
         context = self._tls() if origin.tls else None
-        connect = self._loop.create_connection(
-            lambda: connection, origin.host, origin.port, ssl=context
-        )
-        task = self._loop.create_task(connect)
-        task.add_done_callback(_retrieve)
         try:
-            await asyncio.wait((task,), timeout=connect_s)
-            if not task.done():
-                raise ConnectTimeout(f"{origin}: no connection in {connect_s:g} s")
-            task.result()
+            await self._loop.create_connection(
+                lambda: connection, origin.host, origin.port, ssl=context
+            )
             self._keep_reserve(connection)
         except OSError as error:
             if resource := self._shortage(error, origin):
@@ -350,7 +408,6 @@ class UpstreamClient:
                 f"{origin}: no connection: {error.strerror or type(error).__name__}"
             ) from error
         except BaseException:
-            task.cancel()
             connection.abort()
             # uvloop closes the socket of a cancelled attempt without calling the protocol.
             self.connection_closed(connection)
@@ -392,8 +449,7 @@ class UpstreamClient:
         raise ConnectionLimitReached(f"{origin}: all of max_connections {bound} are in use")
 
     def _arm(self) -> None:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+        assert self._loop is not None
         if self._timer is None:
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -477,10 +533,3 @@ def _has_no_free_file() -> bool:
     except OSError as error:
         return error.errno in (errno.EMFILE, errno.ENFILE)
     return False
-
-
-def _retrieve(task: asyncio.Task[object]) -> None:
-    """Look at the result of a connection attempt that was given up, so that asyncio does not log
-    its failure as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -8,17 +8,22 @@ the caller reads meanwhile.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import socket
+from collections.abc import Callable
+from enum import Enum
 from typing import Protocol, cast
 
 import httptools
 
 from router.upstream.errors import (
     ClosedBeforeResponse,
+    ConnectTimeout,
     FirstByteTimeout,
     GivenUp,
     IdleTimeout,
+    KeptConnectionClosed,
     ResponseBroken,
     UpstreamError,
 )
@@ -35,15 +40,39 @@ MAX_UNFRAMED_BYTES = 64 * 1024
 HIGH_WATER_BYTES = 64 * 1024
 
 
+class ResponseSource(Protocol):
+    """What a response needs of the connection it arrives on, or of the attempt to open one."""
+
+    def resume(self) -> None:
+        """Continue to read from the socket, now that the buffer is empty."""
+
+    def cut(self) -> None:
+        """Close the socket: the rest is not wanted."""
+
+
+class Phase(Enum):
+    """What the reader waits for; each has a time limit of its own."""
+
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    """For the first byte: the request was sent."""
+    READING = "reading"
+
+
 class UpstreamResponse:
     """Status, headers and a body that is still arriving.
 
-    Read it with `read_chunk` until that returns None, or call `abort`. A response that has been
-    received whole has given its connection back by then, even if chunks remain to be read. Only one
-    task may read it.
+    Read it in one of two ways until its end, or call `abort`:
+
+        in a task        `read_chunk`, until that returns None
+        in callbacks     `when_ready`, then `take`, and again until `at_end`
+
+    A response that has been received whole has given its connection back by then, even if chunks
+    remain to be read. Only one reader may read it. While nobody asks for more, no more than a
+    buffer is read from the socket, and no time runs.
 
     Args:
-        connection: What it arrives on.
+        source: The connection it arrives on.
         origin: The server, for messages.
         timeouts: How long the reader waits.
         loop: The running event loop.
@@ -52,7 +81,6 @@ class UpstreamResponse:
     __slots__ = (
         "_buffered",
         "_chunks",
-        "_connection",
         "_loop",
         "_origin",
         "_timeouts",
@@ -61,14 +89,15 @@ class UpstreamResponse:
         "deadline",
         "error",
         "headers",
+        "phase",
         "received",
-        "started",
+        "source",
         "status",
     )
 
     def __init__(
         self,
-        connection: HttpConnection,
+        source: ResponseSource | None,
         origin: Origin,
         timeouts: Timeouts,
         loop: asyncio.AbstractEventLoop,
@@ -77,24 +106,67 @@ class UpstreamResponse:
         self.headers: list[Header] = []
         """As received, names in lower case."""
         self.deadline = math.inf
+        self.phase = Phase.CONNECTING if source is None else Phase.WAITING
+        self.source = source
+        """None only until an attempt to connect has begun."""
         self.received = False
-        self.started = False
         self.complete = False
         self.error: UpstreamError | None = None
-        self._connection = connection
         self._origin = origin
         self._timeouts = timeouts
         self._loop = loop
         self._chunks: list[bytes] = []
         self._buffered = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: Callable[[], object] | None = None
 
     # The reader's side.
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to read: a piece of the body, its end, or an error."""
+        return bool(self._chunks) or self.complete or self.error is not None
 
     @property
     def at_end(self) -> bool:
         """Whether everything has been received and read."""
         return self.complete and not self._chunks
+
+    @property
+    def started(self) -> bool:
+        """Whether its reader has seen the first byte."""
+        return self.phase is Phase.READING
+
+    def when_ready(self, call: Callable[[], object]) -> None:
+        """Call back once, as soon as `is_ready`, which it must not be yet. The time limit of the
+        phase starts now.
+
+        Args:
+            call: Called by the connection, in the middle of its work: it must not raise.
+        """
+        self._waiter = call
+        self.deadline = self._loop.time() + self._limit_s
+
+    def begin(self) -> None:
+        """Note that the first byte of the body is here, or the end of an empty response.
+
+        Raises:
+            UpstreamError: There is neither.
+        """
+        if self.error is not None and not self._chunks:
+            raise self.error
+        self.phase = Phase.READING
+
+    def take(self) -> bytes:
+        """Return all that arrived since the last call; nothing at the end.
+
+        Raises:
+            UpstreamError: The response ended early. What arrived before it did was returned first.
+        """
+        if self._chunks:
+            return self._take()
+        if self.error is not None:
+            raise self.error
+        return b""
 
     async def wait_for_first_byte(self) -> None:
         """Wait for the first byte of the body, or the end of an empty response.
@@ -102,11 +174,8 @@ class UpstreamResponse:
         Raises:
             UpstreamError: There is neither.
         """
-        if self.error is None:
-            await self._wait(self._timeouts.first_byte_s)
-        if self.error is not None and not self._chunks:
-            raise self.error
-        self.started = True
+        await self._wait()
+        self.begin()
 
     async def read_chunk(self) -> bytes | None:
         """Return all that arrived since the last call, waiting only if that is nothing; None at the
@@ -116,22 +185,17 @@ class UpstreamResponse:
             IdleTimeout: Nothing arrived for `idle_s`.
             ResponseBroken: The response ended early. What arrived before it did was returned first.
         """
-        if not self._chunks:
-            if self.complete:
-                return None
-            if self.error is None:
-                await self._wait(self._timeouts.idle_s)
-            if not self._chunks and self.error is not None:
-                raise self.error
-        return self._take() if self._chunks else None
+        await self._wait()
+        return self.take() or None
 
     def abort(self) -> None:
         """Give up the rest: close the connection unless the response is complete.
 
         It must not be read after this.
         """
-        if not self.complete and self.error is None:
-            self._connection.cut()
+        self._waiter = None
+        if not self.complete and self.error is None and self.source is not None:
+            self.source.cut()
         self._chunks.clear()
 
     def _take(self) -> bytes:
@@ -139,18 +203,27 @@ class UpstreamResponse:
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
         self._buffered = 0
-        if not self.complete and self.error is None:
-            self._connection.resume()
+        if not self.complete and self.error is None and self.source is not None:
+            self.source.resume()
         return data
 
-    async def _wait(self, timeout_s: float) -> None:
-        waiter = self._waiter = self._loop.create_future()
-        self.deadline = self._loop.time() + timeout_s
+    async def _wait(self) -> None:
+        if self.is_ready:
+            return
+        waiter = self._loop.create_future()
+        self.when_ready(functools.partial(_resolve, waiter))
         try:
             await waiter
         finally:
             self._waiter = None
             self.deadline = math.inf
+
+    @property
+    def _limit_s(self) -> float:
+        timeouts = self._timeouts
+        if self.phase is Phase.READING:
+            return timeouts.idle_s
+        return timeouts.first_byte_s if self.phase is Phase.WAITING else timeouts.connect_s
 
     # The connection's side.
 
@@ -158,6 +231,17 @@ class UpstreamResponse:
     def buffered_bytes(self) -> int:
         """Received and not yet read."""
         return self._buffered
+
+    def sent(self, source: ResponseSource) -> None:
+        """The request is being written: from now on the first byte is waited for.
+
+        Args:
+            source: The connection.
+        """
+        self.source = source
+        self.phase = Phase.WAITING
+        if self._waiter is not None:
+            self.deadline = self._loop.time() + self._limit_s
 
     def add(self, data: bytes) -> None:
         """Append to the body."""
@@ -177,14 +261,11 @@ class UpstreamResponse:
     def wake(self) -> None:
         """Wake the reader if there is something for it."""
         waiter = self._waiter
-        if (
-            waiter is not None
-            and (self._chunks or self.complete or self.error is not None)
-            and not waiter.done()
-        ):
+        if waiter is not None and self.is_ready:
             # Now: the timer that checks deadlines may run before the reader does.
+            self._waiter = None
             self.deadline = math.inf
-            waiter.set_result(None)
+            waiter()
 
     # The client's side.
 
@@ -199,34 +280,31 @@ class UpstreamResponse:
         Args:
             now: On the event loop's clock.
         """
-        if self._waiter is None or self.deadline == math.inf:
+        if self._waiter is None or self.phase is Phase.CONNECTING:
             return None
-        timeouts = self._timeouts
-        return now - self.deadline + (timeouts.idle_s if self.started else timeouts.first_byte_s)
+        return now - self.deadline + self._limit_s
 
     def give_up(self, why: str) -> None:
         """End the exchange with `GivenUp`."""
-        self.fail(GivenUp(f"{self._origin}: {why}", received=self.received))
-        self._connection.cut()
-        self.wake()
+        self._end(GivenUp(f"{self._origin}: {why}", received=self.received))
 
     def expire(self) -> None:
         """The deadline has passed: end the exchange with the error of its phase."""
-        if self.started:
-            self.fail(
-                IdleTimeout(
-                    f"{self._origin}: silent for {self._timeouts.idle_s:g} s in mid-body",
-                    received=True,
-                )
-            )
+        limit = f"{self._limit_s:g} s"
+        error: UpstreamError
+        if self.phase is Phase.READING:
+            error = IdleTimeout(f"{self._origin}: silent for {limit} in mid-body", received=True)
+        elif self.phase is Phase.WAITING:
+            message = f"{self._origin}: no first byte in {limit}"
+            error = FirstByteTimeout(message, received=self.received)
         else:
-            limit_s = self._timeouts.first_byte_s
-            self.fail(
-                FirstByteTimeout(
-                    f"{self._origin}: no first byte in {limit_s:g} s", received=self.received
-                )
-            )
-        self._connection.cut()
+            error = ConnectTimeout(f"{self._origin}: no connection in {limit}")
+        self._end(error)
+
+    def _end(self, error: UpstreamError) -> None:
+        self.fail(error)
+        if self.source is not None:
+            self.source.cut()
         self.wake()
 
 
@@ -257,6 +335,7 @@ class HttpConnection(asyncio.Protocol):
     __slots__ = (
         "_in_head",
         "_interim",
+        "_is_kept",
         "_keep_alive",
         "_parser",
         "_paused",
@@ -283,35 +362,32 @@ class HttpConnection(asyncio.Protocol):
         self._violation = ""
         self._paused = False
         self._unwanted = False
+        self._is_kept = False
         self._in_head = self._interim = self._keep_alive = self._until_close = False
         self._unframed_bytes = 0
 
-    def start(
-        self, head: bytes, body: bytes, timeouts: Timeouts, loop: asyncio.AbstractEventLoop
-    ) -> UpstreamResponse:
-        """Write the request; return its response, still empty.
+    def start(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
+        """Write a request, and fill its response from now on.
 
-        The connection must be idle and open.
+        The connection must be idle. If it was closed in the meantime, the response fails at once.
 
         Args:
+            response: Still empty.
             head: Request line and headers, up to and including the blank line.
             body: Follows the head.
-            timeouts: For the response's reader.
-            loop: The running event loop.
         """
         assert self._transport is not None
         assert self._response is None
-        response = self._response = UpstreamResponse(self, self.origin, timeouts, loop)
-        self._begin_head()
+        response.sent(self)
         if self.closed:
-            response.fail(
-                ClosedBeforeResponse(f"{self.origin}: closed before the request was sent")
-            )
-        elif body:
+            response.fail(self._closed_early("closed before the request was sent"))
+            return
+        self._response = response
+        self._begin_head()
+        if body:
             self._transport.writelines((head, body))
         else:
             self._transport.write(head)
-        return response
 
     @property
     def file_number(self) -> int:
@@ -384,9 +460,7 @@ class HttpConnection(asyncio.Protocol):
                 )
             )
         else:
-            response.fail(
-                ClosedBeforeResponse(f"{self.origin}: closed before the first byte of its response")
-            )
+            response.fail(self._closed_early("closed before the first byte of its response"))
         self._pool.exchange_ended(response)
         response.wake()
 
@@ -443,6 +517,10 @@ class HttpConnection(asyncio.Protocol):
 
     # Steps
 
+    def _closed_early(self, rule: str) -> ClosedBeforeResponse:
+        kind = KeptConnectionClosed if self._is_kept else ClosedBeforeResponse
+        return kind(f"{self.origin}: {rule}")
+
     def _begin_head(self) -> None:
         self._in_head = True
         self._interim = False
@@ -464,6 +542,7 @@ class HttpConnection(asyncio.Protocol):
         self._pool.exchange_ended(response)
         if self._keep_alive and not self._violation:
             self.resume()
+            self._is_kept = True
             self._pool.recycle(self)
         else:
             self.abort()
@@ -502,3 +581,8 @@ def _is_delimited(response: UpstreamResponse) -> bool:
         if name == b"transfer-encoding":
             return value.lower().endswith(b"chunked")
     return False
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
