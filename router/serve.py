@@ -17,7 +17,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from typing import cast
 
@@ -38,7 +38,7 @@ from router.http.connection_guard import (
 )
 from router.http.gateway import Gateway, Receive, Send
 from router.http.proxied_paths import ProxiedPaths
-from router.index import PrefixIndex, create_index
+from router.index import IndexImplementation
 from router.routing.admission import Admission
 from router.service import RouterService
 
@@ -211,17 +211,18 @@ def _under_our_name(record: logging.LogRecord) -> bool:
     return True
 
 
-async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> None:
+async def serve(config: RouterConfig, indexes: IndexImplementation | None = None) -> None:
     """Serve until SIGTERM or SIGINT; a second signal cuts what is still running.
 
     Args:
         config: The whole configuration.
-        make_index: Makes the index of each model.
+        indexes: Makes the index of each model; None: as configured.
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer cannot be used.
     """
     reserved_from = _reserved_files_from()
-    service = RouterService(config, make_index=make_index, reserved_files_from=reserved_from)
+    service = RouterService(config, indexes=indexes, reserved_files_from=reserved_from)
+    logger.info("index: %s", service.models.index_implementation)
     grace_s = config.server.timeouts.shutdown_grace_s
     server = _GuardedServer(
         _uvicorn_config(service, config, reserved_from), service.admission, grace_s
@@ -237,12 +238,12 @@ async def serve(config: RouterConfig, make_index: Callable[[], PrefixIndex] = cr
     logger.info("stopped")
 
 
-def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_index) -> int:
+def run(config: RouterConfig, indexes: IndexImplementation | None = None) -> int:
     """Run `serve` on uvloop; return the exit code of the process.
 
     Args:
         config: The whole configuration.
-        make_index: Makes the index of each model.
+        indexes: Makes the index of each model; None: as configured.
     Raises:
         ConfigError: As for `serve`, or too few files may be open.
     """
@@ -252,10 +253,10 @@ def run(config: RouterConfig, make_index: Callable[[], PrefixIndex] = create_ind
     try:
         if sys.version_info >= (3, 11):
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(config, make_index))
+                runner.run(serve(config, indexes))
         else:
             uvloop.install()
-            asyncio.run(serve(config, make_index))
+            asyncio.run(serve(config, indexes))
     except ConfigError as error:
         if config.observability.log_format != "json":
             raise

@@ -18,8 +18,9 @@ from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
 from router.config import RouterConfig
+from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
-from router.index import PrefixIndex, SourceId, create_index
+from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
 from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
@@ -64,7 +65,7 @@ class RouterService:
         self,
         config: RouterConfig,
         registry: CollectorRegistry | None = None,
-        make_index: Callable[[], PrefixIndex] = create_index,
+        indexes: IndexImplementation | None = None,
         reserved_files_from: int | None = None,
     ) -> None:
         """Load tokenizers and make the parts, each from parts that exist already.
@@ -72,10 +73,10 @@ class RouterService:
         Args:
             config: The whole configuration.
             registry: Where the metrics are registered; None: a registry of their own.
-            make_index: Makes the index of each model.
+            indexes: Makes the index of each model; None: as configured.
             reserved_files_from: File descriptors from this number on are not for requests.
         Raises:
-            ConfigError: A tokenizer or chat template cannot be used.
+            ConfigError: A tokenizer or chat template cannot be used, or the configured index.
             PolicyError: The policy cannot be made.
         """
         self.config = config
@@ -92,12 +93,12 @@ class RouterService:
         )
         self._upstream = UpstreamClient(limits, on_shortage=self.shortages.note)
         self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
-        self._make_caches(make_index)
+        self._make_caches(indexes or configured_index(config))
         planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
 
-    def _make_caches(self, make_index: Callable[[], PrefixIndex]) -> None:
+    def _make_caches(self, indexes: IndexImplementation) -> None:
         """What is known of models and caches, and how it is kept true."""
         config = self.config
         tokenizers = ReplicaTokenizers(
@@ -108,7 +109,7 @@ class RouterService:
             _patient_timeouts(config),
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
-        self.models = ModelSet(config.models, tokenizers.ask_one_of, make_index, self._large_work)
+        self.models = ModelSet(config.models, tokenizers.ask_one_of, indexes, self._large_work)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
         self.readiness = Readiness(
             self.admission,
@@ -224,6 +225,18 @@ class RouterService:
             shortages=self.shortages,
         )
         return await self.metrics.render(collect(parts))
+
+
+def configured_index(config: RouterConfig) -> IndexImplementation:
+    """What makes the indexes.
+
+    Raises:
+        ConfigError: The configuration asks for the compiled one, and there is none.
+    """
+    try:
+        return choose_index(config.index)
+    except IndexUnavailable as error:
+        raise ConfigError([ConfigProblem("index", f"{config.index!r}; {error}")]) from error
 
 
 class _ReplicaFollower(ReplicaListener):

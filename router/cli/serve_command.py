@@ -6,12 +6,14 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from router.config import Overrides, RouterConfig
+from router.index import IndexChoice
 from router.routing.models import ModelSet
 from router.scoring import PolicySettings, make_policy
 from router.serve import run as run_server
+from router.service import configured_index
 
 
 def add_to(commands: Any) -> None:
@@ -42,6 +44,11 @@ def add_to(commands: Any) -> None:
         action="store_const",
         const=True,
         help="let operators record prompts, as token ids: kvroute capture --url",
+    )
+    parser.add_argument(
+        "--index",
+        choices=get_args(IndexChoice),
+        help="overrides index: native is the compiled one",
     )
     parser.add_argument(
         "--log-level",
@@ -86,6 +93,7 @@ def _overrides(arguments: argparse.Namespace) -> Overrides:
         arguments.replica,
         arguments.insecure or None,
         observability,
+        arguments.index,
     )
 
 
@@ -93,10 +101,10 @@ def _load(config: RouterConfig) -> None:
     """Load what a start would load, and let it go again.
 
     Raises:
-        ConfigError: A tokenizer or a chat template cannot be used.
+        ConfigError: A tokenizer or a chat template cannot be used, or the compiled index.
         PolicyError: The policy cannot be made.
     """
-    ModelSet(config.models, _no_replica).close()
+    ModelSet(config.models, _no_replica, configured_index(config)).close()
     make_policy(config.policy.name, PolicySettings(config.policy.weights, config.policy.options))
 
 

@@ -58,7 +58,7 @@ from router.config.values import (
     ZmqAddress,
 )
 from router.errors import BadRequest, ConfigError, ConfigProblem
-from router.index import LayoutHints, TierHint
+from router.index import IndexChoice, LayoutHints, TierHint
 from router.scoring.policies import BUILT_IN
 from router.scoring.types import Weights
 from router.upstream.origin import Origin
@@ -519,6 +519,7 @@ class Overrides(NamedTuple):
     insecure: bool | None = None
     observability: Mapping[str, object] = MappingProxyType({})
     """Options of `observability`."""
+    index_choice: str | None = None
 
     def applied_to(self, data: object) -> object:
         """A document with these values in it; what is not a document is left to be refused."""
@@ -535,6 +536,7 @@ class Overrides(NamedTuple):
             observability = {**observability, **self.observability}
         return {
             **data,
+            **({} if self.index_choice is None else {"index": self.index_choice}),
             "server": server,
             "replicas": replicas,
             "observability": observability,
@@ -552,6 +554,8 @@ class RouterConfig(Section, frozen=True):
     health: HealthConfig = HealthConfig()
     events: EventsConfig = EventsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    index: IndexChoice = "auto"
+    """Which implementation follows the caches."""
 
     @classmethod
     def load(

@@ -38,6 +38,7 @@ from router.index import (
     GroupHit,
     HashedPrompt,
     Hit,
+    IndexImplementation,
     LayoutHints,
     PrefixIndex,
     SourceId,
@@ -152,4 +153,5 @@ def _one_group(layout: CacheLayout) -> CacheLayout:
 
 if __name__ == "__main__":
     # `kvroute serve` with this index: the process that the demo compares with.
-    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), make_index=GroupBlindIndex))
+    indexes = IndexImplementation("group-blind", GroupBlindIndex)
+    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), indexes=indexes))

@@ -392,9 +392,9 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         ),
     )
     async def overview_of_all() -> Response:
-        policy, under_way = parts.config.policy.name, parts.admission.under_way
-        short = parts.shortages.present()
-        return _json(overview(parts.fleet(), parts.request_log, policy, under_way, short))
+        names = parts.config.policy.name, parts.models.index_implementation
+        under_way, short = parts.admission.under_way, parts.shortages.present()
+        return _json(overview(parts.fleet(), parts.request_log, *names, under_way, short))
 
     @app.get(
         "/requests",

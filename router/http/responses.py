@@ -273,6 +273,7 @@ def overview(
     fleet: Fleet,
     log: RequestLog,
     policy: str,
+    index: str,
     under_way: int,
     shortages: Sequence[str] = (),
 ) -> Overview:
@@ -284,6 +285,7 @@ def overview(
         fleet: All replicas.
         log: Where requests are recorded.
         policy: The name of the routing policy.
+        index: The name of the index's implementation.
         under_way: Requests admitted and not ended.
         shortages: What the system refuses the router, in sentences.
     """
@@ -298,6 +300,7 @@ def overview(
         now=round(now, 3),
         uptime=duration(now - log.started_at),
         policy=policy,
+        index=index,
         under_way=under_way,
         headline=_headline(replicas, shortages),
         shortages=list(shortages),

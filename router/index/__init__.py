@@ -6,6 +6,7 @@ The files; each imports only what is listed above it:
     dump.py      an index as bytes and back
     reference/   the index in plain Python, which defines the behaviour
     core/        the compiled index in C++; it becomes the module `_core`
+    choice.py    which of them serves
 """
 
 from router.index.base import (
@@ -22,14 +23,24 @@ from router.index.base import (
     TierHint,
     WaitingStatistics,
 )
-from router.index.reference.index import ReferenceIndex
+from router.index.choice import (
+    REFERENCE,
+    IndexChoice,
+    IndexImplementation,
+    IndexUnavailable,
+    choose_index,
+)
 
 __all__ = [
+    "REFERENCE",
     "ApplyResult",
     "DumpError",
     "GroupHit",
     "HashedPrompt",
     "Hit",
+    "IndexChoice",
+    "IndexImplementation",
+    "IndexUnavailable",
     "LayoutHints",
     "PrefixIndex",
     "SourceId",
@@ -37,10 +48,11 @@ __all__ = [
     "SourceStatistics",
     "TierHint",
     "WaitingStatistics",
+    "choose_index",
     "create_index",
 ]
 
 
 def create_index(limits: SourceLimits | None = None) -> PrefixIndex:
-    """A new, empty index for one model: the one place that chooses an implementation."""
-    return ReferenceIndex(limits=limits)
+    """A new, empty index for one model, of the implementation that is chosen by default."""
+    return choose_index().create(limits=limits)

@@ -337,6 +337,12 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
 
 def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
     yield _gauge(
+        "kvroute_index_info",
+        "Always 1; the implementation of the index: native or reference.",
+        ("implementation",),
+        [((parts.models.index_implementation,), 1)],
+    )
+    yield _gauge(
         "kvroute_tokenizer_disagreements",
         "Probes that a replica tokenises differently from the router: its hits are mispredicted.",
         ("model", "replica"),

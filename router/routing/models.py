@@ -10,10 +10,12 @@ from typing import NamedTuple, TypeAlias
 from router.config import ModelConfig
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.index import (
+    IndexImplementation,
     LayoutHints,
     PrefixIndex,
     SourceId,
     SourceStatistics,
+    choose_index,
     create_index,
 )
 from router.replicas import Replica
@@ -66,7 +68,7 @@ class ModelSet:
         self,
         configured: Iterable[ModelConfig],
         fetch: FetchForModel,
-        make_index: Callable[[], PrefixIndex] = create_index,
+        indexes: IndexImplementation | None = None,
         large_work: LargeWork | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
@@ -74,13 +76,13 @@ class ModelSet:
         Args:
             configured: `models` of the configuration.
             fetch: Asks replicas for token ids, where the router has no tokenizer.
-            make_index: Makes the index of each model.
+            indexes: Makes the index of each model; None: the default one.
             large_work: Reads the replicas' responses where they are large.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
-        self._make_index = make_index
+        self._indexes = indexes or choose_index()
         self._large_work = large_work
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
@@ -138,7 +140,7 @@ class ModelSet:
         base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
             self._models[base] = Model(
-                base, Tokenization(remote=self._remote((base,))), index=self._make_index()
+                base, Tokenization(remote=self._remote((base,))), index=self._indexes.create()
             )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
@@ -172,6 +174,11 @@ class ModelSet:
         present = list(replicas)
         return [name for name in self.names() if any(replica.serves(name) for replica in present)]
 
+    @property
+    def index_implementation(self) -> str:
+        """Which kind of index all of them have."""
+        return self._indexes.name
+
     def index_statistics(self) -> dict[SourceId, SourceStatistics]:
         """The blocks of every source, over all models."""
         return {
@@ -195,7 +202,7 @@ class ModelSet:
             return ConfigProblem(f"models[{index}]", str(error))
         hints = config.layout.to_hints()
         self._models[config.name] = Model(
-            config.name, tokenization, config.aliases, hints, self._make_index()
+            config.name, tokenization, config.aliases, hints, self._indexes.create()
         )
         for name in (config.name, *config.aliases):
             self._names[name] = _Meaning(config.name)

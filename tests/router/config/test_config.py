@@ -465,7 +465,7 @@ plain = st.recursive(
 )
 known = st.dictionaries(
     st.sampled_from(
-        ["server", "models", "replicas", "policy", "health", "events", "observability"]
+        ["server", "models", "replicas", "policy", "health", "events", "observability", "index"]
     ),
     plain
     | st.lists(

@@ -51,7 +51,7 @@ def replica(name: str, **changes: Any) -> ReplicaView:
 
 def overview_of(*replicas: ReplicaView, log: RequestLog | None = None, **fleet: Any) -> Overview:
     parts: dict[str, Any] = {"caches": {}, "feeds": {}, "tokenizer_disagreements": {}, **fleet}
-    return overview(Fleet(replicas, **parts), log or RequestLog(), "prefix", 7)
+    return overview(Fleet(replicas, **parts), log or RequestLog(), "prefix", "native", 7)
 
 
 def test_the_worst_replicas_come_first() -> None:
