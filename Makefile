@@ -16,7 +16,7 @@ E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 NATIVE := build/native/.built
 CXX ?= g++
 
-.PHONY: demo test test-deploy check format native bench interop e2e-vllm mutants clean
+.PHONY: demo test test-deploy check format native wheels bench interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -85,10 +85,16 @@ e2e-vllm: $(E2E_VLLM_INSTALLED)
 bench: $(NATIVE)
 	$(BIN)/python -m benchmarks.run_all
 
+# For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
+wheels: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check cibuildwheel
+	$(BIN)/python -m build --sdist --outdir wheelhouse
+	$(BIN)/cibuildwheel --platform linux --output-dir wheelhouse
+
 # Single mistakes in the core, each against the tests that mirror it; goes on where it was ended.
 # ARGS="--sample 0 --only kvevents/codec.py" tries every one of a file.
 mutants: $(INSTALLED)
 	nice -n 19 $(BIN)/python -m tests.mutations $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist *.egg-info router/index/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist wheelhouse *.egg-info router/index/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
