@@ -37,7 +37,7 @@ from router.errors import (
 from router.feed import Feed
 from router.http.access import Guard
 from router.http.access_log import note_refused
-from router.http.gateway import ClientLeft, read_body
+from router.http.gateway import ClientLeft, read_body, tenant_salt
 from router.http.live_page import add_page
 from router.http.networks import Networks
 from router.http.openapi import (
@@ -271,7 +271,8 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
                 request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
             )
             decision = await parts.dispatcher.dispatch(
-                Endpoint.ROUTE, content, session, _encoding(request)
+                *(Endpoint.ROUTE, content, session, _encoding(request)),
+                salt=tenant_salt(request.state.key, "/route"),
             )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()

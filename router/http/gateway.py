@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -12,16 +13,15 @@ from async_timeout import timeout
 
 from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
-from router.http.access import KEY_HEADERS, Guard, Scope
+from router.http.access import KEY_HEADERS, Guard, Key, Scope
 from router.http.access_log import note_refused, note_routed
 from router.http.networks import Networks
-from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of
+from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of, salt_names
 from router.http.uvicorn_protocol import client_abort, is_of_reserve
 from router.observability.request_observer import RequestObservers
 from router.proxy import Dialect, Proxy, ProxyRequest, error_body
 from router.routing.admission import Admission
-from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher
-from router.tokenize import with_tenant_salt
+from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
 from router.upstream import Header, Timeouts
 
 Message: TypeAlias = MutableMapping[str, Any]
@@ -114,9 +114,8 @@ class Gateway:
                 key = self._guard.check("client", scope, headers)
                 try:
                     body = await self._read_body(headers, receive, buffer.add)
-                    if key is not None and key.cache_salt and path.endpoint is not None:
-                        body = with_tenant_salt(body, key.cache_salt)
-                    decision = await self._decide(path, headers, body)
+                    salt = tenant_salt(key, scope["path"])
+                    decision = await self._decide(path, headers, body, salt)
                 except MemoryError:
                     raise self._observers.out_of_memory() from None
                 observer = self._observers.observe(
@@ -149,7 +148,11 @@ class Gateway:
         )
 
     async def _decide(
-        self, path: ProxiedPath, headers: dict[bytes, bytes], body: bytes
+        self,
+        path: ProxiedPath,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        salt: TenantSalt | None,
     ) -> Decision:
         if path.routed_by is RoutedBy.RESPONSE:
             return await self._dispatcher.dispatch_to_holder(path.response_id, body)
@@ -158,7 +161,11 @@ class Gateway:
         if is_form(content_type) and path.routed_by is not RoutedBy.CACHE:
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             return self._dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
-        if path.routed_by is RoutedBy.ANY and body[:64].lstrip()[:1] != b"{":
+        if path.routed_by is RoutedBy.ANY and not _is_object(body):
+            if salt is not None and body.strip():
+                # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
+                rule = "with this key, it must be a JSON object: a salt is added to it"
+                raise BadRequest("$", f"{len(body)} bytes", rule)
             return self._dispatcher.dispatch_by_load(None, body, needs_model=False)
         session = headers.get(self._session_header)
         return await self._dispatcher.dispatch(
@@ -167,6 +174,7 @@ class Gateway:
             session.decode("latin-1") if session else None,
             needs_model=path.routed_by is not RoutedBy.ANY,
             dp_rank=_rank(headers) if self._server.trust_client_rank else None,
+            salt=salt,
         )
 
     def _forwarded(self, scope: Scope) -> list[Header]:
@@ -196,6 +204,22 @@ class Gateway:
             timeouts=self._patient if is_whole else None,
             abort_client=client_abort(scope),
         )
+
+
+def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
+    """The salt of a client's key, and where it belongs; None where there is none to add.
+
+    Args:
+        key: The client's, where one is needed.
+        path: What is asked.
+    """
+    if key is None or key.cache_salt is None or not salt_names(path):
+        return None
+    return TenantSalt(key.cache_salt, salt_names(path))
+
+
+def _is_object(body: bytes) -> bool:
+    return body[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
 
 
 async def _cut(scope: Scope) -> None:

@@ -63,6 +63,7 @@ LOAD_PATHS = (
 )
 """An asterisk at the end stands for anything but nothing."""
 ANY_PATHS = ("/version",)
+_TOKENIZING = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens"))
 EXTRA_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 _RESPONSE = re.compile(
@@ -114,6 +115,14 @@ class ProxiedPaths:
             self._prefixes.append((path[:-1], proxied))
         else:
             self._exact[path] = proxied
+
+
+def salt_names(path: str) -> tuple[str, ...]:
+    """The fields of a JSON body that engines read a salt from; none where nothing is computed."""
+    if path in _TOKENIZING:
+        return ()
+    # SGLang's own endpoint has another name for it.
+    return ("cache_salt", "extra_key") if path == "/generate" else ("cache_salt",)
 
 
 def dialect_of(path: str) -> Dialect:

@@ -28,6 +28,8 @@ HOP_BY_HOP = frozenset(
 # The upstream client writes its own host and content-length. The body is here already, so
 # 100 Continue has no purpose.
 _REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+OUR_PREFIX = b"x-kv-"
+"""Of the headers that say what this router predicted; no others of that kind reach a client."""
 _WITHOUT_BODY = frozenset((204, 304))
 _COMMON_OPTIONS = frozenset((b"", b",keep-alive", b",close"))
 
@@ -63,7 +65,10 @@ def client_headers(
         # A 304 may carry the length of the body it leaves out; uvicorn, which counts the bytes
         # sent, would find it wrong.
         dropped |= {b"content-length"}
-    kept = _end_to_end(response.headers, dropped)
+    # What a router behind this one says of its caches may not be for this router's clients.
+    kept = [
+        header for header in _end_to_end(response.headers, dropped) if header[0][:5] != OUR_PREFIX
+    ]
     kept += added
     return kept
 

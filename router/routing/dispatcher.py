@@ -48,6 +48,15 @@ LARGE_AT_ONCE = 2
 and more, and Python runs one thread at a time anyhow."""
 
 
+@dataclass(frozen=True, slots=True)
+class TenantSalt:
+    """What keeps the cached blocks of a key's holders apart from those of others."""
+
+    secret: bytes = field(repr=False)
+    names: tuple[str, ...]
+    """The fields of the body that engines read a salt from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Where a request should go, and why; all that is needed to send it there."""
@@ -70,13 +79,16 @@ class Decision:
     obstacle_of: Callable[[Replica], str | None] = field(repr=False)
     """Why a replica cannot take the request at this moment; None if it can."""
     body: bytes = field(repr=False)
-    """What to send: the client's body, without the report mode."""
-    has_report_mode: bool = False
-    """Whether the client's body asked for it."""
+    """What to send: the client's body, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
     """From the parsed request to its token ids."""
     routing_s: float
     """From there to the ranking."""
+
+    @property
+    def has_report_mode(self) -> bool:
+        """Whether the client's body asked for it."""
+        return self.spec is not None and self.spec.has_report_mode
 
     @property
     def model_name(self) -> str:
@@ -208,6 +220,7 @@ class Dispatcher:
         *,
         needs_model: bool = True,
         dp_rank: int | None = None,
+        salt: TenantSalt | None = None,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -219,6 +232,7 @@ class Dispatcher:
             encoding: Of the body; `/route` takes both.
             needs_model: As for `dispatch_by_load`, where *endpoint* is None.
             dp_rank: The data-parallel rank that the client asks for, where clients may.
+            salt: Of the client's key; put into the body, and into the question to the index.
         Raises:
             BadRequest: The body breaks a rule.
             UnknownModel: No replica serves the model it names.
@@ -227,18 +241,19 @@ class Dispatcher:
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
-            return self.dispatch_by_load(await self._model_in(body), body, needs_model=needs_model)
-        return await self._dispatch_prompt(endpoint, body, session, encoding, dp_rank)
+            model, body = await self._model_in(body, salt)
+            return self.dispatch_by_load(model, body, needs_model=needs_model)
+        tenant_salt = None if salt is None else salt.secret
+        parsed = await self._parse(endpoint, body, encoding, tenant_salt)
+        return await self._dispatch_prompt(*parsed, session, dp_rank)
 
     async def _dispatch_prompt(
         self,
-        endpoint: Endpoint,
+        spec: PromptSpec,
         body: bytes,
         session: str | None,
-        encoding: Literal["json", "msgpack"],
         dp_rank: int | None,
     ) -> Decision:
-        spec, stripped = await self._parse(endpoint, body, encoding)
         model, lora_name = self._resolve(spec.model)
         started = time.perf_counter()
         tokenized = await model.tokenization.tokenize(spec, lora_name=lora_name)
@@ -264,21 +279,24 @@ class Dispatcher:
             ranking=ranking,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
-            body=stripped,
-            has_report_mode=stripped is not body,
+            body=body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,
         )
 
-    async def _model_in(self, body: bytes) -> str | None:
+    async def _model_in(self, body: bytes, salt: TenantSalt | None) -> tuple[str | None, bytes]:
+        """The model that a body names, and the body with its salt."""
+        arguments = (body,) if salt is None else (body, salt.secret, salt.names)
         try:
             if len(body) <= INLINE_BODY_BYTES:
-                return read_model(body)
-            return await self._large_work.run(read_model, body)
+                model, salted = read_model(*arguments)
+            else:
+                model, salted = await self._large_work.run(read_model, *arguments)
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
         except ProcessEndedError:
             raise Overloaded("had not enough memory or time to read this body") from None
+        return model, body if salted is None else salted
 
     def dispatch_by_load(
         self, name: str | None, body: bytes, *, needs_model: bool = True
@@ -355,21 +373,24 @@ class Dispatcher:
         return {replica.id: replica for replica in found}
 
     async def _parse(
-        self, endpoint: Endpoint, body: bytes, encoding: Literal["json", "msgpack"]
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        encoding: Literal["json", "msgpack"],
+        tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
-        """What the body asks for, and the body without the report mode; see
-        `router.tokenize.strip_report_mode`."""
-        arguments = body, endpoint, encoding, self._limits
+        """What the body asks for, and the body to send; see `router.tokenize.read_request`."""
+        arguments = body, endpoint, encoding, self._limits, tenant_salt
         try:
             if len(body) <= INLINE_BODY_BYTES:
-                spec, stripped = read_request(*arguments)
+                spec, changed = read_request(*arguments)
             else:
-                spec, stripped = await self._large_work.run(read_request, *arguments)
+                spec, changed = await self._large_work.run(read_request, *arguments)
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
         except ProcessEndedError:
             raise Overloaded("had not enough memory or time to read this body") from None
-        return spec, body if stripped is None else stripped
+        return spec, body if changed is None else changed
 
     async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
         if is_small:

@@ -120,6 +120,8 @@ class PromptSpec:
     """`previous_response_id`: the response that this one continues. One replica has it."""
     has_engine_arguments: bool = False
     """The body has `vllm_xargs`, which `strip_report_mode` looks into."""
+    has_report_mode: bool = False
+    """It found the report mode there."""
 
 
 class Coverage(str, Enum):

@@ -14,12 +14,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from router.http.access import WrongKeys
-from router.tokenize import with_tenant_salt
+from router.tokenize import RequestBodyError, with_tenant_salt
 from tests.support.browser import browser_page, needs_browser
-from tests.support.engine_stub import engines
+from tests.support.engine_stub import Exchange, always, engines, prompt_ids
 from tests.support.http_client import Answer, HttpClient
 from tests.support.router_process import COMMAND, ROOT, RouterProcess, router_process
 
@@ -480,6 +481,110 @@ async def test_a_tenants_prompts_carry_the_salt_of_its_key(locked: RouterProcess
         await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_router_behind_this_one_says_of_its_caches_is_not_passed_on(
+    locked: RouterProcess, stream: bool
+) -> None:
+    """A replica may be another kvroute, which takes this one for a client that may be told."""
+    told = b"x-kv-hit-tokens: 64\r\nX-KV-Future: 1\r\nx-kv-replica: inner\r\n"
+
+    async def behave(exchange: Exchange) -> None:
+        kind = b"text/event-stream" if stream else b"application/json"
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-type: %b\r\n" % kind
+        await exchange.send(head + told + b"x-other: 1\r\n\r\n{}")
+
+    async with engines(1, behaviour=behave) as (stub,):
+        added = await locked.post("/replicas", {"url": stub.url, "models": [stub.model]}, OPERATOR)
+        await locked.until(lambda now: now.sum("kvroute_replica_state", state="healthy"), "healthy")
+        body = {"model": stub.model, "prompt": [1, 2, 3], "stream": stream}
+        found = await locked.post("/v1/completions", body, CLIENT)
+        assert found.headers["x-other"] == "1"
+        ours = {name: text for name, text in found.headers.items() if name.startswith("x-kv-")}
+        assert ours == {"x-kv-replica": added.json["id"]}
+        await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[RouterProcess]:
+    """Clients with salts, who are told what is cached; and paths of the operator's choice."""
+    keys = [{"name": "a", "key": CLIENT_KEY, "cache_salt": SALT}]
+    keys += [{"name": "b", "key": f"{CLIENT_KEY}-b"}]
+    server = {"client_api_keys": keys, "clients_see_hits": True}
+    with router_process({"server": {**server, "extra_paths": ["/pooling", "/generate"]}}) as it:
+        yield it
+
+
+async def test_a_tenant_is_told_the_route_of_its_own_salted_prompt(telling: RouterProcess) -> None:
+    """To anybody else, and to the tenant under another salt, it says that nothing is cached."""
+    other = {"authorization": f"Bearer {CLIENT_KEY}-b"}
+    msgpack = {**CLIENT, "content-type": "application/msgpack", "accept": "application/json"}
+    async with engines(1, has_events=True) as (stub,), telling.serving(stub):
+        ids = prompt_ids(64, 3)
+        body = {"model": stub.model, "prompt": [*ids, 7]}
+        assert (await telling.post("/v1/completions", body, CLIENT)).status == 200
+        stub.store(ids, stub.requests[-1].json["cache_salt"])
+        await telling.until_applied(stub)
+
+        async def told(body: object, headers: dict[str, str]) -> Any:
+            route = (await telling.post("/route", body, headers)).json
+            return route["ranking"][0]["hit"]["gpu_cached_tokens"]
+
+        assert await told(body, CLIENT) == 64
+        assert await told(msgspec.msgpack.encode(body), msgpack) == 64
+        assert await told({"model": stub.model, "token_ids": [*ids, 7]}, CLIENT) == 64
+        assert await told(body, other) == 0
+        assert await told({**body, "cache_salt": "mine"}, CLIENT) == 0
+        found = await telling.post("/v1/completions", body, CLIENT)
+        assert found.headers["x-kv-hit-tokens"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/rerank", ("cache_salt",)),
+        ("/v1/score", ("cache_salt",)),
+        ("/pooling", ("cache_salt",)),
+        ("/generate", ("cache_salt", "extra_key")),
+        ("/tokenize", ()),
+    ],
+)
+async def test_prompts_that_are_not_looked_at_carry_the_salt_as_well(
+    telling: RouterProcess, path: str, fields: tuple[str, ...]
+) -> None:
+    """They fill the same cache. SGLang reads `extra_key` on its own endpoint; who only tokenises
+    needs no salt."""
+    async with engines(1) as (stub,), telling.serving(stub, models=["m"]):
+        stub.paths[path] = always(b"{}")
+
+        async def sent(body: dict[str, Any]) -> dict[str, Any]:
+            raw = b"\xef\xbb\xbf" + json.dumps({"model": "m", **body}).encode()
+            assert (await telling.post(path, raw, CLIENT)).status == 200
+            found: dict[str, Any] = stub.requests[-1].json
+            assert {**found, "model": "m", **body} == found | body
+            return {name: found.get(name) for name in ("cache_salt", "extra_key")}
+
+        plain = await sent({})
+        assert tuple(name for name, salt in plain.items() if salt) == fields
+        for name in fields:
+            own = await sent({name: "x"})
+            assert own[name] not in ("x", plain[name], SALT)
+            several = await sent({name: ["x", "y"]})
+            assert several[name][0] == own[name] != several[name][1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'[{"prompt": "p"}]', '{"prompt": "p"}'.encode("utf-16"), b'"p"', b'{"cache_salt": ""}', b"{"],
+)
+async def test_what_cannot_be_salted_does_not_pass(telling: RouterProcess, body: bytes) -> None:
+    """An engine may read it all the same: Python's JSON takes UTF-16."""
+    async with engines(1) as (stub,), telling.serving(stub):
+        stub.paths["/pooling"] = always(b"{}")
+        refused = await telling.post("/pooling", body, CLIENT)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+        assert stub.requests == []
+
+
 @pytest.mark.parametrize(
     ("body", "own"),
     [
@@ -493,8 +598,9 @@ async def test_a_tenants_prompts_carry_the_salt_of_its_key(locked: RouterProcess
 def test_a_salted_body_is_read_with_the_salt_and_nothing_else_changed(
     body: bytes, own: str | None
 ) -> None:
-    """By the last of equal names, as engines do; so the prediction is for the same salt."""
+    """Of equal names the last counts, as for engines; some refuse a name that is there twice."""
     salted = json.loads(with_tenant_salt(body, b"tenant"))
+    assert with_tenant_salt(body, b"tenant").count(b"cache_salt") == 1
     fields = {name: value for name, value in json.loads(body).items() if name != "cache_salt"}
     assert {name: value for name, value in salted.items() if name != "cache_salt"} == fields
     alone = {"cache_salt": own} if own else {}
@@ -504,9 +610,10 @@ def test_a_salted_body_is_read_with_the_salt_and_nothing_else_changed(
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"{", b"", b'{"cache_salt": ""}', b'{"cache_salt": 3}'])
-def test_a_body_that_will_be_refused_is_not_made_right(body: bytes) -> None:
-    """The client hears what is wrong with it."""
-    assert with_tenant_salt(body, b"tenant") == body
+def test_a_body_that_takes_no_salt_is_refused(body: bytes) -> None:
+    """The client hears what is wrong with it; an engine might take no salt for none."""
+    with pytest.raises(RequestBodyError):
+        with_tenant_salt(body, b"tenant")
 
 
 # --- where requests go ----------------------------------------------------------------------------

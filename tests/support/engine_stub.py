@@ -412,12 +412,12 @@ class EngineStub:
 
     # --- its cache --------------------------------------------------------------------------------
 
-    def store(self, ids: Sequence[int]) -> None:
-        """Cache the whole blocks of this prompt, and publish that."""
+    def store(self, ids: Sequence[int], salt: str | None = None) -> None:
+        """Cache the whole blocks of this prompt, for requests of this *salt*; and publish that."""
         assert self._publisher is not None
         blocks = len(ids) // BLOCK
         self._prompts.append(list(ids[: blocks * BLOCK]))
-        self._publisher.publish([Prefix(list(ids[: blocks * BLOCK])).stored(0, FULL)])
+        self._publisher.publish([Prefix(list(ids[: blocks * BLOCK]), salt=salt).stored(0, FULL)])
         self.stored_blocks += blocks
 
     def evict(self, ids: Sequence[int]) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +18,13 @@ from router.tokenize.body.anthropic_request import parse_messages
 from router.tokenize.body.chat_request import parse_chat
 from router.tokenize.body.json_fields import as_count, describe, is_true, optional_text, required
 from router.tokenize.body.responses_request import parse_responses
-from router.tokenize.body.rewriting import ARGUMENTS_FIELD, strip_report_mode
+from router.tokenize.body.rewriting import (
+    ARGUMENTS_FIELD,
+    SALT_FIELD,
+    strip_report_mode,
+    tenant_salt_of,
+    with_tenant_salt,
+)
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 from router.tokenize.prompts import (
@@ -357,40 +364,60 @@ def _bad_token_id(values: list[Any], place: str) -> RequestBodyError:
 
 
 def read_request(
-    body: bytes, endpoint: Endpoint, encoding: Literal["json", "msgpack"], limits: PromptLimits
+    body: bytes,
+    endpoint: Endpoint,
+    encoding: Literal["json", "msgpack"],
+    limits: PromptLimits,
+    tenant_salt: bytes | None = None,
 ) -> tuple[PromptSpec, bytes | None]:
-    """Read a body, and take the report mode out of it.
+    """Read a body, take the report mode out of it, and put a tenant's salt in.
 
     Args:
         body: As for `parse_request`, like the rest.
         endpoint: Where it was sent.
         encoding: Of the body.
         limits: Bounds on the prompt.
+        tenant_salt: Of the client's key.
     Returns:
-        What it asks for; and the body without the report mode, None if it has none.
+        What it asks for, with the tenant's salt; and the body to send, None if that is *body*.
     Raises:
         RequestBodyError: As `parse_request`.
     """
     spec = parse_request(endpoint, body, encoding=encoding, limits=limits)
-    if endpoint is Endpoint.ROUTE:
-        return spec, None
-    stripped = strip_report_mode(body, spec)
-    return spec, None if stripped is body else stripped
+    is_sent = endpoint is not Endpoint.ROUTE
+    changed = strip_report_mode(body, spec) if is_sent else body
+    if changed is not body:
+        spec = replace(spec, has_report_mode=True)
+    if tenant_salt is not None:
+        spec = replace(spec, cache_salt=tenant_salt_of(tenant_salt, spec.cache_salt))
+        changed = with_tenant_salt(changed, tenant_salt) if is_sent else body
+    return spec, None if changed is body else changed
 
 
 class _OnlyModel(msgspec.Struct):
     model: str | None = None
 
 
-def read_model(body: bytes) -> str | None:
-    """The model that any JSON body names, None if it names none; the rest is skipped.
+def read_model(
+    body: bytes, tenant_salt: bytes | None = None, salt_names: Sequence[str] = (SALT_FIELD,)
+) -> tuple[str | None, bytes | None]:
+    """Read the model that any JSON body names, and put a tenant's salt in; the rest is skipped.
 
+    Args:
+        body: As the client sent it.
+        tenant_salt: Of the client's key.
+        salt_names: As for `with_tenant_salt`.
+    Returns:
+        The model, None if it names none; and the body to send, None if that is *body*.
     Raises:
         RequestBodyError: It is no JSON object, or its model is no string.
     """
     try:
-        return msgspec.json.decode(body, type=_OnlyModel).model
+        model = msgspec.json.decode(body, type=_OnlyModel).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise RequestBodyError(
             "$", f"{len(body)} bytes", "must be a JSON object whose `model` is a string"
         ) from None
+    if tenant_salt is None or not salt_names:
+        return model, None
+    return model, with_tenant_salt(body, tenant_salt, salt_names)

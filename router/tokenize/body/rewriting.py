@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from router.tokenize.body.json_fields import encode_json
+from router.tokenize.body.json_fields import describe, encode_json
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.prompts import PromptSpec
 
@@ -83,43 +84,51 @@ def _without_report_mode(body: bytes) -> bytes:
 # --- a tenant's salt ------------------------------------------------------------------------------
 
 
-_SALT_FIELD = "cache_salt"
+SALT_FIELD = "cache_salt"
+_SALT_RULE = "must be a string that is not empty, or a list of such strings"
 
 
-class _OnlySalt(msgspec.Struct):
-    cache_salt: Any = None
+def tenant_salt_of(tenant_salt: bytes, own: str | None) -> str:
+    """The salt for a request: made of the tenant's, and of the request's own if it has one.
+
+    Args:
+        tenant_salt: The same for all whose prompts may share cached blocks.
+        own: What the client sent.
+    """
+    # A tenant's salt has no zero byte, so no two pairs are the same text.
+    text = tenant_salt + b"\0" + (own or "").encode("utf-8", "surrogatepass")
+    return hashlib.sha256(text).hexdigest()
 
 
-def with_tenant_salt(body: bytes, tenant_salt: bytes) -> bytes:
-    """Return a JSON body with a `cache_salt` made of the tenant's and, if it has one, its own.
-
-    The field is put at the end, where it wins over one of the client's: parsers of JSON take the
-    last of equal names. What is not an object stays as it is, to be refused.
+def with_tenant_salt(
+    body: bytes, tenant_salt: bytes, names: Sequence[str] = (SALT_FIELD,)
+) -> bytes:
+    """Return a JSON body with a salt made of the tenant's and, if it has one, its own.
 
     Args:
         body: As the client sent it.
-        tenant_salt: The same for all whose prompts may share cached blocks.
+        tenant_salt: As for `tenant_salt_of`.
+        names: The fields that engines read a salt from at this path.
+    Raises:
+        RequestBodyError: It is no JSON object, or its own salt breaks the rule: an engine may take
+            it for none.
     """
-    text = body.strip()
-    if text[:1] != b"{" or text[-1:] != b"}":
-        return body
     try:
-        own = msgspec.json.decode(text, type=_OnlySalt).cache_salt
+        fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
+        own = {name: msgspec.json.decode(fields[name]) for name in names if name in fields}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body
-    if own is not None and not (isinstance(own, str) and own):
-        return body  # not what the field may be: to be refused
-    fields = text[:-1].rstrip()
-    separator = b"" if fields == b"{" else b","
-    return b'%b%b"%b":"%b"}' % (
-        fields,
-        separator,
-        _SALT_FIELD.encode(),
-        _combined(tenant_salt, own),
-    )
+        raise RequestBodyError("$", f"{len(body)} bytes", "must be a JSON object") from None
+    salts = {name: _salted(tenant_salt, own.get(name), name) for name in names}
+    if own:
+        return encode_json({**fields, **salts})
+    # The other fields keep their bytes: what this is for takes no time then.
+    start = body.rstrip()[:-1]
+    return b"%b%b%b" % (start, b"," if fields else b"", msgspec.json.encode(salts)[1:])
 
 
-def _combined(tenant_salt: bytes, own: str | None) -> bytes:
-    # A tenant's salt has no zero byte, so no two pairs are the same text.
-    text = tenant_salt + b"\0" + (own or "").encode("utf-8", "surrogatepass")
-    return hashlib.sha256(text).hexdigest().encode()
+def _salted(tenant_salt: bytes, own: object, name: str) -> str | list[str]:
+    if isinstance(own, list) and own and all(isinstance(item, str) and item for item in own):
+        return [tenant_salt_of(tenant_salt, item) for item in own]
+    if own is None or (isinstance(own, str) and own):
+        return tenant_salt_of(tenant_salt, own)
+    raise RequestBodyError(f"$.{name}", describe(own), _SALT_RULE)
