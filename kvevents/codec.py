@@ -383,6 +383,8 @@ def _check(event: Event, place: str) -> None:
         return
     _check_name(event.medium, f"{place}.medium")
     if isinstance(event, (BlockStored, BlockRemoved)):
+        _check_name(event.locality, f"{place}.locality")
+        _check_name(event.ownership, f"{place}.ownership")
         _check_range(event.group_idx, 0, MAX_GROUP_IDX, f"{place}.group_idx")
     if isinstance(event, BlockRemoved):
         _check_removed(event, place)

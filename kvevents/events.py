@@ -26,6 +26,9 @@ GPU = "GPU"
 CPU = "CPU"
 STORAGE = "STORAGE"
 
+LOCAL = "LOCAL"
+REMOTE = "REMOTE"
+
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Token ids as big-endian 32-bit integers.
@@ -92,6 +95,11 @@ class BlockStored(_Event, frozen=True):
     """vLLM >= 0.33 with speculative decoding: tokens after each block that its hash also covers."""
     cache_salt: str | None = None
     """SGLang's name for the salt of the request; ours stands in `extra_keys`, as vLLM's does."""
+    locality: str | None = None
+    """Where the tier is, seen from the publisher: `LOCAL`, `REMOTE`, or not said (vLLM >= 0.26)."""
+    ownership: str | None = None
+    """Which of the publisher's secondary tiers it is, by an id of its configuration (vLLM >=
+    0.29)."""
 
     __hash__ = _Event.__hash__
 
@@ -121,6 +129,9 @@ class BlockRemoved(_Event, frozen=True):
     group_idx: int | None = None
     remaining_copy_counts: list[int] | None = None
     """By hash: how many copies are left there. Read if an engine sends it."""
+    locality: str | None = None
+    """See `BlockStored`, as for *ownership*."""
+    ownership: str | None = None
 
     __hash__ = _Event.__hash__
 

@@ -20,6 +20,7 @@ from router.index.base import (
     SourceId,
     SourceLimits,
     SourceStatistics,
+    StoreHint,
     TierHint,
     WaitingStatistics,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "SourceId",
     "SourceLimits",
     "SourceStatistics",
+    "StoreHint",
     "TierHint",
     "WaitingStatistics",
     "choose_index",

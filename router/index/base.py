@@ -6,8 +6,8 @@ stores blocks is its own business; `reference/` is the implementation that defin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvevents.events import EventBatch
@@ -45,6 +45,19 @@ class TierHint:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreHint:
+    """A store that a source shares with others of its model: what one wrote, all can load."""
+
+    name: str
+    """Sources that name the same store share it."""
+    tiers: tuple[str, ...] = ()
+    """In upper case: blocks in these tiers are in the store, unless they are announced as local.
+    None named: blocks of any lower tier that are announced as remote."""
+    ownership: str | None = None
+    """Only blocks announced with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutHints:
     """What the configuration says of a model's cache."""
 
@@ -67,6 +80,8 @@ class LayoutHints:
     """Values of `PYTHONHASHSEED` the engines may run with."""
     tiers: tuple[tuple[str, TierHint], ...] = ()
     """By the tier's name on the wire, in upper case."""
+    stores: tuple[StoreHint, ...] = ()
+    """What the source shares with others; an event belongs to the first that it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +151,9 @@ class Hit(NamedTuple):
     gpu_cached_tokens: int
     cached_tokens: int
     """With the blocks that lower tiers would bring back."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """What each lower tier or shared store adds, the fastest first; the sum is the difference
+    between the two. Empty: not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +198,8 @@ class SourceStatistics:
     """What is assumed rather than known, one sentence each, for an operator."""
     is_incomplete: bool
     """Since it was added or cleared, blocks or removals were lost (see `ApplyResult`)."""
+    stores: Mapping[str, Mapping[tuple[int, str], int]] = field(default_factory=dict)
+    """By name of each store it shares: (group, tier) -> distinct blocks, whoever stored them."""
 
 
 # --- the index ------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def compared(
         if hit is not None:
             yield (
                 Hit(computed.num_tokens, hit.num_tokens),
-                index.match(request.token_ids, request.lora_name)[SOURCE],
+                Hit(*index.match(request.token_ids, request.lora_name)[SOURCE][:2]),
             )
 
 

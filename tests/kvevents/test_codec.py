@@ -91,12 +91,17 @@ native_stored_events = st.builds(
     lookahead_token_ids=st.none()
     | st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=2), max_size=4),
     cache_salt=st.none() | names,
+    locality=st.none() | names,
+    ownership=st.none() | names,
 )
 removed_events = st.builds(
     BlockRemoved,
     block_hashes=st.lists(hashes, max_size=4),
     medium=st.none() | names,
     group_idx=groups,
+)
+placed_removals = st.builds(
+    replace, removed_events, locality=st.none() | names, ownership=st.none() | names
 )
 group_specs = st.builds(
     GroupSpec,
@@ -146,7 +151,6 @@ def event_map(event: Event) -> dict[str, Any]:
     """The event as vLLM >= 0.24 writes it, with the fields that newer versions add."""
     return {
         **msgspec.to_builtins(event, builtin_types=(bytes,)),
-        "locality": None,
         "session_id": "x",
         "new": [1, {"a": 2}],
     }
@@ -165,7 +169,7 @@ counted_removals = st.lists(st.tuples(hashes, st.integers(0, 2**31)), max_size=4
     )
 )
 clears = st.builds(AllBlocksCleared, st.none() | names) | st.builds(TierBlocksCleared, names)
-maps = (native_stored_events | removed_events | counted_removals | layouts | clears).map(event_map)
+maps = (native_stored_events | placed_removals | counted_removals | layouts | clears).map(event_map)
 wire_batches = st.tuples(
     timestamps,
     st.lists(arrays, max_size=4)
@@ -187,7 +191,7 @@ def wire(*events: Any, tail: tuple[Any, ...] = (0,)) -> bytes:
 @given(
     timestamps,
     st.lists(
-        native_stored_events | removed_events | counted_removals | layouts | clears, max_size=5
+        native_stored_events | placed_removals | counted_removals | layouts | clears, max_size=5
     ),
     ranks,
 )
@@ -249,9 +253,21 @@ def test_a_batch_may_lack_its_rank() -> None:
 
 
 def test_unknown_fields_of_a_map_are_ignored() -> None:
-    """`locality`, `ownership` and `session_id` came with three releases in a row."""
+    """Three releases in a row each brought one; `session_id` is still none of ours."""
     events: list[Event] = [WHOLE, BlockRemoved([1], "GPU", 0), AllBlocksCleared()]
     assert decode(wire(*map(event_map, events))).events == events
+
+
+def test_where_a_tier_is_and_whose_is_read_of_stores_and_removals() -> None:
+    """vLLM >= 0.26 and >= 0.29: a block on shared storage is no replica's own."""
+    said = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "tier-1"}
+    stored, removed = decode(
+        wire(STORED_FIELDS | said, {"type": "BlockRemoved", "block_hashes": [1]} | said)
+    ).events
+    assert isinstance(stored, BlockStored)
+    assert (stored.locality, stored.ownership) == ("REMOTE", "tier-1")
+    assert removed == BlockRemoved([1], "STORAGE", locality="REMOTE", ownership="tier-1")
+    assert removed != BlockRemoved([1], "STORAGE")
 
 
 def test_a_map_may_lack_every_field_but_its_hashes() -> None:
@@ -507,6 +523,16 @@ UNREADABLE: list[tuple[str, bytes, list[str]]] = [
         "medium is too long",
         wire(["BlockRemoved", [1], "G" * 257]),
         ["events[0].medium", "257 characters", "at most 256"],
+    ),
+    (
+        "locality is too long",
+        wire(STORED_FIELDS | {"locality": "x" * 257}),
+        ["events[0].locality", "257 characters", "at most 256"],
+    ),
+    (
+        "ownership is too long",
+        wire({"type": "BlockRemoved", "block_hashes": [1], "ownership": "x" * 257}),
+        ["events[0].ownership", "257 characters", "at most 256"],
     ),
     (
         "adapter is too long",

@@ -10,6 +10,7 @@ The files; each imports only what is listed above it:
     tier_units.py       how many tokens a lower tier keeps together
     placing.py          runs of blocks with tokens: their keys, now or once the parent's is known
     layout_learner.py   what events say about the cache layout; what has to be assumed
+    shared_store.py     blocks that several sources can load, whoever stored them
     hash_finder.py      which hash function an engine uses
     source.py           one source: what a batch of events does to all of the above
     prompt.py           a prompt under every key and hash that a source may know

@@ -27,6 +27,7 @@ from router.index.reference.export import records_of, sources_of
 from router.index.reference.keys import KeySpace
 from router.index.reference.match import group_hits, hit_of
 from router.index.reference.prompt import PromptKeys
+from router.index.reference.shared_store import SharedStore
 from router.index.reference.source import SourceCache
 
 
@@ -42,12 +43,18 @@ class ReferenceIndex(PrefixIndex):
         self.keys = keys or KeySpace()
         self.limits = limits or SourceLimits()
         self.sources: dict[SourceId, SourceCache] = {}
+        self.stores: dict[str, SharedStore] = {}
+        """By name: those that some source shares."""
 
     # --- feeding ----------------------------------------------------------------------------------
 
     @override
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
-        self.sources[source] = SourceCache(self.keys, hints, self.limits)
+        hints = hints or LayoutHints()
+        for store in hints.stores:
+            if store.name not in self.stores:
+                self.stores[store.name] = SharedStore(store.name, self.limits, hints.tiers)
+        self.sources[source] = SourceCache(self.keys, hints, self.limits, self.stores)
 
     @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
@@ -63,7 +70,11 @@ class ReferenceIndex(PrefixIndex):
 
     @override
     def drop(self, source: SourceId) -> None:
-        self.sources.pop(source, None)
+        gone = self.sources.pop(source, None)
+        if gone is not None and gone.stores:
+            # What nobody reads counts for nobody.
+            shared = {store.name for kept in self.sources.values() for store in kept.stores}
+            self.stores = {name: self.stores[name] for name in self.stores if name in shared}
 
     # --- asking -----------------------------------------------------------------------------------
 
@@ -115,7 +126,7 @@ class ReferenceIndex(PrefixIndex):
 
     @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
-        self.keys, self.sources = sources_of(records, self.limits)
+        self.keys, self.sources, self.stores = sources_of(records, self.limits)
 
     # --- looking ----------------------------------------------------------------------------------
 

@@ -6,14 +6,17 @@ tokens; where it is not, the run waits until it is, bounded in number, tokens an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvevents.events import GPU, BlockHash, BlockStored, pack_tokens
 from router.index.base import SourceLimits, WaitingStatistics
-from router.index.reference.block_table import BlockTable
 from router.index.reference.extra_keys import marks_of
 from router.index.reference.keys import KeySpace, Mark
+
+Place: TypeAlias = Callable[[BlockHash, int, bool], None]
+"""`place(hash, key, is_below)`."""
 
 
 @dataclass(slots=True)
@@ -136,9 +139,7 @@ class WaitingRuns:
         return WaitingStatistics(self.runs, self.tokens, self.given_up)
 
 
-def place_run(
-    run: BlockRun, key: int, space: KeySpace, table: BlockTable, waiting: WaitingRuns
-) -> None:
+def place_run(run: BlockRun, key: int, space: KeySpace, place: Place, waiting: WaitingRuns) -> None:
     """Place a run and, one after the other, everything that waited for one of its blocks.
 
     A loop, since one run may set free a whole conversation of runs, each behind the other.
@@ -147,14 +148,14 @@ def place_run(
         run: The run to start with.
         key: Of its parent, or the root.
         space: The index's.
-        table: Learns the keys.
+        place: Learns the keys, as `BlockTable.place`.
         waiting: Runs that are placed leave it.
     """
     ready = [(key, run)]
     while ready:
         key, run = ready.pop()
         for block_hash, block_key in run.keys(key, space):
-            table.place(block_hash, block_key, run.is_below)
+            place(block_hash, block_key, run.is_below)
             if block_hash in waiting.by_parent:
                 ready += [(block_key, child) for child in waiting.take(block_hash)]
 

@@ -8,12 +8,16 @@ when its hash is placed, or when the engine's hash function is known and a promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
 from kvevents.events import (
+    CPU,
     GPU,
+    REMOTE,
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -32,18 +36,42 @@ from router.index.reference.hash_finder import HashFinder, engine_hashes
 from router.index.reference.keys import KeySpace, tokens_of
 from router.index.reference.layout_learner import LayoutLearner
 from router.index.reference.placing import BlockRun, WaitingRuns, place_run
+from router.index.reference.shared_store import SharedStore, SharedStores
 from router.index.reference.tier_units import TierUnits
 
 _DIGEST_BYTES = 32
 """Of SHA-256; the xxhash family's are shorter."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowerTier:
+    """A tier that a source can load from: its own, or one of a store that it shares."""
+
+    tier: str
+    """As on the wire."""
+    label: str
+    """What a hit in it is called: the store's name, or the tier's."""
+    table: BlockTable
+    units: TierUnits
+
+
 class SourceCache:
     """One source's blocks, layout and hash function. Not thread-safe; no I/O."""
 
     def __init__(
-        self, space: KeySpace, hints: LayoutHints | None = None, limits: SourceLimits | None = None
+        self,
+        space: KeySpace,
+        hints: LayoutHints | None = None,
+        limits: SourceLimits | None = None,
+        stores: Mapping[str, SharedStore] = MappingProxyType({}),
     ) -> None:
+        """
+        Args:
+            space: The index's.
+            hints: What the configuration says of it.
+            limits: Of what it may hold.
+            stores: By name, all that its hints name.
+        """
         self.limits = limits or SourceLimits()
         self.learner = LayoutLearner(hints or LayoutHints())
         self.finder = HashFinder(self.learner.hints)
@@ -58,14 +86,31 @@ class SourceCache:
         """An event that took blocks away could not be read, or was taken for more than it said."""
         self.shows_extra_keys = False
         """The events say what salts and the like a block has."""
+        self.has_shared = False
+        """It has written to a store that it shares."""
+        self.announces_unshared = False
+        """It announced blocks as remote that no configured store is for."""
+        self.stores = SharedStores(self.learner.hints.stores, stores)
+        self._place_block = self._place_everywhere if self.stores else self.table.place
         self._space = space
 
     # --- reading ----------------------------------------------------------------------------------
 
     @property
     def layout(self) -> KVCacheLayout | None:
-        """None while too little is known."""
-        return self.learner.layout
+        """None while too little is known. One that has said nothing so far, but shares a store, is
+        taken to be like the others."""
+        layout = self.learner.layout
+        if layout is None and self.stores and self.learner.error is None:
+            return self.stores.layout
+        return layout
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after a block that its hash covers too."""
+        if self.learner.layout is None and self.stores:
+            return self.stores.lookahead
+        return self.learner.lookahead
 
     @property
     def hides_extra_keys(self) -> bool:
@@ -85,32 +130,59 @@ class SourceCache:
             hash_algorithm=self.finder.chain.algorithm if self.finder.chain else None,
             assumptions=self._assumptions(),
             is_incomplete=self.has_overflowed or self.has_lost_removals or given_up_for_good,
+            stores={store.name: store.table.counts() for store in self.stores},
         )
 
-    def units_of(self, tier: str) -> tuple[int, ...]:
+    def lower_tiers(self) -> list[LowerTier]:
+        """All that it can load from, the fastest first as far as names tell; its own before what it
+        shares."""
+        own = {tier for _, tier in self.table.held} - {GPU}
+        ordered = sorted(own, key=lambda tier: (not tier.startswith(CPU), tier))
+        found = [LowerTier(tier, tier, self.table, self.units) for tier in ordered]
+        for store in self.stores:
+            found += (LowerTier(tier, store.name, store.table, store.units) for tier in store.tiers)
+        return found
+
+    def units_of(self, lower: LowerTier) -> tuple[int, ...]:
         """Tokens that a lower tier keeps together, by group."""
         layout = self.layout
         assert layout is not None
         if self.learner.announced is not None:
             # Our own engine names every block that a tier can bring back.
             return tuple(group.block_size for group in layout.groups)
-        return self.units.of(tier, layout)
+        return lower.units.of(lower.tier, layout)
+
+    @property
+    def has_unplaced(self) -> bool:
+        """Whether some block that it could load has no place yet."""
+        return self.table.unplaced > 0 or any(store.table.unplaced for store in self.stores)
 
     def _units(self) -> dict[GroupTier, int]:
-        lower = {tier for _, tier in self.table.held} - {GPU}
         if self.layout is None:
             return {}
-        units = {tier: self.units_of(tier) for tier in lower}
+        units = {
+            lower.tier: self.units_of(lower)
+            for lower in self.lower_tiers()
+            if lower.table is self.table
+        }
         return {
             (group, tier): units[tier][group]
             for group, tier in sorted(self.table.held)
-            if tier in lower and group < len(units[tier])
+            if tier in units and group < len(units[tier])
         }
 
     def _assumptions(self) -> tuple[str, ...]:
         known = self.learner.assumptions()
         if self.copies.counting is Counting.LAST_COPY:
             known = (*known, "removals: announced only with the last copy of a block")
+        if self.learner.layout is None and self.layout is not None:
+            known = (*known, "layout: as that of others that share its store")
+        if self.announces_unshared:
+            known = (
+                *known,
+                "blocks announced as remote count for this replica alone: "
+                "configure stores if others read them too",
+            )
         unplaced = self.table.unplaced
         if not unplaced or self.finder.chain is not None:
             return known
@@ -136,7 +208,7 @@ class SourceCache:
         result.given_up = self.waiting.trim(self.limits, self.batches)
         self._find_hash_function(batch)
         result.layout_changed = self.layout != layout_before
-        result.has_lower_tiers = self.table.has_lower_tiers
+        result.has_lower_tiers = self.table.has_lower_tiers or self.has_shared
         # A known hash function makes up for keys that were never learned.
         given_up_for_good = result.given_up > 0 and self.finder.chain is None
         self.has_lost_removals |= batch.hides_removals
@@ -158,6 +230,7 @@ class SourceCache:
             self._remove(_removed_with_short_hashes(event), result)
         elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)):
             result.removed += self.table.clear(event.tier)
+            result.removed += self.stores.clear(event.tier)
             if event.tier == GPU:
                 result.cleared = True
                 self.copies.forget()
@@ -166,6 +239,11 @@ class SourceCache:
 
     def _store(self, event: BlockStored, result: ApplyResult) -> None:
         self.shows_extra_keys |= event.extra_keys is not None or event.cache_salt is not None
+        store = self.stores.of(event)
+        if store is not None:
+            self._store_shared(event, store, result)
+            return
+        self.announces_unshared |= event.locality is not None and event.locality.upper() == REMOTE
         table, where = self.table, (event.group_idx or 0, event.tier)
         table.make_room(where, event.block_hashes)
         taken = event.block_hashes[: table.room(where)]
@@ -176,7 +254,7 @@ class SourceCache:
         if block_size:
             self._place(event, block_size)
         if event.tier != GPU:
-            self._see_unit(where, event)
+            self._see_unit(where, event, self.units)
         refused = len(event.block_hashes) - len(taken)
         self.has_overflowed |= refused > 0
         result.stored += len(taken)
@@ -185,7 +263,40 @@ class SourceCache:
         if table.unplaced:
             result.waiting += table.unplaced_of(taken)
 
+    # --- what is shared ---------------------------------------------------------------------------
+
+    def _store_shared(self, event: BlockStored, store: SharedStore, result: ApplyResult) -> None:
+        if self.learner.layout is not None:
+            store.layout, store.lookahead = self.learner.layout, self.learner.lookahead
+        where = (event.group_idx or 0, event.tier)
+        refused = store.add(where, event.block_hashes, self.table.key_of)
+        block_size = event.tokens_per_block
+        if block_size:
+            self._place(event, block_size)
+        self._see_unit(where, event, store.units)
+        result.stored += len(event.block_hashes) - refused
+        result.skipped += refused
+        result.waiting += store.table.unplaced_of(event.block_hashes)
+        self.has_shared = True
+
+    def _place_everywhere(self, block_hash: BlockHash, key: int, is_below: bool) -> None:
+        is_shared = self.stores.place(block_hash, key)
+        if not is_shared or block_hash in self.table:
+            self.table.place(block_hash, key, is_below)
+
+    def _key_of(self, block_hash: BlockHash) -> int | None:
+        key = self.table.key_of(block_hash)
+        return self.stores.key_of(block_hash) if key is None and self.stores else key
+
+    # --- removing ---------------------------------------------------------------------------------
+
     def _remove(self, event: BlockRemoved, result: ApplyResult) -> None:
+        store = self.stores.of(event)
+        if store is not None:
+            removed = store.remove((event.group_idx or 0, event.tier), event.block_hashes)
+            result.removed += removed
+            result.skipped += len(event.block_hashes) - removed
+            return
         where, left = (event.group_idx or 0, event.tier), event.remaining_copy_counts
         if left is not None:
             self.copies.settle()
@@ -232,9 +343,9 @@ class SourceCache:
             return
         run = BlockRun.of(event, block_size, self.learner.lookahead, self.batches)
         parent = event.parent_block_hash
-        key = self._space.root(event.lora_name) if parent is None else self.table.key_of(parent)
+        key = self._space.root(event.lora_name) if parent is None else self._key_of(parent)
         if key is not None:
-            place_run(run, key, self._space, self.table, self.waiting)
+            place_run(run, key, self._space, self._place_block, self.waiting)
         elif parent is not None and self._needs_parent(event):
             self.waiting.add(parent, run)
 
@@ -243,7 +354,8 @@ class SourceCache:
         shows it at every look-up."""
         if self.finder.chain is not None and not event.lora_name:
             return False
-        return self.table.unplaced_of(event.block_hashes) > 0
+        tables = (self.table, *(store.table for store in self.stores))
+        return any(table.unplaced_of(event.block_hashes) for table in tables)
 
     def _is_opaque(self, event: BlockStored) -> bool:
         """Whether something the event hides goes into its hashes, such as a salt before vLLM 0.17.
@@ -265,24 +377,24 @@ class SourceCache:
 
     # --- units of lower tiers ---------------------------------------------------------------------
 
-    def _see_unit(self, where: GroupTier, event: BlockStored) -> None:
+    def _see_unit(self, where: GroupTier, event: BlockStored, units: TierUnits) -> None:
         """Learn from the ends that a tier announces.
 
         Every hash ends a unit, with one exception: a self-describing event of vLLM is about one
         unit, and names the blocks in it. LMCache's names its own blocks, which are larger.
         """
         layout = self.layout
-        if layout is None or self.learner.announced or not self.units.may_shrink(where, layout):
+        if layout is None or self.learner.announced or not units.may_shrink(where, layout):
             return
         ends = event.block_hashes
         if event.token_ids:
             ends = ends[-1:]
-            self.units.see(where, [len(event.token_ids)])
-            self.units.see_size(where, event.tokens_per_block)
-        keys = map(self.table.key_of, ends)
+            units.see(where, [len(event.token_ids)])
+            units.see_size(where, event.tokens_per_block)
+        keys = map(self._key_of, ends)
         known = [tokens_of(key) - self.learner.lookahead for key in keys if key is not None]
         if known:
-            self.units.see(where, known)
+            units.see(where, known)
 
     # --- the engine's own hashes ------------------------------------------------------------------
 
@@ -305,7 +417,7 @@ class SourceCache:
         a dense group, lost parents, hidden salts."""
         if self.layout is None or not self.finder.may_find:
             return
-        if not (self.table.unplaced or self.hides_extra_keys):
+        if not (self.has_unplaced or self.hides_extra_keys):
             return
         for event in batch.events:
             if isinstance(event, BlockStored) and self.finder.may_find and event.tier == GPU:

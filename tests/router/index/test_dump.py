@@ -129,7 +129,7 @@ def test_blocks_that_were_evicted_before_the_restart_are_placed_when_a_lower_tie
     apply(filled, PROMPT.removed(0, [144, 160]), PROMPT.removed(1, [144, 160]))
     copy = copy_of(filled, implementation)
     apply(copy, PROMPT.offloaded(0, [144, 160]), PROMPT.offloaded(1, [144, 160]))
-    assert copy.match(tokens(161))[SOURCE] == Hit(128, 160)
+    assert copy.match(tokens(161))[SOURCE] == Hit(128, 160, (("CPU", 32),))
     assert copy.statistics()[SOURCE].unplaced == filled.statistics()[SOURCE].unplaced
 
 

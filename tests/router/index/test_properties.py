@@ -104,6 +104,8 @@ class Pair:
         for prompt in asked:
             hit = self.index.match(prompt.tokens, prompt.lora, prompt.salt)[SOURCE]
             assert (hit.gpu_cached_tokens, hit.cached_tokens) == self.hit(prompt), prompt
+            below = sum(tokens for _, tokens in hit.by_tier)
+            assert below == hit.cached_tokens - hit.gpu_cached_tokens
         statistics = self.index.statistics()[SOURCE]
         assert statistics.blocks == self.model.counts()
         assert statistics.unplaced == self.unplaced()
@@ -450,7 +452,7 @@ def test_sources_are_exact_side_by_side(implementation: Implementation) -> None:
             index.apply(source, encode(EventBatch(0.0, engine.step())))
         prompt = next(iter(engines.values())).prompt()
         answers = index.match(prompt.tokens, prompt.lora, prompt.salt)
-        assert {source: tuple(hit) for source, hit in answers.items()} == {
+        assert {source: hit[:2] for source, hit in answers.items()} == {
             source: engine.model.hit(prompt) for source, engine in engines.items()
         }
 
@@ -461,7 +463,7 @@ def test_the_explanation_holds_the_hit_and_each_groups_own(implementation: Imple
     pair.apply([pair.model.store(0, prompt, 0, 16), pair.model.store(1, prompt, 0, 24)])
     prepared = pair.index.prepare(prompt.tokens)
     hit = pair.index.match_prompt(prepared)[SOURCE]
-    assert tuple(hit) == pair.model.hit(prompt) == (16, 16)
+    assert hit[:2] == pair.model.hit(prompt) == (16, 16)
     groups = pair.index.explain(prepared, SOURCE)
     assert [(group.group, group.kind, group.tokens) for group in groups] == [
         (0, "full_attention", 16),

@@ -42,7 +42,7 @@ def described(
 
 
 def hit(index: PrefixIndex, prompt: Sequence[int]) -> tuple[int, int]:
-    return tuple(index.match(prompt)[SOURCE])
+    return index.match(prompt)[SOURCE][:2]
 
 
 def units(index: PrefixIndex) -> dict[tuple[int, str], int]:
