@@ -28,6 +28,7 @@ class Effect(Enum):
 
 
 _CLEARS = (AllBlocksCleared, TierBlocksCleared)
+_NAMES_A_PUBLISHER = b"CacheLayout"
 _FATES = {
     Effect.INCOMPLETE: Input.PARTLY_KEPT,
     Effect.KNOWN_AGAIN: Input.ALL_KNOWN,
@@ -97,17 +98,18 @@ class Delivery:
         self.tracker = SequenceTracker()
         self.shown = SourceState.CONNECTING
         """The state that the consumer knows of."""
+        self.last_message_at: float | None = None
+        """When a live batch came last, on the monotonic clock."""
         self._consumer = consumer
         self._counters = counters
-        self._batches_held = 0
-        """Handed on since the consumer was last cleared."""
+        self._is_clear = True
+        """Nothing was handed on since the consumer was last cleared."""
 
     def take(self, batch: Batch) -> Input:
         """The fate of *batch*, which is handed on if it is the next one."""
-        digest = fingerprint(batch.payload)
-        fate = self.tracker.classify(batch.seq, digest)
-        if fate is Input.NEXT:
-            return self._apply(batch, digest)
+        if batch.seq == self.tracker.expected:
+            return self._apply(batch)
+        fate = self.tracker.classify(batch.seq, fingerprint(batch.payload))
         self._counters.duplicates += fate is Input.DUPLICATE
         if fate is Input.GAP and self._is_foreign(publisher_of(batch.payload)):
             return Input.IDENTITY_CHANGED
@@ -115,7 +117,7 @@ class Delivery:
 
     def hand_on(self, batch: Batch) -> Input:
         """Hand *batch* on, whatever lies before it; returns its fate."""
-        return self._apply(batch, fingerprint(batch.payload))
+        return self._apply(batch)
 
     def skip(self, batch: Batch) -> None:
         """Count *batch* among those handed on, although it was not."""
@@ -123,9 +125,9 @@ class Delivery:
 
     def clear(self, reason: str) -> None:
         """Start from nothing."""
-        if self._batches_held:
+        if not self._is_clear:
             self._consumer.clear(reason)
-        self._batches_held = 0
+        self._is_clear = True
         self.tracker.forget()
 
     def report(self, problem: KVEventsError) -> None:
@@ -160,24 +162,27 @@ class Delivery:
         known = self.tracker.publisher_id
         return publisher_id is not None and known is not None and publisher_id != known
 
-    def _apply(self, batch: Batch, digest: bytes) -> Input:
-        publisher_id = publisher_of(batch.payload)
-        if self._is_foreign(publisher_id):
+    def _apply(self, batch: Batch) -> Input:
+        seq, payload = batch
+        tracker = self.tracker
+        publisher_id = publisher_of(payload) if _NAMES_A_PUBLISHER in payload else None
+        if publisher_id is not None and self._is_foreign(publisher_id):
             return Input.IDENTITY_CHANGED
-        begins = self.tracker.last is None and batch.seq == 0
+        begins = seq == 0 and tracker.last is None
         try:
             fate = self._hand_on(batch)
         except MalformedBatch as problem:
             self.report(problem)
             return Input.MALFORMED
-        self.tracker.publisher_id = publisher_id or self.tracker.publisher_id
-        self.tracker.advance(batch.seq, digest)
+        if publisher_id is not None:
+            tracker.publisher_id = publisher_id
+        tracker.advance(seq, fingerprint(payload))
         return Input.BEGINNING if begins and fate is not Input.PARTLY_KEPT else fate
 
     def _hand_on(self, batch: Batch) -> Input:
         effect = self._consumer.apply(batch)
         self._counters.batches += 1
-        self._batches_held += 1
+        self._is_clear = False
         return Input.NEXT if effect is Effect.KEPT else _FATES[effect]
 
 
@@ -200,7 +205,7 @@ def last_in_snapshot(first: Batch) -> int | None:
 def publisher_of(payload: bytes) -> str | None:
     """The identity a batch announces; None if it announces none or cannot be read."""
     # Looking for the name costs a tenth of decoding, and layouts are rare.
-    if b"CacheLayout" not in payload:
+    if _NAMES_A_PUBLISHER not in payload:
         return None
     try:
         events = decode(payload).events

@@ -85,9 +85,20 @@ class LiveStream:
         self._stop_collecting()
         self._connection.close()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until something may have come; only after `next` returned None."""
-        await self._connection.wait(timeout_s)
+    async def wait(self, timeout_s: float, take: Callable[[], None]) -> None:
+        """Wait until the publisher is gone, for `wake`, or for *timeout_s*; only after `next`
+        returned None.
+
+        Args:
+            timeout_s: How long.
+            take: Called on the event loop whenever a batch may have come. It takes batches until
+                `next` returns None, or comes back on its own for the rest.
+        """
+        self._connection.on_readable = take
+        try:
+            await self._connection.wait(timeout_s)
+        finally:
+            self._connection.on_readable = None
 
     def wake(self) -> None:
         """End the wait that is under way, or the next one."""
@@ -101,8 +112,12 @@ class LiveStream:
         """
         if self._backlog:
             return self._pop()
-        frames = self._connection.receive()
+        frames = self._connection.receive_three()
         return None if frames is None else read_live(frames, self._topic)
+
+    def has_more(self) -> bool:
+        """Whether there is another message; to try `next` would cost more if there is none."""
+        return bool(self._backlog) or self._connection.has_more()
 
     def put_back(self, batch: Batch) -> None:
         """Let *batch* come next, again."""
@@ -169,7 +184,7 @@ class LiveStream:
         if self._next_pass is not None:
             return
         for _ in range(_READ_AT_ONCE):
-            frames = self._connection.receive()
+            frames = self._connection.receive_three()
             if frames is None:
                 return
             self._keep(frames)

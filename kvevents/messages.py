@@ -40,12 +40,11 @@ def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
     """
     if len(frames) != 3:
         raise MalformedBatch(f"message of {len(frames)} frames: it must be [topic, seq, payload]")
-    if topic is not None and frames[0] != topic:
+    name, number, payload = frames
+    if name != topic and topic is not None:
         # A subscription is a prefix, so other topics do arrive. They have numbers of their own.
-        raise MalformedBatch(
-            f"topic of {len(frames[0])} bytes: it is not the subscribed one, {topic!r}"
-        )
-    return Batch(_read_seq(frames[1], MalformedBatch), frames[2])
+        raise MalformedBatch(f"topic of {len(name)} bytes: it is not the subscribed one, {topic!r}")
+    return Batch(_read_seq(number, MalformedBatch), payload)
 
 
 def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:

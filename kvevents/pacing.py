@@ -7,6 +7,7 @@ import asyncio
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 
 
@@ -21,38 +22,68 @@ class Pacer:
     """
 
     def __init__(self, slice_s: float = 0.002) -> None:
-        self._slice_s = slice_s
-        self._pass_ends_at = 0.0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_open = False
+        self._slice_s = self._left_s = slice_s
+        self._waiting: deque[Callable[[float], bool]] = deque()
+        self._is_closing = False
+
+    def begin(self, now: float) -> float:
+        """Until when there is time to work at once; 0 if there is none: ask `call_in_turn`. Tell
+        `end` when the work is done.
+
+        Args:
+            now: On the monotonic clock, like all times here.
+        """
+        return now + self._left_s if self._left_s > 0 and not self._waiting else 0.0
+
+    def end(self, worked_s: float) -> None:
+        """Count *worked_s* seconds of work.
+
+        The slice is renewed in the pass after the one in which it is used up: what takes little
+        time does not need a call in every pass.
+        """
+        self._left_s -= worked_s
+        if self._left_s <= 0:
+            self._close_soon()
+
+    def call_in_turn(self, work: Callable[[float], bool]) -> None:
+        """Call *work* once there is time, with its end; it returns False if it has nothing to do
+        any more, and the turn goes to the next."""
+        self._waiting.append(work)
+        self._close_soon()
 
     async def turn(self) -> float:
-        """Wait for time to work; returns until when, on the monotonic clock."""
-        if self._waiting or not self._has_time():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            await waiter
-        return self._pass_ends_at
+        """Wait for the rest of a slice; returns until when it is."""
+        ends_at = self.begin(monotonic())
+        if ends_at:
+            self.end(self._left_s)
+            return ends_at
+        waiter: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
-    def _has_time(self) -> bool:
-        if not self._is_open:
-            self._open_pass()
-        return monotonic() < self._pass_ends_at
+        def begin(ends_at: float) -> bool:
+            if waiter.done():
+                return False
+            self.end(self._left_s)
+            waiter.set_result(ends_at)
+            return True
 
-    def _open_pass(self) -> None:
-        self._is_open = True
-        self._pass_ends_at = monotonic() + self._slice_s
-        # Runs in the next pass of the loop, after everything that is ready by then had its chance.
-        asyncio.get_running_loop().call_soon(self._close_pass)
+        self.call_in_turn(begin)
+        return await waiter
+
+    def _close_soon(self) -> None:
+        # In the next pass of the loop, after everything that is ready by then had its chance.
+        if not self._is_closing:
+            self._is_closing = True
+            asyncio.get_running_loop().call_soon(self._close_pass)
 
     def _close_pass(self) -> None:
-        self._is_open = False
+        self._is_closing = False
+        self._left_s = self._slice_s
         while self._waiting:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                self._open_pass()
-                waiter.set_result(None)
-                return
+            work = self._waiting.popleft()
+            if work(monotonic() + self._left_s):
+                break
+        if self._waiting:
+            self._close_soon()
 
 
 class WorkSlice:
@@ -103,18 +134,26 @@ class SilenceTimer:
 
     def __init__(self, first_s: float, cap_s: float) -> None:
         self._backoff = Backoff(first_s, cap_s)
-        self._due_at = math.inf
+        self._since = math.inf
+        self._delay_s = 0.0
+        self._is_first = False
 
     @property
     def left_s(self) -> float:
         """Seconds until the next look; 0 or less if it is due, infinite before the first call."""
-        return self._due_at - monotonic()
+        return self._since + self._delay_s - monotonic()
 
     def looked(self) -> None:
         """Wait longer for the next look."""
-        self._due_at = monotonic() + self._backoff.next_delay()
+        self._since = monotonic()
+        self._delay_s = self._backoff.next_delay()
+        self._is_first = False
 
     def heard(self) -> None:
         """Begin with the first silence again."""
+        if self._is_first:
+            self._since = monotonic()
+            return
         self._backoff.reset()
         self.looked()
+        self._is_first = True

@@ -329,29 +329,43 @@ class Recovery:
         """Get everything anew, if that can be had: the consumer found its picture wrong."""
         await self._do(live, Input.DISTRUSTED)
 
-    async def take(self, live: LiveStream, batch: Batch) -> None:
-        """Hand *batch* on, or do what its fate calls for.
+    def take(self, live: LiveStream, batch: Batch) -> Action | None:
+        """Hand *batch* on, or do what its fate calls for; returns the question to `follow_up`.
 
         Args:
-            live: Where it came from; it waits there during a recovery.
+            live: Where it came from.
             batch: The next live batch.
         """
         fate = self._delivery.take(batch)
+        if fate is Input.NEXT and self._stream.stays_on_next:
+            return None
         if fate is Input.GAP and batch.seq != self._gap_seq:
             self._gap_seq = batch.seq
             self._counters.gaps += 1
-        await self._follow_up(live, self._carry_out(live, fate, batch))
+        question = self._carry_out(live, fate, batch)
+        if question is None:
+            self._delivery.show(self._stream.shown)
+        return question
+
+    def note_batches(self) -> None:
+        """Note that live batches came: the tail of a live stream is looked at after a silence."""
+        self._delivery.last_message_at = monotonic()
         if self._stream.state is State.LIVE:
             self._silence.heard()
 
-    async def _do(self, live: LiveStream, given: Input) -> None:
-        await self._follow_up(live, self._carry_out(live, given))
+    async def follow_up(self, live: LiveStream, question: Action | None) -> None:
+        """Ask *question*, and what follows from it, until the stream is at rest again.
 
-    async def _follow_up(self, live: LiveStream, question: Action | None) -> None:
-        """Ask until the stream is at rest again."""
+        Args:
+            live: Batches wait there meanwhile.
+            question: From `take`; None: there is none.
+        """
         if question is not None:
             await self._recover(live, question)
         self._delivery.show(self._stream.shown)
+
+    async def _do(self, live: LiveStream, given: Input) -> None:
+        await self.follow_up(live, self._carry_out(live, given))
 
     # --- actions ----------------------------------------------------------------------------------
 

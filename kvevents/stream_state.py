@@ -599,10 +599,7 @@ class StreamRepair:
     """The state of one stream."""
 
     def __init__(self, state: State = State.CONNECTING) -> None:
-        self.state = state
-        self.shown = SHOWN[state]
-        """What users see."""
-        self._row = TABLE[state]
+        self._enter(state)
 
     @property
     def is_connected(self) -> bool:
@@ -620,10 +617,16 @@ class StreamRepair:
             reason = IMPOSSIBLE.get((self.state, given), "no question with this result is open")
             raise RuntimeError(f"{self.state.value}: {given.value!r} cannot come: {reason}")
         if transition.state is not self.state:
-            self.state = transition.state
-            self.shown = SHOWN[transition.state]
-            self._row = TABLE[transition.state]
+            self._enter(transition.state)
         return transition.actions
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self.shown = SHOWN[state]
+        """What users see."""
+        self._row = TABLE[state]
+        self.stays_on_next = self._row.get(Input.NEXT) == _to(state)
+        """The next batch changes nothing: there is no need to `advance`."""
 
 
 # --- the drawing ----------------------------------------------------------------------------------

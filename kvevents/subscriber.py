@@ -25,7 +25,9 @@ from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits
 from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
-from kvevents.stream_state import Input, SourceState, State, StreamRepair
+from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
+
+_BATCHES_A_TURN = 64
 
 _DELAYS = (
     "patience_s",
@@ -118,12 +120,11 @@ class Subscriber:
         self._topic = None if topic is None else topic.encode()
         self._options = options or SubscriberOptions()
         self._context = context
-        self._work = WorkSlice(pacer or Pacer())
+        self._pacer = pacer or Pacer()
         self._counters = StreamCounters()
         self._delivery = Delivery(consumer, self._counters)
         self._stream = StreamRepair()
         self._silence = SilenceTimer(self._options.first_probe_s, self._options.max_probe_s)
-        self._last_message_at: float | None = None
         self._is_distrusted = False
         self._live: LiveStream | None = None
 
@@ -134,7 +135,7 @@ class Subscriber:
             replay_endpoint=self._replay_endpoint,
             state=self._delivery.shown,
             last_seq=self._delivery.tracker.last,
-            last_message_at=self._last_message_at,
+            last_message_at=self._delivery.last_message_at,
             publisher_id=self._delivery.tracker.publisher_id,
             **asdict(self._counters),
         )
@@ -201,7 +202,7 @@ class Subscriber:
             self._delivery,
             self._counters,
             replay or None,
-            self._work,
+            WorkSlice(self._pacer),
             self._silence,
             Backoff(options.first_retry_s, options.max_retry_s),
             options.patience_s,
@@ -219,31 +220,133 @@ class Subscriber:
         self._counters.connections += 1
         self._live = live
         await recovery.connected(live)
+        intake = _Intake(live, recovery, self._delivery, self._pacer)
         while self._stream.is_connected:
-            try:
-                batch = live.next()
-            except MalformedBatch as problem:
-                self._delivery.report(problem)
-                await self._work.breathe()
-                continue
-            if batch is not None:
-                await self._work.breathe()
-                self._last_message_at = monotonic()
-                await recovery.take(live, batch)
-            elif live.is_down:
+            has_all = intake.question is None and intake.take(await self._pacer.turn())
+            if intake.question is not None:
+                await intake.follow_up()
+            elif has_all and live.is_down:
                 self._enter(Input.DISCONNECTED)
             if self._is_distrusted and self._stream.is_connected:
-                self._is_distrusted = False
+                self._is_distrusted = has_all = False
                 await recovery.rebuild(live)
             # A live stream is looked at only after a silence, so not while batches wait.
-            if batch is None or self._stream.state is not State.LIVE:
-                await self._look_or_wait(live, recovery, is_silent=batch is None)
+            if has_all or self._stream.state is not State.LIVE:
+                await self._look_or_wait(recovery, live, intake if has_all else None)
 
-    async def _look_or_wait(self, live: LiveStream, recovery: Recovery, is_silent: bool) -> None:
+    async def _look_or_wait(
+        self, recovery: Recovery, live: LiveStream, idle: _Intake | None
+    ) -> None:
         left_s = self._silence.left_s
         if not self._stream.is_connected:
             return
         if left_s <= 0:
             await recovery.look(live)
-        elif is_silent:
-            await live.wait(min(left_s, self._options.max_probe_s))
+        elif idle is not None:
+            await idle.wait(min(left_s, self._options.max_probe_s))
+
+
+class _Intake:
+    """Hands on what one connection brings, a turn at a time.
+
+    While the subscriber's task has nothing else to do, batches go from the socket to the consumer
+    without it, in the event loop's own call: a task's switch would cost more than a small batch.
+
+    Args:
+        live: Where batches come from.
+        recovery: Where they go.
+        delivery: Where a message that is no batch is reported.
+        pacer: Shares the event loop.
+    """
+
+    def __init__(
+        self, live: LiveStream, recovery: Recovery, delivery: Delivery, pacer: Pacer
+    ) -> None:
+        self.question: Action | None = None
+        """What the last batch calls for; nothing is taken until it is followed up."""
+        self._live = live
+        self._recovery = recovery
+        self._delivery = delivery
+        self._pacer = pacer
+        self._failure: BaseException | None = None
+        self._is_waiting = self._is_queued = False
+
+    def take(self, ends_at: float) -> bool:
+        """Hand on what waits, for a turn; returns whether that was all.
+
+        Args:
+            ends_at: When the turn ends at the latest, on the monotonic clock.
+        """
+        live, recovery = self._live, self._recovery
+        has_any = has_all = False
+        for _ in range(_BATCHES_A_TURN):
+            try:
+                batch = live.next()
+            except MalformedBatch as problem:
+                self._delivery.report(problem)
+                continue
+            if batch is None:
+                has_all = True
+                break
+            self.question = recovery.take(live, batch)
+            if self.question is not None or monotonic() >= ends_at:
+                has_any = True
+                break
+            if not has_any and not live.has_more():
+                has_any = has_all = True
+                break
+            has_any = True
+        if has_any:
+            recovery.note_batches()
+        return has_all
+
+    async def follow_up(self) -> None:
+        """Do what the last batch calls for."""
+        question, self.question = self.question, None
+        await self._recovery.follow_up(self._live, question)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Hand on whatever comes, until something is to be done besides, or *timeout_s* is over."""
+        self._is_waiting = True
+        try:
+            await self._live.wait(timeout_s, self._on_readable)
+        finally:
+            self._is_waiting = False
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_readable(self) -> None:
+        # The signal may come again while a turn is waited for, and before the task has woken up.
+        if self._is_queued or self.question is not None or self._failure is not None:
+            return
+        now = monotonic()
+        ends_at = self._pacer.begin(now)
+        if ends_at:
+            self._work(now, ends_at)
+        else:
+            self._queue()
+
+    def _queue(self) -> None:
+        self._is_queued = True
+        self._pacer.call_in_turn(self._work_in_turn)
+
+    def _work_in_turn(self, ends_at: float) -> bool:
+        self._is_queued = False
+        if self._is_waiting:
+            self._work(monotonic(), ends_at)
+        return self._is_waiting
+
+    def _work(self, now: float, ends_at: float) -> None:
+        has_all = False
+        try:
+            while ends_at and not has_all and self.question is None:
+                has_all = self.take(ends_at)
+                before, now = now, monotonic()
+                self._pacer.end(now - before)
+                ends_at = self._pacer.begin(now)
+        except BaseException as error:  # noqa: BLE001 - raised again in the task
+            self._failure = error
+        if self.question is not None or self._failure is not None:
+            self._live.wake()
+        elif not has_all:
+            self._queue()

@@ -20,11 +20,12 @@ import zmq
 from async_timeout import timeout
 
 from kvevents.codec import encode
+from kvevents.delivery import Effect
 from kvevents.errors import EndpointError
 from kvevents.events import AllBlocksCleared, BlockStored, CacheLayout, EventBatch, GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.live import BacklogLimits
-from kvevents.messages import SNAPSHOT_START
+from kvevents.messages import SNAPSHOT_START, Batch
 from kvevents.pacing import Backoff, Pacer
 from kvevents.publisher import PublisherConfig, ZmqEventPublisher
 from kvevents.replay import ReplayLimits
@@ -276,6 +277,62 @@ async def test_another_topic_with_the_same_prefix_is_refused(
         statistics = subscriber.statistics()
     assert (statistics.malformed, statistics.restarts) == (1, 0)
     assert b"of another engine" not in [batch.payload for batch in notebook.batches]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [b"kv-events"],
+        [b"kv-events", seq_frame(3)],
+        [b"kv-events", b"", b""],
+        [b"kv-events", seq_frame(3), b"", b""],
+        [b"kv-events"] * 5000,
+    ],
+    ids=["one frame", "two frames", "empty frames", "four frames", "5,000 frames"],
+)
+async def test_messages_of_any_other_form_cost_the_next_batch_at_most(
+    odd: list[bytes], publisher: VllmPublisher, notebook: Notebook
+) -> None:
+    """The frames of a message are counted behind its third one; a short one takes the next along,
+    which the ring then brings."""
+    async with live(publisher, notebook) as subscriber:
+        publish(publisher, 3)
+        await until_live(subscriber, 2)
+        for _ in range(3):
+            publisher.send_raw(odd)
+            await until_live(subscriber, publish(publisher, 1))
+        assert 1 <= subscriber.statistics().malformed <= 3
+        # By now every frame is asked about.
+        before = subscriber.statistics()
+        publisher.send_raw(odd)
+        await until_live(subscriber, publish(publisher, 5))
+        after = subscriber.statistics()
+    assert notebook.seqs == list(range(11))
+    assert (after.gaps, after.malformed) == (before.gaps, before.malformed + 1)
+
+
+async def test_a_batch_reaches_the_consumer_without_a_task(publisher: VllmPublisher) -> None:
+    """A task's switch costs as much as a small batch does, and a pass of the loop."""
+
+    class Witness(Notebook):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tasks: list[asyncio.Task[Any] | None] = []
+
+        def apply(self, batch: Batch) -> Effect:
+            self.tasks.append(asyncio.current_task())
+            return super().apply(batch)
+
+    witness = Witness()
+    async with live(publisher, witness) as subscriber:
+        await until_live(subscriber, publish(publisher, 1))
+
+        def came_without_a_task() -> bool:
+            # Now and then the task is awake, to look at the tail.
+            publish(publisher, 1)
+            return None in witness.tasks
+
+        await until(came_without_a_task, "a batch outside a task", show=lambda: witness.tasks[-9:])
 
 
 def test_it_works_on_uvloop(publisher: VllmPublisher, notebook: Notebook) -> None:
@@ -1360,6 +1417,33 @@ async def test_the_turn_of_a_cancelled_task_goes_to_the_next() -> None:
     first.cancel()
     async with timeout(1):
         await second
+
+
+async def test_small_pieces_of_work_share_a_slice_and_the_loop_renews_it() -> None:
+    """A batch now and then needs no call of its own in every pass."""
+    pacer = Pacer(slice_s=1.0)
+    ends: list[float] = []
+    for _ in range(3):
+        assert pacer.begin(10.0) == pytest.approx(11.0 - 0.3 * len(ends))
+        pacer.end(0.3)
+        ends.append(pacer.begin(10.0))
+        await asyncio.sleep(0)
+    pacer.end(0.3)
+    assert pacer.begin(10.0) == 0.0
+    turns: list[str] = []
+
+    def work(name: str) -> bool:
+        turns.append(name)
+        return name != "idle"
+
+    for name in ("idle", "first", "second"):
+        pacer.call_in_turn(lambda _, name=name: work(name))
+    assert turns == []
+    await asyncio.sleep(0)
+    assert turns == ["idle", "first"]
+    await asyncio.sleep(0)
+    assert turns == ["idle", "first", "second"]
+    assert pacer.begin(10.0) == pytest.approx(11.0)
 
 
 def test_delays_double_up_to_their_cap_and_differ() -> None:
