@@ -461,6 +461,50 @@ async def test_with_a_dead_replica_no_request_fails_that_another_could_serve(
         assert (await router.metrics()).sum("kvroute_retries_total", replica=dead.name) >= 1
 
 
+@pytest.fixture(scope="module")
+def forgiving() -> Iterator[RouterProcess]:
+    """A router that may retry all its requests."""
+    with router_process({"server": {"retries": {"budget_burst": 100}}}) as started:
+        yield started
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"".join(b"x-%d: 1\r\n" % number for number in range(300)),
+        b"HTTP/1.1 999 Odd\r\n",
+        b"HTTP/1.1 099 Odd\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n",
+        b"HTTP/1.1 200 OK\r\n: no name\r\n",
+        b"nonsense\r\n",
+    ],
+    ids=["too many headers", "status 999", "status 99", "two lengths", "no name", "no HTTP"],
+)
+async def test_a_broken_head_with_its_body_in_one_segment_goes_to_another_replica(
+    forgiving: RouterProcess, head: bytes, stream: bool
+) -> None:
+    """The body is parsed in the same call as the head that is refused: the client got an empty
+    response, and no other replica was asked."""
+
+    async def broken(exchange: Exchange) -> None:
+        await exchange.send(head + b"content-length: 2\r\n\r\n{}")
+        await exchange.wait(asyncio.Event())
+
+    async with engines(2, has_events=True) as (bad, good), forgiving.serving(bad, good):
+        ids = prompt_ids(64, 5)
+        bad.store(ids)
+        await forgiving.until_applied(bad)
+        bad.behaviour = broken
+        body = {"model": bad.model, "prompt": [*ids, 1], "stream": stream}
+        found = await forgiving.post("/v1/completions", body)
+        assert (found.status, found.headers.get("x-kv-replica")) == (200, good.name), found
+        assert found.body.endswith(DONE) if stream else found.json["served_by"] == good.name
+        assert [len(stub.requests) for stub in (bad, good)] == [1, 1]
+        assert (await forgiving.replica(bad.name))["failed_requests"] == 1
+    forgiving.check_log()
+
+
 async def test_a_replica_is_back_within_one_health_interval_of_its_return(
     router: RouterProcess,
 ) -> None:
