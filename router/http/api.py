@@ -395,7 +395,9 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def overview_of_all() -> Response:
         names = parts.config.policy.name, parts.models.index_implementation
         under_way, short = parts.admission.under_way, parts.shortages.present()
-        return _json(overview(parts.fleet(), parts.request_log, *names, under_way, short))
+        tokenizers = parts.models.tokenizers()
+        view = overview(parts.fleet(), parts.request_log, *names, under_way, short, tokenizers)
+        return _json(view)
 
     @app.get(
         "/requests",

@@ -276,6 +276,7 @@ def overview(
     index: str,
     under_way: int,
     shortages: Sequence[str] = (),
+    tokenizers: Mapping[str, str] | None = None,
 ) -> Overview:
     """The router at a glance: what is wrong, the last minute, and of each replica what a person
     looks for first. Every open page asks for it once a second; all of `/replicas` would be a
@@ -288,6 +289,7 @@ def overview(
         index: The name of the index's implementation.
         under_way: Requests admitted and not ended.
         shortages: What the system refuses the router, in sentences.
+        tokenizers: What tokenises, by model.
     """
     now = time.time()
     disagreements = _by_replica(fleet.tokenizer_disagreements)
@@ -308,6 +310,7 @@ def overview(
         models=sorted({model for replica in fleet.replicas for model in replica.models})[
             :MAX_MODELS
         ],
+        tokenizers=dict(list((tokenizers or {}).items())[:MAX_MODELS]),
         tiers=sorted(
             {tier for replica in replicas for group in replica.groups for tier in group.blocks}
             | {"GPU"},

@@ -383,6 +383,9 @@ class Overview(View, frozen=True, kw_only=True):
     minute: LastMinute
     models: list[str]
     """The first hundred."""
+    tokenizers: dict[str, str]
+    """What tokenises the prompts of each configured model: `fastokens`, `tokenizers` with the
+    reason why it is not fastokens, or `replica`. The first hundred."""
     tiers: list[str]
     """That any replica has, the fastest first."""
     kinds: dict[str, str]

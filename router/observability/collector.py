@@ -320,7 +320,18 @@ def _tokenization_metrics(models: Mapping[str, TokenizationStatistics]) -> Itera
             for reason, count in found.unknown.items()
         ),
     )
-    caches = {(name,): found.local.cache for name, found in models.items() if found.local}
+    backends = {name: found.local.backend for name, found in models.items() if found.local}
+    yield _gauge(
+        "kvroute_tokenizer_info",
+        "Always 1; the library that tokenises in the router, and why if it is not fastokens.",
+        ("model", "library", "reason"),
+        (((name, found.name, found.reason or ""), 1) for name, found in backends.items()),
+    )
+    caches = {
+        (name,): found.local.cache
+        for name, found in models.items()
+        if found.local and found.local.cache
+    }
     yield _counter(
         "kvroute_token_cache_hits",
         "Pieces of text whose token ids were cached.",

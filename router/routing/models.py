@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from router.config import ModelConfig
+from router.config.schema import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.index import (
     IndexImplementation,
@@ -28,6 +30,8 @@ from router.tokenize import (
     Tokenization,
     read_model_files,
 )
+
+logger = logging.getLogger(__name__)
 
 FetchForModel: TypeAlias = Callable[[Sequence[str], str, bytes], Awaitable[tuple[int, bytes]]]
 """`(names, path, body) -> (status, body)`: asks some replica that serves the model by one of its
@@ -179,6 +183,18 @@ class ModelSet:
         """Which kind of index all of them have."""
         return self._indexes.name
 
+    def tokenizers(self) -> dict[str, str]:
+        """What tokenises the prompts of each configured model."""
+        tokenizers = {
+            name: model.tokenization.local
+            for name, model in self._models.items()
+            if name in self._configured
+        }
+        return {
+            name: str(local.backend) if local else TOKENIZER_AT_REPLICA
+            for name, local in tokenizers.items()
+        }
+
     def index_statistics(self) -> dict[SourceId, SourceStatistics]:
         """The blocks of every source, over all models."""
         return {
@@ -200,6 +216,8 @@ class ModelSet:
             )
         except ModelFilesError as error:
             return ConfigProblem(f"models[{index}]", str(error))
+        if tokenization.local is not None:
+            logger.info("model %s: tokenised by %s", config.name, tokenization.local.backend)
         hints = config.layout.to_hints()
         self._models[config.name] = Model(
             config.name, tokenization, config.aliases, hints, self._indexes.create()

@@ -41,7 +41,7 @@ from router.tokenize.errors import (
 )
 from router.tokenize.limits import PromptLimits
 from router.tokenize.local.cache import SegmentCacheStatistics
-from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer
+from router.tokenize.local.tokenizer import LocalStatistics, LocalTokenizer, TokenizerBackend
 from router.tokenize.model_files import ModelFiles, read_model_files
 from router.tokenize.processes import LargeWork
 from router.tokenize.prompts import (
@@ -87,6 +87,7 @@ __all__ = [
     "TokenizationStatistics",
     "TokenizeError",
     "TokenizedPrompt",
+    "TokenizerBackend",
     "Truncation",
     "UntokenizableError",
     "parse_request",

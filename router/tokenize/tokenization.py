@@ -41,6 +41,8 @@ _Outcome: TypeAlias = tuple[TokenIds, Coverage] | UntokenizableError
 # or would cost too much.
 _FINAL_REASONS = frozenset(("random_model", "media", "prompt_too_long", "harmony", "busy"))
 
+_START_S = 60.0
+
 # Messages and prompts to prepare in the event loop: a template takes some 7 us a message, however
 # short.
 _INLINE_ITEMS = 256
@@ -85,13 +87,16 @@ class Tokenization:
             max_threads: Tokenizers that run at once beside the event loop.
             max_waiting: Requests that may be in a thread or wait for one; beyond
                 that, ids stay unknown.
-            inline_chars: Characters to tokenise in the event loop, some 0.5 ms; above that a thread
-                does it.
+            inline_chars: Characters that the tokenizers library may tokenise in the event loop,
+                some 0.5 ms, and as much work for fastokens; above that a thread does it.
             inline_body_bytes: Size of a body up to which templates are rendered in the event loop.
         """
         self._local = local
         self._remote = remote
-        self._threads = _Threads(max_threads, max_waiting)
+        is_native = local is not None and local.backend.name == "fastokens"
+        self._threads = _Threads(
+            max_threads, max_waiting, local.warm_thread if local and is_native else None
+        )
         self._inline_chars = inline_chars
         self._inline_body_bytes = inline_body_bytes
         self._prompts: Counter[Coverage] = Counter()
@@ -145,15 +150,15 @@ class Tokenization:
                 lambda: [self._prepare(prompt, spec.cache_salt) for prompt in spec.prompts],
                 is_small=self._is_small(spec),
             )
-            missing = sum(
-                attempt.missing_chars for attempt in attempts if isinstance(attempt, PreparedPrompt)
+            slow_chars = sum(
+                attempt.slow_chars for attempt in attempts if isinstance(attempt, PreparedPrompt)
             )
             return await self._run(
                 lambda: [
                     self._finish(prompt, attempt)
                     for prompt, attempt in zip(spec.prompts, attempts, strict=True)
                 ],
-                is_small=missing <= self._inline_chars,
+                is_small=slow_chars <= self._inline_chars,
             )
         except UntokenizableError as error:
             return [error] * len(spec.prompts)
@@ -231,10 +236,23 @@ class Tokenization:
 
 
 class _Threads:
-    """A few threads and a bounded queue before them."""
+    """A few threads and a bounded queue before them.
 
-    def __init__(self, max_threads: int, max_waiting: int) -> None:
-        self._executor = ThreadPoolExecutor(max_threads, thread_name_prefix="tokenize")
+    Args:
+        max_threads: How many.
+        max_waiting: The bound.
+        warm: Done at once in each thread; None starts them when they are needed.
+    """
+
+    def __init__(self, max_threads: int, max_waiting: int, warm: Callable[[], None] | None) -> None:
+        self._executor = ThreadPoolExecutor(
+            max_threads, thread_name_prefix="tokenize", initializer=warm
+        )
+        if warm is not None:
+            # A thread that waits for the others takes no second job: so each of them starts.
+            all_started = threading.Barrier(max_threads, timeout=_START_S)
+            for _ in range(max_threads):
+                self._executor.submit(all_started.wait)
         self._max_waiting = max_waiting
         self._lock = threading.Lock()
         self.waiting = 0

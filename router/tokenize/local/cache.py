@@ -1,13 +1,23 @@
-"""Token ids of text segments, kept for the next turn of the conversation; LRU eviction."""
+"""The tokenizers library behind a cache: the token ids of a text's segments are kept for the next
+turn of the conversation; LRU eviction.
+
+For the tokenizers that `native.py` does not take. There a whole conversation takes less time than
+looking up its segments would.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
+from router.tokenize.local.backend import encode_all
+from router.tokenize.local.segments import Segmenter
 from router.tokenize.prompts import TokenIds
 
 # Salt and text. The salt keeps tenants apart: the time a response takes must not tell one of them
@@ -96,3 +106,81 @@ class SegmentCache:
 
 def _entry_bytes(key: SegmentKey, ids: TokenIds) -> int:
     return sys.getsizeof(key[1]) + ids.itemsize * len(ids) + _ENTRY_OVERHEAD_BYTES
+
+
+# --- tokenising -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A text, cut and looked up."""
+
+    keys: list[SegmentKey] = field(repr=False)
+    """Salt and text of every segment."""
+    found: list[TokenIds | None] = field(repr=False)
+    """Their ids; None where the tokenizer has to run."""
+    missing_chars: int
+    """Characters of those segments."""
+
+
+class SegmentedTokenizer:
+    """Tokenises the segments that are new. Safe to use from several threads.
+
+    Args:
+        backend: The library's tokenizer.
+        segmenter: Cuts the texts; None leaves them whole.
+        max_bytes: Bound on the memory of the cache.
+    """
+
+    def __init__(self, backend: Tokenizer, segmenter: Segmenter | None, max_bytes: int) -> None:
+        self._backend = backend
+        self._segmenter = segmenter
+        self._cache = SegmentCache(max_bytes)
+
+    def look_up(self, text: str, salt: str | None) -> LookedUp:
+        """Cut a text and look its segments up.
+
+        Args:
+            text: Any text.
+            salt: Only equal salts share segments.
+        """
+        segments = [text] if self._segmenter is None else self._segmenter.split(text)
+        keys: list[SegmentKey] = [(salt, segment) for segment in segments]
+        found = self._cache.get_all(keys)
+        missing = sum(len(key[1]) for key, ids in zip(keys, found, strict=True) if ids is None)
+        return LookedUp(keys, found, missing)
+
+    def join(self, text: LookedUp) -> tuple[TokenIds, int]:
+        """Return the ids of the text, and how many characters the tokenizer ran over.
+
+        Raises:
+            UntokenizableError: See `encode_all`.
+        """
+        missing = dict.fromkeys(
+            key for key, ids in zip(text.keys, text.found, strict=True) if ids is None
+        )
+        # While this prompt waited for a thread, another one may have done its work.
+        new = self._cache.peek_all(missing)
+        rest = [key for key in missing if key not in new]
+        if rest:
+            texts = [segment for _, segment in rest]
+            encoded = encode_all(self._backend, texts, add_special_tokens=False)
+            for key, ids in zip(rest, encoded, strict=True):
+                self._cache.put(key, ids)
+                new[key] = ids
+        joined = array("I")
+        for key, known in zip(text.keys, text.found, strict=True):
+            joined.extend(new[key] if known is None else known)
+        return joined, sum(len(segment) for _, segment in rest)
+
+    def encode_whole(self, text: str) -> TokenIds:
+        """Return the ids of a text and of the special tokens that the library puts around it.
+
+        Raises:
+            UntokenizableError: See `encode_all`.
+        """
+        return encode_all(self._backend, [text], add_special_tokens=True)[0]
+
+    def statistics(self) -> SegmentCacheStatistics:
+        """Return a snapshot of the cache's counts."""
+        return self._cache.statistics()

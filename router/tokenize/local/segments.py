@@ -160,11 +160,15 @@ class Segmenter:
         self.anchors = frozenset(anchors)
         self._matcher: re.Pattern[str] = compile_matcher(matched)
 
-    def split(self, text: str) -> list[str]:
-        """Cut a text into its segments; an empty text has none."""
-        starts = [
+    def starts(self, text: str) -> list[int]:
+        """Where anchors stand."""
+        return [
             match.start() for match in self._matcher.finditer(text) if match.group() in self.anchors
         ]
+
+    def split(self, text: str) -> list[str]:
+        """Cut a text into its segments; an empty text has none."""
+        starts = self.starts(text)
         if starts[:1] != [0]:
             starts.insert(0, 0)
         ends = [*starts[1:], len(text)]

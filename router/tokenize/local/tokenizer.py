@@ -1,5 +1,5 @@
-"""Tokenisation in the router: the tokenizers library, a cache by segment, and the model's chat
-template.
+"""Tokenisation in the router: the model's chat template, and fastokens, or else the tokenizers
+library behind a cache.
 
 Nothing here waits for anything: `prepare` and `finish` are functions of the prompt and the
 cache, safe to call from any thread. `finish` is where the tokenizer runs, and it runs without the
@@ -10,65 +10,83 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal, NamedTuple
 
 import msgspec
+from tokenizers import Tokenizer
 
 from router.tokenize.chat.renderer import ChatRenderer, ChatSettings
 from router.tokenize.errors import ModelFilesError, UntokenizableError
 from router.tokenize.limits import PromptLimits
-from router.tokenize.local.backend import build_backend, encode_all, find_ends
-from router.tokenize.local.cache import SegmentCache, SegmentCacheStatistics, SegmentKey
+from router.tokenize.local.backend import build_backend, find_ends
+from router.tokenize.local.cache import LookedUp, SegmentCacheStatistics, SegmentedTokenizer
+from router.tokenize.local.native import NativeTokenizer, load_native
 from router.tokenize.local.segments import TokenizerRules, choose_segmenter, read_rules
 from router.tokenize.model_files import ModelFiles
 from router.tokenize.prompts import ChatPrompt, Coverage, TextPrompt, TokenIds
 from router.tokenize.truncation import truncate
 
 _DEFAULT_CACHE_BYTES = 256 * 1024 * 1024
+# Of fastokens on real text; at least 8 on any.
+_NATIVE_SPEEDUP = 48
+
+
+class TokenizerBackend(NamedTuple):
+    """What tokenises a model's prompts."""
+
+    name: Literal["fastokens", "tokenizers"]
+    """The library."""
+    reason: str | None
+    """Why it is not fastokens, in a word of a small fixed set; None where it is."""
+
+    def __str__(self) -> str:
+        return self.name if self.reason is None else f"{self.name} ({self.reason})"
 
 
 @dataclass(frozen=True)
 class LocalStatistics:
     """Counts since the start."""
 
+    backend: TokenizerBackend
+    """What tokenises."""
     prompts: int
     """Prompts tokenised."""
     tokens: int
     """Token ids returned for them."""
     whole_prompts: int
-    """Prompts tokenised at once because the tokenizer's rules forbid cutting."""
+    """Prompts that no cache could help with: the tokenizer's rules forbid cutting texts."""
     obstacle: str | None
-    """Why they do; None where texts are cut."""
+    """Why they do; None where texts are cut, or need not be."""
     refused: Mapping[str, int]
     """Prompts whose text or ids cannot be known here, by reason."""
     prepare_s: float
-    """Seconds in chat templates, in cutting and in looking up."""
+    """Seconds in chat templates, and in looking up in the cache."""
     encode_s: float
     """Seconds in the tokenizer, summed over threads."""
     encoded_chars: int
     """Characters that the tokenizer ran over; the others came from the cache."""
-    cache: SegmentCacheStatistics
-    """The segment cache."""
+    cache: SegmentCacheStatistics | None
+    """The segment cache; None where fastokens does without."""
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt as text, cut and looked up."""
+    """A prompt as text."""
 
     prompt: TextPrompt | ChatPrompt
     """Where it came from."""
-    keys: list[SegmentKey] = field(repr=False)
-    """Salt and text of every segment."""
-    found: list[TokenIds | None] = field(repr=False)
-    """Their ids; None where the tokenizer has to run."""
-    missing_chars: int
-    """Characters of those segments."""
+    text: str = field(repr=False)
+    """What to tokenise."""
     coverage: Coverage
-    """What the ids of all segments cover."""
+    """What its ids cover."""
+    looked_up: LookedUp | None
+    """What the segment cache knows of it; None where fastokens does it."""
+    slow_chars: int
+    """What `finish` costs, in characters that the tokenizers library has to run over."""
 
 
 class LocalTokenizer:
@@ -80,31 +98,54 @@ class LocalTokenizer:
         *,
         chat: ChatSettings | None = None,
         limits: PromptLimits | None = None,
+        use_native: bool = True,
         cache_bytes: int = _DEFAULT_CACHE_BYTES,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Load everything and decide, once, whether texts may be cut.
+        """Load everything and decide, once, how to tokenise.
 
         Args:
             files: The model's files.
             chat: How the engine's server renders chats.
             limits: Bounds on a prompt.
-            cache_bytes: Bound on the memory of the segment cache.
+            use_native: Tokenise by fastokens where that is right.
+            cache_bytes: Bound on the memory of the segment cache where it is not.
             now: Clock for templates that write the date.
         Raises:
             ModelFilesError: The tokenizer or a template cannot be used.
         """
         self._limits = limits or PromptLimits()
-        self._backend = build_backend(files)
+        backend = build_backend(files)
         self._rules = _rules_of(files)
-        self._ends = find_ends(self._backend)
-        self._segmenter, self._obstacle = choose_segmenter(self._backend, self._rules)
+        self._ends = find_ends(backend)
+        self._segmenter, self._obstacle = choose_segmenter(backend, self._rules)
+        native = self._load_native(backend) if use_native else "not_wanted"
+        self._native: NativeTokenizer | None = None
+        self._library: SegmentedTokenizer | None = None
+        self._why_not_native: str | None = None
+        if isinstance(native, str):
+            self._why_not_native = native
+            self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
+        else:
+            self._native, self._obstacle = native, None
+        self.warm_thread()
         self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
-        self._cache = SegmentCache(cache_bytes)
         self._counts = _Counts()
 
+    @property
+    def backend(self) -> TokenizerBackend:
+        """What tokenises."""
+        return TokenizerBackend(
+            "tokenizers" if self._native is None else "fastokens", self._why_not_native
+        )
+
+    def warm_thread(self) -> None:
+        """Do what takes longer for a thread's first text than for all others."""
+        if self._native is not None:
+            self._native.encode("a")
+
     def prepare(self, prompt: TextPrompt | ChatPrompt, cache_salt: str | None) -> PreparedPrompt:
-        """Render, cut and look up.
+        """Render, and look up.
 
         Args:
             prompt: Text or a chat; a chat is rendered by the model's template.
@@ -115,36 +156,39 @@ class LocalTokenizer:
         start = time.perf_counter()
         try:
             text, coverage = self._text(prompt)
-            segments = self._cut(text, prompt, coverage)
         except UntokenizableError as error:
             self._counts.refuse(error.reason)
             raise
-        keys: list[SegmentKey] = [(cache_salt, segment) for segment in segments]
-        found = self._cache.get_all(keys)
-        missing_chars = sum(
-            len(key[1]) for key, ids in zip(keys, found, strict=True) if ids is None
-        )
+        looked_up = self._library.look_up(text, cache_salt) if self._library else None
+        slow_chars = looked_up.missing_chars if looked_up else len(text) // _NATIVE_SPEEDUP
         self._counts.add_preparation(time.perf_counter() - start)
-        return PreparedPrompt(prompt, keys, found, missing_chars, coverage)
+        return PreparedPrompt(prompt, text, coverage, looked_up, slow_chars)
 
     def finish(self, prepared: PreparedPrompt) -> TokenIds:
-        """Run the tokenizer where it has to run, and put the ids together.
+        """Run the tokenizer, and put the ids together.
 
         Raises:
             UntokenizableError: There are too many ids.
         """
         prompt = prepared.prompt
-        ids = self._by_library(prepared) if self._needs_library(prepared) else self._join(prepared)
+        start = time.perf_counter()
+        ids, chars = self._encode(prepared)
+        self._counts.add_encoding(time.perf_counter() - start, chars)
         ids = truncate(ids, prompt.truncation, self._ends if prompt.add_special_tokens else None)
         if len(ids) > self._limits.max_prompt_tokens:
             self._counts.refuse("prompt_too_long")
             raise UntokenizableError("prompt_too_long")
-        self._counts.add_prompt(len(ids), is_whole=self._segmenter is None)
+        self._counts.add_prompt(len(ids), is_whole=self._obstacle is not None)
         return ids
 
     def statistics(self) -> LocalStatistics:
         """Return a snapshot of the counts."""
-        return self._counts.snapshot(self._obstacle, self._cache.statistics())
+        cache = self._library.statistics() if self._library else None
+        return self._counts.snapshot(self.backend, self._obstacle, cache)
+
+    def _load_native(self, backend: Tokenizer) -> NativeTokenizer | str:
+        # Where special tokens depend on the text, only the library knows them.
+        return "special_tokens" if self._ends is None else load_native(backend)
 
     def _text(self, prompt: TextPrompt | ChatPrompt) -> tuple[str, Coverage]:
         if self._rules.is_random:
@@ -152,60 +196,29 @@ class LocalTokenizer:
         if isinstance(prompt, TextPrompt):
             return prompt.text, Coverage.WHOLE
         chat = self._renderer.render(prompt)
-        return chat.text, Coverage.PREFIX if chat.is_prefix else Coverage.WHOLE
+        if not chat.is_prefix:
+            return chat.text, Coverage.WHOLE
+        return self._certain_part(chat.text, prompt), Coverage.PREFIX
 
-    def _cut(self, text: str, prompt: TextPrompt | ChatPrompt, coverage: Coverage) -> list[str]:
-        segments = [text] if self._segmenter is None else self._segmenter.split(text)
-        if coverage is Coverage.WHOLE:
-            return segments
-        # What follows the text is unknown: it may change the ids of the last segment, and what a
-        # truncation keeps.
-        segments = segments[:-1]
-        if not segments or prompt.truncation is not None or prompt.add_special_tokens:
+    def _certain_part(self, text: str, prompt: ChatPrompt) -> str:
+        """What follows the text is unknown: it may change the ids behind the last anchor, and what
+        a truncation keeps."""
+        starts = self._segmenter.starts(text) if self._segmenter else []
+        if not starts or not starts[-1] or prompt.truncation or prompt.add_special_tokens:
             raise UntokenizableError("media")
-        return segments
+        return text[: starts[-1]]
 
-    def _needs_library(self, prepared: PreparedPrompt) -> bool:
-        """Whether special tokens are to be added by a rule that only the library knows."""
-        return prepared.prompt.add_special_tokens and self._ends is None
-
-    def _by_library(self, prepared: PreparedPrompt) -> TokenIds:
-        text = "".join(text for _, text in prepared.keys)
-        return self._timed_encode([text], add_special_tokens=True)[0]
-
-    def _join(self, prepared: PreparedPrompt) -> TokenIds:
-        found = self._fill_in(prepared)
-        ids = array("I")
-        for segment_ids in found:
-            ids.extend(segment_ids)
-        return self._ends.around(ids) if prepared.prompt.add_special_tokens and self._ends else ids
-
-    def _fill_in(self, prepared: PreparedPrompt) -> list[TokenIds]:
-        """Return the ids of all segments, running the tokenizer once over every missing text."""
-        missing = dict.fromkeys(
-            key for key, ids in zip(prepared.keys, prepared.found, strict=True) if ids is None
-        )
-        if not missing:
-            return [ids for ids in prepared.found if ids is not None]
-        # While this prompt waited for a thread, another one may have done its work.
-        again = self._cache.peek_all(missing)
-        rest = [key for key in missing if key not in again]
-        encoded = self._timed_encode([text for _, text in rest], add_special_tokens=False)
-        for key, ids in zip(rest, encoded, strict=True):
-            self._cache.put(key, ids)
-        new = {**again, **dict(zip(rest, encoded, strict=True))}
-        return [
-            new[key] if ids is None else ids
-            for key, ids in zip(prepared.keys, prepared.found, strict=True)
-        ]
-
-    def _timed_encode(self, texts: list[str], *, add_special_tokens: bool) -> list[TokenIds]:
-        start = time.perf_counter()
-        encoded = (
-            encode_all(self._backend, texts, add_special_tokens=add_special_tokens) if texts else []
-        )
-        self._counts.add_encoding(time.perf_counter() - start, sum(map(len, texts)))
-        return encoded
+    def _encode(self, prepared: PreparedPrompt) -> tuple[TokenIds, int]:
+        """The ids, and how many characters the tokenizer ran over."""
+        adds_special_tokens = prepared.prompt.add_special_tokens
+        if prepared.looked_up is None or self._library is None:
+            assert self._native is not None
+            ids, chars = self._native.encode(prepared.text), len(prepared.text)
+        elif adds_special_tokens and self._ends is None:
+            return self._library.encode_whole(prepared.text), len(prepared.text)
+        else:
+            ids, chars = self._library.join(prepared.looked_up)
+        return self._ends.around(ids) if adds_special_tokens and self._ends else ids, chars
 
 
 def _rules_of(files: ModelFiles) -> TokenizerRules:
@@ -249,9 +262,12 @@ class _Counts:
             self._tokens += tokens
             self._whole_prompts += is_whole
 
-    def snapshot(self, obstacle: str | None, cache: SegmentCacheStatistics) -> LocalStatistics:
+    def snapshot(
+        self, backend: TokenizerBackend, obstacle: str | None, cache: SegmentCacheStatistics | None
+    ) -> LocalStatistics:
         with self._lock:
             return LocalStatistics(
+                backend=backend,
                 prompts=self._prompts,
                 tokens=self._tokens,
                 whole_prompts=self._whole_prompts,

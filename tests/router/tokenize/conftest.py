@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,18 @@ def _qwen() -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece_bpe() -> Tokenizer:
+def _sentencepiece_bpe(alphabet: str = string.printable) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=pieces, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        special_tokens=pieces,
+        initial_alphabet=list(alphabet),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([word for line in _CORPUS for word in line.split()], trainer)
     return tokenizer
 
@@ -123,6 +129,11 @@ def _with_llama2_tokens(tokenizer: Tokenizer) -> Tokenizer:
 
 def _llama2() -> Tokenizer:
     return _with_llama2_tokens(_sentencepiece_bpe())
+
+
+def _llama2_with_gaps() -> Tokenizer:
+    """Without some letters: `<` is written as a byte."""
+    return _with_llama2_tokens(_sentencepiece_bpe(""))
 
 
 def _mistral() -> Tokenizer:
@@ -232,6 +243,7 @@ _BUILDERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": _gpt2,
     "qwen": _qwen,
     "llama2": _llama2,
+    "llama2_with_gaps": _llama2_with_gaps,
     "mistral": _mistral,
     "unigram": _unigram,
     "bert": _bert,
@@ -266,9 +278,10 @@ def tokenizer(
 def local_of() -> Callable[..., LocalTokenizer]:
     """Wrap a library tokenizer, with options for ModelFiles as keywords."""
 
-    def wrap(tokenizer: Tokenizer, **files: Any) -> LocalTokenizer:
+    def wrap(tokenizer: Tokenizer, *, use_native: bool = True, **files: Any) -> LocalTokenizer:
         return LocalTokenizer(
-            ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode(), **files)
+            ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode(), **files),
+            use_native=use_native,
         )
 
     return wrap

@@ -524,7 +524,7 @@ async def test_after_closing_small_work_is_still_done_and_large_work_is_not(
     """Requests that run out during a shutdown still get an answer."""
     tokenization = Tokenization(local=local, inline_chars=100)
     tokenization.close()
-    small, large = ({"prompt": "text"}, {"prompt": "text " * 100})
+    small, large = ({"prompt": "text"}, {"prompt": "text " * 2000})
     assert (await tokenization.tokenize(_spec(Endpoint.COMPLETIONS, small)))[0].exact
     assert (await tokenization.tokenize(_spec(Endpoint.COMPLETIONS, large)))[0].reason == "busy"
 
@@ -534,7 +534,9 @@ async def test_threads_share_one_cache(build_tokenizer: _TokenizerOf) -> None:
     tokenizer = build_tokenizer("qwen")
     files = ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode())
     tokenization = Tokenization(
-        local=LocalTokenizer(files, cache_bytes=3000), max_threads=4, inline_chars=0
+        local=LocalTokenizer(files, use_native=False, cache_bytes=3000),
+        max_threads=4,
+        inline_chars=0,
     )
     texts = ["".join(f"<|im_start|>{turn}{name}" for turn in range(30)) for name in "abcdefgh"] * 5
     results = await asyncio.gather(

@@ -31,9 +31,11 @@ def _ids(local: LocalTokenizer, prompt: TextPrompt, salt: str | None = None) -> 
     return local.finish(local.prepare(prompt, salt))
 
 
-@pytest.fixture(scope="module")
-def local(tokenizer: Tokenizer, local_of: Callable[..., LocalTokenizer]) -> LocalTokenizer:
-    return local_of(tokenizer)
+@pytest.fixture(scope="module", params=["native", "library"])
+def local(
+    request: pytest.FixtureRequest, tokenizer: Tokenizer, local_of: Callable[..., LocalTokenizer]
+) -> LocalTokenizer:
+    return local_of(tokenizer, use_native=request.param == "native")
 
 
 @_SETTINGS
@@ -56,7 +58,7 @@ def test_first_and_repeated_answers_are_the_library_s(
 def chat_local(
     build_tokenizer: Callable[[str], Tokenizer], local_of: Callable[..., LocalTokenizer]
 ) -> LocalTokenizer:
-    return local_of(build_tokenizer("qwen"))
+    return local_of(build_tokenizer("qwen"), use_native=False)
 
 
 def _conversation(turns: int) -> str:
@@ -104,15 +106,23 @@ def test_a_cache_too_small_changes_nothing_but_the_time(
     tokenizer = build_tokenizer("qwen")
     files = ModelFiles(path="test", tokenizer_json=tokenizer.to_str().encode())
     for cache_bytes in (0, 1000, 2000):
-        local = LocalTokenizer(files, cache_bytes=cache_bytes)
+        local = LocalTokenizer(files, use_native=False, cache_bytes=cache_bytes)
         text = _conversation(30)
         for _ in range(2):
             assert _ids(local, TextPrompt(text)).tolist() == tokenizer.encode(text).ids
-        assert local.statistics().cache.held_bytes <= cache_bytes
+        cache = local.statistics().cache
+        assert cache is not None
+        assert cache.held_bytes <= cache_bytes
 
 
-def test_a_million_tokens_are_tokenised_and_counted(chat_local: LocalTokenizer) -> None:
+@pytest.mark.parametrize("use_native", [True, False])
+def test_a_million_tokens_are_tokenised_and_counted(
+    build_tokenizer: Callable[[str], Tokenizer],
+    local_of: Callable[..., LocalTokenizer],
+    use_native: bool,
+) -> None:
     """The longest contexts that models have."""
+    chat_local = local_of(build_tokenizer("qwen"), use_native=use_native)
     text = (
         "".join(f"<|im_start|>user\n{turn}{' the quick' * 1000}<|im_end|>\n" for turn in range(260))
         * 2
