@@ -17,7 +17,7 @@ The files; each imports only what is listed above it:
     service.py       all parts wired; what follows when replicas change
     http/            every line that knows ASGI, FastAPI or uvicorn
     serve.py         the ASGI application, uvicorn, signals, logging
-    recordings/      recorded streams: format, capture, replay
+    recordings.py    recorded streams: the format, and how well the index predicts one
     demo/            small engines behind a real router, and what it gains
     cli/             kvroute
 """

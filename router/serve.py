@@ -28,7 +28,7 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.http.access import Guard, Scope
 from router.http.access_log import logged
-from router.http.api import ApiParts, create_api
+from router.http.api import create_api
 from router.http.connection_guard import (
     OUT_OF_MEMORY,
     ClientLimits,
@@ -38,6 +38,7 @@ from router.http.connection_guard import (
 )
 from router.http.gateway import Gateway, Receive, Send
 from router.http.proxied_paths import ProxiedPaths
+from router.http.responses import ApiParts
 from router.index import IndexImplementation
 from router.routing.admission import Admission
 from router.service import RouterService

@@ -44,9 +44,8 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
-from router.routing.replica_tokenizers import ReplicaTokenizers
+from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
-from router.routing.tokenizer_check import TokenizerCheck
 from router.scoring import PolicySettings, make_policy
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError

@@ -1,7 +1,7 @@
 """What happens at one cache, as it happens, for whoever records it: batches as they are applied,
 prompts as they are sent there, and what the engine then reports of them.
 
-Nothing is kept without a listener. The lines are those of `router/recordings/format.py`.
+Nothing is kept without a listener. The lines are those of `router/recordings.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
 MAX_FUNCTION_LINES = 50
-MAX_SINGLE_IMPORTERS = 24
+MAX_SINGLE_IMPORTERS = 15
 """Modules of `router` that only one other module imports."""
 
 

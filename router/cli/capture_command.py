@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import msgspec
+
+from kvevents.delivery import Effect
+from kvevents.errors import KVEventsError
+from kvevents.messages import Batch
+from kvevents.stream_state import SourceState
+from kvevents.subscriber import Subscriber
 from router.cli.running_router import OPERATOR_KEY_VARIABLE, QueryFailed, RunningRouter
 from router.http.views import ReplicaList
-from router.recordings.capture import (
-    Captured,
-    CaptureLimits,
-    StreamAddress,
-    capture,
-    capture_lines,
-)
+from router.recordings import Header, RecordingError, RecordingWriter
 from router.upstream import Timeouts
 
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=30)
 """A router sends a line every second, however quiet its engine is."""
+_PATIENCE_S = 2.0
+"""After which it is said that nobody listens at the address."""
 
 
 def add_to(commands: Any) -> None:
@@ -131,3 +137,231 @@ async def _only_replica(router: RunningRouter) -> str:
 
 def _say(text: str) -> None:
     print(f"capture: {text}", file=sys.stderr)
+
+
+# --- the recording itself -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """When to stop; None: no limit."""
+
+    batches: int | None = None
+    queries: int | None = None
+    """That the engine has reported on."""
+    seconds: float | None = None
+
+    def are_reached(self, captured: Captured) -> bool:
+        """Whether what was captured is enough."""
+        return (self.batches is not None and captured.batches >= self.batches) or (
+            self.queries is not None and captured.queries >= self.queries
+        )
+
+
+@dataclass(slots=True)
+class Captured:
+    """What was recorded."""
+
+    batches: int = 0
+    queries: int = 0
+    """That the engine has reported on."""
+    problem: str | None = None
+    """Why there are no batches, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAddress:
+    """Where an engine publishes."""
+
+    endpoint: str
+    """Its PUB address."""
+    replay_endpoint: str | None = None
+    """Its ROUTER address; with it the recording starts with every batch the engine can replay."""
+    topic: str | None = None
+    """The topic to subscribe to; None takes every topic."""
+
+
+class _Output:
+    """The file, made with its first line: an error leaves none behind, nor does it cost what was
+    there before.
+
+    Args:
+        path: Where to write.
+        header: The first line; None: it comes with the others.
+    Raises:
+        RecordingError: Nothing can be written there.
+    """
+
+    def __init__(self, path: Path, header: Header | None) -> None:
+        is_new = not path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise RecordingError(f"{path}: {error.strerror}") from None
+        if is_new:
+            path.unlink()
+        self._path = path
+        self._header = header
+        self._writer: RecordingWriter | None = None
+
+    @property
+    def writer(self) -> RecordingWriter:
+        if self._writer is None:
+            self._writer = RecordingWriter(self._path, self._header)
+        return self._writer
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(kind, error, traceback)
+
+
+class _Recorder:
+    """The consumer of the subscriber: writes every batch to the file, unchanged."""
+
+    def __init__(
+        self,
+        output: _Output,
+        limits: CaptureLimits,
+        progress: Callable[[str], None],
+        done: asyncio.Event,
+    ) -> None:
+        self.captured = Captured()
+        self.done = done
+        self._output = output
+        self._limits = limits
+        self._progress = progress
+
+    def apply(self, batch: Batch) -> Effect:
+        self._output.writer.frame(batch.payload)
+        self.captured.batches += 1
+        if self._limits.are_reached(self.captured):
+            self.done.set()
+        if self.captured.batches % 100 == 0:
+            self._progress(f"{self.captured.batches} batches")
+        return Effect.KEPT
+
+    def clear(self, reason: str) -> None:
+        # A recording is the stream of one process. What follows a restart would be another one.
+        if self.captured.batches:
+            self._progress(f"the publisher started again ({reason}): the recording ends here")
+            self.done.set()
+
+    def change(self, state: SourceState) -> None:
+        self._progress(state.value)
+
+    def report(self, problem: KVEventsError) -> None:
+        self._progress(f"refused: {problem}")
+
+
+async def capture(
+    address: StreamAddress,
+    limits: CaptureLimits,
+    output: Path,
+    progress: Callable[[str], None],
+    done: asyncio.Event | None = None,
+) -> Captured:
+    """Record an engine's stream until a limit is reached or *done* is set.
+
+    Args:
+        address: What to record.
+        limits: When to stop.
+        output: The file to write; compressed where it ends in `.gz`. There is none without a batch.
+        progress: Takes a line for people now and then.
+        done: Ends the recording; None leaves that to the limits.
+    Raises:
+        EndpointError: A socket cannot connect to such an address.
+        RecordingError: The file cannot be written.
+    """
+    header = Header(name=output.name.split(".")[0], source="captured by kvroute")
+    with _Output(output, header) as file:
+        recorder = _Recorder(file, limits, progress, done or asyncio.Event())
+        subscriber = Subscriber(
+            address.endpoint, recorder, replay_endpoint=address.replay_endpoint, topic=address.topic
+        )
+        following = asyncio.create_task(subscriber.run(), name="capture")
+        limit = asyncio.create_task(recorder.done.wait(), name="capture limit")
+        silence = asyncio.create_task(_report_silence(subscriber, progress), name="capture silence")
+        try:
+            await asyncio.wait(
+                (following, limit), timeout=limits.seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if following.done():
+                following.result()
+        finally:
+            for task in (limit, silence, following):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, KVEventsError):
+                await following
+        if not recorder.captured.batches:
+            recorder.captured.problem = _why_nothing(subscriber)
+        return recorder.captured
+
+
+async def _report_silence(subscriber: Subscriber, progress: Callable[[str], None]) -> None:
+    await asyncio.sleep(_PATIENCE_S)
+    if not subscriber.statistics().batches:
+        progress(f"{_why_nothing(subscriber)}; still waiting")
+
+
+def _why_nothing(subscriber: Subscriber) -> str:
+    statistics = subscriber.statistics()
+    if statistics.connections:
+        return f"{statistics.endpoint} has published nothing"
+    return f"nobody listens at {statistics.endpoint}"
+
+
+class _SeenLine(msgspec.Struct):
+    """What is counted of a line that a router sends."""
+
+    frame: str | None = None
+    hit: int | None = None
+    end: str | None = None
+
+
+_line_decoder = msgspec.json.Decoder(_SeenLine)
+
+
+async def capture_lines(
+    lines: AsyncIterator[bytes],
+    limits: CaptureLimits,
+    output: Path,
+    progress: Callable[[str], None],
+    captured: Captured,
+) -> None:
+    """Write the lines that a router records of one cache, until they end or a limit is reached.
+
+    Args:
+        lines: From the router; empty ones only show that it is there.
+        limits: When to stop; the seconds are the caller's.
+        output: The file to write; compressed where it ends in `.gz`.
+        progress: Takes a line for people now and then.
+        captured: Counted into.
+    Raises:
+        RecordingError: The file cannot be written, or a line is not a recording's.
+    """
+    with _Output(output, None) as file:
+        async for line in lines:
+            if not line.strip():
+                continue
+            try:
+                seen = _line_decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise RecordingError(f"the router's lines are not a recording: {error}") from None
+            if seen.end is not None:
+                progress(f"the recording ends here: {seen.end}")
+                break
+            file.writer.line(line)
+            captured.batches += seen.frame is not None
+            captured.queries += seen.hit is not None
+            if seen.hit is not None and captured.queries % 100 == 0:
+                progress(f"{captured.queries} queries")
+            if limits.are_reached(captured):
+                break

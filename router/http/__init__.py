@@ -10,7 +10,7 @@ The files; each imports only what is listed above it:
     proxied_paths.py      which paths go to a replica, and what decides to which
     gateway.py            the proxied paths: admit, read, decide, stream
     views.py              the bodies of the router's own responses, as types with examples
-    responses.py          makes those bodies from the state of the parts
+    responses.py          the parts whose state responses show, and the bodies made from it
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document
     openapi.py            the OpenAPI document
     live_page.py          the live page's files, and the headers that restrict a browser to them

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -34,8 +33,6 @@ from router.errors import (
     UnknownPath,
     UnknownReplica,
 )
-from router.feed import Feed
-from router.http.access import Guard
 from router.http.access_log import note_refused
 from router.http.gateway import ClientLeft, read_body, tenant_salt
 from router.http.live_page import add_page
@@ -62,7 +59,7 @@ from router.http.request_bodies import (
     TokenIdsRequest,
 )
 from router.http.responses import (
-    Fleet,
+    ApiParts,
     model_entry,
     model_list,
     overview,
@@ -82,17 +79,9 @@ from router.http.views import (
     StatusView,
 )
 from router.index import SourceId
-from router.observability.metrics import CONTENT_TYPE, RouterMetrics
-from router.observability.readiness import Readiness
-from router.observability.request_log import MAX_REQUESTS, RequestLog
-from router.observability.self_repair import SelfRepair
-from router.observability.shortages import Shortages
+from router.observability.metrics import CONTENT_TYPE
+from router.observability.request_log import MAX_REQUESTS
 from router.proxy import error_body
-from router.replicas import Replica, ReplicaRegistry, ReplicaView
-from router.routing.admission import Admission
-from router.routing.dispatcher import Dispatcher
-from router.routing.models import ModelSet
-from router.routing.tokenizer_check import TokenizerCheck
 from router.taps import Tap
 from router.tokenize import Endpoint
 
@@ -100,49 +89,6 @@ MAX_OPERATOR_BODY_BYTES = 1_048_576
 _MAX_NUMBER = 2**53 - 1
 """The largest that every JSON reader holds exactly."""
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
-
-
-@dataclass(frozen=True, slots=True)
-class ApiParts:
-    """The parts of a router that the endpoints read or change."""
-
-    config: RouterConfig
-    guard: Guard
-    proxied_paths: ProxiedPaths
-    admission: Admission
-    readiness: Readiness
-    dispatcher: Dispatcher
-    models: ModelSet
-    registry: ReplicaRegistry
-    feed: Feed
-    tokenizer_check: TokenizerCheck
-    repair: SelfRepair
-    request_log: RequestLog
-    metrics: RouterMetrics
-    shortages: Shortages
-    render_metrics: Callable[[], Awaitable[bytes]]
-
-    def fleet(self) -> Fleet:
-        """All replicas and their caches, now."""
-        return self._fleet_of(self.registry.snapshot())
-
-    def details(self, replica_id: str) -> ReplicaDetails:
-        """One replica, now."""
-        only = [view for view in self.registry.snapshot() if view.id == replica_id]
-        return replica_details(self._fleet_of(only))[0]
-
-    def healthy(self) -> list[Replica]:
-        """The healthy replicas."""
-        return [replica for replica in self.registry.replicas() if replica.is_healthy]
-
-    def _fleet_of(self, replicas: Sequence[ReplicaView]) -> Fleet:
-        return Fleet(
-            replicas,
-            self.models.index_statistics(),
-            self.feed.statistics(),
-            self.tokenizer_check.disagreements,
-            self.repair.statistics(),
-        )
 
 
 def create_api(

@@ -17,7 +17,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.http.uvicorn_protocol import AbortableHttpProtocol
-from router.proxy.errors import error_body
+from router.proxy.messages import error_body
 from router.proxy.types import Dialect
 
 MAX_PIPELINED = 64

@@ -1,15 +1,18 @@
-"""Makes the bodies of responses from the state of the router's parts."""
+"""The parts of the router whose state responses show, and the bodies made from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from router.feed import SourceFeedStatistics
+from router.config import RouterConfig
+from router.feed import Feed, SourceFeedStatistics
+from router.http.access import Guard
+from router.http.proxied_paths import ProxiedPaths
 from router.http.views import (
     BlockCount,
     CacheView,
@@ -40,11 +43,17 @@ from router.observability.labels import (
     share,
     tier_order,
 )
+from router.observability.metrics import RouterMetrics
 from router.observability.problems import Level, problems_of, summarize_source
+from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog, RollingTotals, RoutedRequest
-from router.observability.self_repair import TrustStatistics
-from router.replicas import Replica, ReplicaView
-from router.routing.dispatcher import Decision
+from router.observability.self_repair import SelfRepair, TrustStatistics
+from router.observability.shortages import Shortages
+from router.replicas import Replica, ReplicaRegistry, ReplicaView
+from router.routing.admission import Admission
+from router.routing.dispatcher import Decision, Dispatcher
+from router.routing.models import ModelSet
+from router.routing.replica_tokenizers import TokenizerCheck
 from router.scoring import Ranked
 
 MAX_MODELS = 100
@@ -66,6 +75,49 @@ class Fleet:
     """By model and replica: probes that it tokenises differently from the router."""
     trusts: Mapping[SourceId, TrustStatistics] = dataclasses.field(default_factory=dict)
     """How far the predictions for a source are believed, once one was compared."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ApiParts:
+    """The parts of a router that the endpoints read or change."""
+
+    config: RouterConfig
+    guard: Guard
+    proxied_paths: ProxiedPaths
+    admission: Admission
+    readiness: Readiness
+    dispatcher: Dispatcher
+    models: ModelSet
+    registry: ReplicaRegistry
+    feed: Feed
+    tokenizer_check: TokenizerCheck
+    repair: SelfRepair
+    request_log: RequestLog
+    metrics: RouterMetrics
+    shortages: Shortages
+    render_metrics: Callable[[], Awaitable[bytes]]
+
+    def fleet(self) -> Fleet:
+        """All replicas and their caches, now."""
+        return self._fleet_of(self.registry.snapshot())
+
+    def details(self, replica_id: str) -> ReplicaDetails:
+        """One replica, now."""
+        only = [view for view in self.registry.snapshot() if view.id == replica_id]
+        return replica_details(self._fleet_of(only))[0]
+
+    def healthy(self) -> list[Replica]:
+        """The healthy replicas."""
+        return [replica for replica in self.registry.replicas() if replica.is_healthy]
+
+    def _fleet_of(self, replicas: Sequence[ReplicaView]) -> Fleet:
+        return Fleet(
+            replicas,
+            self.models.index_statistics(),
+            self.feed.statistics(),
+            self.tokenizer_check.disagreements,
+            self.repair.statistics(),
+        )
 
 
 # --- a route --------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
+from router.routing.replica_tokenizers import TokenizerCheck
 from router.routing.stored_responses import StoredResponses
-from router.routing.tokenizer_check import TokenizerCheck
 from router.tokenize import TokenizationStatistics
 from router.upstream import UpstreamClient
 

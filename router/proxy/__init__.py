@@ -4,14 +4,13 @@ The files; each imports only what is listed above it:
 
     attempts.py   where a request may be sent, how that fails, and how often it is tried again
     types.py      what goes in, and what is reported
-    errors.py     errors in the client's dialect, and the end of a broken event stream
-    headers.py    which headers go through
+    messages.py   which headers go through; errors; the end of a broken event stream
     proxy.py      the steps of one request, and a watch on the clients of all
     usage.py      the token counts and the id in a passing response
 """
 
 from router.proxy.attempts import RETRIED, Attempt, Failure, RetryLimits, Unretried
-from router.proxy.errors import error_body
+from router.proxy.messages import error_body
 from router.proxy.proxy import Proxy
 from router.proxy.types import (
     Dialect,

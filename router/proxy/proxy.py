@@ -8,8 +8,14 @@ import sys
 from collections.abc import Iterable
 
 from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, Unretried
-from router.proxy.errors import EventLines, error_body, error_event
-from router.proxy.headers import client_headers, takes_events, upstream_headers
+from router.proxy.messages import (
+    EventLines,
+    client_headers,
+    error_body,
+    error_event,
+    takes_events,
+    upstream_headers,
+)
 from router.proxy.types import (
     End,
     Message,

@@ -26,7 +26,6 @@ The files; each imports only what is listed above it:
     stored_responses.py    which replica has which stored response
     models.py              models and every name they go by, each with index and tokenisation
     planner.py             hits, load and policy -> a ranking of replicas
-    replica_tokenizers.py  which replica is asked for token ids
-    tokenizer_check.py     does every replica tokenise as the router does?
+    replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?
     dispatcher.py          a request's body -> a decision
 """

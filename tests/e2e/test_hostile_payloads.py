@@ -23,7 +23,7 @@ from kvevents.errors import MalformedBatch
 from kvevents.events import BlockRemoved, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
 from router.index import LayoutHints, SourceId, SourceLimits, SourceStatistics
 from router.index.reference.index import ReferenceIndex
-from router.recordings.format import Query, RecordingReader
+from router.recordings import Query, RecordingReader
 from tests.support import wire_samples
 from tests.support.blocks import FULL, Prefix, tokens, window
 

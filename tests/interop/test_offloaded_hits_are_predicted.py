@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.recordings.replay import ReplaySummary, replay
+from router.recordings import ReplaySummary, replay
 from tests.interop.record_offloading import record, variants
 
 

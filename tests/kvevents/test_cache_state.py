@@ -27,7 +27,7 @@ from kvevents.hashing import DEFAULT_SEED, HashChain
 from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from router.index import LayoutHints, PrefixIndex, SourceId, create_index
-from router.recordings.format import Query, RecordingReader
+from router.recordings import Query, RecordingReader
 from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 
 STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))

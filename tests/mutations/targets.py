@@ -24,7 +24,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/index/reference/source.py": _INDEX,
     "router/index/reference/block_table.py": _INDEX,
     "router/index/reference/placing.py": _INDEX,
-    "router/index/reference/match.py": _INDEX,
+    "router/index/reference/index.py": _INDEX,
     "router/index/reference/keys.py": _INDEX,
     "router/index/reference/layout_learner.py": _INDEX,
     "router/index/reference/hash_finder.py": _INDEX,

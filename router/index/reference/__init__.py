@@ -7,14 +7,11 @@ The files; each imports only what is listed above it:
     extra_keys.py       what besides tokens decides a block: for our keys, and as engines hash it
     block_table.py      copies of each block by group and tier; which prefix a hash stands for
     copy_counting.py    which removals of a block's copies a source announces
-    tier_units.py       how many tokens a lower tier keeps together
     placing.py          runs of blocks with tokens: their keys, now or once the parent's is known
-    layout_learner.py   what events say about the cache layout; what has to be assumed
+    layout_learner.py   what events say about the cache layout and about what a tier keeps together
     shared_store.py     blocks that several sources can load, whoever stored them
     hash_finder.py      which hash function an engine uses
     source.py           one source: what a batch of events does to all of the above
-    prompt.py           a prompt under every key and hash that a source may know
-    match.py            one prompt against one source: the hit, and each group's part in it
     export.py           the state as records and back
-    index.py            all sources of one model
+    index.py            all sources of one model, and the hit of a prompt at each
 """

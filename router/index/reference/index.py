@@ -5,13 +5,17 @@ This is the plain reference: dictionaries, no cleverness. Whatever is faster is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from typing_extensions import override
 
 from kvevents.codec import decode
-from kvevents.events import EventBatch
+from kvevents.events import GPU, BlockHash, EventBatch, pack_tokens
+from kvevents.hashing import ExtraKeys, HashChain
+from kvevents.hit_rule import Present, longest_accepted, longest_extended_hit, longest_hit
+from kvevents.layout import GroupKind, KVCacheLayout
 from router.index.base import (
     ApplyResult,
     GroupHit,
@@ -23,12 +27,16 @@ from router.index.base import (
     SourceLimits,
     SourceStatistics,
 )
+from router.index.reference.block_table import BlockTable
 from router.index.reference.export import records_of, sources_of
+from router.index.reference.extra_keys import marks_of, spellings
+from router.index.reference.hash_finder import engine_hashes
 from router.index.reference.keys import KeySpace
-from router.index.reference.match import group_hits, hit_of
-from router.index.reference.prompt import PromptKeys
 from router.index.reference.shared_store import SharedStore
-from router.index.reference.source import SourceCache
+from router.index.reference.source import LowerTier, SourceCache
+
+HashAt: TypeAlias = Callable[[int], BlockHash | None]
+"""`hash_at(i)`: the engine's hash of the prompt's first `i + 1` hash blocks, if it is known."""
 
 
 class ReferenceIndex(PrefixIndex):
@@ -137,3 +145,255 @@ class ReferenceIndex(PrefixIndex):
     @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return {source_id: source.statistics() for source_id, source in self.sources.items()}
+
+
+# --- a prompt ------------------------------------------------------------------------------------
+
+
+class PromptKeys(HashedPrompt):
+    """A prompt under every key and hash that some source may know its prefixes by; each list is
+    computed once."""
+
+    def __init__(
+        self,
+        space: KeySpace,
+        token_ids: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+    ) -> None:
+        self.token_ids = token_ids
+        self.lora_name = lora_name
+        self._space = space
+        self._salt = cache_salt
+        self._extra_keys = extra_keys
+        self._packed = pack_tokens(token_ids)
+        self._keys: dict[tuple[int, int], list[int]] = {}
+        self._prefix_keys: dict[int, list[int]] = {}
+        self._hashes: dict[tuple[HashChain, int, int, bool], list[list[BlockHash]]] = {}
+
+    def keys(self, step: int, lookahead: int = 0) -> list[int]:
+        """Keys at every multiple of *step* tokens, each *lookahead* tokens further along.
+
+        Args:
+            step: Tokens per entry of the prompt's extra keys.
+            lookahead: Tokens behind a block that its hash covers too.
+        """
+        if (step, lookahead) not in self._keys:
+            marks = marks_of(self._extra_keys, step, self.lora_name, self._salt, lookahead)
+            ends = range(step + lookahead, len(self.token_ids) + 1, step)
+            chain = self._space.chain(self._space.root(self.lora_name), self._packed, ends, marks)
+            self._keys[step, lookahead] = list(chain)
+        return self._keys[step, lookahead]
+
+    @override
+    def prefix_keys(self, step: int) -> Sequence[int]:
+        if step not in self._prefix_keys:
+            self._prefix_keys[step] = self._picked(step) or self.keys(step)
+        return self._prefix_keys[step]
+
+    def _picked(self, step: int) -> list[int] | None:
+        """Every n-th of some finer keys that are there already; None if there are none."""
+        for finer, lookahead in self._keys:
+            if not lookahead and step % finer == 0:
+                nth = step // finer
+                return self._keys[finer, 0][nth - 1 :: nth]
+        return None
+
+    def engine_hashes(
+        self, chain: HashChain, step: int, lookahead: int, as_int: bool
+    ) -> list[list[BlockHash]]:
+        """An engine's hashes at every multiple of *step*: one list for each spelling of extra keys.
+
+        Args:
+            chain: The engine's.
+            step: Tokens between two hashes.
+            lookahead: Tokens behind a block that its hash covers too.
+            as_int: As 64-bit integers, else as digests.
+        """
+        wanted = (chain, step, lookahead, as_int)
+        if wanted not in self._hashes:
+            self._hashes[wanted] = [
+                engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
+                for extra_keys in self.spellings(step)
+            ]
+        return self._hashes[wanted]
+
+    def spellings(self, step: int) -> Iterator[Sequence[ExtraKeys]]:
+        """The ways in which engines may hash the extra keys of blocks of *step* tokens."""
+        blocks = -(-len(self.token_ids) // step)
+        return spellings(self._extra_keys, blocks, self.lora_name, self._salt)
+
+
+# --- its hit at one source ------------------------------------------------------------------------
+
+
+def hit_of(source: SourceCache, prompt: PromptKeys) -> Hit:
+    """How much of a prompt a source would reuse.
+
+    Args:
+        source: Nothing where its layout is not known.
+        prompt: Of the same key space.
+    """
+    layout, length = source.layout, len(prompt.token_ids)
+    if layout is None or length < 2:
+        return Hit(0, 0)
+    hashes = list(_hashes(source, prompt, layout))
+    on_gpu = _presence(hashes, layout, [(source.table, GPU)])
+    gpu = longest_hit(layout, on_gpu, length - 1, length)
+    best = Hit(gpu, gpu)
+    lower = source.lower_tiers()
+    if lower:
+        hashes += _hashes_below(source, prompt, layout)
+        for units, tiers in _by_units(source, lower, hashes, layout, length).items():
+            best = max(best, _extended(source, layout, hashes, gpu, length, units, tiers), key=_all)
+    return best
+
+
+_all = attrgetter("cached_tokens")
+
+
+def _extended(
+    source: SourceCache,
+    layout: KVCacheLayout,
+    hashes: Sequence[HashAt],
+    gpu: int,
+    length: int,
+    units: Sequence[int],
+    tiers: Sequence[LowerTier],
+) -> Hit:
+    """The GPU's hit with what *tiers* can bring back, and what each of them adds: a block counts
+    for the first that has it."""
+    # Our own engine announces its layout, and asks for no more than a window needs.
+    as_vllm = source.learner.announced is None
+
+    def reach(count: int) -> int:
+        below = _presence(hashes, layout, [(tier.table, tier.tier) for tier in tiers[:count]])
+        return longest_extended_hit(layout, below, gpu, length, units, as_vllm)
+
+    hit = reach(len(tiers))
+    by_tier: dict[str, int] = {}
+    so_far = gpu
+    for count, tier in enumerate(tiers, start=1):
+        if so_far == hit:
+            break
+        reached = hit if count == len(tiers) else min(hit, max(so_far, reach(count)))
+        if reached > so_far:
+            by_tier[tier.label] = by_tier.get(tier.label, 0) + reached - so_far
+        so_far = reached
+    return Hit(gpu, hit, tuple(by_tier.items()))
+
+
+def _by_units(
+    source: SourceCache,
+    lower: Sequence[LowerTier],
+    hashes: Sequence[HashAt],
+    layout: KVCacheLayout,
+    length: int,
+) -> dict[tuple[int, ...], list[LowerTier]]:
+    """The lower tiers, those with equal units together: a hit may take from each of them. What
+    keeps other units is another connector of the engine, and it loads from one."""
+    together: dict[tuple[int, ...], list[LowerTier]] = {}
+    for tier in lower:
+        if source.learner.announced is None:
+            _see_ends(tier, hashes, layout, length)
+        together.setdefault(source.units_of(tier), []).append(tier)
+    return together
+
+
+def _see_ends(
+    lower: LowerTier, hashes: Sequence[HashAt], layout: KVCacheLayout, length: int
+) -> None:
+    """Learn a tier's units from what it holds of the prompt, if its events did not tell: their
+    hashes had no place then, or have none."""
+    step, units = layout.hash_block_size, lower.units
+    for where, blocks in lower.table.held.items():
+        is_known = where in units.seen and not lower.table.unplaced
+        if where[1] != lower.tier or is_known or not units.may_shrink(where, layout):
+            continue
+        ends = (
+            (index + 1) * step
+            for index in range(length // step)
+            if any(hash_at(index) in blocks for hash_at in hashes)
+        )
+        units.see(where, ends)
+
+
+def group_hits(source: SourceCache, prompt: PromptKeys) -> Iterator[GroupHit]:
+    """The longest prefix that each group would accept.
+
+    Args:
+        source: Nothing where its layout is not known.
+        prompt: Of the same key space.
+    """
+    layout, length = source.layout, len(prompt.token_ids)
+    if layout is None or length < 2:
+        return
+    present = _presence(list(_hashes(source, prompt, layout)), layout, [(source.table, GPU)])
+    for index, group in enumerate(layout.groups):
+        if group.kind is not GroupKind.NOT_CACHED:
+            accepted = longest_accepted(layout, index, present, length - 1, length)
+            yield GroupHit(index, group.kind.value, accepted)
+
+
+def _hashes(source: SourceCache, prompt: PromptKeys, layout: KVCacheLayout) -> Iterator[HashAt]:
+    """The ways to find the source's hashes of the prompt's prefixes: learned from its events, or
+    computed as its engine does."""
+    step, lookahead = layout.hash_block_size, source.lookahead
+    source.learn_from_prompt(prompt.token_ids, prompt.spellings)
+    chain = source.finder.chain
+    # Salts that events hide make learned places doubtful: only the engine's own hash decides then.
+    computed_only = chain is not None and source.hides_extra_keys and prompt.lora_name is None
+    if not computed_only:
+        yield _found_in(source.table.hash_by_key, prompt.keys(step, lookahead))
+    if chain is not None and (computed_only or source.has_unplaced):
+        as_int = source.table.uses_int_hashes
+        for hashes in prompt.engine_hashes(chain, step, lookahead, as_int):
+            yield _computed(hashes)
+
+
+def _hashes_below(
+    source: SourceCache, prompt: PromptKeys, layout: KVCacheLayout
+) -> Iterator[HashAt]:
+    """Further ways, for what lower tiers hold: hashes of their own, and those that other sources
+    stored in a shared place."""
+    keys = prompt.keys(layout.hash_block_size, source.lookahead)
+    if source.table.tier_hash_by_key:
+        yield _found_in(source.table.tier_hash_by_key, keys)
+    for store in source.stores:
+        for learned in (store.table.hash_by_key, store.table.tier_hash_by_key):
+            if learned:
+                yield _found_in(learned, keys)
+
+
+def _found_in(hash_by_key: dict[int, BlockHash], keys: Sequence[int]) -> HashAt:
+    count = len(keys)
+    return lambda index: hash_by_key.get(keys[index]) if index < count else None
+
+
+def _computed(hashes: Sequence[BlockHash]) -> HashAt:
+    return lambda index: hashes[index] if index < len(hashes) else None
+
+
+def _presence(
+    hashes: Sequence[HashAt], layout: KVCacheLayout, tiers: Sequence[tuple[BlockTable, str]]
+) -> Present:
+    """`present(group, end)` for blocks held in one of *tiers*, each of a table."""
+    step = layout.hash_block_size
+    held = [
+        [table.held[group, tier] for table, tier in tiers if (group, tier) in table.held]
+        for group in range(len(layout.groups))
+    ]
+
+    def present(group: int, end: int) -> bool:
+        index = end // step - 1
+        return any(hash_at(index) in blocks for blocks in held[group] for hash_at in hashes)
+
+    if len(hashes) > 1 or any(len(blocks) > 1 for blocks in held):
+        return present
+    return _single_presence(step, hashes[0], [blocks[0] if blocks else {} for blocks in held])
+
+
+def _single_presence(step: int, hash_at: HashAt, held: Sequence[dict[BlockHash, int]]) -> Present:
+    """The usual case without the loops: one tier, one way to find a hash."""
+    return lambda group, end: hash_at(end // step - 1) in held[group]

@@ -15,7 +15,7 @@ from kvevents.events import GPU, LOCAL, BlockHash, BlockRemoved, BlockStored
 from kvevents.layout import KVCacheLayout
 from router.index.base import SourceLimits, StoreHint, TierHint
 from router.index.reference.block_table import BlockTable, GroupTier
-from router.index.reference.tier_units import TierUnits
+from router.index.reference.layout_learner import TierUnits
 
 KeyOf: TypeAlias = Callable[[BlockHash], int | None]
 """The key of a block's prefix, where a source knows it."""

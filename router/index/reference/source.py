@@ -34,10 +34,9 @@ from router.index.reference.block_table import BlockTable, GroupTier
 from router.index.reference.copy_counting import CopyWatch, Counting
 from router.index.reference.hash_finder import HashFinder, engine_hashes
 from router.index.reference.keys import KeySpace, tokens_of
-from router.index.reference.layout_learner import LayoutLearner
+from router.index.reference.layout_learner import LayoutLearner, TierUnits
 from router.index.reference.placing import BlockRun, WaitingRuns, place_run
 from router.index.reference.shared_store import SharedStore, SharedStores
-from router.index.reference.tier_units import TierUnits
 
 _DIGEST_BYTES = 32
 """Of SHA-256; the xxhash family's are shorter."""

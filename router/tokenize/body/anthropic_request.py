@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.tokenize.body.chat_request import template_arguments
 from router.tokenize.body.json_fields import describe, object_list, optional_object
+from router.tokenize.body.openai_request import template_arguments
 from router.tokenize.body.tools import anthropic_tools
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits

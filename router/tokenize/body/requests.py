@@ -15,9 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from router.tokenize.body.anthropic_request import parse_messages
-from router.tokenize.body.chat_request import parse_chat
 from router.tokenize.body.json_fields import as_count, describe, is_true, optional_text, required
-from router.tokenize.body.responses_request import parse_responses
+from router.tokenize.body.openai_request import parse_chat, parse_responses
 from router.tokenize.body.rewriting import (
     ARGUMENTS_FIELD,
     SALT_FIELD,

@@ -15,7 +15,7 @@ from kvevents.events import CPU, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.hashing import HashChain
 from router.index import DumpError, Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits
 from router.index.dump import dump, load
-from router.recordings.format import Query, Record, RecordingReader
+from router.recordings import Query, Record, RecordingReader
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
 

@@ -16,7 +16,7 @@ import pytest
 
 from router.http.uvicorn_protocol import JoiningTransport
 from router.proxy import Attempt, Dialect, End, Failure, Proxy, ProxyRequest, ProxySettings
-from router.proxy.errors import MAX_HELD_BYTES, EventLines
+from router.proxy.messages import MAX_HELD_BYTES, EventLines
 from router.upstream import Origin, PoolLimits, UpstreamClient
 from tests.router.proxy_server import TIMEOUTS, Recorder, proxy_server
 from tests.router.raw_http import (

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
-from router.routing.tokenizer_check import find_disagreements
+from router.routing.replica_tokenizers import find_disagreements
 from router.tokenize import (
     ChatPrompt,
     Coverage,

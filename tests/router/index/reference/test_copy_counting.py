@@ -21,11 +21,10 @@ from kvevents.events import (
 )
 from router.index import SourceLimits
 from router.index.reference.copy_counting import RUNS_FOR_LAST, CopyWatch, Counting
+from router.index.reference.index import PromptKeys, hit_of
 from router.index.reference.keys import KeySpace
-from router.index.reference.match import hit_of
-from router.index.reference.prompt import PromptKeys
 from router.index.reference.source import SourceCache
-from router.recordings.format import Query, RecordingReader
+from router.recordings import Query, RecordingReader
 from tests.support.random_engine import CopyingEngine
 
 STREAMS = Path(__file__).parents[3] / "conformance" / "streams"

@@ -13,15 +13,16 @@ import pytest
 from kvevents.events import GroupSpec
 from kvevents.layout import GroupKind, KVCacheGroup
 from router.index import LayoutHints
-from router.recordings.format import (
+from router.recordings import (
     Header,
     Query,
     Record,
     RecordingError,
     RecordingReader,
     RecordingWriter,
+    ReplaySummary,
+    replay,
 )
-from router.recordings.replay import ReplaySummary, replay
 
 HEADER = Header(
     [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 64)],

@@ -14,7 +14,7 @@ from router.config import HealthConfig, ReplicaConfig
 from router.replicas import Replica, ReplicaRegistry
 from router.replicas.load import LoadTracker
 from router.routing.models import Model
-from router.routing.tokenizer_check import TokenizerCheck
+from router.routing.replica_tokenizers import TokenizerCheck
 from router.tokenize import LocalTokenizer, Tokenization, read_model_files
 
 
