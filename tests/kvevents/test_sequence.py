@@ -23,6 +23,11 @@ def tracker_at(last: int, first: int = 0, remembered: int = 4096) -> SequenceTra
     return tracker
 
 
+def test_no_ring_has_answered_before_one_is_asked() -> None:
+    """An empty ring then means that nothing was published, not that the process is another."""
+    assert SequenceTracker().ring_answers == 0
+
+
 def test_a_stream_begins_with_zero() -> None:
     """A later first batch means that something was missed."""
     tracker = SequenceTracker()

@@ -127,10 +127,19 @@ def _at(source: _Source, node: ast.AST, scope: str) -> Iterator[_Change]:
 
 
 def _is_for_readers(node: ast.AST) -> bool:
-    """Annotations, docstrings, errors' texts and assertions: no behaviour to test."""
-    return isinstance(
-        node, (ast.AnnAssign, ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
-    ) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    """Annotations, docstrings, errors' texts, assertions, scripts: no behaviour to test."""
+    return (
+        _is_script(node)
+        or isinstance(
+            node, (ast.AnnAssign, ast.JoinedStr, ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)
+        )
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    )
+
+
+def _is_script(node: ast.AST) -> bool:
+    """`if __name__ == "__main__":`, which no import runs."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def _of(source: _Source, node: ast.AST, scope: str) -> Iterator[_Change]:

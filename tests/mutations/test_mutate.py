@@ -54,6 +54,7 @@ def test_each_kind_of_change(source: str, expected: list[str]) -> None:
         "assert a < b",
         'raise E(f"{a + 1}")',
         "import a",
+        'if __name__ == "__main__":\n    f(1)',
     ],
 )
 def test_what_only_readers_see_is_left_alone(source: str) -> None:

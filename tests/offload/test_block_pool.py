@@ -339,6 +339,16 @@ def test_a_pool_has_the_null_block_and_one_to_give(num_blocks: int) -> None:
         pool_of(num_blocks)
 
 
+def test_evictions_and_resets_only_ever_count_up() -> None:
+    """A hit is stale when the count has changed: a reset may not undo what an eviction added."""
+    pool = pool_of()
+    give_back(pool, compute(pool, request("a", range(8))))
+    pool.evict_blocks([1])
+    assert pool.evictions == 1
+    assert pool.reset_prefix_cache()
+    assert pool.evictions == 2
+
+
 def test_a_reset_is_refused_while_a_block_is_held_and_changes_nothing() -> None:
     """After new weights a running request's blocks are wrong, and it would cache more of them."""
     pool = pool_of()

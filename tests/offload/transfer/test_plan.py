@@ -142,6 +142,17 @@ def test_a_groups_block_ids_are_bounded_by_its_own_rows(direction: Direction, gr
             plan(block_id)
 
 
+@pytest.mark.parametrize("ids", [(-1, 1), (1, -1), (30, 1), (1, 30)])
+def test_one_id_outside_its_group_refuses_the_job_whatever_the_others_are(
+    ids: tuple[int, int],
+) -> None:
+    """A negative id would be read from the end of the tensor."""
+    geometry = TransferGeometry(UNEQUAL.cache("cpu"))
+    spec = GPULoadStoreSpec([*ids, 2, 3, 4], [2, 1, 1, 1], [0] * 4)
+    with pytest.raises(TransferError, match=r"of group 0 must be in 0 to 29$"):
+        geometry.plan(STORE, spec, 5, 1 << 20)
+
+
 def test_a_refused_job_of_unequal_groups_touches_nothing() -> None:
     """The next job runs as if it had never been."""
     cache = UNEQUAL.cache("cpu")
