@@ -134,7 +134,7 @@ class RouterService:
             self._recent,
             self.feed.is_suspect,
             config.health.engine_load_stale_after_s,
-            weights=config.policy.weights,
+            weights=config.weights,
         )
         self.responses = StoredResponses(_ReplicaResponses(self._upstream, config).has)
         self.dispatcher = Dispatcher(
@@ -342,10 +342,13 @@ class _ReplicaFollower(ReplicaListener):
     async def _add_source(self, replica: Replica, source: EventSource, model: Model) -> None:
         if self._models.get(model.name) is not model:
             return  # it was removed again before its turn came
-        source_id = SourceId(replica.id, source.dp_rank)
-        topic = source.topic or None  # an empty topic subscribes to all of them
         self._feed.add(
-            source_id, source.endpoint, source.replay_endpoint, topic, model.name, model.hints
+            SourceId(replica.id, source.dp_rank),
+            source.endpoint,
+            source.replay_endpoint,
+            source.topic or None,  # an empty topic subscribes to all of them
+            model.name,
+            model.hints_of(replica.id),
         )
 
     async def _keep_feed(self) -> None:
@@ -386,7 +389,7 @@ class _ReplicaResponses:
 
 
 def _policy_settings(config: RouterConfig) -> PolicySettings:
-    return PolicySettings(config.policy.weights, config.policy.options, Random())
+    return PolicySettings(config.weights, config.policy.options, Random())
 
 
 def _proxy_settings(config: RouterConfig) -> ProxySettings:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -24,7 +26,7 @@ from pydantic import (
 )
 
 from kvevents.errors import LayoutError
-from kvevents.events import GroupSpec
+from kvevents.events import GPU, STORAGE, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
 from router.config.document import (
     Location,
@@ -58,7 +60,7 @@ from router.config.values import (
     ZmqAddress,
 )
 from router.errors import BadRequest, ConfigError, ConfigProblem
-from router.index import IndexChoice, LayoutHints, TierHint
+from router.index import IndexChoice, LayoutHints, StoreHint, TierHint
 from router.scoring.policies import BUILT_IN
 from router.scoring.types import Weights
 from router.upstream.origin import Origin
@@ -342,6 +344,36 @@ def _group_error(group: GroupConfig, index: int) -> str | None:
     return None
 
 
+class StoreConfig(Section, frozen=True):
+    """A store that several replicas of a model read and write: one file system, one bucket."""
+
+    name: Name
+    """Of the store; in `/route`, in metrics, and in `policy.weights.tier_token`."""
+    tiers: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] = ()
+    """Names of the tiers in events, in any case. Blocks announced there are in the store, unless
+    they are announced as `LOCAL`. Empty: whatever is announced as `REMOTE`."""
+    ownership: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
+    """Only blocks announced with this `ownership`, where an engine has several such tiers."""
+    replicas: Items[Annotated[str, Field(min_length=1, max_length=128), PLAIN]] | None = None
+    """Ids of the replicas that share it, `*` standing for any characters; null: all."""
+
+    def is_shared_by(self, replica_id: str) -> bool:
+        """Whether a replica reads and writes it."""
+        if self.replicas is None:
+            return True
+        return any(fnmatchcase(replica_id, pattern) for pattern in self.replicas)
+
+    def to_hint(self) -> StoreHint:
+        """The same for the index."""
+        return StoreHint(self.name, tuple(tier.upper() for tier in self.tiers), self.ownership)
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """A tier that cannot be shared."""
+        for index, tier in enumerate(self.tiers):
+            if tier.upper() == GPU:
+                yield ("tiers", index), f"{tier!r}; a GPU's blocks are its replica's own"
+
+
 class ModelConfig(Section, frozen=True):
     """One model, as replicas serve it."""
 
@@ -357,6 +389,16 @@ class ModelConfig(Section, frozen=True):
     """Adapters that requests may name in place of this model; more are discovered where replicas
     list them."""
     layout: LayoutConfig = LayoutConfig()
+    stores: Items[StoreConfig] = ()
+    """What replicas share; an event belongs to the first store that it fits."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Stores of one name."""
+        names = [store.name for store in self.stores]
+        for index, name in enumerate(names):
+            first = names.index(name)
+            if first != index:
+                yield ("stores", index, "name"), f"{name!r}; stores[{first}] has it already"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -609,6 +651,17 @@ class RouterConfig(Section, frozen=True):
         if self.observability.metrics_need_key and not self.server.operator_keys:
             place = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
+
+    @property
+    def weights(self) -> Weights:
+        """Those of the policy, with a cost for every shared store: one that they do not name costs
+        what the slowest tier behind it does."""
+        weights = self.policy.weights
+        costs = dict(weights.tier_token)
+        for store in (store for model in self.models for store in model.stores):
+            known = max(map(weights.of_tier, store.tiers or (STORAGE,)))
+            costs.setdefault(store.name.upper(), known)
+        return replace(weights, tier_token=costs)
 
     def to_public_dict(self) -> dict[str, Any]:
         """The configuration as plain data, with every secret masked."""

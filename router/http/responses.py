@@ -164,6 +164,7 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
         hit=HitView(
             gpu_cached_tokens=candidate.gpu_cached_tokens,
             cached_tokens=candidate.cached_tokens,
+            by_tier=dict(candidate.by_tier),
             suspect=candidate.suspect,
         ),
         recent_tokens=candidate.recent_tokens,
@@ -243,6 +244,7 @@ def _request(request: RoutedRequest) -> RequestView:
         predicted=HitView(
             gpu_cached_tokens=request.gpu_cached_tokens,
             cached_tokens=request.cached_tokens,
+            by_tier=dict(request.by_tier),
             suspect=request.suspect,
         ),
         actual=request.actual_tokens,
@@ -305,6 +307,13 @@ def _cache(cache: SourceStatistics) -> CacheView:
             )
             for (group, tier), count in sorted(cache.blocks.items())
         ],
+        stores={
+            name: [
+                BlockCount(group=group, tier=tier, blocks=count, unit_tokens=None)
+                for (group, tier), count in sorted(blocks.items())
+            ]
+            for name, blocks in cache.stores.items()
+        },
         unplaced_blocks=cache.unplaced,
         waiting_runs=cache.waiting.runs,
         given_up_runs=cache.waiting.given_up,

@@ -71,6 +71,8 @@ class HitView(View, frozen=True, kw_only=True):
     gpu_cached_tokens: int
     cached_tokens: int
     """With what lower tiers would bring back."""
+    by_tier: dict[str, int] = {}
+    """What each lower tier, by its name in events, or shared store adds to the GPU's."""
     suspect: bool
     """Events of the replica were lost, so the hit is doubtful and counts in part."""
 
@@ -220,6 +222,8 @@ class CacheView(View, frozen=True, kw_only=True):
     """What the index knows of one cache, and what it assumes. Sizes in tokens."""
 
     blocks: list[BlockCount]
+    stores: dict[str, list[BlockCount]] = {}
+    """By name of the stores that it shares: blocks there, whoever wrote them."""
     unplaced_blocks: int
     """Their prefix is not known; without a known hash function no prompt can find them."""
     waiting_runs: int

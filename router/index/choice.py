@@ -24,6 +24,8 @@ class IndexImplementation(NamedTuple):
     name: str
     create: Callable[..., PrefixIndex]
     """Makes a new, empty index for one model; `limits=` bounds each of its sources."""
+    knows_stores: bool = True
+    """Whether it can follow stores that several replicas share."""
 
 
 REFERENCE = IndexImplementation("reference", ReferenceIndex)
@@ -51,4 +53,4 @@ def choose_index(wanted: IndexChoice = "auto") -> IndexImplementation:
 def _native() -> IndexImplementation:
     """Raises ImportError where it was not built, or for another Python."""
     module = import_module("router.index.native")
-    return IndexImplementation("native", module.NativeIndex)
+    return IndexImplementation("native", module.NativeIndex, knows_stores=False)

@@ -124,8 +124,27 @@ def _index_metrics(
             for (group, tier), count in found.blocks.items()
         ),
     )
+    yield _gauge(
+        "kvroute_index_store_blocks",
+        "Distinct blocks in a store that several replicas share, by KV cache group and tier.",
+        ("model", "store", "group", "tier"),
+        _store_samples(labelled),
+    )
     for name, text, value in _INDEX_GAUGES:
         yield _gauge(name, text, _SOURCE, ((labels, value(found)) for labels, found in labelled))
+
+
+def _store_samples(
+    labelled: Iterable[tuple[tuple[str, str, str], SourceStatistics]],
+) -> _Samples:
+    """Each store once, whichever of the sources that share it is asked."""
+    found = {
+        (model, store, str(group), tier): count
+        for (model, _, _), statistics in labelled
+        for store, blocks in statistics.stores.items()
+        for (group, tier), count in blocks.items()
+    }
+    return found.items()
 
 
 _FEED_COUNTERS: _Table[SourceFeedStatistics] = (

@@ -49,6 +49,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     """Predicted to be cached on that replica's GPU."""
     cached_tokens: int = 0
     """Predicted to be cached there in any tier."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """Of these, what each lower tier or shared store adds."""
     suspect: bool = False
     why: object = ""
     """The reason, as `Ranked.why` has it."""
@@ -71,6 +73,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         self.dp_rank = candidate.dp_rank
         self.gpu_cached_tokens = candidate.gpu_cached_tokens
         self.cached_tokens = candidate.cached_tokens
+        self.by_tier = candidate.by_tier
         self.suspect = candidate.suspect
         self.why = ranked.why
 

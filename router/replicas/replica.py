@@ -92,6 +92,7 @@ class Replica:
         suspect: bool = False,
         dp_rank: int | None = None,
         rank_load: ReplicaLoad | None = None,
+        by_tier: tuple[tuple[str, int], ...] = (),
     ) -> Candidate:
         """This replica as scoring sees it, or one of its ranks, for one prompt.
 
@@ -106,28 +107,34 @@ class Replica:
             dp_rank: The rank to ask for, where there is a choice.
             rank_load: What this router has in flight at the rank that the candidate stands for;
                 None where there is only one. The engine's own load is then shared out equally.
+            by_tier: What each lower tier or shared store adds to the GPU's tokens.
         """
         fresh = now - self.engine_load_at <= engine_load_stale_after_s
-        engine_load = self.engine_load if fresh else None
-        ranks = 1 if rank_load is None else len(self.sources)
-        own = load if rank_load is None else rank_load
         return Candidate(
             replica_id=self.id,
             gpu_cached_tokens=gpu_cached_tokens,
             cached_tokens=max(gpu_cached_tokens, cached_tokens),
+            by_tier=by_tier,
             recent_tokens=recent_tokens,
             suspect=suspect,
-            load=CandidateLoad(
-                queued_prefill_tokens=own.prefill_tokens,
-                prefilling_requests=own.prefilling_requests,
-                decoding_requests=own.decoding_requests,
-                decode_context_tokens=own.context_tokens,
-                foreign_requests=0 if engine_load is None else -(-self.foreign_requests // ranks),
-                waiting_requests=0 if engine_load is None else -(-engine_load.waiting // ranks),
-            ),
+            load=self._load(load, rank_load, self.engine_load if fresh else None),
             speed=self._speed,
             obstacle=self.obstacle(load),
             dp_rank=dp_rank,
+        )
+
+    def _load(
+        self, load: ReplicaLoad, rank_load: ReplicaLoad | None, engine_load: EngineLoad | None
+    ) -> CandidateLoad:
+        ranks = 1 if rank_load is None else len(self.sources)
+        own = load if rank_load is None else rank_load
+        return CandidateLoad(
+            queued_prefill_tokens=own.prefill_tokens,
+            prefilling_requests=own.prefilling_requests,
+            decoding_requests=own.decoding_requests,
+            decode_context_tokens=own.context_tokens,
+            foreign_requests=0 if engine_load is None else -(-self.foreign_requests // ranks),
+            waiting_requests=0 if engine_load is None else -(-engine_load.waiting // ranks),
         )
 
     def obstacle(self, load: ReplicaLoad) -> str | None:

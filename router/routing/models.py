@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from router.config import ModelConfig
+from router.config import ModelConfig, StoreConfig
 from router.config.schema import TOKENIZER_AT_REPLICA
 from router.errors import ConfigError, ConfigProblem, UnknownModel
 from router.index import (
+    REFERENCE,
     IndexImplementation,
     LayoutHints,
     PrefixIndex,
@@ -50,11 +51,18 @@ class Model:
     aliases: tuple[str, ...] = ()
     hints: LayoutHints = field(default_factory=LayoutHints)
     index: PrefixIndex = field(default_factory=create_index)
+    stores: tuple[StoreConfig, ...] = ()
+    """What its replicas share."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every name under which replicas serve it."""
         return (self.name, *self.aliases)
+
+    def hints_of(self, replica_id: str) -> LayoutHints:
+        """What the configuration says of a replica's cache, and of what it shares with others."""
+        shared = tuple(store.to_hint() for store in self.stores if store.is_shared_by(replica_id))
+        return replace(self.hints, stores=shared)
 
 
 class _Meaning(NamedTuple):
@@ -218,9 +226,14 @@ class ModelSet:
             return ConfigProblem(f"models[{index}]", str(error))
         if tokenization.local is not None:
             logger.info("model %s: tokenised by %s", config.name, tokenization.local.backend)
-        hints = config.layout.to_hints()
+        indexes = REFERENCE if config.stores and not self._indexes.knows_stores else self._indexes
         self._models[config.name] = Model(
-            config.name, tokenization, config.aliases, hints, self._indexes.create()
+            config.name,
+            tokenization,
+            config.aliases,
+            config.layout.to_hints(),
+            indexes.create(),
+            config.stores,
         )
         for name in (config.name, *config.aliases):
             self._names[name] = _Meaning(config.name)

@@ -218,6 +218,7 @@ class RoutePlanner:
             self._engine_load_stale_after_s,
             gpu_cached_tokens=hit.gpu_cached_tokens,
             cached_tokens=hit.cached_tokens,
+            by_tier=hit.by_tier,
             recent_tokens=found.recent.get(source, 0),
             suspect=self._is_suspect(source),
             dp_rank=dp_rank,
@@ -228,10 +229,12 @@ class RoutePlanner:
 def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
     """*best*, with what any of *candidates* would reuse: the engine sends the request to one of
     them, whichever is asked for."""
+    least = min(candidates, key=lambda candidate: candidate.cached_tokens)
     return replace(
         best,
         gpu_cached_tokens=min(candidate.gpu_cached_tokens for candidate in candidates),
-        cached_tokens=min(candidate.cached_tokens for candidate in candidates),
+        cached_tokens=least.cached_tokens,
+        by_tier=least.by_tier,
         recent_tokens=min(candidate.recent_tokens for candidate in candidates),
         suspect=any(candidate.suspect for candidate in candidates),
     )
@@ -296,5 +299,14 @@ def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
             total[source] = Hit(
                 before.gpu_cached_tokens + hit.gpu_cached_tokens,
                 before.cached_tokens + hit.cached_tokens,
+                _sum_by_tier(before, hit) if hit.by_tier else before.by_tier,
             )
     return total
+
+
+def _sum_by_tier(*hits: Hit) -> tuple[tuple[str, int], ...]:
+    total: dict[str, int] = {}
+    for hit in hits:
+        for name, tokens in hit.by_tier:
+            total[name] = total.get(name, 0) + tokens
+    return tuple(total.items())

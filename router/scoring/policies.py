@@ -47,7 +47,8 @@ class Estimate(NamedTuple):
         if not self.prompt_tokens:
             return ["the prompt's length is unknown"]
         lower = candidate.cached_tokens - candidate.gpu_cached_tokens
-        offloaded = f" and {lower:,} offloaded" if lower else ""
+        where = ", ".join(f"{tokens:,} {name}" for name, tokens in candidate.by_tier)
+        offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
         parts = [
             f"{candidate.gpu_cached_tokens:,} of {self.prompt_tokens:,} tokens cached{offloaded}"
         ]
@@ -84,7 +85,8 @@ def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Esti
     lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
     uncached = prompt_tokens - gpu - lower
     busy = busyness(candidate.load, weights)
-    cost = (uncached + lower * weights.lower_tier_token + busy) / candidate.speed
+    lower_cost = lower * weights.of_lower(candidate.by_tier) if lower else 0.0
+    cost = (uncached + lower_cost + busy) / candidate.speed
     return Estimate(candidate, prompt_tokens, gpu, lower, uncached, busy, cost)
 
 

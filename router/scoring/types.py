@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 Cost = Annotated[float, Field(strict=True, ge=0, le=1_000_000, allow_inf_nan=False)]
+TierName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(str.upper)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+
+_TIER_TOKENS = {"STORAGE": 0.5, "FS": 0.5, "DISK": 0.5, "CPU_TIER2": 0.5, "OBJ": 0.85}
 
 
 # Slots, since policies read eight weights for every candidate: 6 ns each, where an attribute of a
@@ -32,8 +36,14 @@ class Weights:
     """
 
     lower_tier_token: Cost = 0.1
-    """Bringing back one token from a lower tier (CPU, disk): 128 KiB over PCIe are 5 µs. At 1 a
-    lower tier is worth nothing."""
+    """Bringing back one token from a lower tier (CPU) that *tier_token* does not name: 128 KiB over
+    PCIe are 5 µs. At 1 a lower tier is worth nothing."""
+
+    tier_token: Annotated[dict[TierName, Cost], Field(max_length=64)] = field(
+        default_factory=lambda: dict(_TIER_TOKENS)
+    )
+    """The same by the name of a tier in events, or of a shared store. One disk at 5 GB/s needs 26
+    µs, a bucket at 3 GB/s 43 µs."""
 
     queued_prefill_token: Cost = 0.5
     """One prompt token sent there whose first response token is not back. Such a prompt is counted
@@ -65,6 +75,21 @@ class Weights:
     recent_trust: Share = 0.9
     """Share that counts of a prefix that was just sent there and has not shown up in events yet.
     It is nearly certain to appear; less than 1 so that a replica that really holds it wins."""
+
+    def of_tier(self, name: str) -> float:
+        """The cost of a token from a lower tier or a shared store."""
+        return self.tier_token.get(name.upper(), self.lower_tier_token)
+
+    def of_lower(self, by_tier: Sequence[tuple[str, int]]) -> float:
+        """The mean cost of the tokens of a hit below the GPU.
+
+        Args:
+            by_tier: Tokens of each tier or store; empty where they are not told apart.
+        """
+        tokens = sum(count for _, count in by_tier)
+        if not tokens:
+            return self.lower_tier_token
+        return sum(count * self.of_tier(name) for name, count in by_tier) / tokens
 
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +138,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens cached on the GPU."""
     cached_tokens: int = 0
     """Those and what lower tiers would bring back; at least `gpu_cached_tokens`."""
+    by_tier: tuple[tuple[str, int], ...] = ()
+    """What each lower tier or shared store would bring back; empty where that is not told apart."""
     recent_tokens: int = 0
     """Leading prompt tokens that were sent there so recently that events may not show them yet."""
     suspect: bool = False

@@ -163,6 +163,7 @@ async def test_a_request_is_logged_with_prediction_report_and_reason(
         assert request["predicted"] == {
             "gpu_cached_tokens": 80,
             "cached_tokens": 80,
+            "by_tier": {},
             "suspect": False,
         }
         assert (request["prompt_tokens"], request["actual"], request["verdict"]) == (

@@ -103,6 +103,7 @@ async def test_a_prompt_is_routed_to_where_it_is_cached(
         assert route["ranking"][0]["hit"] == {
             "gpu_cached_tokens": 80,
             "cached_tokens": 80,
+            "by_tier": {},
             "suspect": False,
         }
         assert [entry["hit"]["gpu_cached_tokens"] for entry in route["ranking"][1:]] == [0, 0]
@@ -117,6 +118,47 @@ async def test_a_prompt_is_routed_to_where_it_is_cached(
         assert [len(stub.requests) for stub in stubs] == [0, 1, 0]
         assert holder.requests[0].headers["x-request-id"] == "mine-42"
         assert holder.requests[0].json == body
+
+
+async def test_what_one_replica_wrote_to_shared_storage_counts_for_the_others() -> None:
+    """One file system behind several replicas: the one that wrote a prompt may be busy, gone, or
+    have evicted it, and any other loads it from there. One that is on its own storage does not."""
+    stores = [{"name": "shared-fs", "tiers": ["storage"], "replicas": ["shares-*"]}]
+    config = {"models": [{"name": "shared-model", "stores": stores}], "health": QUICK_HEALTH}
+    async with engines(3, model="shared-model", has_events=True) as stubs:
+        writer, reader, alone = stubs
+        writer.name, reader.name, alone.name = "shares-a", "shares-b", "alone"
+        with router_process(config) as router:
+            async with router.serving(*stubs):
+                ids = prompt_ids(80, 1)
+                for stub in (reader, alone):
+                    stub.store(prompt_ids(16, 2))
+                writer.store(ids)
+                writer.offload(ids, "STORAGE")
+                writer.evict(ids)
+                route = await routed(router, {"model": "shared-model", "prompt": [*ids, 7]}, 2)
+                hits = {entry["replica"]: entry["hit"]["by_tier"] for entry in route["ranking"]}
+                assert hits == {
+                    "shares-a": {"shared-fs": 80},
+                    "shares-b": {"shared-fs": 80},
+                    "alone": {},
+                }
+                assert route["ranking"][-1]["replica"] == "alone"
+                assert "80 offloaded (80 shared-fs)" in route["ranking"][0]["reason"]
+                (source,) = (await router.replica("shares-b"))["sources"]
+                shared = [{"group": 0, "tier": "STORAGE", "blocks": 5, "unit_tokens": None}]
+                assert source["cache"]["stores"] == {"shared-fs": shared}
+                metrics = await router.metrics()
+                assert metrics.sum("kvroute_index_store_blocks", store="shared-fs") == 5
+
+
+async def routed(router: RouterProcess, body: dict[str, Any], hits: int) -> dict[str, Any]:
+    """A route, once that many replicas have a hit."""
+    while True:
+        route: dict[str, Any] = (await router.post("/route", body)).json
+        if sum(entry["hit"]["cached_tokens"] > 0 for entry in route["ranking"]) == hits:
+            return route
+        await asyncio.sleep(0.01)
 
 
 async def test_a_request_without_a_usable_id_gets_a_new_one(router: RouterProcess) -> None:

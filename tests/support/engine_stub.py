@@ -428,6 +428,14 @@ class EngineStub:
         self._publisher.publish([Prefix(whole).removed(0, range(BLOCK, len(whole) + 1, BLOCK))])
         self.stored_blocks -= len(whole) // BLOCK
 
+    def offload(self, ids: Sequence[int], medium: str) -> None:
+        """Publish that the blocks of a stored prompt are in a lower tier, by their hashes alone.
+        `stored_blocks` does not count them."""
+        assert self._publisher is not None
+        whole = list(ids[: len(ids) // BLOCK * BLOCK])
+        ends = range(BLOCK, len(whole) + 1, BLOCK)
+        self._publisher.publish([Prefix(whole).offloaded(0, ends, medium)])
+
     def forget(self) -> None:
         """Empty the cache without publishing it, as an engine must never do."""
         self._prompts.clear()

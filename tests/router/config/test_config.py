@@ -24,7 +24,7 @@ from router.config import (
     read_replica,
 )
 from router.errors import BadRequest, ConfigError
-from router.index import LayoutHints
+from router.index import LayoutHints, StoreHint
 from router.scoring import PolicySettings, make_policy, policy_names
 
 FULL = """
@@ -185,6 +185,39 @@ def test_an_empty_list_of_sources_is_not_the_same_as_none() -> None:
     assert config.replicas[1].kv_events is None
 
 
+STORES = """
+models:
+  - name: m
+    stores:
+      - {name: disk, tiers: [Storage, fs], replicas: ["eu-*", us-1]}
+      - {name: pool, ownership: s3}
+"""
+
+
+def test_stores_are_shared_by_the_replicas_that_their_patterns_fit() -> None:
+    """Replicas that come later are not in the file; their names tell where they are."""
+    disk, pool = read(STORES).models[0].stores
+    assert disk.to_hint() == StoreHint("disk", ("STORAGE", "FS"))
+    assert pool.to_hint() == StoreHint("pool", (), "s3")
+    assert [disk.is_shared_by(name) for name in ("eu-7", "us-1", "us-10", "EU-7")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert pool.is_shared_by("anything")
+
+
+def test_a_store_costs_what_the_slowest_tier_behind_it_does() -> None:
+    """Unless it is given a cost by its name, in any case."""
+    policy = "policy: {weights: {lower_tier_token: 0.2, tier_token: {storage: 0.3, fs: 0.6}}}"
+    weights = read(STORES + policy).weights
+    assert (weights.of_tier("disk"), weights.of_tier("pool")) == (0.6, 0.3)
+    assert (weights.of_tier("Storage"), weights.of_tier("CPU")) == (0.3, 0.2)
+    named = read(STORES + policy.replace("fs: 0.6", "DISK: 0.4")).weights
+    assert named.of_tier("disk") == 0.4
+
+
 # --- secrets --------------------------------------------------------------------------------------
 
 
@@ -330,6 +363,14 @@ def test_the_message_has_a_line_for_each_problem() -> None:
         (
             "replicas: [{url: 'http://a', kv_events: [{endpoint: 'tcp://a:1'}, {endpoint: 'tcp://a:2'}]}]",
             "replicas[0].kv_events[1].dp_rank: 0; kv_events[0] has it already",
+        ),
+        (
+            "models: [{name: m, stores: [{name: s}, {name: s, tiers: [FS]}]}]",
+            "models[0].stores[1].name: 's'; stores[0] has it already",
+        ),
+        (
+            "models: [{name: m, stores: [{name: s, tiers: [FS, gpu]}]}]",
+            "models[0].stores[0].tiers[1]: 'gpu'; a GPU's blocks are its replica's own",
         ),
         (
             "health: {interval_s: 1, timeout_s: 2}",

@@ -123,6 +123,18 @@ def test_hits_on_the_gpu_and_in_lower_tiers_are_told_apart(planning: Planning) -
     assert uncached_tokens(len(IDS), found) == len(IDS) - 128, "they are not computed again"
 
 
+def test_what_each_tier_adds_reaches_the_policy(planning: Planning) -> None:
+    """Of a batch, over all of its prompts."""
+    planning.store(R0, IDS[:16])
+    planning.store(R0, IDS[:16], "CPU")
+    planning.store(R0, IDS[:64], "CPU")
+    planning.store(R0, IDS[:16], "STORAGE")
+    planning.store(R0, IDS[:128], "STORAGE")
+    planning.store(R0, OTHER_IDS, "STORAGE")
+    prompts = planning.prompts([*IDS, 0], [*OTHER_IDS, 0], [3])
+    assert planning.only(prompts, replica()).by_tier == (("CPU", 48), ("STORAGE", 80))
+
+
 def test_a_loss_of_events_reaches_the_policy(planning: Planning) -> None:
     """Otherwise a hit that may be gone counts as much as one that is certain."""
     planning.store(R0, IDS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from router.errors import PolicyError
 from router.index import SourceId
@@ -87,6 +88,34 @@ def test_an_offloaded_token_is_worth_less_than_a_gpu_token_and_more_than_none() 
     """It has to come over PCIe, which is slower than to have it and faster than to compute it."""
     candidates = [cached("none", 0), cached("offloaded", 0, total=640), cached("gpu", 640)]
     assert order("prefix", request(), candidates) == ["gpu", "offloaded", "none"]
+
+
+def test_each_tier_has_its_own_cost() -> None:
+    """A bucket is slower than a disk, and a disk slower than the memory beside the GPU; where a hit
+    takes from several, each counts for its share."""
+    weights = Weights(tier_token={"storage": 0.5, "Bucket": 0.9})
+    below = {
+        "memory": (("CPU", 640),),
+        "disk": (("STORAGE", 640),),
+        "bucket": (("bucket", 640),),
+        "both": (("CPU", 320), ("STORAGE", 320)),
+        "not told apart": (),
+    }
+    costs = {
+        name: estimate(640, replace(cached(name, 0, total=640), by_tier=by_tier), weights).cost
+        for name, by_tier in below.items()
+    }
+    assert costs == pytest.approx(
+        {"memory": 64, "disk": 320, "bucket": 576, "both": 192, "not told apart": 64}
+    )
+
+
+def test_a_reason_says_which_tiers_a_hit_is_in() -> None:
+    """Two replicas with equal hits may differ in nothing else."""
+    below = replace(cached("a", 16, total=64), by_tier=(("CPU", 32), ("bucket", 16)))
+    assert str(estimate(64, below, Weights())).startswith(
+        "16 of 64 tokens cached and 48 offloaded (32 CPU, 16 bucket); "
+    )
 
 
 def test_a_hit_of_a_suspect_replica_counts_half() -> None:
