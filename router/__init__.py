@@ -2,14 +2,14 @@
 
 The files; each imports only what is listed above it:
 
-    errors.py        exception tree; what clients are told, with status and code
+    errors.py        exception tree; what clients get, with status and code
     upstream/        a small pooled HTTP/1.1 client
     index/           the group-aware prefix index
     scoring/         hits and load -> ranked replicas; pure
     config/          the configuration: one frozen, checked model
     tokenize/        request body -> token ids, exact or marked as not
-    replicas/        which replicas exist, and how they do
-    taps.py          what happens at one cache, for whoever records it
+    replicas/        which replicas exist, and how they are doing
+    taps.py          records what happens at one cache, while someone listens
     feed.py          carries every source's stream into the index of its model
     proxy/           one request streamed to one replica, as raw ASGI
     routing/         request body -> decision; writes no metrics

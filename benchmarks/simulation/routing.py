@@ -75,8 +75,8 @@ class SimulatedRouter:
         and its share of the load, which counts from now on."""
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
-        ranking = self._planner.rank(request, self.index, prompts, self._replicas)
-        chosen = ranking.ranked[0].candidate
+        ranking, _ = self._planner.rank(request, self.index, prompts, self._replicas)
+        chosen = ranking[0].candidate
         self._planner.remember(prompts, SourceId(chosen.replica_id))
         in_flight = self.load.started(
             chosen.replica_id, uncached_tokens(len(token_ids), chosen), len(token_ids)

@@ -29,7 +29,7 @@ from router.upstream import Timeouts
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=60, idle_s=30)
 """A router sends a line every second, however quiet its engine is."""
 _PATIENCE_S = 2.0
-"""After which it is said that nobody listens at the address."""
+"""After this long without a batch, progress says so."""
 
 
 def add_to(commands: Any) -> None:
@@ -166,7 +166,7 @@ class Captured:
     queries: int = 0
     """That the engine has reported on."""
     problem: str | None = None
-    """Why there are no batches, where that is known."""
+    """Why nothing was recorded, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ async def capture(
     Args:
         address: What to record.
         limits: When to stop.
-        output: The file to write; compressed where it ends in `.gz`. There is none without a batch.
+        output: The file to write, once there is a batch; compressed where it ends in `.gz`.
         progress: Takes a line for people now and then.
         done: Ends the recording; None leaves that to the limits.
     Raises:

@@ -520,7 +520,7 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
 
 
 def _allowed_methods(app: FastAPI, proxied: ProxiedPaths, scope: Scope) -> str:
-    """The methods of a path, for the `Allow` header; empty if there is no such path."""
+    """The methods of a path, for the `Allow` header; empty for an unknown path."""
     found: set[str] = set()
     for route in app.router.routes:
         if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:

@@ -87,7 +87,7 @@ class Access:
             self.guard.check_change(request.method, headers)
 
     def refusals(self) -> tuple[RequestError, ...]:
-        """One example of every error that tells who may ask."""
+        """One example of every error about who may ask."""
         changes = self.name == "operator" and self.may_change
         changing = (ForeignOrigin(), NotJson()) if changes else ()
         if self.guard.needs_key(self.name):

@@ -61,7 +61,7 @@ LOAD_PATHS = (
     "/score",
     "/v1/audio/*",
 )
-"""An asterisk at the end stands for anything but nothing."""
+"""A trailing asterisk matches one character or more."""
 ANY_PATHS = ("/version",)
 _TOKENIZING = frozenset(("/tokenize", "/detokenize", "/v1/messages/count_tokens"))
 EXTRA_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")

@@ -126,7 +126,7 @@ class ApiParts:
 def route_view(decision: Decision) -> RouteView:
     """A decision with its reasons: who would serve the request, and how much of it is cached
     where. Some replica must be able to."""
-    ranking = [_ranked(decision, ranked) for ranked in decision.ranking.ranked]
+    ranking = [_ranked(decision, ranked) for ranked in decision.ranking]
     return RouteView(
         replica=ranking[0].replica,
         dp_rank=ranking[0].dp_rank,
@@ -145,7 +145,7 @@ def route_view(decision: Decision) -> RouteView:
         ranking=ranking,
         excluded=[
             ExcludedReplica(replica=candidate.replica_id, reason=candidate.obstacle or "")
-            for candidate in decision.ranking.excluded
+            for candidate in decision.excluded
         ],
         routing_seconds=round(decision.routing_s, 6),
     )

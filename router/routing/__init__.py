@@ -1,7 +1,7 @@
 """From a request's body to a decision: which replicas could serve it, best first. Knows no metrics.
 
-The values of one request, in the order in which they are made, each handed from one room to the
-next (what never leaves its room is not listed):
+The twelve values of one request, in the order in which they are made, each handed from one room to
+the next (enumerations, and what never leaves its room, are not listed):
 
     bytes             the body, as the client sent it
     PromptSpec        what the body asks to be computed                       tokenize
@@ -10,7 +10,7 @@ next (what never leaves its room is not listed):
     Hit               what one source would reuse of a prompt                 index
     RouteRequest      what a policy may know of the request                   scoring
     Candidate         one replica, with its hit and its load                  scoring
-    Ranked, Ranking   candidates in order, with costs and reasons             scoring
+    Ranked            a candidate in its place, with cost and reason          scoring
     Decision          all of this, and the body to send                       routing
     RoutedRequest     the request in the log, from prediction to end          observability
     Attempt           where the decision may send it: origin and headers      proxy

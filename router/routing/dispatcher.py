@@ -17,7 +17,7 @@ from router.replicas import Replica, ReplicaRegistry
 from router.routing.models import Model, ModelSet
 from router.routing.planner import RankChoice, RoutePlanner, prepare, source_of
 from router.routing.stored_responses import StoredResponses
-from router.scoring import Candidate, Ranked, Ranking, RouteRequest
+from router.scoring import Candidate, Ranked, RouteRequest, empty_reason
 from router.tokenize import (
     Endpoint,
     LargeWork,
@@ -71,8 +71,10 @@ class Decision:
     prompt_tokens: int = 0
     """Over all prompts, as far as their token ids are known."""
     policy: str
-    ranking: Ranking
-    """Empty where no replica can take the request now."""
+    ranking: Sequence[Ranked]
+    """Best first; empty where no replica can take the request now."""
+    excluded: Sequence[Candidate]
+    """Those that cannot take it now, each with its obstacle."""
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
@@ -119,10 +121,10 @@ class Decision:
 
     def ranked(self, replica_id: str) -> Ranked:
         """The entry of a replica in the ranking; of one that was left out, an entry behind all."""
-        for entry in self.ranking.ranked:
+        for entry in self.ranking:
             if entry.candidate.replica_id == replica_id:
                 return entry
-        excluded = next(each for each in self.ranking.excluded if each.replica_id == replica_id)
+        excluded = next(each for each in self.excluded if each.replica_id == replica_id)
         return Ranked(excluded, math.inf, f"{excluded.obstacle} when it was ranked, able since")
 
     def source_of(self, candidate: Candidate) -> SourceId:
@@ -142,11 +144,11 @@ class Decision:
         Args:
             shows_hit: Whether the client is told how much of its prompt is cached.
         """
-        if not self.ranking.ranked:
+        if not self.ranking:
             return
-        first = self.ranking.ranked[0].candidate
+        first = self.ranking[0].candidate
         yield self._attempt(first, shows_hit)
-        left = [*(entry.candidate for entry in self.ranking.ranked[1:]), *self.ranking.excluded]
+        left = [*(entry.candidate for entry in self.ranking[1:]), *self.excluded]
         while (candidate := self._next(left)) is not None:
             left.remove(candidate)
             yield self._attempt(candidate, shows_hit)
@@ -167,15 +169,15 @@ class Decision:
         headers = replica.headers
         if candidate.dp_rank is not None:
             headers = (*headers, (RANK_HEADER, b"%d" % candidate.dp_rank))
-        told: tuple[Header, ...] = ((b"x-kv-replica", replica.id.encode()),)
+        reported: tuple[Header, ...] = ((b"x-kv-replica", replica.id.encode()),)
         if shows_hit:
-            told = (*told, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
-        return Attempt(replica.id, replica.origin, headers, told)
+            reported = (*reported, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
+        return Attempt(replica.id, replica.origin, headers, reported)
 
     def require_replica(self) -> None:
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
-        if not self.ranking.ranked:
-            raise NoReplica(self.model_name, self.ranking.empty_reason)
+        if not self.ranking:
+            raise NoReplica(self.model_name, empty_reason(self.excluded))
 
 
 class Dispatcher:
@@ -268,7 +270,9 @@ class Dispatcher:
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
         choice = RankChoice(spec.endpoint not in RANK_IGNORED, dp_rank)
-        ranking = self._planner.rank(request, model.index, prompts, replicas.values(), choice)
+        ranking, excluded = self._planner.rank(
+            request, model.index, prompts, replicas.values(), choice
+        )
         return Decision(
             model=model,
             spec=spec,
@@ -277,6 +281,7 @@ class Dispatcher:
             prompt_tokens=count,
             policy=self._policy_name,
             ranking=ranking,
+            excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
             body=body,
@@ -332,10 +337,12 @@ class Dispatcher:
     ) -> Decision:
         started = time.perf_counter()
         request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
+        ranking, excluded = self._planner.rank_by_load(request, replicas.values())
         return Decision(
             model=model,
             policy=self._policy_name,
-            ranking=self._planner.rank_by_load(request, replicas.values()),
+            ranking=ranking,
+            excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
             body=body,
@@ -343,8 +350,8 @@ class Dispatcher:
         )
 
     async def _holder(self, response_id: str, replicas: dict[str, Replica]) -> dict[str, Replica]:
-        """Only the replica that has the response: every other one would respond that there is
-        none. All of *replicas* where nobody knows."""
+        """Only the replica that has the response: every other one would respond 404. All
+        of *replicas* where that is not known."""
         holder = await self._responses.holder(response_id, replicas)
         return replicas if holder is None else {holder.id: holder}
 

@@ -19,7 +19,7 @@ from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
 from router.replicas import Replica
 from router.replicas.load import LoadTracker, ReplicaLoad
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, Policy, Ranking, RouteRequest, Weights, estimate, rank
+from router.scoring import Candidate, Policy, Ranked, RouteRequest, Weights, estimate, rank
 from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
@@ -98,7 +98,7 @@ class RoutePlanner:
         prompts: Sequence[HashedPrompt],
         replicas: Iterable[Replica],
         choice: RankChoice = ANY_RANK,
-    ) -> Ranking:
+    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request.
 
         Args:
@@ -107,17 +107,23 @@ class RoutePlanner:
             prompts: The request's prompts, from `prepare`.
             replicas: All that serve the model, whatever their state.
             choice: What the request allows in the choice of a rank.
+        Returns:
+            As `scoring.rank`.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
         return self._rank(request, self._find(index, prompts), replicas, choice)
 
-    def rank_by_load(self, request: RouteRequest, replicas: Iterable[Replica]) -> Ranking:
+    def rank_by_load(
+        self, request: RouteRequest, replicas: Iterable[Replica]
+    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         """Rank *replicas* for a request whose prompt is not looked at.
 
         Args:
             request: What the policy may know of it.
             replicas: All that can serve it, whatever their state.
+        Returns:
+            As `scoring.rank`.
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
@@ -148,7 +154,7 @@ class RoutePlanner:
         found: _Found,
         replicas: Iterable[Replica],
         choice: RankChoice,
-    ) -> Ranking:
+    ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         candidates = [
             self._best_rank(replica, found, request, choice)
             if len(replica.sources) > 1

@@ -39,7 +39,7 @@ MAX_ASKED = 2
 """Replicas that are asked for one prompt. Beyond that it is routed by load, which costs a hit, not
 a response."""
 AVOIDED_S = 5.0
-"""A replica that did not respond is asked last for so long: otherwise each prompt would wait for
+"""For this long a replica that did not respond is asked last: otherwise each prompt would wait for
 it, until its health checks have failed."""
 _BYTES_PER_S = 1_000_000
 """What a slow tokenizer manages: a longer body is given more time."""
@@ -65,8 +65,8 @@ class ReplicaTokenizers:
             upstream: Sends the requests.
             registry: Knows the replicas.
             load: Counts these requests too.
-            tokenize_s: For one replica to tokenise a short prompt, while a request waits.
-            patient: Where nobody waits.
+            tokenize_s: Time for one replica to tokenise a short prompt, while a request waits.
+            patient: Timeouts where no request waits.
             clock: A monotonic clock, in seconds.
         """
         self._upstream = upstream

@@ -10,7 +10,7 @@ The files; each imports only what is listed above it:
 """
 
 from router.scoring.policies import Estimate, PolicySettings, estimate, make_policy, policy_names
-from router.scoring.ranking import Ranking, rank
+from router.scoring.ranking import empty_reason, rank
 from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 
 __all__ = [
@@ -20,9 +20,9 @@ __all__ = [
     "Policy",
     "PolicySettings",
     "Ranked",
-    "Ranking",
     "RouteRequest",
     "Weights",
+    "empty_reason",
     "estimate",
     "make_policy",
     "policy_names",

@@ -5,36 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from router.errors import PolicyError
 from router.scoring.types import Candidate, Policy, Ranked, RouteRequest
 
 
-class Ranking(NamedTuple):
-    """Who could serve a request, best first, and who cannot."""
-
-    ranked: tuple[Ranked, ...]
-    excluded: tuple[Candidate, ...]
-    """Each with its `obstacle`."""
-
-    @property
-    def empty_reason(self) -> str:
-        """Why the ranking is empty: how many are excluded for which reason."""
-        counts = Counter(candidate.obstacle for candidate in self.excluded)
-        return (
-            ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-            or "no replica serves it"
-        )
-
-
-def rank(policy: Policy, request: RouteRequest, candidates: Iterable[Candidate]) -> Ranking:
+def rank(
+    policy: Policy, request: RouteRequest, candidates: Iterable[Candidate]
+) -> tuple[tuple[Ranked, ...], tuple[Candidate, ...]]:
     """Leave out those that cannot take the request, and let the policy order the rest.
 
     Args:
         policy: Built-in or a plug-in.
         request: What the policy may know of it.
         candidates: All replicas that serve the model, whatever their state.
+    Returns:
+        Who could serve the request, best first; and who cannot, each with its `obstacle`.
     Raises:
         PolicyError: The policy lost, repeated or invented a candidate, or its costs are not finite
             and ascending.
@@ -45,7 +31,14 @@ def rank(policy: Policy, request: RouteRequest, candidates: Iterable[Candidate])
         (able if candidate.obstacle is None else excluded).append(candidate)
     ranked = policy.rank(request, able)
     _check(policy, able, ranked)
-    return Ranking(tuple(ranked), tuple(excluded))
+    return tuple(ranked), tuple(excluded)
+
+
+def empty_reason(excluded: Iterable[Candidate]) -> str:
+    """Why nothing could be ranked: how many are excluded for which reason."""
+    counts = Counter(candidate.obstacle for candidate in excluded)
+    reasons = ", ".join(f"{count} {obstacle}" for obstacle, count in counts.most_common())
+    return reasons or "no replica serves it"
 
 
 def _check(policy: Policy, able: Sequence[Candidate], ranked: Sequence[Ranked]) -> None:

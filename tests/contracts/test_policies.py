@@ -18,6 +18,7 @@ from router.scoring import (
     PolicySettings,
     Ranked,
     RouteRequest,
+    empty_reason,
     make_policy,
     rank,
 )
@@ -141,7 +142,7 @@ def test_the_callers_list_is_left_as_it_is(make: Make) -> None:
 def test_without_candidates_the_ranking_is_empty(make: Make) -> None:
     """All replicas of a model may be gone at once; that is a response with 503, not a crash."""
     assert make(1).rank(request(), []) == []
-    assert rank(make(1), request(), []).ranked == ()
+    assert rank(make(1), request(), []) == ((), ())
 
 
 @every_policy
@@ -180,11 +181,9 @@ def test_a_replica_that_cannot_serve_is_never_ranked(make: Make, obstacle: str) 
     )
     policy = make(1)
     for turn in range(20):
-        ranking = rank(policy, request(session=str(turn)), [unable, good])
-        assert [entry.candidate for entry in ranking.ranked] == [good]
-        assert [(excluded, excluded.obstacle) for excluded in ranking.excluded] == [
-            (unable, obstacle)
-        ]
+        ranking, excluded = rank(policy, request(session=str(turn)), [unable, good])
+        assert [entry.candidate for entry in ranking] == [good]
+        assert [(each, each.obstacle) for each in excluded] == [(unable, obstacle)]
 
 
 @every_policy
@@ -195,6 +194,6 @@ def test_when_no_replica_can_serve_the_ranking_says_why(make: Make) -> None:
         Candidate(replica_id="b", obstacle="not healthy"),
         Candidate(replica_id="c", obstacle="draining"),
     ]
-    ranking = rank(make(1), request(), candidates)
-    assert ranking.ranked == ()
-    assert ranking.empty_reason == "2 not healthy, 1 draining"
+    ranking, excluded = rank(make(1), request(), candidates)
+    assert ranking == ()
+    assert empty_reason(excluded) == "2 not healthy, 1 draining"

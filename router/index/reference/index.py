@@ -193,7 +193,7 @@ class PromptKeys(HashedPrompt):
         return self._prefix_keys[step]
 
     def _picked(self, step: int) -> list[int] | None:
-        """Every n-th of some finer keys that are there already; None if there are none."""
+        """Every n-th of finer keys that were computed before; None if there are no such keys."""
         for finer, lookahead in self._keys:
             if not lookahead and step % finer == 0:
                 nth = step // finer
@@ -304,8 +304,8 @@ def _by_units(
 def _see_ends(
     lower: LowerTier, hashes: Sequence[HashAt], layout: KVCacheLayout, length: int
 ) -> None:
-    """Learn a tier's units from what it holds of the prompt, if its events did not tell: their
-    hashes had no place then, or have none."""
+    """Learn a tier's units from what it holds of the prompt, if its events did not show them:
+    their hashes had no known place then, or still have none."""
     step, units = layout.hash_block_size, lower.units
     for where, blocks in lower.table.held.items():
         is_known = where in units.seen and not lower.table.unplaced

@@ -104,7 +104,7 @@ class LayoutLearner:
             self._rebuild()
 
     def _see_below(self, index: int, event: BlockStored) -> None:
-        """A tier's block may be a chunk: its size is only taken where nothing else tells."""
+        """A tier's block may be a chunk: its size is used only where nothing else is known."""
         if index in self.seen:
             return
         size = event.tokens_per_block
@@ -312,7 +312,7 @@ class TierUnits:
     def of(self, tier: str, layout: KVCacheLayout) -> tuple[int, ...]:
         """The tokens of a unit in each group.
 
-        A group of full attention has units from the prompt's start on, so that its ends tell soon.
+        A group of full attention has units from the prompt's start on, so its ends show them soon.
         A window or a state has few: until its own ends say less, its units have as many blocks as
         those of full attention.
 

@@ -409,7 +409,7 @@ def read_model(
     Returns:
         The model, None if it names none; and the body to send, None if that is *body*.
     Raises:
-        RequestBodyError: It is no JSON object, or its model is no string.
+        RequestBodyError: It is not a JSON object, or its model is not a string.
     """
     try:
         model = msgspec.json.decode(body, type=_OnlyModel).model

@@ -82,7 +82,7 @@ class Observed:
     async def recent(self, ids: Sequence[int] = IDS) -> dict[str, int]:
         """What a prompt would find as sent just now."""
         decision, _ = await self.observe(ids)
-        ranking = decision.ranking.ranked
+        ranking = decision.ranking
         return {entry.candidate.replica_id: entry.candidate.recent_tokens for entry in ranking}
 
 

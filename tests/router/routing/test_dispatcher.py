@@ -184,7 +184,7 @@ async def test_two_models_with_equal_hashes_do_not_mix(setting: Setting) -> None
     for model, name, hit in (("m", "r0", 64), ("other", "r1", 16)):
         body = b'{"model": "%b", "prompt": %b}' % (model.encode(), str(ids).encode())
         decision = await setting.dispatcher.dispatch(Endpoint.COMPLETIONS, body)
-        (ranked,) = decision.ranking.ranked
+        (ranked,) = decision.ranking
         assert (ranked.candidate.replica_id, ranked.candidate.cached_tokens) == (name, hit)
 
 
@@ -226,7 +226,7 @@ async def test_each_attempt_goes_by_how_the_replicas_are_when_it_is_made(setting
         Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1, 2, 3]}'
     )
     attempts = decision.attempts()
-    first, sick, well = [entry.candidate.replica_id for entry in decision.ranking.ranked]
+    first, sick, well = [entry.candidate.replica_id for entry in decision.ranking]
     assert next(attempts).replica_id == first
     while setting.registry.get(sick).is_healthy:
         setting.registry.report_failure(sick, "connect")
@@ -248,7 +248,7 @@ async def test_a_retry_does_not_go_to_a_replica_that_is_draining_or_full_by_now(
         Endpoint.COMPLETIONS, b'{"model": "m", "prompt": [1, 2, 3]}'
     )
     attempts = decision.attempts()
-    first, second, third = [entry.candidate.replica_id for entry in decision.ranking.ranked]
+    first, second, third = [entry.candidate.replica_id for entry in decision.ranking]
     assert next(attempts).replica_id == first
     setting.registry.drain(second)
     with setting.load.started(third, 3, 3):

@@ -28,7 +28,7 @@ from router.routing.planner import (
     uncached_tokens,
 )
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, Ranking, RouteRequest, make_policy
+from router.scoring import Candidate, Ranked, RouteRequest, make_policy
 from router.tokenize import TokenizedPrompt
 
 IDS = list(range(1, 257))
@@ -85,15 +85,17 @@ class Planning:
         *replicas: Replica,
         choice: RankChoice = ANY_RANK,
         tokens: int = len(IDS),
-    ) -> Ranking:
+    ) -> Sequence[Ranked]:
         request = RouteRequest(model="m", prompt_tokens=tokens)
-        return self.planner.rank(request, self.index, prompts, replicas, choice)
+        ranking, excluded = self.planner.rank(request, self.index, prompts, replicas, choice)
+        assert not excluded
+        return ranking
 
     def only(
         self, prompts: Sequence[HashedPrompt], found: Replica, choice: RankChoice = ANY_RANK
     ) -> Candidate:
         """The one candidate."""
-        (ranked,) = self.rank(prompts, found, choice=choice).ranked
+        (ranked,) = self.rank(prompts, found, choice=choice)
         return ranked.candidate
 
 
@@ -203,7 +205,7 @@ def test_a_hit_and_the_same_tokens_sent_just_now_count_once(planning: Planning) 
     found = planning.only(prompts, replica())
     assert (found.cached_tokens, found.recent_tokens) == (128, 128)
     assert uncached_tokens(256, found) == 128
-    (ranked,) = planning.rank(prompts, replica()).ranked
+    (ranked,) = planning.rank(prompts, replica())
     assert ranked.cost == pytest.approx(128)
 
 
@@ -223,7 +225,7 @@ def test_the_prompts_of_a_request_are_remembered_where_it_goes(planning: Plannin
     prompts = planning.prompts(IDS)
     planning.planner.remember(prompts, SourceId("r1"))
     ranking = planning.rank(prompts, replica("r0"), replica("r1"))
-    assert [entry.candidate.replica_id for entry in ranking.ranked] == ["r1", "r0"]
+    assert [entry.candidate.replica_id for entry in ranking] == ["r1", "r0"]
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def order(
     name: str, asked: RouteRequest, candidates: Sequence[Candidate], seed: int = 1
 ) -> list[str]:
     policy = make_policy(name, PolicySettings(random=Random(seed)))
-    return [entry.candidate.replica_id for entry in rank(policy, asked, candidates).ranked]
+    return [entry.candidate.replica_id for entry in rank(policy, asked, candidates)[0]]
 
 
 def cached(
@@ -223,11 +223,9 @@ class Cluster:
         asked = request(prompt_tokens)
         found = self.recent.match(self.keys, self.step, now=0)
         recent = {source.replica: tokens for source, tokens in found.items()}
-        best = (
-            rank(self.policy, asked, [self._candidate(name, recent) for name in self.names])
-            .ranked[0]
-            .candidate
-        )
+        candidates = [self._candidate(name, recent) for name in self.names]
+        ranking, _ = rank(self.policy, asked, candidates)
+        best = ranking[0].candidate
         self.recent.remember(SourceId(best.replica_id), self.keys, now=0)
         known = max(best.gpu_cached_tokens, best.recent_tokens)
         self.flight = self.load.started(best.replica_id, prompt_tokens - known, prompt_tokens)
@@ -388,7 +386,7 @@ def test_the_reason_says_who_comes_first(name: str, first: str, second: str) -> 
     """It is what `/route` and the log show of a decision."""
     policy = make_policy(name)
     candidates = [Candidate(replica_id="a"), Candidate(replica_id="b")]
-    ranked = rank(policy, request(session="s"), candidates).ranked
+    ranked = rank(policy, request(session="s"), candidates)[0]
     assert [entry.reason for entry in ranked] == [first, second]
 
 
@@ -454,8 +452,8 @@ def test_a_plug_in_is_found_by_its_entry_point(installed: str) -> None:
     """Installing a package is all it takes; the configuration names it."""
     assert installed in policy_names()
     policy = make_policy(installed, PolicySettings(options={"depth": 3}))
-    ranking = rank(policy, request(), [Candidate(replica_id=name) for name in "abc"])
-    assert [entry.candidate.replica_id for entry in ranking.ranked] == ["c", "b", "a"]
+    ranking, _ = rank(policy, request(), [Candidate(replica_id=name) for name in "abc"])
+    assert [entry.candidate.replica_id for entry in ranking] == ["c", "b", "a"]
     assert policy.settings.options == {"depth": 3}  # type: ignore[attr-defined]
 
 
