@@ -52,7 +52,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     by_tier: tuple[tuple[str, int], ...] = ()
     """Of these, what each lower tier or shared store adds."""
     suspect: bool = False
-    why: object = ""
+    why: str | Callable[[], str] = ""
     """The reason, as `Ranked.why` has it."""
     attempts: int = 0
     last_failure: str | None = None
@@ -80,7 +80,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     @property
     def reason(self) -> str:
         """Why it went there, as a sentence."""
-        return str(self.why)[:MAX_REASON_CHARS]
+        why = self.why if isinstance(self.why, str) else self.why()
+        return why[:MAX_REASON_CHARS]
 
     @property
     def verdict(self) -> Literal["exact", "over", "under"] | None:

@@ -9,14 +9,13 @@ The files; each imports only what is listed above it:
     ranking.py    leaves out those that cannot serve; holds a policy to its rules
 """
 
-from router.scoring.policies import Estimate, PolicySettings, estimate, make_policy, policy_names
+from router.scoring.policies import PolicySettings, estimate, make_policy, policy_names
 from router.scoring.ranking import empty_reason, rank
 from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 
 __all__ = [
     "Candidate",
     "CandidateLoad",
-    "Estimate",
     "Policy",
     "PolicySettings",
     "Ranked",

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from operator import itemgetter
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvevents.plugins import PlugIns
 from router.errors import PolicyError
@@ -23,56 +24,8 @@ from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, Route
 # --- by the estimated wait, in prefill tokens -----------------------------------------------------
 
 
-class Estimate(NamedTuple):
-    """What makes up the wait of one request at one replica; its `str()` says so in a sentence."""
-
-    candidate: Candidate
-    prompt_tokens: int
-    gpu_tokens: float
-    """Of the hit, on the GPU, after discounts."""
-    lower_tokens: float
-    """Of the hit, in lower tiers, after discounts."""
-    uncached_tokens: float
-    busy: float
-    """See `busyness`."""
-    cost: float
-    """The sum of the parts, divided by the speed."""
-
-    def __str__(self) -> str:
-        parts = [*self._hit(), *self._load()]
-        return f"{'; '.join(parts)}: an estimated wait of {self.cost:,.0f} prefill tokens"
-
-    def _hit(self) -> list[str]:
-        candidate = self.candidate
-        if not self.prompt_tokens:
-            return ["the prompt's length is unknown"]
-        lower = candidate.cached_tokens - candidate.gpu_cached_tokens
-        where = ", ".join(f"{tokens:,} {name}" for name, tokens in candidate.by_tier)
-        offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
-        parts = [
-            f"{candidate.gpu_cached_tokens:,} of {self.prompt_tokens:,} tokens cached{offloaded}"
-        ]
-        if candidate.suspect:
-            parts.append("discounted, since events were lost")
-        counted = ""
-        if candidate.recent_tokens > candidate.gpu_cached_tokens:
-            parts.append(f"{candidate.recent_tokens:,} expected from what was just sent there")
-            counted = "counted as "
-        return [*parts, f"{counted}{self.uncached_tokens:,.0f} to compute"]
-
-    def _load(self) -> list[str]:
-        load = self.candidate.load
-        counts = (
-            (load.queued_prefill_tokens, "tokens of other prompts ahead"),
-            (load.decoding_requests, "in decode"),
-            (load.foreign_requests, "from elsewhere"),
-            (load.waiting_requests, "waiting in the engine"),
-        )
-        return [f"{count:,} {what}" for count, what in counts if count] or ["nothing ahead"]
-
-
-def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Estimate:
-    """The wait of a prompt at a candidate.
+def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Ranked:
+    """The wait of a prompt at a candidate, with what it consists of.
 
     Args:
         prompt_tokens: Length of the prompt; hits beyond it do not count.
@@ -84,10 +37,41 @@ def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Esti
     gpu = min(gpu, prompt_tokens)
     lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
     uncached = prompt_tokens - gpu - lower
-    busy = busyness(candidate.load, weights)
     lower_cost = lower * weights.of_lower(candidate.by_tier) if lower else 0.0
-    cost = (uncached + lower_cost + busy) / candidate.speed
-    return Estimate(candidate, prompt_tokens, gpu, lower, uncached, busy, cost)
+    cost = (uncached + lower_cost + busyness(candidate.load, weights)) / candidate.speed
+    return Ranked(candidate, cost, partial(_parts, prompt_tokens, candidate, uncached, cost))
+
+
+def _parts(prompt_tokens: int, candidate: Candidate, uncached: float, cost: float) -> str:
+    """The parts of a wait as a sentence."""
+    parts = [*_parts_of_hit(prompt_tokens, candidate, uncached), *_parts_of_load(candidate.load)]
+    return f"{'; '.join(parts)}: an estimated wait of {cost:,.0f} prefill tokens"
+
+
+def _parts_of_hit(prompt_tokens: int, candidate: Candidate, uncached: float) -> list[str]:
+    if not prompt_tokens:
+        return ["the prompt's length is unknown"]
+    lower = candidate.cached_tokens - candidate.gpu_cached_tokens
+    where = ", ".join(f"{tokens:,} {name}" for name, tokens in candidate.by_tier)
+    offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
+    parts = [f"{candidate.gpu_cached_tokens:,} of {prompt_tokens:,} tokens cached{offloaded}"]
+    if candidate.suspect:
+        parts.append("discounted, since events were lost")
+    counted = ""
+    if candidate.recent_tokens > candidate.gpu_cached_tokens:
+        parts.append(f"{candidate.recent_tokens:,} expected from what was just sent there")
+        counted = "counted as "
+    return [*parts, f"{counted}{uncached:,.0f} to compute"]
+
+
+def _parts_of_load(load: CandidateLoad) -> list[str]:
+    counts = (
+        (load.queued_prefill_tokens, "tokens of other prompts ahead"),
+        (load.decoding_requests, "in decode"),
+        (load.foreign_requests, "from elsewhere"),
+        (load.waiting_requests, "waiting in the engine"),
+    )
+    return [f"{count:,} {what}" for count, what in counts if count] or ["nothing ahead"]
 
 
 def busyness(load: CandidateLoad, weights: Weights) -> float:
@@ -132,7 +116,7 @@ class PrefixPolicy:
         estimates = [estimate(tokens, candidate, weights) for candidate in candidates]
         order = [(found.cost, found.candidate.load.requests, draw(), found) for found in estimates]
         order.sort(key=_BEFORE_THE_ESTIMATE)
-        return [Ranked(found.candidate, cost, found) for cost, _, _, found in order]
+        return [found for *_, found in order]
 
 
 # --- without a look at the cache ------------------------------------------------------------------
@@ -214,19 +198,13 @@ class LeastLoadedPolicy:
         ]
         loads.sort(key=lambda found: (found[0], found[1].load.requests, self._random.random()))
         return [
-            Ranked(candidate, cost, _Wait(candidate.load.requests, cost))
+            Ranked(candidate, cost, partial(_load_reason, candidate.load.requests, cost))
             for cost, candidate in loads
         ]
 
 
-class _Wait(NamedTuple):
-    """Why a replica is the least loaded, written out only when it is read."""
-
-    requests: int
-    cost: float
-
-    def __str__(self) -> str:
-        return f"{self.requests:,} requests there, a wait of {self.cost:,.0f} prefill tokens"
+def _load_reason(requests: int, cost: float) -> str:
+    return f"{requests:,} requests there, a wait of {cost:,.0f} prefill tokens"
 
 
 def _by_id(candidate: Candidate) -> str:

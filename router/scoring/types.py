@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Annotated, NamedTuple, Protocol
 
@@ -160,13 +160,13 @@ class Ranked(NamedTuple):
     cost: float
     """Never falls along a ranking. In prefill tokens for `prefix` and `least_loaded`; elsewhere it
     only orders."""
-    why: object
-    """The reason: a string, or an object whose `str()` is the reason, since most are never read."""
+    why: str | Callable[[], str]
+    """The reason, or a function that writes it out: most are never read."""
 
     @property
     def reason(self) -> str:
         """Why it is in this place, as a sentence for people."""
-        return str(self.why)
+        return self.why if isinstance(self.why, str) else self.why()
 
 
 class Policy(Protocol):

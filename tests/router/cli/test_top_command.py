@@ -96,6 +96,7 @@ def glance(
         uptime="3 min",
         policy="prefix",
         index="native",
+        tokenizers={},
         under_way=7,
         headline=headline or Headline(level=Level.GOOD, text="All replicas are well."),
         minute=LastMinute(**{**MINUTE, **minute}),

@@ -257,8 +257,8 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 4"),
-        (lambda whole: whole[:18] + b"\x00\x05" + whole[20:], "version 5 must be 4"),
+        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 5"),
+        (lambda whole: whole[:18] + b"\x00\x06" + whole[20:], "version 6 must be 5"),
         (lambda _: b"", "0 bytes: it must start with 'kvroute index dump'"),
         (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute index dump'"),
     ],

@@ -105,12 +105,11 @@ def test_a_reason_is_made_when_it_is_read_and_is_bounded() -> None:
     """Nobody reads most of them, and a plug-in may write a novel."""
     made = []
 
-    class Lazy:
-        def __str__(self) -> str:
-            made.append(1)
-            return "x" * 10_000
+    def written_out() -> str:
+        made.append(1)
+        return "x" * 10_000
 
-    lazy = request(why=Lazy())
+    lazy = request(why=written_out)
     RequestLog().add(lazy)
     assert not made
     assert lazy.reason == "x" * MAX_REASON_CHARS

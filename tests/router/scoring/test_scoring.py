@@ -124,7 +124,9 @@ def test_a_hit_of_a_suspect_replica_counts_half() -> None:
     suspect = cached("suspect", 640, suspect=True)
     assert order("prefix", request(), [suspect, cached("sure", 640)]) == ["sure", "suspect"]
     assert order("prefix", request(), [suspect, cached("sure", 300)]) == ["suspect", "sure"]
-    assert estimate(1000, suspect, Weights()).uncached_tokens == 1000 - 320
+    found = estimate(1000, suspect, Weights())
+    assert found.cost == 1000 - 320, "nothing else is ahead of it"
+    assert f"{1000 - 320} to compute" in found.reason
 
 
 def test_a_prefix_that_was_just_sent_counts_a_little_less_than_one_that_is_there() -> None:
@@ -173,7 +175,8 @@ def test_a_hit_beyond_the_prompt_gains_nothing_and_never_makes_a_cost_negative()
     """Speculation and tiers may claim the whole prompt, and a shorter prompt must not come out
     below zero."""
     found = estimate(100, cached("a", 5000, total=9000, recent_tokens=7000), Weights())
-    assert (found.uncached_tokens, found.cost) == (0, 0)
+    assert found.cost == 0
+    assert "counted as 0 to compute" in found.reason
 
 
 def test_a_prompt_of_unknown_length_goes_by_load() -> None:
