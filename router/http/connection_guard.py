@@ -9,6 +9,7 @@ may wait behind a slow one.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -67,6 +68,8 @@ _STATUS_LINES = {
 
 _PROBE_DELAYS_S = (0.0, 0.05, 0.25)
 """After a client's FIN: the reset that one probe brings about must have come by the next."""
+_TCP_CLOSE = 7
+"""The state of a connection after a reset, as Linux numbers it."""
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -93,6 +96,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._refused_at: float | None = None
         self._deferred: Refusal | None = None
         self._has_left_half = False
+        self.probes_left = len(_PROBE_DELAYS_S)
         self._unsent_bytes = 0
         self._stalled_since: float | None = None
         self._has_declined_upgrade = False
@@ -124,19 +128,16 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
 
         A client that only stops sending (`shutdown`, netcat) cannot be told at once from one that
         has closed its socket: both send FIN. But the kernel of the latter resets the connection
-        when something comes. An interim response is something that every client must skip (RFC
-        9110 15.2); the second one meets the reset that the first one brought about. Once a response
-        has begun no more than FIN is needed, as before: who has begun to read and then closes has
-        left.
+        when something comes, and the next write meets that reset. While the response is silent,
+        probes take the place of what it would write:
+
+            not begun          an interim response, which every client must skip (RFC 9110 15.2)
+            between chunks     a leading zero of the next chunk's length (RFC 9112 7.1)
+            of known length,   nothing can be sent: a client that has left is noticed by the next
+            or HTTP/1.0        byte of the response
         """
         running = self._running
-        if (
-            running is None
-            or running.response_complete
-            or running.response_started
-            or running.more_body
-            or running.scope["http_version"] != "1.1"
-        ):
+        if running is None or running.response_complete or running.more_body:
             return False
         self._has_left_half = True
         self._receiving_since = None
@@ -145,7 +146,10 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         return True
 
     def look_after(self, now: float) -> None:
-        """End the connection if it is over its time."""
+        """End the connection if it is over its time, or was reset since its client stopped
+        sending: nothing is read from it any more that would tell."""
+        if self._has_left_half and _is_reset(self._raw_transport):
+            self.abort()
         reason = None if self._is_cut else self._overdue(now)
         if reason is not None:
             if self._refused_at is None:
@@ -274,8 +278,14 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
 
     def _probe(self, running: RequestResponseCycle) -> None:
         """Send what a client that has left will not take."""
-        if running is self._running and not running.response_started:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.probes_left -= 1
+        if running is not self._running or running.response_complete:
+            return
+        if not running.response_started:
+            if running.scope["http_version"] == "1.1":
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif running.chunked_encoding and running.scope["method"] != "HEAD":
+            self.transport.write(b"0")
 
     def _refuse(self, reason: Refusal) -> None:
         """Respond with an error and take nothing more. Requests that came whole before it get their
@@ -371,6 +381,14 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         if self._stalled_since is None or self._unsent_bytes < before or is_writing:
             self._stalled_since = now
         return now - self._stalled_since > self.limits.stall_s + self.limits.slack_s
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    sock = transport.get_extra_info("socket")
+    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return bool(state == _TCP_CLOSE)
 
 
 def _mark_disconnected(request: RequestResponseCycle) -> None:

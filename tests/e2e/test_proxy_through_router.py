@@ -372,6 +372,52 @@ async def test_a_client_that_leaves_a_fast_stream_ends_the_work_within_a_second(
         await left_within_a_second(client, stub, reset=False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_client_that_stops_sending_gets_its_whole_response(
+    router: RouterProcess, version: str, stream: bool
+) -> None:
+    """As `nc` does at the end of its input, and scripts that call `shutdown`: they still read."""
+    arrived = asyncio.Semaphore(0)
+
+    async def behave(exchange: Exchange) -> None:
+        pieces = [token_event("/v1/completions", index) for index in range(5)] + [DONE]
+        kind = b"text/event-stream" if stream else b"application/json"
+        length = b"content-length: %d" % sum(map(len, pieces))
+        framing = b"connection: close" if stream else length
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % kind)
+        await exchange.send(framing + b"\r\n\r\n")
+        for piece in pieces:
+            await exchange.send(piece)
+            await arrived.acquire()
+        if stream:
+            exchange.close()
+
+    async with engines(1, behaviour=behave) as (stub,), router.serving(stub):
+        async with connect(router.port) as client:
+            content = json.dumps(body_for(stub, stream=stream)).encode()
+            head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\n"
+            head += f"content-length: {len(content)}\r\n\r\n"
+            await client.write(head.encode() + content)
+            client.writer.write_eof()
+            received = b""
+            for index in range(5):
+                while b"t%d " % index not in received:
+                    piece = await client.reader.read(65536)
+                    assert piece, received
+                    received += piece
+                # What came after the end of the client's own bytes has been read by then.
+                assert [(await router.get("/healthz")).status for _ in range(2)] == [200, 200]
+                arrived.release()
+            arrived.release()
+            received += await client.reader.read()
+            assert b"HTTP/1.1 200 " in received
+            assert DONE.strip() in received
+            if stream and version == "1.1":
+                assert received.endswith(b"0\r\n\r\n")
+        assert stub.left == []
+
+
 async def left_within_a_second(client: HttpClient, stub: EngineStub, reset: bool) -> None:
     left_at = time.monotonic()
     client.leave(reset)

@@ -126,6 +126,10 @@ class Exchange:
         if self.gone.is_set():
             raise Gone
 
+    def close(self) -> None:
+        """Close the connection, which ends a body without a length."""
+        self._transport.close()
+
     def reset(self) -> None:
         """Reset the connection, as a dying process does."""
         self._transport.abort()

@@ -15,7 +15,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from router.http.connection_guard import (
-    _PROBE_DELAYS_S,
     MAX_PIPELINED,
     OUT_OF_MEMORY,
     ClientLimits,
@@ -31,9 +30,11 @@ CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 @dataclass
 class GuardedServer:
-    """An application behind the protocol; it responds with *body* once *go* is set."""
+    """An application behind the protocol; it responds with *body* once *go* is set, and with
+    *first* before."""
 
     body: bytes = b"ok"
+    first: bytes = b""
     has_length: bool = True
     port: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,6 +52,12 @@ class GuardedServer:
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.requests.append((scope["path"], body, dict(scope["headers"])))
+        length = len(self.first + self.body)
+        headers = [(b"content-length", b"%d" % length)] if self.has_length else []
+        start = {"type": "http.response.start", "status": 200, "headers": headers}
+        if self.first:
+            await send(start)
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
         gone = asyncio.ensure_future(receive())
         going = asyncio.ensure_future(self.go.wait())
         await asyncio.wait((gone, going), return_when=asyncio.FIRST_COMPLETED)
@@ -58,8 +65,8 @@ class GuardedServer:
             self.gone.append(scope["path"])
         gone.cancel()
         going.cancel()
-        headers = [(b"content-length", b"%d" % len(self.body))] if self.has_length else []
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if not self.first:
+            await send(start)
         await send({"type": "http.response.body", "body": self.body})
 
     @property
@@ -67,6 +74,11 @@ class GuardedServer:
         (only,) = self.state.connections
         assert isinstance(only, GuardedHttpProtocol)
         return only
+
+    @property
+    def has_probed(self) -> bool:
+        """Whether everything has been sent that a client which has left would reset."""
+        return self.connection.probes_left == 0
 
     @property
     def unsent_bytes(self) -> int:
@@ -401,11 +413,63 @@ async def test_a_client_that_stops_sending_gets_its_response() -> None:
         await client.write(request_bytes("GET", "/x") * 3)
         client.writer.write_eof()
         await eventually(lambda: app.requests, "the request is under way")
-        await asyncio.sleep(2 * sum(_PROBE_DELAYS_S))  # for whatever a probe may end
+        await eventually(lambda: app.has_probed, "the server has sent its probes")
         app.go.set()
         assert [(await client.read_answer()).body for _ in range(3)] == [b"ok"] * 3
         assert await client.is_closed()
         assert app.gone == []
+
+
+@pytest.mark.parametrize("first", [b"", b"begun "])
+@pytest.mark.parametrize("has_length", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_client_that_stops_sending_loses_nothing_of_its_response(
+    version: str, has_length: bool, first: bytes
+) -> None:
+    """Neither before its first byte nor in the middle, for whatever is sent to find out who has
+    left."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.first, app.has_length = first, has_length
+        await client.write(f"GET /x HTTP/{version}\r\nhost: x\r\n\r\n".encode())
+        await eventually(lambda: app.requests, "the request is under way")
+        client.writer.write_eof()
+        await eventually(lambda: app.has_probed, "the server has sent its probes")
+        app.go.set()
+        if version == "1.1":
+            assert (await client.read_answer()).body == first + b"ok"
+        else:
+            raw = await client.reader.read()
+            assert raw.startswith(b"HTTP/1.1 200 ")
+            assert raw.partition(b"\r\n\r\n")[2] == first + b"ok"
+        assert await client.is_closed()
+        assert (app.gone, app.refusals) == ([], [])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+async def test_a_client_that_closes_is_noticed_in_mid_stream(reset: bool) -> None:
+    """Also while the stream is silent, when nothing is written to it."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.first, app.has_length = b"begun ", False
+        await client.write(request_bytes("GET", "/x"))
+        await client.read_head()
+        client.leave(reset)
+        await eventually(lambda: app.gone == ["/x"], "it hears that its client has left", 1.0)
+
+
+@pytest.mark.parametrize("has_length", [False, True])
+@pytest.mark.parametrize("first", [b"", b"begun "])
+async def test_a_client_that_stops_sending_and_then_breaks_off_is_noticed(
+    first: bytes, has_length: bool
+) -> None:
+    """The reset comes on a connection that has nothing more to be read."""
+    async with guarded_server() as app, connect(app.port) as client:
+        app.first, app.has_length = first, has_length
+        await client.write(request_bytes("GET", "/x"))
+        await eventually(lambda: app.requests, "the request is under way")
+        client.writer.write_eof()
+        await eventually(lambda: app.has_probed, "the server has sent its probes")
+        client.leave(reset=True)
+        await eventually(lambda: app.look(0) or app.gone == ["/x"], "it hears that it has left")
 
 
 @pytest.mark.parametrize("reset", [False, True])
