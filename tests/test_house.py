@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +14,8 @@ PACKAGES = ("kvevents", "offload", "router")
 MAX_FUNCTION_LINES = 50
 MAX_SINGLE_IMPORTERS = 15
 """Modules of `router` that only one other module imports."""
+MAX_REQUEST_VALUES = 12
+"""Types of values that a request becomes on its way, from its body to its response."""
 
 
 @cache
@@ -125,6 +128,26 @@ def imports(module: str) -> dict[str, tuple[str, str]]:
         for node in trees()[module].body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+    }
+
+
+def test_a_request_becomes_few_values() -> None:
+    """Each is a type to learn and a place to copy fields. `router.routing` lists them, with the
+    room that defines each."""
+    text = ast.get_docstring(trees()["router.routing"]) or ""
+    listed = re.findall(r"^    ([A-Z]\w+) {2,}.+ {2,}(\w+)$", text, re.MULTILINE)
+    assert 5 < len(listed) <= MAX_REQUEST_VALUES - 1, "one is the body itself"
+    for name, room in listed:
+        assert name in classes_of(f"router.{room}"), f"{name} is not a class of router.{room}"
+
+
+def classes_of(package: str) -> set[str]:
+    return {
+        node.name
+        for module, tree in trees().items()
+        if module == package or module.startswith(f"{package}.")
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
     }
 
 
