@@ -3,6 +3,10 @@
 Live: `[topic, seq, payload]`. A reply of the replay endpoint: `["", topic, seq, payload]`, without
 the topic from vLLM before 0.26. The last one is followed by the end marker, the number -1 with an
 empty payload. Numbers are 8 bytes, big-endian.
+
+A publisher may have an endpoint for snapshots alone, as proposed for vLLM. Its reply is one message
+of any length, `["", last, publisher, payload, payload, ...]`: the number of the last batch that it
+includes, signed, and the 16 bytes that name the process, which then also end every live batch.
 """
 
 from __future__ import annotations
@@ -16,7 +20,11 @@ END_MARKER = b"\xff" * 8
 SNAPSHOT_START = b"snapshot"
 """Requests the present state instead of batches. vLLM reads it as a huge number and replies with
 only the end marker. It may come to reply with a snapshot of its own form (see
-`kvevents.delivery.last_in_snapshot`)."""
+`kvevents.delivery.last_in_snapshot`). An endpoint for snapshots takes it, too."""
+PUBLISHER_BYTES = 16
+"""Of a process's name in a batch, or in a snapshot of an endpoint of its own."""
+NOTHING_PUBLISHED = -1
+_UNAVAILABLE = -2
 MAX_SEQ = 2**63 - 1
 MAX_FRAMES = 4
 
@@ -26,6 +34,14 @@ class Batch(NamedTuple):
 
     seq: int
     payload: bytes
+
+
+class SnapshotHead(NamedTuple):
+    """What the reply of a snapshot endpoint begins with."""
+
+    last: int
+    """The last batch it includes; `NOTHING_PUBLISHED` before the first."""
+    publisher_id: str
 
 
 def read_live(frames: Sequence[bytes], topic: bytes | None) -> Batch:
@@ -75,6 +91,36 @@ def read_reply(frames: Sequence[bytes], topic: bytes | None) -> Batch | None:
             f"reply with a topic of {len(frames[1])} bytes: it is not the subscribed one, {topic!r}"
         )
     return Batch(_read_seq(seq, MalformedReply), payload)
+
+
+def read_snapshot_head(frames: Sequence[bytes], has_more: bool) -> SnapshotHead | None:
+    """Read the beginning of a snapshot endpoint's reply; None where it has none for now.
+
+    Args:
+        frames: The first three of the message, or all that it has.
+        has_more: Whether others follow.
+
+    Raises:
+        MalformedReply: Another form, a number that is none of a batch, or payloads where there can
+            be none.
+    """
+    if len(frames) != 3 or frames[0]:
+        raise MalformedReply(
+            f"snapshot reply that begins with {len(frames)} frames: "
+            'it must be ["", last, publisher, ...]'
+        )
+    _, number, name = frames
+    if len(number) != 8 or len(name) != PUBLISHER_BYTES:
+        raise MalformedReply(
+            f"snapshot reply with frames of {len(number)} and {len(name)} bytes: "
+            f"last must have 8, publisher {PUBLISHER_BYTES}"
+        )
+    last = int.from_bytes(number, "big", signed=True)
+    if last < _UNAVAILABLE:
+        raise MalformedReply(f"snapshot reply up to batch {last}: it must be at least -2")
+    if last < 0 and has_more:
+        raise MalformedReply(f"snapshot reply up to batch {last}, with payloads: it must have none")
+    return None if last == _UNAVAILABLE else SnapshotHead(last, name.hex())
 
 
 def encode_start(start: int | None) -> bytes:

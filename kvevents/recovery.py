@@ -24,12 +24,12 @@ from collections.abc import AsyncIterator
 from time import monotonic
 from typing import NamedTuple
 
-from kvevents.delivery import Delivery, StreamCounters, last_in_snapshot
+from kvevents.delivery import Delivery, StreamCounters, last_in_snapshot, publisher_of
 from kvevents.errors import KVEventsError, MalformedBatch, MalformedReply, NoAnswer, NoConnection
 from kvevents.live import LiveStream
-from kvevents.messages import Batch
+from kvevents.messages import NOTHING_PUBLISHED, Batch
 from kvevents.pacing import Backoff, SilenceTimer, WorkSlice
-from kvevents.replay import ReplayClient, ReplayEndpoint
+from kvevents.replay import ReplayClient, ReplayEndpoint, SnapshotClient, SnapshotEndpoint
 from kvevents.sequence import fingerprint
 from kvevents.stream_state import (
     CLEAR_REASONS,
@@ -65,7 +65,8 @@ class Questions:
         delivery: Where the answers go.
         counters: What to count in.
         live: The live batches, which wait meanwhile.
-        replay: Where to ask.
+        replay: Where to ask; None: only for snapshots.
+        snapshots: Where to ask for these first; None: at *replay*.
         work: Shares the event loop.
     """
 
@@ -74,7 +75,8 @@ class Questions:
         delivery: Delivery,
         counters: StreamCounters,
         live: LiveStream,
-        replay: ReplayEndpoint,
+        replay: ReplayEndpoint | None,
+        snapshots: SnapshotEndpoint | None,
         work: WorkSlice,
     ) -> None:
         self._delivery = delivery
@@ -82,10 +84,16 @@ class Questions:
         self._counters = counters
         self._live = live
         self._replay = replay
+        self._snapshots = snapshots
         self._work = work
-        self._client: ReplayClient | None = None
+        self._client: ReplayClient | SnapshotClient | None = None
         self._next: Batch | None = None
         """Of the answer under way, the first batch that was not handed on; None at its end."""
+        self._last_in_snapshot = NOTHING_PUBLISHED
+        self._named: str | None = None
+        """Of the snapshot under way, the publisher, where an endpoint of its own says so."""
+        self._is_refused = False
+        """There is no snapshot for now, and nothing else to ask."""
         self._asked_from: int | None = None
         self._rounds = self._stuck_rounds = 0
 
@@ -123,6 +131,8 @@ class Questions:
         last = self._asked_from = self._tracker.last
         if last is None:
             return Input.NOTHING_HELD
+        if self._replay is None:
+            return Input.VACANT if self._is_refused else Input.UNPROVABLE
         first = self._next = await self._put(last)
         doubt = self._compare(last, first)
         if doubt is not None:
@@ -137,35 +147,78 @@ class Questions:
     def _compare(self, last: int, first: Batch | None) -> Input | None:
         """Is *first*, which the ring begins with, the batch applied *last*? None: it is."""
         known = self._tracker.recall(last)
-        if known is None:
+        if known is None and not self._is_by_name(last, first):
             return Input.UNPROVABLE
         if first is None:
             return Input.FOREIGN if self._tracker.ring_answers else Input.VACANT
         if first.seq > last:
             return Input.MOVED_ON
+        if known is None:
+            self._tracker.learn(fingerprint(first.payload))
+            return None
         return None if fingerprint(first.payload) == known else Input.FOREIGN
+
+    def _is_by_name(self, last: int, first: Batch | None) -> bool:
+        """Whether *first* is the batch applied *last* by what it says of who sent it."""
+        if first is None or first.seq != last:
+            return False
+        name = publisher_of(first.payload)
+        return name is not None and name == self._tracker.publisher_id
 
     async def _ask_from_0(self) -> Input:
         self._asked_from = None
+        if self._replay is None:
+            return Input.VACANT
         self._next = await self._put(0)
         if self._next is None:
             return Input.VACANT if self._live.waiting_at_question else Input.RING_EMPTY
         return Input.RING_FROM_0 if self._next.seq == 0 else Input.RING_LATER
 
     async def _ask_snapshot(self) -> Input:
+        if self._snapshots is not None:
+            given = await self._ask_snapshot_endpoint(self._snapshots)
+            if given is Input.SNAPSHOT_BEGINS or self._replay is None:
+                return given
         self._next = await self._put(None)
-        if self._next is None or last_in_snapshot(self._next) is None:
+        last = None if self._next is None else last_in_snapshot(self._next)
+        if last is None:
             return Input.NO_SNAPSHOT
+        self._last_in_snapshot = last
+        return Input.SNAPSHOT_BEGINS
+
+    async def _ask_snapshot_endpoint(self, endpoint: SnapshotEndpoint) -> Input:
+        if not endpoint.may_be_asked:
+            self._is_refused = self._replay is None
+            return Input.NO_SNAPSHOT
+        self.close()
+        self._live.forget_answers()
+        self._counters.questions += 1
+        try:
+            self._client, head = await endpoint.ask()
+            # The first part comes with the head: what is wrong with it costs nothing that is held.
+            self._next = None if head is None else await self._client.reply()
+        except (NoAnswer, NoConnection, MalformedReply) as problem:
+            if self._replay is None:
+                raise
+            self._complain(problem)
+            return Input.NO_SNAPSHOT
+        if head is None:
+            self._is_refused = self._replay is None
+            return Input.NO_SNAPSHOT
+        self._last_in_snapshot = head.last
+        self._named = head.publisher_id
         return Input.SNAPSHOT_BEGINS
 
     async def _put(self, start: int | None) -> Batch | None:
         """Ask on a new connection; returns the first batch of the answer."""
+        assert self._replay is not None
         self.close()
+        self._named = None
         self._client = await self._replay.connect()
         return await self._put_again(start)
 
     async def _put_again(self, start: int | None) -> Batch | None:
-        assert self._client is not None
+        assert isinstance(self._client, ReplayClient)
         self._live.note_question()
         self._counters.questions += 1
         self._client.ask(start)
@@ -230,9 +283,9 @@ class Questions:
         return Input.NO_ANSWER
 
     async def _take_snapshot(self) -> AsyncIterator[Result]:
-        assert self._next is not None
-        last = last_in_snapshot(self._next)
-        assert last is not None
+        last, named = self._last_in_snapshot, self._named
+        if named is not None:
+            self._delivery.begin_snapshot(named)
         try:
             while self._next is not None:
                 await self._work.breathe()
@@ -244,12 +297,15 @@ class Questions:
             self._complain(problem)
             yield Result(Input.SNAPSHOT_BROKEN)
             return
-        self._end()
         self._counters.snapshots += 1
         if last >= 0:
             self._delivery.end_snapshot(last)
-            async for result in self._take_since(last):
-                yield result
+        # Where batches are named, live ones go on from here: those that it includes show as such.
+        if named is None:
+            self._end()
+            if last >= 0:
+                async for result in self._take_since(last):
+                    yield result
         yield Result(Input.SNAPSHOT_END)
 
     async def _take_since(self, seq: int) -> AsyncIterator[Result]:
@@ -281,6 +337,7 @@ class Recovery:
         delivery: Where batches go.
         counters: What to count in.
         replay: Where to ask; None: nowhere.
+        snapshots: Where to ask for snapshots, if there is a place for these alone.
         work: Shares the event loop.
         silence: When to look at the tail; put off by every batch and every recovery.
         retry: Delays between questions without an answer.
@@ -294,6 +351,7 @@ class Recovery:
         delivery: Delivery,
         counters: StreamCounters,
         replay: ReplayEndpoint | None,
+        snapshots: SnapshotEndpoint | None,
         work: WorkSlice,
         silence: SilenceTimer,
         retry: Backoff,
@@ -304,6 +362,7 @@ class Recovery:
         self._delivery = delivery
         self._counters = counters
         self._replay = replay
+        self._snapshots = snapshots
         self._work = work
         self._silence = silence
         self._retry = retry
@@ -315,7 +374,7 @@ class Recovery:
 
     async def connected(self, live: LiveStream) -> None:
         """Verify what is held, with the publisher behind *live*."""
-        if self._replay is None:
+        if self._replay is None and self._snapshots is None:
             await self._do(live, Input.CONNECTED_WITHOUT_REPLAY)
         else:
             self._silence.heard()
@@ -413,8 +472,9 @@ class Recovery:
     # --- questions --------------------------------------------------------------------------------
 
     async def _recover(self, live: LiveStream, question: Action) -> None:
-        assert self._replay is not None
-        questions = Questions(self._delivery, self._counters, live, self._replay, self._work)
+        questions = Questions(
+            self._delivery, self._counters, live, self._replay, self._snapshots, self._work
+        )
         live.forget_answers()
         self._retry.reset()
         try:

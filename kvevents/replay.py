@@ -1,17 +1,29 @@
 """Asking a publisher's replay endpoint: one connection, several questions, every answer bounded and
-checked."""
+checked. And asking its snapshot endpoint, where it has one: one connection for one question."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from time import monotonic
 
 import zmq
 
 from kvevents.endpoints import Context
 from kvevents.errors import MalformedReply, NoAnswer
-from kvevents.messages import Batch, encode_start, read_reply
+from kvevents.messages import (
+    Batch,
+    SnapshotHead,
+    encode_start,
+    read_reply,
+    read_snapshot_head,
+)
 from kvevents.sockets import SocketConnection, SocketLimits
+
+_SNAPSHOTS_AT_ONCE = 3
+_SNAPSHOTS_WITHIN_S = 30.0
+_HEAD_FRAMES = 3
+"""Of the reply of a snapshot endpoint, before its payloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +32,9 @@ class ReplayLimits:
 
     silence_s: float = 5.0
     """Between two replies. vLLM looks for requests ten times a second."""
+    snapshot_s: float = 30.0
+    """Until a snapshot endpoint replies. It makes the snapshot first: a million blocks take
+    seconds."""
     total_s: float = 300.0
     batches: int = 1_000_000
     payload_bytes: int = 2 * 2**30
@@ -151,3 +166,124 @@ class ReplayClient:
                 f"an answer of {self._batches} batches and {self._bytes} bytes: it must end within "
                 f"{limits.batches} batches, {limits.payload_bytes} bytes and {limits.total_s:g} s"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEndpoint:
+    """Where a publisher makes snapshots and nothing else."""
+
+    context: Context
+    """Where the sockets live."""
+    endpoint: str
+    sockets: SocketLimits
+    limits: ReplayLimits
+    _made_at: deque[float] = field(default_factory=lambda: deque(maxlen=_SNAPSHOTS_AT_ONCE))
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Not too soon after the last few snapshots: the engine stands still while it makes one,
+        and an endpoint of another process than the stream's would be asked again and again."""
+        times = self._made_at
+        return len(times) < _SNAPSHOTS_AT_ONCE or times[0] + _SNAPSHOTS_WITHIN_S < monotonic()
+
+    async def ask(self) -> tuple[SnapshotClient, SnapshotHead | None]:
+        """Ask for a snapshot on a new connection; returns the rest of the reply, to be closed after
+        use, and its head: None where there is no snapshot for now.
+
+        Raises:
+            NoConnection: No peer, for now.
+            EndpointError: The endpoint cannot be connected to.
+            NoAnswer: Silence, or a peer that left.
+            MalformedReply: Not the protocol.
+        """
+        connection = SocketConnection(self.context, zmq.DEALER, self.endpoint, self.sockets)
+        try:
+            await connection.open()
+            client = SnapshotClient(connection, self.limits)
+            head = await client.ask()
+        except BaseException:
+            connection.close()
+            raise
+        if head is not None:
+            self._made_at.append(monotonic())
+        return client, head
+
+
+class SnapshotClient:
+    """The reply of a snapshot endpoint, payload by payload.
+
+    Args:
+        connection: An open DEALER socket.
+        limits: Bounds of the reply.
+    """
+
+    def __init__(self, connection: SocketConnection, limits: ReplayLimits) -> None:
+        self._connection = connection
+        self._limits = limits
+        self._last = -1
+        self._has_more = True
+        self._batches = self._bytes = 0
+        self._deadline = monotonic() + limits.total_s
+
+    def close(self) -> None:
+        """Close at once; safe to call again."""
+        self._connection.close()
+
+    async def ask(self) -> SnapshotHead | None:
+        """See `SnapshotEndpoint.ask`."""
+        self._connection.send([b"", encode_start(None)])
+        frames = [await self._first_frame()]
+        while self._has_more and len(frames) < _HEAD_FRAMES:
+            frames.append(self._frame())
+        head = read_snapshot_head(frames, self._has_more)
+        self._last = self._last if head is None else head.last
+        return head
+
+    async def reply(self) -> Batch | None:
+        """The next payload, under the number of the snapshot; None at the end.
+
+        Raises:
+            NoAnswer: More than the limits allow.
+        """
+        if not self._has_more:
+            return None
+        payload = self._frame()
+        self._batches += 1
+        self._bytes += len(payload)
+        limits = self._limits
+        if (
+            self._batches > limits.batches
+            or self._bytes > limits.payload_bytes
+            or monotonic() > self._deadline
+        ):
+            raise NoAnswer(
+                f"a snapshot of {self._batches} payloads and {self._bytes} bytes: it must have at "
+                f"most {limits.batches} and {limits.payload_bytes}, and be read within "
+                f"{limits.total_s:g} s"
+            )
+        return Batch(self._last, payload)
+
+    async def _first_frame(self) -> bytes:
+        """Wait for the reply."""
+        silent_until = monotonic() + self._limits.snapshot_s
+        while True:
+            left_s, is_down = silent_until - monotonic(), self._connection.is_down
+            found = self._connection.receive_frame()
+            if found is not None:
+                frame, self._has_more = found
+                return frame
+            if is_down:
+                raise NoAnswer("the snapshot endpoint hung up without a reply")
+            if left_s <= 0:
+                raise NoAnswer(
+                    f"the snapshot endpoint was silent for {self._limits.snapshot_s:g} s"
+                )
+            await self._connection.wait(left_s)
+
+    def _frame(self) -> bytes:
+        """The next frame of the reply, which is here as a whole."""
+        found = self._connection.receive_frame()
+        if found is None:
+            raise NoAnswer("the snapshot endpoint hung up in the middle of its reply")
+        frame, self._has_more = found
+        return frame

@@ -119,6 +119,18 @@ class SocketConnection:
             return None
         return frames
 
+    def receive_frame(self) -> tuple[bytes, bool] | None:
+        """The next frame, and whether its message has more; None if there is none.
+
+        A message arrives as a whole, however long; this way it need not be taken at once.
+        """
+        socket = self._open_socket()
+        try:
+            frame = socket.recv(_NOBLOCK)
+        except zmq.Again:
+            return None
+        return frame, bool(socket.getsockopt(_RCVMORE))
+
     def receive_three(self) -> list[bytes] | None:
         """As `receive`, from a peer whose messages have three frames, the second of 8 bytes: it is
         asked only once whether a message has more, which takes longer than a small frame.

@@ -23,7 +23,7 @@ from kvevents.errors import MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, LiveStream
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
-from kvevents.replay import ReplayEndpoint, ReplayLimits
+from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint
 from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
 from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
 
@@ -91,7 +91,9 @@ class Subscriber:
     Args:
         endpoint: The publisher's PUB socket.
         consumer: Takes the batches.
-        replay_endpoint: The publisher's ROUTER socket; None: what is lost stays lost.
+        replay_endpoint: The publisher's ROUTER socket; None: what is lost stays lost, unless there
+            is a snapshot.
+        snapshot_endpoint: Its socket for snapshots alone, if it has one.
         topic: What to subscribe to, matched exactly; None takes every topic.
         options: Bounds and delays.
         context: Where the sockets live; None: a context of its own for each run.
@@ -107,6 +109,7 @@ class Subscriber:
         consumer: Consumer,
         *,
         replay_endpoint: str | None = None,
+        snapshot_endpoint: str | None = None,
         topic: str | None = "",
         options: SubscriberOptions | None = None,
         context: zmq.Context[Any] | None = None,
@@ -115,8 +118,11 @@ class Subscriber:
         check_connectable("endpoint", endpoint)
         if replay_endpoint is not None:
             check_connectable("replay_endpoint", replay_endpoint)
+        if snapshot_endpoint is not None:
+            check_connectable("snapshot_endpoint", snapshot_endpoint)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
+        self._snapshot_endpoint = snapshot_endpoint
         self._topic = None if topic is None else topic.encode()
         self._options = options or SubscriberOptions()
         self._context = context
@@ -197,11 +203,15 @@ class Subscriber:
         replay = self._replay_endpoint and ReplayEndpoint(
             context, self._replay_endpoint, self._topic, options.socket, options.replay
         )
+        snapshots = self._snapshot_endpoint and SnapshotEndpoint(
+            context, self._snapshot_endpoint, options.socket, options.replay
+        )
         return Recovery(
             self._stream,
             self._delivery,
             self._counters,
             replay or None,
+            snapshots or None,
             WorkSlice(self._pacer),
             self._silence,
             Backoff(options.first_retry_s, options.max_retry_s),

@@ -92,6 +92,7 @@ class Feed:
         topic: str | None,
         model: str,
         hints: LayoutHints | None = None,
+        snapshot_endpoint: str | None = None,
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
@@ -99,10 +100,11 @@ class Feed:
             source: One data-parallel rank of a replica; each has endpoints of its own.
             endpoint: Its PUB address.
             replay_endpoint: Its ROUTER address; with None, events that are lost stay lost and leave
-                the source suspect.
+                the source suspect, unless it makes snapshots.
             topic: What it publishes under, exactly; None takes every topic.
             model: Whose index it feeds.
             hints: What the configuration says of its cache.
+            snapshot_endpoint: Where it makes snapshots, if there is an address for these alone.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
@@ -111,7 +113,16 @@ class Feed:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
         feed = _SourceFeed(source, model, index, self._complain, self.taps)
-        subscriber = self._subscriber(endpoint, replay_endpoint, topic, feed)
+        subscriber = Subscriber(
+            endpoint,
+            feed,
+            replay_endpoint=replay_endpoint,
+            snapshot_endpoint=snapshot_endpoint,
+            topic=topic,
+            options=self._options,
+            context=self._context,
+            pacer=self._pacer,
+        )
         index.add(source, hints)
         feed.start(subscriber)
         self._sources[source] = feed
@@ -174,19 +185,6 @@ class Feed:
     def statistics(self) -> dict[SourceId, SourceFeedStatistics]:
         """Of every source that is followed."""
         return {source: feed.statistics() for source, feed in self._sources.items()}
-
-    def _subscriber(
-        self, endpoint: str, replay_endpoint: str | None, topic: str | None, consumer: _SourceFeed
-    ) -> Subscriber:
-        return Subscriber(
-            endpoint,
-            consumer,
-            replay_endpoint=replay_endpoint,
-            topic=topic,
-            options=self._options,
-            context=self._context,
-            pacer=self._pacer,
-        )
 
     def _complain(self, source: SourceId, problem: KVEventsError) -> None:
         """Log the first problem of a replica; the statistics count all of them."""

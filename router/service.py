@@ -349,6 +349,7 @@ class _ReplicaFollower(ReplicaListener):
             source.topic or None,  # an empty topic subscribes to all of them
             model.name,
             model.hints_of(replica.id),
+            source.snapshot_endpoint,
         )
 
     async def _keep_feed(self) -> None:

@@ -417,6 +417,8 @@ class EventSourceConfig(Section, frozen=True):
     endpoint: ZmqAddress
     """`tcp://host:port`; a wildcard host means the replica's own."""
     replay_endpoint: ZmqAddress | None = None
+    snapshot_endpoint: ZmqAddress | None = None
+    """Where it makes snapshots, if there is an address for these alone."""
     topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
     dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
 

@@ -10,7 +10,7 @@ configuration:
 
 with the port offset of the rank already in the addresses, `null` for no replay endpoint, and `{}`
 where there are no events. Development branches of vLLM returned a list whose entries carry
-`data_parallel_rank`; both are read.
+`data_parallel_rank`; both are read. So is `snapshot_endpoint`, which is proposed there.
 
 SGLang (0.5.17 and newer) has it in `GET /server_info`, under `kv_events`, once for all ranks; rank
 r is r ports further, and null stands for no events. Up to 0.5.21 the replay port stands only in
@@ -56,6 +56,7 @@ class _SourceEntry(msgspec.Struct):
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    snapshot_endpoint: str | None = None
     publisher: str | None = "zmq"
     data_parallel_rank: int | None = None
 
@@ -190,6 +191,7 @@ def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple
             reachable(entry.endpoint, host),
             None if entry.replay_endpoint is None else reachable(entry.replay_endpoint, host),
             entry.topic,
+            None if entry.snapshot_endpoint is None else reachable(entry.snapshot_endpoint, host),
         )
         for entry in sorted(entries, key=lambda entry: entry.dp_rank)
     )
@@ -256,12 +258,13 @@ def _checked(place: str, rank: int, entry: _SourceEntry, host: str) -> EventSour
         raise InvalidReplicaResponse(
             place, f"topic of {len(entry.topic)} characters; at most {MAX_TOPIC_CHARS} are taken"
         )
-    replay = entry.replay_endpoint
+    replay, snapshots = entry.replay_endpoint, entry.snapshot_endpoint
     return EventSource(
         rank,
         _address(f"{place} endpoint", entry.endpoint, host),
         _address(f"{place} replay_endpoint", replay, host) if replay else None,
         entry.topic,
+        _address(f"{place} snapshot_endpoint", snapshots, host) if snapshots else None,
     )
 
 

@@ -37,6 +37,7 @@ class EventSource(msgspec.Struct, frozen=True):
     endpoint: str
     replay_endpoint: str | None = None
     topic: str = ""
+    snapshot_endpoint: str | None = None
 
 
 class ServedModels(msgspec.Struct, frozen=True):

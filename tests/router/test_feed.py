@@ -454,3 +454,43 @@ async def test_many_sources_fit() -> None:
         await until(lambda: not any(map(feed.is_suspect, sources)), "all of them live", 20)
         await feed.close()
     assert all(models.hit(source) == Hit(16, 16) for source in sources)
+
+
+async def test_a_snapshot_of_an_endpoint_of_its_own_leaves_the_live_state(
+    feed: Feed, models: Models
+) -> None:
+    """It is a program: every block that must be known is stored with its tokens, those that are
+    gone are removed, what is held is stored again by its hash until the counts are right, and the
+    first stores are removed. Nothing of that may stay, nor be missing."""
+    prompt, name = Prefix(PROMPT[:128]), bytes(16)
+    evicted = [16, 32]
+    program = batch(
+        prompt.stored(0, FULL),
+        prompt.removed(0, evicted),
+        prompt.offloaded(0, [48, 64, 80, 96, 112, 128], "GPU"),
+        prompt.offloaded(0, [48], "GPU"),
+        prompt.offloaded(0, [16, 32], "CPU"),
+        prompt.removed(0, [48, 64, 80, 96, 112, 128]),
+    )
+
+    def identified(payload: bytes) -> bytes:
+        return msgspec.msgpack.encode([*msgspec.msgpack.decode(payload), name])
+
+    with VllmPublisher(snapshots=lambda _: [b"", seq_frame(0), name, program]) as publisher:
+        publisher.publish(b"long ago")
+        publisher.flush()
+        feed.add(A, publisher.endpoint, None, TOPIC, "one", None, publisher.snapshot_endpoint)
+        await until_live(feed, A, 0)
+        gpu = {prompt.hash_at(end): 1 for end in (48, 64, 80, 96, 112, 128)}
+        assert copies_held(models("one"), A) == {
+            (0, "GPU"): gpu | {prompt.hash_at(48): 2},
+            (0, "CPU"): {prompt.hash_at(end): 1 for end in evicted},
+        }
+        await until(lambda: publisher.subscribers > 0, "the subscription")
+        publisher.publish(identified(batch(prompt.stored(0, FULL, 0, 32))))
+        await until_live(feed, A, 1)
+        assert models.hit(A) == Hit(128, 128)
+        ends = [48, *range(16, 129, 16)]
+        publisher.publish(identified(batch(prompt.removed(0, ends))))
+        await until_live(feed, A, 2)
+        assert models("one").statistics()[A].blocks == {(0, "CPU"): 2}

@@ -22,6 +22,8 @@ END = b"\xff" * 8
 Reply = list[bytes]
 Answer = Callable[["VllmPublisher", int], list[Reply]]
 """Replies to a request from some number on, for a replay endpoint that misbehaves."""
+SnapshotAnswer = Callable[["VllmPublisher"], Reply | None]
+"""What an endpoint for snapshots replies; None: nothing."""
 
 
 def free_port() -> int:
@@ -45,7 +47,7 @@ class VllmPublisher:
         topic: First frame of every message. ring: Batches kept for replay. with_topic: Replies
         carry the topic (vLLM >= 0.26). first_seq: The first sequence number. port: Port of the PUB
         socket; 0: a free one. replay_port: Port of the ROUTER socket; 0: a free one. answer:
-        Replies instead of the ring.
+        Replies instead of the ring. snapshots: What its endpoint for snapshots replies.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class VllmPublisher:
         port: int = 0,
         replay_port: int = 0,
         answer: Answer | None = None,
+        snapshots: SnapshotAnswer | None = None,
     ) -> None:
         self.topic = topic.encode()
         self.ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
         self.requests: list[bytes] = []
         self.answer = answer
+        self.snapshots = snapshots
+        self.snapshots_asked = 0
         self._with_topic = with_topic
         self._next_seq = first_seq
         self._queue: Queue[list[bytes]] = Queue()
@@ -69,12 +74,18 @@ class VllmPublisher:
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._router = self._context.socket(zmq.ROUTER)
-        for each, wanted in ((self._pub, port), (self._router, replay_port)):
+        self._snapshot_router = self._context.socket(zmq.ROUTER)
+        for each, wanted in (
+            (self._pub, port),
+            (self._router, replay_port),
+            (self._snapshot_router, 0),
+        ):
             each.linger = 0
             each.sndhwm = 0
             each.bind(f"tcp://127.0.0.1:{wanted or free_port()}")
         self.endpoint: str = self._pub.last_endpoint.decode()
         self.replay_endpoint: str = self._router.last_endpoint.decode()
+        self.snapshot_endpoint: str = self._snapshot_router.last_endpoint.decode()
         self.lock = threading.Lock()
         self.subscribers = 0
         self._is_closing = False
@@ -141,6 +152,8 @@ class VllmPublisher:
                 self._queue.task_done()
             if self._router.poll(1):
                 self._serve(self._router.recv_multipart())
+            if self._snapshot_router.poll(0):
+                self._serve_snapshot(self._snapshot_router.recv_multipart())
         self._context.destroy(linger=0)
 
     def _serve(self, frames: list[bytes]) -> None:
@@ -151,6 +164,14 @@ class VllmPublisher:
         first = int.from_bytes(start, "big")
         for reply in self.answer(self, first) if self.answer else self.replies(first):
             self._router.send_multipart([client, *reply])
+
+    def _serve_snapshot(self, frames: list[bytes]) -> None:
+        client, delimiter, request = frames
+        assert (delimiter, request) == (b"", b"snapshot")
+        self.snapshots_asked += 1
+        reply = None if self.snapshots is None else self.snapshots(self)
+        if reply is not None:
+            self._snapshot_router.send_multipart([client, *reply])
 
     def replies(self, first: int) -> list[Reply]:
         """The replies of the ring."""

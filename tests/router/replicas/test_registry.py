@@ -471,6 +471,14 @@ async def test_nonsense_about_itself_changes_nothing_that_is_known(nonsense: byt
             (EventSource(3, "tcp://10.0.0.1:5557"),),
         ),
         ([{"endpoint": "ipc:///run/kv"}], (EventSource(0, "ipc:///run/kv"),)),
+        (
+            {"0": {"endpoint": "tcp://*:1", "snapshot_endpoint": "tcp://*:3"}},
+            (EventSource(0, "tcp://host:1", snapshot_endpoint="tcp://host:3"),),
+        ),
+        (
+            {"0": {"endpoint": "tcp://*:1", "snapshot_endpoint": None}},
+            (EventSource(0, "tcp://host:1"),),
+        ),
     ],
 )
 def test_event_sources_of_every_form_are_read(
@@ -498,6 +506,10 @@ def test_event_sources_of_every_form_are_read(
         (
             {"0": {"endpoint": "tcp://a:1", "replay_endpoint": "http://b"}},
             "rank 0 replay_endpoint: 'http://b'",
+        ),
+        (
+            {"0": {"endpoint": "tcp://a:1", "snapshot_endpoint": "inproc://snapshots"}},
+            "rank 0 snapshot_endpoint: 'inproc://snapshots'",
         ),
         ({"0": {"endpoint": "tcp://a:1" + "1" * 2000}}, "rank 0 endpoint"),
         ({"0": {"endpoint": "tcp://a:1", "topic": "t" * 2000}}, "topic of 2000 characters"),
@@ -1016,6 +1028,7 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
             "endpoint": "tcp://127.0.0.1:5557",
             "replay_endpoint": "tcp://127.0.0.1:6557",
             "topic": "kv-events",
+            "snapshot_endpoint": None,
         }
         assert view["load"] == {
             "prefilling_requests": 1,
