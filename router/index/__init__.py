@@ -10,6 +10,7 @@ The files; each imports only what is listed above it:
 """
 
 from router.index.base import (
+    NO_HIT,
     ApplyResult,
     DumpError,
     GroupHit,
@@ -33,6 +34,7 @@ from router.index.choice import (
 )
 
 __all__ = [
+    "NO_HIT",
     "REFERENCE",
     "ApplyResult",
     "DumpError",

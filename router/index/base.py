@@ -156,6 +156,9 @@ class Hit(NamedTuple):
     between the two. Empty: not told apart."""
 
 
+NO_HIT = Hit(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupHit:
     """The longest prefix that one group accepts on the GPU, whatever the others hold."""

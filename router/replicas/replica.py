@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.config import ReplicaConfig, key_bytes
+from router.index import NO_HIT, Hit
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
@@ -86,13 +87,11 @@ class Replica:
         load: ReplicaLoad,
         now: float,
         engine_load_stale_after_s: float,
-        gpu_cached_tokens: int = 0,
-        cached_tokens: int = 0,
+        hit: Hit = NO_HIT,
         recent_tokens: int = 0,
         suspect: bool = False,
         dp_rank: int | None = None,
         rank_load: ReplicaLoad | None = None,
-        by_tier: tuple[tuple[str, int], ...] = (),
     ) -> Candidate:
         """This replica as scoring sees it, or one of its ranks, for one prompt.
 
@@ -100,21 +99,19 @@ class Replica:
             load: What this router has in flight there.
             now: On the registry's clock.
             engine_load_stale_after_s: The engine's own load is left out when it is older.
-            gpu_cached_tokens: Prompt tokens predicted to be cached on the GPU.
-            cached_tokens: Those and what lower tiers hold.
+            hit: Prompt tokens predicted to be cached there.
             recent_tokens: Prompt tokens that were sent there just now.
             suspect: Whether the prediction is doubtful, since events were lost.
             dp_rank: The rank to ask for, where there is a choice.
             rank_load: What this router has in flight at the rank that the candidate stands for;
                 None where there is only one. The engine's own load is then shared out equally.
-            by_tier: What each lower tier or shared store adds to the GPU's tokens.
         """
         fresh = now - self.engine_load_at <= engine_load_stale_after_s
         return Candidate(
             replica_id=self.id,
-            gpu_cached_tokens=gpu_cached_tokens,
-            cached_tokens=max(gpu_cached_tokens, cached_tokens),
-            by_tier=by_tier,
+            gpu_cached_tokens=hit.gpu_cached_tokens,
+            cached_tokens=hit.cached_tokens,
+            by_tier=hit.by_tier,
             recent_tokens=recent_tokens,
             suspect=suspect,
             load=self._load(load, rank_load, self.engine_load if fresh else None),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from router.index import HashedPrompt, Hit, PrefixIndex, SourceId
+from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId
 from router.replicas import Replica
 from router.replicas.load import LoadTracker, ReplicaLoad
 from router.routing.recent_prefixes import RecentPrefixes
@@ -26,8 +26,6 @@ RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
-
-_NO_HIT = Hit(0, 0)
 
 
 class RankChoice(NamedTuple):
@@ -217,14 +215,11 @@ class RoutePlanner:
         dp_rank: int | None = None,
         rank_load: ReplicaLoad | None = None,
     ) -> Candidate:
-        hit = found.hits.get(source, _NO_HIT)
         return replica.candidate(
             self._load.load_of(replica.id),
             self._clock(),
             self._engine_load_stale_after_s,
-            gpu_cached_tokens=hit.gpu_cached_tokens,
-            cached_tokens=hit.cached_tokens,
-            by_tier=hit.by_tier,
+            found.hits.get(source, NO_HIT),
             recent_tokens=found.recent.get(source, 0),
             suspect=self._is_suspect(source),
             dp_rank=dp_rank,
@@ -301,7 +296,7 @@ def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
     total: dict[SourceId, Hit] = {}
     for match in matches:
         for source, hit in match.items():
-            before = total.get(source, _NO_HIT)
+            before = total.get(source, NO_HIT)
             total[source] = Hit(
                 before.gpu_cached_tokens + hit.gpu_cached_tokens,
                 before.cached_tokens + hit.cached_tokens,

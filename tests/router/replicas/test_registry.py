@@ -26,6 +26,7 @@ from router.errors import (
     ShuttingDown,
     UnknownReplica,
 )
+from router.index import Hit
 from router.replicas import (
     EventSource,
     Health,
@@ -960,7 +961,7 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
         now = replica.engine_load_at
         assert replica.foreign_requests == 5 + 2 - 3
         candidate = replica.candidate(
-            here.load.load_of("r"), now + 5, 5, gpu_cached_tokens=64, recent_tokens=32, dp_rank=1
+            here.load.load_of("r"), now + 5, 5, Hit(64, 64), recent_tokens=32, dp_rank=1
         )
         assert (candidate.load.foreign_requests, candidate.load.waiting_requests) == (4, 2)
         assert (candidate.load.queued_prefill_tokens, candidate.load.prefilling_requests) == (
