@@ -96,9 +96,9 @@ def _is_whole(data: bytes) -> bool:
 
 
 async def run_load(
-    port: int, make: Callable[[int], bytes], concurrency: int, seconds: float
+    port: int, make: Callable[[int], bytes | None], concurrency: int, seconds: float
 ) -> Load:
-    """Send requests over *concurrency* connections for a time."""
+    """Send requests over *concurrency* connections for a time, or until *make* returns None."""
     loop = asyncio.get_running_loop()
     load = Load()
     ended = asyncio.Event()

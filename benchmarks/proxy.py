@@ -137,17 +137,31 @@ def _request_maker(path: str, body: Callable[[int], bytes]) -> Callable[[int], b
 
 
 class RouterProcess:
-    """A router process in front of the stubs."""
+    """A router process in front of the stubs.
 
-    def __init__(self, replica_ports: list[int], pin: bool) -> None:
+    Args:
+        replica_ports: Where the stubs listen.
+        pin: Keep it on core 0 (Linux).
+        models: `models` of its configuration.
+    """
+
+    def __init__(
+        self, replica_ports: list[int], pin: bool, models: list[dict[str, str]] | None = None
+    ) -> None:
         self._ports = replica_ports
         self._pin = pin
+        self._models = models or []
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-bench-")
 
     def cpu_seconds(self) -> float:
         """CPU time it has used (Linux)."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def rss_bytes(self) -> int:
+        """Memory it holds (Linux)."""
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     async def __aenter__(self) -> RouterProcess:
         config = Path(self._directory.name) / "kvroute.yaml"
@@ -161,6 +175,7 @@ class RouterProcess:
                     "server": {"port": 0},
                     "observability": {"log_level": "warning"},
                     "replicas": replicas,
+                    "models": self._models,
                 }
             )
         )

@@ -50,6 +50,26 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.statistics().evictions > 0
 
 
+def test_ids_lie_in_a_few_pieces_of_memory() -> None:
+    """Thousands of arrays among what the library allocates make every text slower, by twice."""
+    cache = SegmentCache(10_000_000)
+    for index in range(5000):
+        cache.put((None, f"segment {index}"), array("I", range(100)))
+    assert cache.statistics().entries == 5000
+    assert len(cache._slabs) <= 16
+    (first,), (second,) = (cache.get_all([(None, "segment 7")]) for _ in range(2))
+    assert first is not second
+
+
+def test_what_is_used_again_and_again_takes_its_place_once() -> None:
+    """Renewing copies: a prompt that every request has must not fill the cache with itself."""
+    cache = SegmentCache(100_000)
+    cache.put((None, "system"), array("I", range(1000)))
+    for _ in range(1000):
+        cache.get_all([(None, "system")])
+    assert cache.statistics().held_bytes < 6000
+
+
 def test_one_huge_segment_does_not_empty_the_cache() -> None:
     """A book sent once would cost all conversations their segments."""
     cache = SegmentCache(100_000)
