@@ -27,12 +27,12 @@ The files; each imports only what is listed above it:
 
     errors.py       exception tree
     origin.py       where a server is; timeouts
-    connection.py   one socket, one exchange at a time, and the response that it fills
+    response.py     one response: filled by its connection, read by its caller
+    connection.py   one socket, one exchange at a time
     client.py       the pool, a request's head, and the clock of all deadlines
 """
 
 from router.upstream.client import PoolLimits, UpstreamClient, UpstreamStatistics
-from router.upstream.connection import Header, UpstreamResponse
 from router.upstream.errors import (
     ClosedBeforeResponse,
     ConnectFailed,
@@ -48,6 +48,7 @@ from router.upstream.errors import (
     UpstreamError,
 )
 from router.upstream.origin import Origin, OriginError, Timeouts
+from router.upstream.response import Header, UpstreamResponse
 
 __all__ = [
     "ClosedBeforeResponse",

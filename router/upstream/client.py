@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from async_timeout import timeout
 
-from router.upstream.connection import Header, HttpConnection, UpstreamResponse
+from router.upstream.connection import HttpConnection
 from router.upstream.errors import (
     ClosedBeforeResponse,
     ConnectFailed,
@@ -28,6 +28,7 @@ from router.upstream.errors import (
     UpstreamError,
 )
 from router.upstream.origin import Origin, Timeouts
+from router.upstream.response import Header, UpstreamResponse
 
 # The parser would have to be told about both: a response to HEAD has no body whatever its headers
 # say, and CONNECT makes a tunnel.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from router.upstream import Origin, Timeouts
-from router.upstream.connection import UpstreamResponse
+from router.upstream.response import UpstreamResponse
 
 
 class Connection:
