@@ -62,6 +62,14 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+class _Place(NamedTuple):
+    """A tier, and what events say of where it is and whose."""
+
+    tier: str
+    locality: str | None = None
+    ownership: str | None = None
+
+
 _Copies: TypeAlias = dict[BlockHash, int]
 _Contents: TypeAlias = dict[BlockHash, _Content]
 
@@ -77,7 +85,7 @@ class _GroupLabel(NamedTuple):
 class _Tier(NamedTuple):
     """One group's blocks in one tier, copied when the snapshot was taken."""
 
-    medium: str
+    place: _Place
     label: _GroupLabel
     copies: _Copies
     contents: _Contents
@@ -89,14 +97,14 @@ class _Group:
 
     def __init__(self) -> None:
         self.label = _GroupLabel()
-        self.copies: dict[str, _Copies] = {}
+        self.copies: dict[_Place, _Copies] = {}
         self.contents: _Contents = {}
         self._remembered: OrderedDict[BlockHash, _Content] = OrderedDict()
 
     def store(self, event: BlockStored) -> int:
         """Add a copy of each block; return how many blocks are new in the tier."""
         self._update_label(event)
-        copies = self.copies.setdefault(event.tier, {})
+        copies = self.copies.setdefault(_place_of(event), {})
         before = len(copies)
         for block_hash in event.block_hashes:
             copies[block_hash] = copies.get(block_hash, 0) + 1
@@ -105,7 +113,7 @@ class _Group:
 
     def remove(self, event: BlockRemoved) -> int:
         """Take a copy of each block away; return how many blocks left the tier."""
-        copies = self.copies.get(event.tier, {})
+        copies = self.copies.get(_place_of(event), {})
         before, left = len(copies), event.remaining_copy_counts
         for index, block_hash in enumerate(event.block_hashes):
             count = copies.get(block_hash, 0)
@@ -119,17 +127,19 @@ class _Group:
 
     def clear(self, tier: str) -> int:
         """Empty one tier; return how many blocks it had."""
-        copies = self.copies.pop(tier, {})
-        for block_hash in copies:
-            self._release_content(block_hash)
-        return len(copies)
+        places = [place for place in self.copies if place.tier == tier]
+        gone = [self.copies.pop(place) for place in places]
+        for copies in gone:
+            for block_hash in copies:
+                self._release_content(block_hash)
+        return sum(map(len, gone))
 
     def tiers(self) -> list[_Tier]:
         """Copies that later events do not change."""
         contents = dict(self.contents)
         return [
-            _Tier(medium, self.label, dict(copies), contents)
-            for medium, copies in self.copies.items()
+            _Tier(place, self.label, dict(copies), contents)
+            for place, copies in self.copies.items()
         ]
 
     def _update_label(self, event: BlockStored) -> None:
@@ -159,6 +169,10 @@ class _Group:
             self._remembered[block_hash] = content
             if len(self._remembered) > REMEMBERED_CONTENTS:
                 self._remembered.popitem(last=False)
+
+
+def _place_of(event: BlockStored | BlockRemoved) -> _Place:
+    return _Place(event.tier, event.locality, event.ownership)
 
 
 def _contents(event: BlockStored, block_size: int) -> Iterator[tuple[BlockHash, _Content]]:
@@ -225,7 +239,7 @@ class CacheState:
         groups = sorted(self._groups.items(), key=lambda item: self._rank(item[0]))
         tiers = [tier for _, group in groups for tier in group.tiers()]
         return Snapshot(
-            self.layout, sorted(tiers, key=lambda tier: (tier.medium != GPU, tier.medium))
+            self.layout, sorted(tiers, key=lambda tier: (tier.place.tier != GPU, tier.place.tier))
         )
 
     def _rank(self, group_idx: int) -> tuple[bool, int]:
@@ -341,7 +355,9 @@ def _dense_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
         block_hashes=hashes,
         parent_block_hash=first.parent,
         token_ids=unpack_tokens(b"".join(content.packed_tokens for content in contents)),
-        medium=tier.medium,
+        medium=tier.place.tier,
+        locality=tier.place.locality,
+        ownership=tier.place.ownership,
         group_idx=tier.label.group_idx,
         lora_name=first.lora_name,
         extra_keys=[content.extra_keys for content in contents] if first.shows_extra_keys else None,
@@ -360,7 +376,9 @@ def _bare_event(tier: _Tier, hashes: list[BlockHash]) -> BlockStored:
         block_hashes=hashes,
         parent_block_hash=None,
         token_ids=[],
-        medium=tier.medium,
+        medium=tier.place.tier,
+        locality=tier.place.locality,
+        ownership=tier.place.ownership,
         group_idx=tier.label.group_idx,
         kv_cache_spec_kind=tier.label.kind,
         kv_cache_spec_sliding_window=tier.label.sliding_window,

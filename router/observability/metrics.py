@@ -17,6 +17,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 
+MAX_TIER_LABELS = 64
+"""Names of tiers are the engines' own; the router must not keep every one that they make up."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _REQUEST_SECONDS = (
@@ -63,6 +65,12 @@ _COUNTERS = {
         "kvroute_predicted_cached_tokens",
         "Prompt tokens predicted to be cached, over requests whose response reported the truth.",
         ("model", "replica"),
+    ),
+    "lower_tiers": _Spec(
+        "kvroute_predicted_lower_tier_tokens",
+        "Part of the predicted tokens that a lower tier or shared store has, over the same "
+        "requests.",
+        ("model", "tier"),
     ),
     "actual": _Spec(
         "kvroute_actual_cached_tokens",
@@ -142,6 +150,7 @@ class RouterMetrics:
     retries: Counter
     unretried: Counter
     predicted: Counter
+    lower_tiers: Counter
     actual: Counter
     predictions: Counter
     bad_requests: Counter
@@ -156,6 +165,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._collected = _Collected()
+        self._tiers: set[str] = set()
         registry.register(self._collected)
         for attribute, spec in _COUNTERS.items():
             counter = Counter(spec.name, spec.help, spec.labels, registry=registry)
@@ -178,7 +188,14 @@ class RouterMetrics:
             self.tokenization.labels(model).observe(tokenization_s)
         self.routing.labels(model).observe(routing_s)
 
-    def compare(self, model: str, replica: str, predicted: int, actual: int) -> None:
+    def compare(
+        self,
+        model: str,
+        replica: str,
+        predicted: int,
+        actual: int,
+        by_tier: Iterable[tuple[str, int]] = (),
+    ) -> None:
         """Compare a prediction with what the engine reported.
 
         Args:
@@ -186,12 +203,22 @@ class RouterMetrics:
             replica: The replica that responded.
             predicted: Prompt tokens the router predicted to be cached there.
             actual: Prompt tokens the engine reported as cached.
+            by_tier: Of those predicted, what each lower tier or shared store has.
         """
+        for tier, tokens in by_tier:
+            self.lower_tiers.labels(model, self._tier_label(tier)).inc(tokens)
         self.predicted.labels(model, replica).inc(predicted)
         self.actual.labels(model, replica).inc(actual)
         outcome = "exact" if predicted == actual else "over" if predicted > actual else "under"
         self.predictions.labels(model, replica, outcome).inc()
         self.prediction_error.labels(model).observe(abs(predicted - actual))
+
+    def _tier_label(self, tier: str) -> str:
+        """The tier's name, which an engine has chosen; one word for all that are too many."""
+        if tier in self._tiers or len(self._tiers) < MAX_TIER_LABELS:
+            self._tiers.add(tier)
+            return tier
+        return "other"
 
     def forget(self, label: str, value: str) -> None:
         """Drop every series of a replica or a model that is gone for good.

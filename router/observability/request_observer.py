@@ -278,7 +278,11 @@ class RequestObserver(ProxyObserver):
             for tap, number in self._queries:
                 tap.hit(number, actual)
             self._metrics.compare(
-                self._decision.model_name, replica_id, self._request.cached_tokens, actual
+                self._decision.model_name,
+                replica_id,
+                self._request.cached_tokens,
+                actual,
+                self._request.by_tier,
             )
         source = self._decision.certain_source_of(candidate)
         if actual is not None and was_quiet and source is not None and not candidate.suspect:

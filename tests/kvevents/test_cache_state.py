@@ -152,6 +152,31 @@ def test_the_histories_reach_what_is_interesting() -> None:
     assert min(totals.values()) > 20, totals
 
 
+def test_a_snapshot_says_where_a_tier_is_and_whose() -> None:
+    """Two tiers may have one name. Without the words a shared block would seem to be the
+    replica's own, or the other way round."""
+    state, prompt = state_of([FULL]), PROMPTS[0]
+    shared = {"locality": "REMOTE", "ownership": "bucket"}
+    ends, one = range(4, 25, 4), prompt.offloaded(0, [4, 8], "STORAGE")
+    state.apply(
+        [
+            prompt.stored(0, FULL),
+            replace(one, locality="LOCAL"),
+            replace(one, **shared),
+            replace(prompt.removed(0, [8], "STORAGE"), **shared),
+            prompt.removed(0, ends),
+        ]
+    )
+    found = {(event.locality, event.ownership): event.block_hashes for event in stored(state)}
+    assert found == {
+        ("LOCAL", None): [prompt.hash_at(4), prompt.hash_at(8)],
+        ("REMOTE", "bucket"): [prompt.hash_at(4)],
+    }
+    assert state.blocks == 3
+    state.apply([TierBlocksCleared("STORAGE")])
+    assert (state.blocks, stored(state)) == (0, [])
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in STREAMS if not IN_CHUNKS.match(path.name)],

@@ -272,6 +272,8 @@ def _extended(
         return longest_extended_hit(layout, below, gpu, length, units, as_vllm)
 
     hit = reach(len(tiers))
+    if len(tiers) == 1:
+        return Hit(gpu, hit, ((tiers[0].label, hit - gpu),) if hit > gpu else ())
     by_tier: dict[str, int] = {}
     so_far = gpu
     for count, tier in enumerate(tiers, start=1):

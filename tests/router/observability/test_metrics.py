@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
-from router.observability.metrics import RouterMetrics
+from router.observability.metrics import MAX_TIER_LABELS, RouterMetrics
 
 
 @pytest.fixture
@@ -41,6 +41,21 @@ def test_what_is_gone_for_good_takes_its_series_with_it(
     found = [sample.labels for metric in registry.collect() for sample in metric.samples]
     assert value not in {labels.get(label) for labels in found}
     assert "kept" in {labels.get(label) for labels in found}
+
+
+def test_names_of_tiers_are_bounded(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
+    """An engine may call its tiers whatever it likes, and otherwise by a new name every time."""
+    metrics.compare("m", "r", 64, 48, [("CPU", 32), ("STORAGE", 16)])
+    for number in range(100):
+        metrics.compare("m", "r", 64, 48, [(f"TIER {number}", 1), ("CPU", 1)])
+    found = {
+        sample.labels["tier"]: sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "kvroute_predicted_lower_tier_tokens_total"
+    }
+    assert len(found) == MAX_TIER_LABELS + 1
+    assert (found["CPU"], found["STORAGE"], found["other"]) == (132, 16, 102 - MAX_TIER_LABELS)
 
 
 async def test_what_is_collected_is_rendered_with_what_was_written(metrics: RouterMetrics) -> None:
