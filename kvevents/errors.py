@@ -45,6 +45,10 @@ class NoConnection(KVEventsError):
     """No peer at an endpoint, for now."""
 
 
+class ForeignAddress(NoConnection):
+    """The host's addresses are none that may be connected to."""
+
+
 class NoAnswer(KVEventsError):
     """A replay endpoint that stays silent, hangs up or does not end its reply."""
 

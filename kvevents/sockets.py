@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.endpoints import Context, Socket, ZmqEndpoint
-from kvevents.errors import EndpointError, NoConnection
+from kvevents.errors import EndpointError, ForeignAddress, NoConnection
 from kvevents.messages import MAX_FRAMES
 
 # Plain numbers, which pyzmq takes faster than members of its enums.
@@ -44,6 +44,10 @@ class SocketLimits:
     queue_messages: int = 10_000
     """Messages libzmq holds before the publisher sees back pressure, and drops."""
     connect_timeout_s: float = 5.0
+    allows: Callable[[str], bool] | None = None
+    """Whether an address may be connected to, asked with its digits whenever one is made: a name
+    may lead elsewhere by then. What is on this machine is asked about as 127.0.0.1. None: every
+    address."""
 
 
 class SocketConnection:
@@ -82,9 +86,10 @@ class SocketConnection:
 
         Raises:
             NoConnection: None of the host's addresses answered in time.
+            ForeignAddress: None of them may be connected to.
             EndpointError: A socket cannot connect to the endpoint.
         """
-        for address in await _addresses(self._endpoint, self._limits.connect_timeout_s):
+        for address in await _addresses(self._endpoint, self._limits):
             if await self._connect(address):
                 return
         raise NoConnection(
@@ -297,18 +302,30 @@ def check_connectable(setting: str, text: str) -> ZmqEndpoint:
     return endpoint
 
 
-async def _addresses(endpoint: str, timeout_s: float) -> list[str]:
+async def _addresses(endpoint: str, limits: SocketLimits) -> list[str]:
     """The endpoint with its host as numbers, IPv4 first: libzmq would look names up on the one
     thread all sockets share."""
     parsed = check_connectable("endpoint", endpoint)
     if parsed.scheme != "tcp":
+        _allowed(endpoint, ["127.0.0.1"], limits)
         return [endpoint]
     host = parsed.address.strip("[]")
-    hosts = [host] if _is_numeric(host) else await _resolve(endpoint, host, timeout_s)
+    timeout_s = limits.connect_timeout_s
+    found = [host] if _is_numeric(host) else await _resolve(endpoint, host, timeout_s)
+    hosts = _allowed(endpoint, found, limits)
     return [
         f"tcp://[{each}]:{parsed.port}" if ":" in each else f"tcp://{each}:{parsed.port}"
         for each in hosts
     ]
+
+
+def _allowed(endpoint: str, hosts: list[str], limits: SocketLimits) -> list[str]:
+    if limits.allows is None:
+        return hosts
+    allowed = [host for host in hosts if limits.allows(host)]
+    if not allowed:
+        raise ForeignAddress(f"{endpoint}: {hosts[0]} lies where nothing may be connected to")
+    return allowed
 
 
 def _is_numeric(host: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from kvevents.delivery import Consumer, Delivery, StreamCounters
-from kvevents.errors import MalformedBatch, NoConnection
+from kvevents.errors import ForeignAddress, MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, LiveStream
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
@@ -181,7 +181,7 @@ class Subscriber:
             try:
                 # A failure shows in the state, which stays as it is.
                 with suppress(NoConnection):
-                    await live.open()
+                    await self._open(live)
                     await self._follow(live, recovery)
             finally:
                 self._live = None
@@ -189,6 +189,13 @@ class Subscriber:
             if monotonic() - connected_at > self._options.max_retry_s:
                 retry.reset()
             await asyncio.sleep(retry.next_delay())
+
+    async def _open(self, live: LiveStream) -> None:
+        try:
+            await live.open()
+        except ForeignAddress as problem:
+            self._delivery.report(problem)
+            raise
 
     def _live_stream(self, context: zmq.Context[Any]) -> LiveStream:
         connection = SocketConnection(

@@ -93,6 +93,7 @@ class Feed:
         model: str,
         hints: LayoutHints | None = None,
         snapshot_endpoint: str | None = None,
+        allows: Callable[[str], bool] | None = None,
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
@@ -105,6 +106,7 @@ class Feed:
             model: Whose index it feeds.
             hints: What the configuration says of its cache.
             snapshot_endpoint: Where it makes snapshots, if there is an address for these alone.
+            allows: Whether an address may be connected to; None: every address.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
@@ -113,13 +115,14 @@ class Feed:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
         feed = _SourceFeed(source, model, index, self._complain, self.taps)
+        sockets = replace(self._options.socket, allows=allows)
         subscriber = Subscriber(
             endpoint,
             feed,
             replay_endpoint=replay_endpoint,
             snapshot_endpoint=snapshot_endpoint,
             topic=topic,
-            options=self._options,
+            options=replace(self._options, socket=sockets),
             context=self._context,
             pacer=self._pacer,
         )

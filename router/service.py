@@ -350,6 +350,7 @@ class _ReplicaFollower(ReplicaListener):
             model.name,
             model.hints_of(replica.id),
             source.snapshot_endpoint,
+            replica.origin.allows,
         )
 
     async def _keep_feed(self) -> None:

@@ -320,8 +320,8 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         with parts.admission.buffer() as buffer:
             content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
         wanted = read_replica(_decode_json(content))
-        await networks.check(wanted.origin)
-        added = parts.registry.add(wanted)
+        await networks.check_replica(wanted)
+        added = parts.registry.add(wanted, networks.__contains__)
         return _json(parts.details(added.id), 201)
 
 

@@ -10,8 +10,10 @@ from typing import TypeAlias
 
 from async_timeout import timeout
 
+from kvevents.endpoints import ZmqEndpoint
+from router.config import ReplicaConfig
 from router.errors import BadRequest
-from router.upstream import Origin
+from router.replicas.discovery import reachable
 
 Network: TypeAlias = "ipaddress.IPv4Network | ipaddress.IPv6Network"
 
@@ -37,21 +39,40 @@ class Networks:
             found = found.ipv4_mapped
         return any(found in network for network in self._networks)
 
-    async def check(self, origin: Origin) -> None:
-        """Check that every address of a replica lies in them, so that no operator's key can be
-        used to reach what only this machine reaches.
+    async def check_replica(self, config: ReplicaConfig) -> None:
+        """Check that a replica and its event streams lie in them, so that no operator's key can be
+        used to reach what only this machine reaches. Raises BadRequest as `check`."""
+        host, port = config.origin.host, config.origin.port
+        await self.check("$.url", host, port)
+        for index, source in enumerate(config.kv_events or ()):
+            for name in ("endpoint", "replay_endpoint", "snapshot_endpoint"):
+                if (given := getattr(source, name)) is None:
+                    continue
+                address = ZmqEndpoint.parse(name, reachable(given, host))
+                is_tcp = address.scheme == "tcp"
+                place = f"$.kv_events[{index}].{name}"
+                await self.check(
+                    place, address.address.strip("[]") if is_tcp else "127.0.0.1", port
+                )
 
+    async def check(self, place: str, host: str, port: int) -> None:
+        """Check that every address of a host lies in them.
+
+        Args:
+            place: Where the host was given.
+            host: Its name or address.
+            port: Any of its ports.
         Raises:
             BadRequest: One does not, or the name has none.
         """
         try:
             async with timeout(_RESOLVE_S):
                 found = await asyncio.get_running_loop().getaddrinfo(
-                    origin.host, origin.port, type=socket.SOCK_STREAM
+                    host, port, type=socket.SOCK_STREAM
                 )
         except (OSError, UnicodeError, asyncio.TimeoutError):
-            raise BadRequest("$.url", repr(origin.host), "must resolve to an address") from None
+            raise BadRequest(place, repr(host), "must resolve to an address") from None
         for *_, address in found:
             if str(address[0]) not in self:
                 rule = "must lie in server.replica_networks"
-                raise BadRequest("$.url", f"the address {address[0]}", rule)
+                raise BadRequest(place, f"the address {address[0]}", rule)

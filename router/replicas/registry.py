@@ -105,10 +105,13 @@ class ReplicaRegistry:
 
     # --- the operator's side ----------------------------------------------------------------------
 
-    def add(self, config: ReplicaConfig) -> Replica:
+    def add(self, config: ReplicaConfig, allows: Callable[[str], bool] | None = None) -> Replica:
         """Add a replica and begin to watch it. It gets requests once a check has passed and its
         models are known.
 
+        Args:
+            config: What it is.
+            allows: Whether an address may be connected to for it; None: every address.
         Raises:
             ReplicaExists: Its id or its URL is taken.
             BadRequest: There are `MAX_REPLICAS` already.
@@ -119,7 +122,10 @@ class ReplicaRegistry:
         self._check_free(config)
         now = self._clock()
         replica = Replica(
-            config, HealthRecord(self._health.unhealthy_after, self._health.healthy_after), now
+            config,
+            HealthRecord(self._health.unhealthy_after, self._health.healthy_after),
+            now,
+            allows,
         )
         self._replicas[replica.id] = replica
         self._watchers[replica.id] = Watcher(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from router.config import ReplicaConfig, key_bytes
@@ -22,12 +24,19 @@ class Replica:
         config: How it was added.
         record: Its health, still unknown.
         now: On the registry's clock.
+        allows: Whether an address may be connected to for it; None: every address.
     """
 
-    def __init__(self, config: ReplicaConfig, record: HealthRecord, now: float) -> None:
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        record: HealthRecord,
+        now: float,
+        allows: Callable[[str], bool] | None = None,
+    ) -> None:
         self.config = config
         self.id = config.replica_id
-        self.origin = config.origin
+        self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
         self.record = record
         self.draining = False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import functools
 import os
 import socket
 import ssl
@@ -395,11 +397,8 @@ class UpstreamClient:
     async def _connect(self, origin: Origin) -> HttpConnection:
         assert self._loop is not None
         connection = HttpConnection(self, origin)
-        context = self._tls() if origin.tls else None
         try:
-            await self._loop.create_connection(
-                lambda: connection, origin.host, origin.port, ssl=context
-            )
+            await self._connect_to(origin, connection)
             self._keep_reserve(connection)
         except OSError as error:
             if resource := self._shortage(error, origin):
@@ -414,6 +413,35 @@ class UpstreamClient:
             self.connection_closed(connection)
             raise
         return connection
+
+    async def _connect_to(self, origin: Origin, connection: HttpConnection) -> None:
+        assert self._loop is not None
+        connect = functools.partial(
+            self._loop.create_connection,
+            lambda: connection,
+            port=origin.port,
+            ssl=self._tls() if origin.tls else None,
+            server_hostname=origin.host if origin.tls else None,
+        )
+        *others, last = [origin.host] if origin.allows is None else await self._allowed(origin)
+        for host in others:
+            with contextlib.suppress(OSError):
+                await connect(host=host)
+                return
+        await connect(host=last)
+
+    async def _allowed(self, origin: Origin) -> list[str]:
+        """The addresses of a server that may be connected to."""
+        assert self._loop is not None
+        assert origin.allows is not None
+        entries = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        hosts = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+        allowed = [host for host in hosts if origin.allows(host)]
+        if not allowed:
+            raise ConnectFailed(
+                f"{origin}: no connection: {hosts[0]} lies where nothing may be connected to"
+            )
+        return allowed
 
     def _keep_reserve(self, connection: HttpConnection) -> None:
         bound = self._limits.reserved_from

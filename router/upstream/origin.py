@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
@@ -50,6 +51,9 @@ class Origin:
     port: int
     base_path: str = ""
     """Without a slash at its end."""
+    allows: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
+    """Whether an address of the host may be connected to, asked whenever a connection is made: a
+    name may lead elsewhere by then. None: every address."""
     key: str = field(init=False, repr=False, compare=False)
     """By this connections are pooled: two origins that differ only in their base path share
     them."""

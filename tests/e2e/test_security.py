@@ -21,8 +21,14 @@ from router.http.access import WrongKeys
 from router.tokenize import RequestBodyError, with_tenant_salt
 from tests.support.browser import browser_page, needs_browser
 from tests.support.engine_stub import Exchange, always, engines, prompt_ids
-from tests.support.http_client import Answer, HttpClient
-from tests.support.router_process import COMMAND, ROOT, RouterProcess, router_process
+from tests.support.http_client import Answer, HttpClient, eventually
+from tests.support.router_process import (
+    COMMAND,
+    QUICK_HEALTH,
+    ROOT,
+    RouterProcess,
+    router_process,
+)
 
 CLIENT_KEY, OPERATOR_KEY = "client-key-sentinel-5c1d", "operator-key-sentinel-77b2"
 SALT = "salt-sentinel-c2"
@@ -630,6 +636,48 @@ async def test_replicas_cannot_be_added_in_foreign_networks(
     assert refused.status == 400
     assert "must lie in server.replica_networks" in refused.error["message"]
     assert "planted" not in await replica_states(router)
+
+
+@pytest.fixture(scope="module")
+def confined() -> Iterator[RouterProcess]:
+    """Replicas may be added at one address only."""
+    server = {"replica_networks": ["127.0.0.1/32"]}
+    with router_process({"server": server, "health": QUICK_HEALTH}) as process:
+        yield process
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
+@pytest.mark.parametrize("host", ["127.0.0.2", "169.254.169.254", "[fe80::1]"])
+async def test_event_streams_of_added_replicas_cannot_lie_in_foreign_networks(
+    confined: RouterProcess, host: str, name: str
+) -> None:
+    """The router would connect there as well."""
+    source = {"endpoint": "tcp://*:1", "replay_endpoint": "tcp://127.0.0.1:1"}
+    source |= {name: f"tcp://{host}:80"}
+    replica = {"url": "http://127.0.0.1:9", "id": "planted", "kv_events": [source]}
+    refused = await confined.post("/replicas", replica)
+    assert refused.status == 400
+    assert f"$.kv_events[0].{name}" in refused.error["message"]
+    assert "must lie in server.replica_networks" in refused.error["message"]
+    assert await replica_states(confined) == {}
+
+
+async def test_what_an_added_replica_reports_of_its_streams_is_checked_when_connected_to(
+    confined: RouterProcess,
+) -> None:
+    """It is the replica that says where they are, whenever it is asked."""
+    with socket.create_server(("127.0.0.2", 0)) as elsewhere:
+        elsewhere.setblocking(False)
+        address = f"tcp://127.0.0.2:{elsewhere.getsockname()[1]}"
+        async with engines(1, has_events=True) as (stub,):
+            stub._kv_addresses = (address, address)
+            added = await confined.post("/replicas", {"url": stub.url, "id": stub.name})
+            assert added.status == 201
+            await eventually(lambda: f"{address}: 127.0.0.2 lies" in confined.log(), "it says so")
+            with pytest.raises(BlockingIOError):
+                elsewhere.accept()
+            assert (await confined.replica(stub.name))["state"] == "healthy"
+            await confined.delete(f"/replicas/{stub.name}")
 
 
 async def test_what_clients_say_of_their_address_is_not_passed_on(locked: RouterProcess) -> None:

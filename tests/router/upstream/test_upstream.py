@@ -10,7 +10,9 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -633,6 +635,34 @@ async def test_a_name_that_does_not_resolve_and_a_closed_port_are_connect_failur
             await post(client, Origin.parse(url))
         assert not caught.value.received
     assert client.statistics().connect_failures == 2
+
+
+async def test_a_name_that_comes_to_stand_for_a_foreign_address_is_not_connected_to(
+    client: UpstreamClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who owns a name decides at any time where it leads; a check when it is added is not enough
+    (DNS rebinding)."""
+    look_up, found = socket.getaddrinfo, ["127.0.0.1"]
+
+    def rebound(host: str, *rest: Any, **options: Any) -> Any:
+        hosts = found if host == "rebound.test" else [host]
+        return [entry for each in hosts for entry in look_up(each, *rest, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebound)
+    async with raw_server(answering(answer())) as server:
+        with socket.create_server(("127.0.0.2", server.port)) as foreign:
+            foreign.setblocking(False)
+            origin = Origin.parse(f"http://rebound.test:{server.port}")
+            confined = replace(origin, allows={"127.0.0.1"}.__contains__)
+            assert await read_all(await post(client, confined)) == b"{}"
+            found[:] = ["127.0.0.2"]
+            with pytest.raises(ConnectFailed, match=r"127\.0\.0\.2"):
+                await client.send(confined, b"POST", b"/", [], b"", PATIENT, may_reuse=False)
+            found[:] = ["127.0.0.2", "127.0.0.1"]
+            await client.send(confined, b"POST", b"/", [], b"", PATIENT, may_reuse=False)
+            with pytest.raises(BlockingIOError):
+                foreign.accept()
+            await client.close()
 
 
 async def test_a_connection_that_does_not_come_about_is_given_up(client: UpstreamClient) -> None:
