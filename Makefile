@@ -15,11 +15,15 @@ E2E_VLLM_INSTALLED := $(E2E_VLLM)/.installed
 # Installed without the compiled index, and so for any Python 3: it is built in place, below.
 PURE := SKBUILD_WHEEL_CMAKE=false SKBUILD_WHEEL_PY_API=py3
 
+# The routers that ours is measured beside.
+BENCH_PEERS := .venv-peers
+BENCH_PEERS_INSTALLED := $(BENCH_PEERS)/.installed
+
 # The compiled index; what it is built from decides when it is built again.
 NATIVE := build/native/.built
 CXX ?= g++
 
-.PHONY: demo test test-deploy check format native wheels bench interop e2e-vllm mutants clean
+.PHONY: demo test test-deploy check format native wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -88,6 +92,20 @@ e2e-vllm: $(E2E_VLLM_INSTALLED)
 bench: $(NATIVE)
 	$(BIN)/python -m benchmarks.run_all
 
+$(BENCH_PEERS_INSTALLED): pyproject.toml benchmarks/peers/requirements.txt benchmarks/peers/imports.txt
+	$(PYTHON) -m venv $(BENCH_PEERS)
+	$(PURE) $(BENCH_PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --editable . --requirement benchmarks/peers/imports.txt
+	@sed '/^#/d' benchmarks/peers/requirements.txt | while read peer; do \
+	    $(BENCH_PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$$peer" || \
+	        echo "cannot be installed, and is skipped: $$peer"; \
+	done
+	touch $@
+
+# Ours beside other routers, some 40 minutes. ARGS="--rows match route --rounds 1" runs less.
+bench-peers: $(NATIVE) $(BENCH_PEERS_INSTALLED)
+	$(BENCH_PEERS)/bin/python -m benchmarks.peers.run $(ARGS)
+
 # For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
 wheels: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check cibuildwheel
@@ -100,4 +118,4 @@ mutants: $(INSTALLED)
 	nice -n 19 $(BIN)/python -m tests.mutations $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) build dist wheelhouse *.egg-info router/index/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) $(E2E_VLLM) $(BENCH_PEERS) build dist wheelhouse *.egg-info router/index/_core*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,9 +14,20 @@ from router.index import PrefixIndex, SourceId, create_index
 BLOCK_SIZE = 16
 
 
+_listeners: list[Callable[[dict[str, Any]], None]] = []
+
+
+def listen(listener: Callable[[dict[str, Any]], None]) -> None:
+    """Hand every figure to *listener* as well."""
+    _listeners.append(listener)
+
+
 def report(question: str, **figures: Any) -> None:
     """Print one figure as a JSON line."""
-    print(json.dumps({"benchmark": question, **figures}), flush=True)
+    figure = {"benchmark": question, **figures}
+    print(json.dumps(figure), flush=True)
+    for listener in _listeners:
+        listener(figure)
 
 
 def median_seconds(action: Callable[[], object], repeats: int) -> float:
