@@ -179,7 +179,11 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class CacheLayout(_Event, frozen=True):
     """How the publisher's cache is laid out: sent first, with every snapshot, and when a replay
-    starts at 0."""
+    starts at 0.
+
+    A publisher that sends it announces every block that a lower tier can bring back, also where the
+    tier keeps several as one.
+    """
 
     publisher_id: str
     """New in every process, so that a restart is noticed."""

@@ -210,9 +210,6 @@ def test_a_router_that_joins_when_only_the_tiers_hold_blocks_predicts_their_hits
     assert counts["beyond"] >= 5
 
 
-RARELY_AT_ONCE = {("every kind", 8), ("full and a window", 8)}
-
-
 @pytest.mark.parametrize("disk_size", [1, 2, 8])
 @pytest.mark.parametrize(
     "name", ["full", "full and a window", "full and chunks", "full and states", "every kind"]
@@ -220,29 +217,29 @@ RARELY_AT_ONCE = {("every kind", 8), ("full and a window", 8)}
 def test_what_an_earlier_process_left_on_disk_is_predicted(
     name: str, disk_size: int, tmp_path: Path
 ) -> None:
-    """The new process announces files of which it has computed nothing itself."""
+    """The new process announces files of which it has computed nothing itself. Several groups
+    rarely agree on a prefix in units of 32 tokens, so there are as many processes as it takes."""
     config = config_of(GROUPS[name], num_blocks=40 * len(GROUPS[name]), max_in_flight_tokens=32)
-    with world(config, name, tmp_path, 1, disk_size) as running:
-        while running.steps < 80:
-            running.step()
-        running.empty_the_gpu()
-        known = running.workload.known
     counts: Counter[str] = Counter()
-    with world(config, f"{name} again", tmp_path, 1, disk_size) as running:
-        running.driver.end_step()
-        running.publish(running.driver.events)
-        running.workload.known += known
-        for _ in range(60):
-            prompts = [running.driver.new(prompt) for prompt in known[-20:]]
-            for actual, predicted in compared(running.driver, running.index, prompts):
-                assert predicted == actual
-                counts["beyond" if running.steps else "at once"] += (
-                    actual.cached_tokens > actual.gpu_cached_tokens
-                )
-            running.step()
-    # Several groups rarely agree on a prefix in units of 32 tokens.
-    assert counts["at once"] > 0 or (name, disk_size) in RARELY_AT_ONCE
-    assert counts["beyond"] > 0
+    known: list[list[int]] = []
+    for process in range(20):
+        with world(config, f"{name} {process}", tmp_path, 1, disk_size) as running:
+            running.driver.end_step()
+            running.publish(running.driver.events)
+            running.workload.known += known[-20:]
+            while running.steps < 80:
+                prompts = [running.driver.new(prompt) for prompt in known[-20:]]
+                for actual, predicted in compared(running.driver, running.index, prompts):
+                    assert predicted == actual
+                    counts["beyond" if running.steps else "at once"] += (
+                        actual.cached_tokens > actual.gpu_cached_tokens
+                    )
+                running.step()
+            running.empty_the_gpu()
+            known = running.workload.known
+        if counts["at once"] and counts["beyond"]:
+            return
+    raise AssertionError(f"no prompt was ever found on disk: {counts}")
 
 
 def snapshot(events: Sequence[Event]) -> list[Event]:

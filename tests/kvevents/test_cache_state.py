@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -32,8 +33,9 @@ from tests.support.blocks import Prefix, copies_held, mamba, tokens, window
 
 STREAMS = sorted((Path(__file__).parents[1] / "conformance" / "streams").glob("*.jsonl.gz"))
 IN_CHUNKS = re.compile(r"offload_\w+_chunk[2-9]")
-"""Recorded with tiers that keep several blocks as one, which no `CacheLayout` says: a publisher of
-ours announces every block."""
+"""Recorded with tiers that keep several blocks as one and name the last. How many shows in the
+lengths and ends of their events, which a snapshot does not keep: it begins with a `CacheLayout`,
+and a publisher with one announces every block that a tier can bring back."""
 FOLLOWED = SourceId("followed from the start")
 
 FULL = KVCacheGroup(GroupKind.FULL, 4)
@@ -205,6 +207,40 @@ def test_whoever_joins_a_recorded_engine_late_predicts_every_later_query(path: P
             for source in late:
                 index.apply(source, record)
     assert len(late) >= 3
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in STREAMS if IN_CHUNKS.match(path.name)],
+    ids=lambda path: path.name.removesuffix(".jsonl.gz"),
+)
+def test_whoever_joins_an_engine_with_chunks_late_predicts_what_others_do(path: Path) -> None:
+    """With the layout, which says that every block stands for itself, the events are as good as the
+    snapshot: not what the recorded engine meant, but the same for all who follow it."""
+    with RecordingReader(path) as recording:
+        hints = recording.header.hints(learn_layout=False)
+        records = list(recording)
+    layout = announce(
+        KVCacheLayout.build(
+            hints.groups, hints.hash_block_size, hints.scheduler_block_size, hints.eagle
+        )
+    )
+    state, index, sources = CacheState(layout), create_index(), [FOLLOWED]
+    apply(index, FOLLOWED, [layout])
+    hits: Counter[int] = Counter()
+    for number, record in enumerate(records):
+        if number % (len(records) // 3) == 0:
+            sources.append(_join(index, state, f"joined at {number}"))
+        if isinstance(record, Query):
+            found = index.match(record.query, record.lora, record.salt, record.extra_keys)
+            assert {found[source] for source in sources} == {found[FOLLOWED]}
+            hits[found[FOLLOWED].cached_tokens] += 1
+        else:
+            state.apply(decode(record).events)
+            for source in sources:
+                index.apply(source, record)
+    assert len(sources) >= 4
+    assert len(hits) > 3, "prompts with hits of several lengths"
 
 
 def _join(
