@@ -113,7 +113,7 @@ def test_each_tier_has_its_own_cost() -> None:
 def test_a_reason_says_which_tiers_a_hit_is_in() -> None:
     """Two replicas with equal hits may differ in nothing else."""
     below = replace(cached("a", 16, total=64), by_tier=(("CPU", 32), ("bucket", 16)))
-    assert str(estimate(64, below, Weights())).startswith(
+    assert estimate(64, below, Weights()).reason.startswith(
         "16 of 64 tokens cached and 48 offloaded (32 CPU, 16 bucket); "
     )
 
