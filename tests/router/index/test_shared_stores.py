@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
 from kvevents.events import (
     AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
     BlockStored,
     CacheLayout,
     Event,
@@ -25,7 +29,7 @@ from router.index import (
 )
 from router.index.dump import dump, load
 from tests.router.index.implementations import Implementation
-from tests.support.blocks import FULL, Prefix, apply, tokens, window
+from tests.support.blocks import FULL, Prefix, apply, mamba, tokens, window
 
 A, B, ALONE = SourceId("a"), SourceId("b"), SourceId("alone")
 PROMPT = Prefix(tokens(160))
@@ -181,6 +185,63 @@ def test_a_replica_that_has_just_started_reads_what_others_wrote(
     assert "layout: as that of others that share its store" in index.statistics()[B].assumptions
     apply(index, OTHER.stored(0, FULL, 0, 16), source=B)
     assert index.statistics()[B].assumptions == ()
+
+
+LAYOUTS = {
+    "full": [FULL],
+    "full and a window": [FULL, window(40)],
+    "full and states": [FULL, mamba()],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_store_is_worth_what_a_copy_of_it_at_every_replica_would_be(
+    implementation: Implementation, name: str
+) -> None:
+    """That is what sharing means, and it needs no notion of a store: in the second index every
+    replica hears of every block that any of them stores, as if it were its own."""
+    rng, groups, sources = random.Random(name), LAYOUTS[name], (A, B, ALONE)
+    sharing_one, copying = implementation.create(None), implementation.create(None)
+    start = tokens(64)
+    prompts = [
+        Prefix([*start[: 16 * rng.randrange(5)], *tokens(96, first=1000 * number)])
+        for number in range(2, 8)
+    ]
+    for index, hints in ((sharing_one, sharing(BUCKET)), (copying, sharing())):
+        for source in sources:
+            index.add(source, hints)
+            for group, spec in enumerate(groups):
+                for prompt in prompts:
+                    ends = range(16, len(prompt.tokens) + 1, 16)
+                    known = prompt.stored(group, spec), prompt.removed(group, ends)
+                    apply(index, *known, source=source)
+    stored: set[tuple[int, BlockHash]] = set()
+    longer = 0
+    for _ in range(300):
+        prompt, source, group = rng.choice(prompts), rng.choice(sources), rng.randrange(len(groups))
+        ends = rng.sample(range(16, len(prompt.tokens) + 1, 16), rng.randrange(1, 5))
+        medium = rng.choice(["GPU", "CPU", "STORAGE", "STORAGE"])
+        if rng.random() < 0.3:
+            event: BlockStored | BlockRemoved = prompt.removed(group, ends, medium)
+        else:
+            event = prompt.offloaded(group, ends, medium)
+        apply(sharing_one, event, source=source)
+        # A file is there once, whoever wrote it; a source counts copies.
+        if medium == "STORAGE":
+            is_new = isinstance(event, BlockStored)
+            hashes = [each for each in event.block_hashes if ((group, each) in stored) != is_new]
+            event = replace(event, block_hashes=hashes)
+            stored ^= {(group, each) for each in hashes}
+        for other in sources if medium == "STORAGE" else [source]:
+            apply(copying, event, source=other)
+        for prompt in prompts:
+            hits = sharing_one.match(prompt.tokens)
+            expected = copying.match(prompt.tokens)
+            assert {each: hits[each][:2] for each in hits} == {
+                each: expected[each][:2] for each in expected
+            }
+            longer += any("bucket" in dict(hit.by_tier) for hit in hits.values())
+    assert longer > 100
 
 
 # --- what is in a store ---------------------------------------------------------------------------
