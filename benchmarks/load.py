@@ -4,9 +4,11 @@ measurement."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 _HEALTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 _USAGE = (
@@ -24,6 +26,7 @@ _STREAM_HEAD = (
 )
 _CHUNK = b"%x\r\n" % len(_EVENT) + _EVENT + b"\r\n"
 _STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_PACE = re.compile(rb'"pace_ms":([0-9]+),"tokens":([0-9]+)')
 
 
 @dataclass(slots=True)
@@ -57,8 +60,7 @@ class _Client(asyncio.Protocol):
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -125,12 +127,133 @@ async def run_load(
     return load
 
 
+@dataclass(slots=True)
+class PacedLoad:
+    """What a run of paced streams measured; seconds."""
+
+    first_tokens: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+
+
+class _Reader(asyncio.Protocol):
+    """One client that reads a paced stream, and then another one."""
+
+    def __init__(
+        self, load: PacedLoad, next_request: Callable[[], bytes | None], done: Callable[[], None]
+    ) -> None:
+        self._load = load
+        self._next = next_request
+        self._done = done
+        self._last = 0.0
+        self._has_begun = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        tokens = data.count(b'"text"')
+        if tokens:
+            (self._load.gaps if self._has_begun else self._load.first_tokens).append(
+                now - self._last
+            )
+            self._has_begun, self._last = True, now
+            self._load.tokens += tokens
+        elif not self._has_begun and not data.startswith(b"HTTP/1.1 200"):
+            self._load.errors += 1
+        if data.endswith(b"0\r\n\r\n"):
+            self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._done()
+
+    def _send(self) -> None:
+        request = self._next()
+        if request is None:
+            self._transport.close()
+            return
+        self._has_begun, self._last = False, time.perf_counter()
+        self._transport.write(request)
+
+
+async def run_paced(
+    port: int, make: Callable[[int], bytes], streams: int, seconds: float
+) -> PacedLoad:
+    """Keep *streams* streams going for a time; they begin one after the other within a second."""
+    loop = asyncio.get_running_loop()
+    load = PacedLoad()
+    ended = asyncio.Event()
+    left, number = streams, 0
+    started = time.perf_counter()
+
+    def next_request() -> bytes | None:
+        nonlocal number
+        number += 1
+        return make(number) if time.perf_counter() < started + seconds else None
+
+    def done() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            ended.set()
+
+    for index in range(streams):
+        await asyncio.sleep(max(0.0, started + index / streams - time.perf_counter()))
+        await loop.create_connection(lambda: _Reader(load, next_request, done), "127.0.0.1", port)
+    await ended.wait()
+    load.seconds = time.perf_counter() - started
+    return load
+
+
+class _Pacer:
+    """Sends one token on each of its streams at an even pace, with one timer for all."""
+
+    def __init__(self) -> None:
+        self._streams: dict[_Stub, int] = {}
+        self._is_running = False
+
+    def add(self, stub: _Stub, pace_s: float, tokens: int) -> None:
+        self._streams[stub] = tokens
+        if not self._is_running:
+            self._is_running = True
+            asyncio.get_running_loop().call_later(pace_s, self._tick, pace_s)
+
+    def drop(self, stub: _Stub) -> None:
+        self._streams.pop(stub, None)
+
+    def _tick(self, pace_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._is_running = bool(self._streams)
+        if self._is_running:
+            loop.call_later(pace_s, self._tick, pace_s)
+        for stub, left in list(self._streams.items()):
+            self._streams[stub] = left - 1
+            stub.write(_CHUNK if left > 1 else _CHUNK + _STREAM_END)
+            if left <= 1:
+                del self._streams[stub]
+
+
+_PACERS = [_Pacer() for _ in range(16)]
+"""So that not all streams get their tokens in the same moment."""
+
+
 class _Stub(asyncio.Protocol):
     """Responds to every request once it is complete."""
 
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        for pacer in _PACERS:
+            pacer.drop(self)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._received = b""
 
     def data_received(self, data: bytes) -> None:
@@ -140,7 +263,12 @@ class _Stub(asyncio.Protocol):
             return
         if not self._received.startswith(b"POST"):
             self._answer(_HEALTH)
-        elif self._is_complete(head_end):
+        elif not self._is_complete(head_end):
+            return
+        elif (pace := _PACE.search(self._received, max(len(self._received) - 96, 0))) is not None:
+            self._answer(_STREAM_HEAD)
+            _PACERS[id(self) // 64 % len(_PACERS)].add(self, int(pace[1]) / 1000, int(pace[2]))
+        else:
             self._answer(
                 _STREAM_HEAD + _CHUNK * _EVENTS + _STREAM_END
                 if b'"stream":true' in self._received[-64:]

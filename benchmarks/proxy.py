@@ -3,7 +3,7 @@
 One router process; stub replicas and the load generator share another. Compared in the same run
 with the same load sent straight to a stub replica. Prompts are token ids, all different, so every
 request is parsed, hashed, matched and ranked. `router_cpu_us` is the CPU time of the router per
-request, which other load on the machine affects little.
+request, or per token of the paced streams, which other load on the machine affects little.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import uvloop
 from async_timeout import timeout
 
 from benchmarks.figures import report
-from benchmarks.load import Load, run_load, stub_replica
+from benchmarks.load import Load, run_load, run_paced, stub_replica
 
 _JSON_HEAD = (
     b"POST %s HTTP/1.1\r\nHost: localhost\r\n"
@@ -39,10 +40,15 @@ def main() -> None:
         "--streams", type=int, nargs="+", default=[64], help="concurrent event streams to measure"
     )
     parser.add_argument(
+        "--paced", type=int, nargs="*", default=[64, 1024], help="concurrent paced streams"
+    )
+    parser.add_argument("--pace-ms", type=int, default=20, help="between two tokens of each")
+    parser.add_argument(
         "--pin",
         action="store_true",
         help="pin the router to core 0 and the rest to the others (Linux)",
     )
+    uvloop.install()
     asyncio.run(_measure(parser.parse_args()))
 
 
@@ -61,6 +67,9 @@ async def _measure(options: argparse.Namespace) -> None:
             await _compare(
                 "stream", 1, router, replicas[0], options, "/v1/completions", stream=True
             )
+        for count in options.paced:
+            await _pace("paced", router.port, router, count, options)
+            await _pace("paced_direct", replicas[0], None, count, options)
 
 
 async def _compare(
@@ -107,6 +116,28 @@ async def _compare(
     )
 
 
+async def _pace(
+    name: str, port: int, router: RouterProcess | None, streams: int, options: argparse.Namespace
+) -> None:
+    """Streams whose tokens come at an even pace, as engines send them."""
+    body = _body_maker(1, True, f'"pace_ms":{options.pace_ms},"tokens":50,'.encode())
+    cpu_before = router.cpu_seconds() if router else 0.0
+    load = await run_paced(port, _request_maker("/v1/completions", body), streams, options.seconds)
+    cpu_s = (router.cpu_seconds() if router else 0.0) - cpu_before
+    firsts, gaps = sorted(load.first_tokens), sorted(load.gaps)
+    report(
+        name,
+        concurrency=streams,
+        pace_ms=options.pace_ms,
+        errors=load.errors,
+        tokens_per_second=round(load.tokens / load.seconds),
+        first_token_ms_p50=round(firsts[len(firsts) // 2] * 1e3, 1),
+        first_token_ms_p99=round(firsts[len(firsts) * 99 // 100] * 1e3, 1),
+        gap_ms_p99=round(gaps[len(gaps) * 99 // 100] * 1e3, 1),
+        router_cpu_us=round(cpu_s / load.tokens * 1e6, 1),
+    )
+
+
 def _figures(through: Load, alone: Load) -> dict[str, float]:
     return {
         "requests_per_second": round(through.per_second),
@@ -117,12 +148,13 @@ def _figures(through: Load, alone: Load) -> dict[str, float]:
     }
 
 
-def _body_maker(kilobytes: int, stream: bool) -> Callable[[int], bytes]:
+def _body_maker(kilobytes: int, stream: bool, extra: bytes = b"") -> Callable[[int], bytes]:
     """Make bodies of about a size, all different from their first token on."""
     count = kilobytes * 1024 // 7
     common = ",".join(str(10_000 + index % 90_000) for index in range(count))
     tail = b'],"max_tokens":1,"stream":true}' if stream else b'],"max_tokens":1}'
     middle = b"," + common.encode()
+    tail = tail.replace(b'"max_tokens"', extra + b'"max_tokens"')
     return lambda number: (
         b'{"model":"bench","prompt":[%d,%d' % (number % 90_000, number // 90_000) + middle + tail
     )

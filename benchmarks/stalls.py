@@ -15,11 +15,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import uvicorn
 import uvloop
+from uvicorn.server import ServerState
 
 from benchmarks.figures import report
 from benchmarks.load import stub_replica
 from router.config import RouterConfig
+from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.serve import SWITCH_INTERVAL_S, RouterApp, exempt_from_collection
 from router.service import RouterService
 
@@ -122,35 +125,45 @@ async def _longest_wait_s() -> float:
         return longest
 
 
+class _Client(asyncio.Transport):
+    """The other end of a connection that exists only in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: Any) -> None:
+        if not self.status.done():
+            self.status.set_result(int(data[9:12]))
+
+    def pause_reading(self) -> None:
+        """Whatever was sent is read."""
+
+    def resume_reading(self) -> None:
+        """The same."""
+
+
 async def _status(app: RouterApp, path: str, body: bytes) -> int:
-    """Send one request as the server would: its body in pieces, as it arrives."""
-    pieces = [body[at : at + _PIECE_BYTES] for at in range(0, len(body), _PIECE_BYTES)]
-    pieces.reverse()
-    found: list[int] = []
-
-    async def receive() -> dict[str, Any]:
+    """Send one request: its body in pieces, as it would arrive."""
+    protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, app.gateway)
+    config = uvicorn.Config(app, http=protocol, log_config=None)
+    connection = protocol(config, ServerState(), {})
+    client = _Client()
+    connection.connection_made(client)
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.data_received(head.encode())
+    for at in range(0, len(body), _PIECE_BYTES):
+        connection.data_received(body[at : at + _PIECE_BYTES])
         await asyncio.sleep(0)
-        if not pieces:
-            return await asyncio.get_running_loop().create_future()
-        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            found.append(message["status"])
-
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": headers,
-        "http_version": "1.1",
-        "client": ("127.0.0.1", 1),
-    }
-    await app(scope, receive, send)
-    return found[0]
+    status = await client.status
+    connection.connection_lost(ConnectionResetError())
+    return status
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ The files; each imports only what is listed above it:
     replicas/        which replicas exist, and how they are doing
     taps.py          records what happens at one cache, while someone listens
     feed.py          carries every source's stream into the index of its model
-    proxy/           one request streamed to one replica, as raw ASGI
+    proxy/           one request sent to one replica, its response to the client
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong
     service.py       all parts wired; what follows when replicas change

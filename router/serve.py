@@ -23,10 +23,11 @@ from typing import cast
 
 import uvicorn
 import uvloop
+from starlette.types import Receive, Scope, Send
 
 from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
-from router.http.access import Guard, Scope
+from router.http.access import Guard
 from router.http.access_log import logged
 from router.http.api import create_api
 from router.http.connection_guard import (
@@ -36,7 +37,7 @@ from router.http.connection_guard import (
     Refusal,
     guarded_protocol,
 )
-from router.http.gateway import Gateway, Receive, Send
+from router.http.gateway import Gateway
 from router.http.proxied_paths import ProxiedPaths
 from router.http.responses import ApiParts
 from router.index import IndexImplementation
@@ -65,19 +66,19 @@ _MIN_OPEN_FILES = 64
 
 
 class RouterApp:
-    """The ASGI application of one router.
+    """The ASGI application of one router: all but the proxied paths, which `gateway` serves.
 
-    FastAPI and its middleware cost some 200 µs a request; the proxied paths need nothing of it.
+    FastAPI and its middleware cost some 200 µs a request, and ASGI itself a task and its messages.
     """
 
     def __init__(self, service: RouterService) -> None:
         self._logs_access = service.config.observability.access_log
-        self._paths = ProxiedPaths(service.config.server.extra_paths)
+        paths = ProxiedPaths(service.config.server.extra_paths)
         guard = Guard(
             service.config.server,
             lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
         )
-        self._gateway = Gateway(
+        self.gateway = Gateway(
             service.config.server,
             guard,
             service.config.policy.session_header,
@@ -85,11 +86,13 @@ class RouterApp:
             service.dispatcher,
             service.proxy,
             service.observers,
+            paths,
+            self._logs_access,
         )
         parts = ApiParts(
             config=service.config,
             guard=guard,
-            proxied_paths=self._paths,
+            proxied_paths=paths,
             admission=service.admission,
             readiness=service.readiness,
             dispatcher=service.dispatcher,
@@ -117,11 +120,7 @@ class RouterApp:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
-        path = self._paths.find(scope["path"])
-        if path is not None and scope["method"] in path.methods:
-            await self._gateway(path, scope, receive, send)
-        else:
-            await self._api(scope, receive, send)
+        await self._api(scope, receive, send)
 
 
 class _GuardedServer(uvicorn.Server):
@@ -170,6 +169,9 @@ class _GuardedServer(uvicorn.Server):
         if counter % 10 == 0:
             for connection in self._connections():
                 connection.look_after(now)
+        if self.signals and now >= self._stop_by:
+            for connection in self._connections():
+                connection.cut()
         if self.signals and (now >= self._stop_by or not self._admission.under_way):
             # uvicorn ends its connections now. What else still runs is a scrape or the like.
             self.config.timeout_graceful_shutdown = math.ceil(max(self._stop_by - now, 0))
@@ -304,11 +306,12 @@ def _uvicorn_config(
         if refusal is OUT_OF_MEMORY:
             service.shortages.note("memory")
 
-    protocol = guarded_protocol(limits, count)
+    app = RouterApp(service)
+    protocol = guarded_protocol(limits, count, app.gateway)
     protocol.reserved_from = reserved_from
     protocol.on_reserve = staticmethod(lambda: service.shortages.note("open_files"))
     return uvicorn.Config(
-        RouterApp(service),
+        app,
         http=protocol,
         interface="asgi3",
         ws="none",

@@ -2,13 +2,13 @@
 
 The files; each imports only what is listed above it:
 
-    uvicorn_protocol.py   uvicorn's protocol with an abort, and joined writes
+    uvicorn_protocol.py   uvicorn's protocol with a way around ASGI, an abort, and joined writes
     connection_guard.py   bounds on what a client's connection may cost
     access_log.py         one line for each request
     networks.py           which networks addresses belong to
     access.py             who may ask what: keys, peers, names, origins
     proxied_paths.py      which paths go to a replica, and what decides to which
-    gateway.py            the proxied paths: admit, read, decide, stream
+    gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              the bodies of the router's own responses, as types with examples
     responses.py          the parts whose state responses show, and the bodies made from it
     request_bodies.py     the bodies of requests, as types with examples for the OpenAPI document

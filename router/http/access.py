@@ -116,21 +116,25 @@ class WrongKeys:
         doublings = min(attempts - _FREE_ATTEMPTS - 1, 10)
         return float(min(self._max_delay_s, self._max_delay_s / 10 * 2**doublings))
 
-    async def hold_back(self, endpoint: str, address: str) -> None:
-        """Count one, and wait as long as its refusal should.
+    def hold(self, endpoint: str, address: str) -> float:
+        """Count one.
 
         Args:
             endpoint: What was asked; a name of ours.
             address: Of the peer.
+        Returns:
+            For how many seconds to hold the refusal back; where that is more than 0, call `let_go`
+            afterwards.
         """
         delay_s = self.add(endpoint, address)
         if not delay_s or self._held >= _MAX_HELD:
-            return
+            return 0.0
         self._held += 1
-        try:
-            await asyncio.sleep(delay_s)
-        finally:
-            self._held -= 1
+        return delay_s
+
+    def let_go(self) -> None:
+        """A refusal that was held back is sent."""
+        self._held -= 1
 
 
 class Guard:
@@ -180,16 +184,37 @@ class Guard:
             raise LoopbackOnly
         return None
 
+    def delay_s(self, error: RequestError, endpoint: str, address: str) -> float:
+        """For how many seconds to hold a refusal back; where that is more than 0, call `delay_over`
+        afterwards. A wrong key is counted and logged.
+
+        Args:
+            error: What will be sent.
+            endpoint: What was asked; a name of ours.
+            address: Of the peer.
+        """
+        if isinstance(error, Unauthorized) and error.was_given:
+            return self._wrong_keys.hold(endpoint, address)
+        return 0.0
+
+    def delay_over(self) -> None:
+        """A refusal that was held back is sent."""
+        self._wrong_keys.let_go()
+
     async def refused(self, error: RequestError, endpoint: str, scope: Scope) -> None:
-        """Wait before a refusal is sent, if it is for a wrong key; and count and log that.
+        """As `delay_s`, and wait for so long.
 
         Args:
             error: What will be sent.
             endpoint: What was asked; a name of ours.
             scope: The request's, for its peer.
         """
-        if isinstance(error, Unauthorized) and error.was_given:
-            await self._wrong_keys.hold_back(endpoint, str((scope.get("client") or ("",))[0]))
+        delay_s = self.delay_s(error, endpoint, str((scope.get("client") or ("",))[0]))
+        if delay_s:
+            try:
+                await asyncio.sleep(delay_s)
+            finally:
+                self.delay_over()
 
     def _key(self, role: Role, headers: Headers) -> Key:
         given = _given_key(headers)

@@ -30,28 +30,20 @@ async def logged(
         receive: Gives its body.
         send: Takes the response.
     """
-    line = scope[_LINE] = _AccessLine(scope)
+    line = scope[_LINE] = AccessLine(scope)
+    status: int | None = None
+    body_bytes = 0
 
     async def counted(message: MutableMapping[str, Any]) -> None:
-        line.sent(message)
+        nonlocal status, body_bytes
+        status = message.get("status", status)
+        body_bytes += len(message.get("body", b""))
         await send(message)
 
     try:
         await application(scope, receive, counted)
     finally:
-        line.write()
-
-
-def note_routed(scope: MutableMapping[str, Any], request: RoutedRequest) -> None:
-    """Let the request's line say where it went.
-
-    Args:
-        scope: Of the request.
-        request: Filled in by the time the line is written.
-    """
-    line = scope.get(_LINE)
-    if line is not None:
-        line.routed = request
+        line.write(status, body_bytes)
 
 
 def note_refused(scope: MutableMapping[str, Any], code: str) -> None:
@@ -66,7 +58,7 @@ def note_refused(scope: MutableMapping[str, Any], code: str) -> None:
         line.error = code
 
 
-class _AccessLine:
+class AccessLine:
     """What is known of one request by now. The query string is left out: some put keys there."""
 
     routed: RoutedRequest | None = None
@@ -81,26 +73,26 @@ class _AccessLine:
             "path": scope["path"],
             "status": None,
         }
-        self._bytes = 0
 
-    def sent(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self._fields["status"] = message["status"]
-            for name, value in message.get("headers", ()):
-                if name == b"x-request-id":
-                    self._fields["request_id"] = value.decode("latin-1")
-        else:
-            self._bytes += len(message.get("body", b""))
+    def write(self, status: int | None, body_bytes: int, request_id: bytes = b"") -> None:
+        """Write it: the request has ended.
 
-    def write(self) -> None:
+        Args:
+            status: Of the response; None if there was none.
+            body_bytes: Of its body that were sent.
+            request_id: Ties the logs of client, router and engine together; only proxied requests
+                have one.
+        """
         fields = self._fields
-        fields["bytes"] = self._bytes
+        fields["status"] = status
+        if request_id:
+            fields["request_id"] = request_id.decode("latin-1")
+        fields["bytes"] = body_bytes
         fields["seconds"] = round(time.perf_counter() - self._started, 6)
         if self.error is not None:
             fields["error"] = self.error
         if (routed := self.routed) is not None:
             fields |= {
-                "request_id": routed.request_id,
                 "model": routed.model,
                 "replica": routed.replica,
                 "prompt_tokens": routed.prompt_tokens,

@@ -17,7 +17,12 @@ from typing import ClassVar
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.http.uvicorn_protocol import AbortableHttpProtocol
+from router.http.uvicorn_protocol import (
+    DirectHttpProtocol,
+    Exchange,
+    ExchangeHandler,
+    mark_disconnected,
+)
 from router.proxy.messages import error_body
 from router.proxy.types import Dialect
 
@@ -77,8 +82,8 @@ class _OverBound(Exception):
     """Raised through the parser to stop it."""
 
 
-class GuardedHttpProtocol(AbortableHttpProtocol):
-    """`AbortableHttpProtocol` within `ClientLimits`. Call `look_after` about once a second.
+class GuardedHttpProtocol(DirectHttpProtocol):
+    """`DirectHttpProtocol` within `ClientLimits`. Call `look_after` about once a second.
 
     A refused connection gets an error response, and whatever else its client sends is discarded for
     a moment: if it were closed at once, the client would see a reset before it read the response.
@@ -101,7 +106,6 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._stalled_since: float | None = None
         self._has_declined_upgrade = False
         self._is_cut = False
-        self._running: RequestResponseCycle | None = None
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -111,17 +115,12 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         if self._receiving_since is None:
             self._receiving_since = self.loop.time()
         self._unframed_bytes += len(data)
-        if not self._feed(data):
+        is_well_formed = self._feed(data)
+        self._proceed()
+        if not is_well_formed:
             self._refuse(self._violation)
         elif self._unframed_bytes > self.limits.head_bytes:
             self._refuse(HEAD_TOO_LARGE)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        # uvicorn marks only the last request it has read as disconnected, which may be far behind
-        # the one being served.
-        if self._running is not None and not self._running.response_complete:
-            _mark_disconnected(self._running)
-        super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Serve the requests that are complete, unless the client has left altogether.
@@ -159,7 +158,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
     def abort(self) -> None:
         """Close the connection, whatever is under way on it."""
         self._is_cut = True
-        self.transport.abort()
+        super().abort()
 
     # --- what the parser calls --------------------------------------------------------------------
 
@@ -181,8 +180,6 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         self._check_head()
         self._is_in_head = False
         super().on_headers_complete()
-        if not self.pipeline:
-            self._running = self.cycle
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
         # Trailers follow, which must not be merged into the headers (RFC 9110 6.5.1), so not into
@@ -202,7 +199,6 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._running is not None or self.transport.is_closing():
             return
@@ -276,7 +272,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self._violation = BAD_HOST
             raise _OverBound
 
-    def _probe(self, running: RequestResponseCycle) -> None:
+    def _probe(self, running: RequestResponseCycle | Exchange) -> None:
         """Send what a client that has left will not take."""
         self.probes_left -= 1
         if running is not self._running or running.response_complete:
@@ -303,7 +299,7 @@ class GuardedHttpProtocol(AbortableHttpProtocol):
             self.abort()
         else:
             # The malformed bytes are the body of the running request itself.
-            _mark_disconnected(running)
+            mark_disconnected(running)
             self._respond_with(reason)
 
     def _drop_incomplete(self) -> None:
@@ -391,11 +387,6 @@ def _is_reset(transport: asyncio.Transport) -> bool:
     return bool(state == _TCP_CLOSE)
 
 
-def _mark_disconnected(request: RequestResponseCycle) -> None:
-    request.disconnected = True
-    request.message_event.set()
-
-
 class _BodyReader:
     """The callbacks of a parser for the body behind a head that asked for an upgrade.
 
@@ -419,17 +410,21 @@ class _BodyReader:
 
 
 def guarded_protocol(
-    client_limits: ClientLimits, on_refusal: Callable[[Refusal], None]
+    client_limits: ClientLimits,
+    on_refusal: Callable[[Refusal], None],
+    exchange_handler: ExchangeHandler | None = None,
 ) -> type[GuardedHttpProtocol]:
     """Make the protocol class for `uvicorn.Config(http=...)`.
 
     Args:
         client_limits: Of every connection.
         on_refusal: Called with the reason for each connection that is ended.
+        exchange_handler: Takes the requests that are served outside ASGI.
     """
 
     class Configured(GuardedHttpProtocol):
         limits = client_limits
+        handler = exchange_handler
 
     Configured.on_refusal = staticmethod(on_refusal)
     return Configured

@@ -1,32 +1,37 @@
-"""The proxied paths as raw ASGI: admit, read, decide, stream."""
+"""The proxied paths: admit, read, decide, pass on."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
+import functools
+import logging
+import random
 import re
-import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, TypeAlias
-
-from async_timeout import timeout
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import Any
 
 from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
-from router.http.access import KEY_HEADERS, Guard, Key, Scope
-from router.http.access_log import note_refused, note_routed
+from router.http.access import KEY_HEADERS, Guard, Key
+from router.http.access_log import AccessLine
 from router.http.networks import Networks
-from router.http.proxied_paths import ProxiedPath, RoutedBy, dialect_of, salt_names
-from router.http.uvicorn_protocol import client_abort, is_of_reserve
+from router.http.proxied_paths import (
+    ProxiedPath,
+    ProxiedPaths,
+    RoutedBy,
+    dialect_of,
+    salt_names,
+)
+from router.http.uvicorn_protocol import Exchange
 from router.observability.request_observer import RequestObservers
-from router.proxy import Dialect, Proxy, ProxyRequest, error_body
+from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
 from router.upstream import Header, Timeouts
 
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
+logger = logging.getLogger(__name__)
 
 MAX_REQUEST_ID_LENGTH = 128
 _FORWARDING = (
@@ -48,12 +53,8 @@ _FIELD_NAME = re.compile(
 )
 
 
-class ClientLeft(Exception):
-    """The client closed its connection before its whole request had arrived."""
-
-
 class Gateway:
-    """Serves the proxied paths."""
+    """Serves the proxied paths: an `ExchangeHandler`."""
 
     def __init__(
         self,
@@ -64,6 +65,8 @@ class Gateway:
         dispatcher: Dispatcher,
         proxy: Proxy,
         observers: RequestObservers,
+        paths: ProxiedPaths,
+        logs_access: bool = False,
     ) -> None:
         """Keep the parts that a request passes through.
 
@@ -75,10 +78,13 @@ class Gateway:
             dispatcher: Decides where they go.
             proxy: Sends them there.
             observers: Observes what becomes of them.
+            paths: Which paths they have.
+            logs_access: Whether each gets a line in the log.
         """
-        self._server = server
-        self._guard = guard
+        self.server = server
+        self.guard = guard
         self._trusted_proxies = Networks(server.trusted_proxies)
+        self._trusts_proxies = bool(server.trusted_proxies)
         # The router's key is for the router only: replicas do not get to see it.
         self._dropped = frozenset(
             (
@@ -88,66 +94,60 @@ class Gateway:
                 *(() if server.trust_client_rank else (RANK_HEADER,)),
             )
         )
+        self.logs_access = logs_access
+        self._paths = paths
         self._session_header = session_header.encode()
-        self._admission = admission
+        self.admission = admission
         self._dispatcher = dispatcher
-        self._proxy = proxy
-        self._observers = observers
+        self.proxy = proxy
+        self.observers = observers
         timeouts = server.timeouts
+        self._open: set[asyncio.Task[Decision]] = set()
         self._patient = Timeouts(timeouts.connect_s, timeouts.whole_response_s, timeouts.idle_s)
 
-    async def __call__(self, path: ProxiedPath, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request to a proxied path, by one of its methods.
+    def opens(self, method: str, path: str) -> Callable[[Exchange], Passage] | None:
+        """What serves a request; None if it does not go to a replica.
 
         Args:
-            path: What is known of it.
-            scope: The request's line and headers.
-            receive: Gives its body.
-            send: Takes the response.
+            method: Of the request.
+            path: Of the request, decoded.
         """
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers)
-        try:
-            with self._admission, self._admission.buffer() as buffer:
-                if is_of_reserve(scope):
-                    raise Overloaded("is out of file descriptors")
-                key = self._guard.check("client", scope, headers)
-                try:
-                    body = await self._read_body(headers, receive, buffer.add)
-                    salt = tenant_salt(key, scope["path"])
-                    decision = await self._decide(path, headers, body, salt)
-                except MemoryError:
-                    raise self._observers.out_of_memory() from None
-                observer = self._observers.observe(
-                    decision, scope["path"], request_id.decode("latin-1")
-                )
-                note_routed(scope, observer.request)
-                request = self._request(scope, decision, request_id)
-                attempts = decision.attempts(self._guard.clients_see_hits)
-                await self._proxy.stream(attempts, request, receive, send, observer)
-        except RequestError as error:
-            await self._guard.refused(error, path.label, scope)
-            self._observers.refused(error)
-            note_refused(scope, error.code)
-            await send_error(
-                send, error, ((b"x-request-id", request_id),), dialect_of(scope["path"])
-            )
-        except ClientLeft:
-            self._observers.client_left()
-        except asyncio.CancelledError:
-            if not self._admission.is_shutting_down:
-                raise
-            await _cut(scope)
+        found = self._paths.find(path)
+        # A HEAD request is a GET request whose response is sent without its body.
+        if found is None or ("GET" if method == "HEAD" else method) not in found.methods:
+            return None
+        return functools.partial(Passage, self, found)
 
-    async def _read_body(
-        self, headers: dict[bytes, bytes], receive: Receive, hold: Callable[[int], None]
-    ) -> bytes:
-        server = self._server
-        return await read_body(
-            headers, receive, server.max_body_bytes, server.timeouts.client_body_s, hold
+    def decide(
+        self,
+        path: ProxiedPath,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        salt: TenantSalt | None,
+    ) -> Decision | Coroutine[Any, Any, Decision]:
+        """Decide where a request goes: at once, or in a coroutine where something has to be waited
+        for.
+
+        Args:
+            path: What is known of its path.
+            headers: The request's, names in lower case.
+            body: The request's.
+            salt: Of the client's key.
+        Raises:
+            RequestError: It is refused.
+        """
+        if path.endpoint is None:
+            return self._decide_by_load(path, headers, body, salt)
+        session = headers.get(self._session_header)
+        return self._dispatcher.dispatch_now(
+            path.endpoint,
+            body,
+            session.decode("latin-1") if session else None,
+            dp_rank=_rank(headers) if self.server.trust_client_rank else None,
+            salt=salt,
         )
 
-    async def _decide(
+    async def _decide_by_load(
         self,
         path: ProxiedPath,
         headers: dict[bytes, bytes],
@@ -158,7 +158,7 @@ class Gateway:
             return await self._dispatcher.dispatch_to_holder(path.response_id, body)
         content_type = headers.get(b"content-type", b"")
         needs_model = path.routed_by is RoutedBy.LOAD
-        if is_form(content_type) and path.routed_by is not RoutedBy.CACHE:
+        if is_form(content_type):
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             return self._dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
         if path.routed_by is RoutedBy.ANY and not _is_object(body):
@@ -167,43 +167,270 @@ class Gateway:
                 rule = "with this key, it must be a JSON object: a salt is added to it"
                 raise BadRequest("$", f"{len(body)} bytes", rule)
             return self._dispatcher.dispatch_by_load(None, body, needs_model=False)
-        session = headers.get(self._session_header)
-        return await self._dispatcher.dispatch(
-            path.endpoint,
-            body,
-            session.decode("latin-1") if session else None,
-            needs_model=path.routed_by is not RoutedBy.ANY,
-            dp_rank=_rank(headers) if self._server.trust_client_rank else None,
-            salt=salt,
+        return await self._dispatcher.dispatch(None, body, needs_model=needs_model, salt=salt)
+
+    def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
+        """Decide in a task, which is kept until its end."""
+        task = asyncio.get_running_loop().create_task(deciding)
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return task
+
+    def request(self, exchange: Exchange, decision: Decision, request_id: bytes) -> ProxyRequest:
+        """What is sent to a replica.
+
+        Args:
+            exchange: The client's request.
+            decision: Where it goes.
+            request_id: Ties the logs of client, router and engine together.
+        """
+        dropped = self._dropped
+        headers = [header for header in exchange.headers if header[0] not in dropped]
+        headers += (*self._forwarded(exchange), (b"x-request-id", request_id))
+        # The first byte of a response that is not streamed comes with the last.
+        is_whole = decision.spec is not None and not decision.spec.stream
+        return ProxyRequest(
+            b"GET" if exchange.method == "HEAD" else exchange.method.encode(),
+            exchange.target,
+            headers,
+            decision.body,
+            ((b"x-request-id", request_id),),
+            dialect_of(exchange.path),
+            self._patient if is_whole else None,
         )
 
-    def _forwarded(self, scope: Scope) -> list[Header]:
+    def _forwarded(self, exchange: Exchange) -> list[Header]:
         """Who asks; what a client says of that itself goes on only from a trusted proxy."""
-        peer = str((scope.get("client") or ("",))[0])
-        given = dict(scope["headers"]) if peer in self._trusted_proxies else {}
+        peer = exchange.client
+        is_trusted = self._trusts_proxies and peer in self._trusted_proxies
+        given = dict(exchange.headers) if is_trusted else {}
         before = given.get(b"x-forwarded-for")
         chain = (before + b", " if before else b"") + peer.encode("ascii", "replace")
         proto = given.get(b"x-forwarded-proto", b"http")
         return [(b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)]
 
-    def _request(self, scope: Scope, decision: Decision, request_id: bytes) -> ProxyRequest:
-        target: bytes = scope["raw_path"]
-        if scope["query_string"]:
-            target += b"?" + scope["query_string"]
-        headers = [header for header in scope["headers"] if header[0] not in self._dropped]
-        headers += (*self._forwarded(scope), (b"x-request-id", request_id))
-        # The first byte of a response that is not streamed comes with the last.
-        is_whole = decision.spec is not None and not decision.spec.stream
-        return ProxyRequest(
-            method=scope["method"].encode(),
-            target=target,
-            headers=headers,
-            body=decision.body,
-            response_headers=((b"x-request-id", request_id),),
-            dialect=dialect_of(scope["path"]),
-            timeouts=self._patient if is_whole else None,
-            abort_client=client_abort(scope),
+
+class _Stage(Enum):
+    """How far a request has come.
+
+        stage      when more arrives, or its work is done         when its client leaves
+        NEW        admitted: READING, with what is here already   OVER
+        READING    whole: DECIDING                                OVER
+        DECIDING   decided: SENT                                  (its relay sees it)
+        SENT       the relay is over: OVER                        the relay ends: OVER
+
+    From the first three, an error leads to OVER as well: the client gets it as its response.
+    """
+
+    NEW = "new"
+    READING = "reading"
+    DECIDING = "deciding"
+    SENT = "sent"
+    OVER = "over"
+
+
+class Passage:
+    """One request on its way through the gateway: an `ExchangeServer`."""
+
+    __slots__ = (
+        "_body",
+        "_exchange",
+        "_gateway",
+        "_headers",
+        "_held_bytes",
+        "_is_admitted",
+        "_line",
+        "_path",
+        "_relay",
+        "_request_id",
+        "_salt",
+        "_stage",
+        "_task",
+        "_timer",
+    )
+
+    def __init__(self, gateway: Gateway, path: ProxiedPath, exchange: Exchange) -> None:
+        self._gateway = gateway
+        self._path = path
+        self._exchange = exchange
+        self._headers = dict(exchange.headers)
+        self._request_id = _request_id(self._headers)
+        self._stage = _Stage.NEW
+        self._is_admitted = False
+        self._held_bytes = 0
+        self._body: list[bytes] = []
+        self._salt: TenantSalt | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Decision] | None = None
+        self._relay: Relay | None = None
+        self._line = AccessLine(exchange.scope) if gateway.logs_access else None
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def proceed(self) -> None:
+        """More of the request has arrived."""
+        if self._stage is _Stage.NEW:
+            self._take(self._admit)
+        if self._stage is _Stage.READING:
+            self._take(self._read)
+
+    def client_reads(self) -> None:
+        """The client has read most of what waited for it."""
+        if self._relay is not None:
+            self._relay.client_reads()
+
+    def client_left(self) -> None:
+        """The client's connection is closed."""
+        if self._relay is not None:
+            self._relay.client_left()
+        elif self._stage in (_Stage.NEW, _Stage.READING):
+            self._gateway.observers.client_left()
+            self._close()
+
+    def cancel(self) -> None:
+        """The router stops."""
+        if self._relay is not None:
+            self._relay.cancel()
+        elif self._stage is not _Stage.OVER:
+            if self._task is not None:
+                self._task.cancel()
+            self._close()
+
+    def _take(self, step: Callable[[], None]) -> None:
+        """Take a step; an error in it is the client's response."""
+        try:
+            step()
+        except RequestError as error:
+            self._refuse(error)
+        except MemoryError:
+            self._refuse(self._gateway.observers.out_of_memory())
+        except Exception:
+            logger.exception("a request could not be served")
+            self._refuse(RequestError("the router failed to serve this request; its log says why"))
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        gateway = self._gateway
+        gateway.admission.admit()
+        self._is_admitted = True
+        if self._exchange.is_of_reserve:
+            raise Overloaded("is out of file descriptors")
+        key = gateway.guard.check("client", self._exchange.scope, self._headers)
+        self._salt = tenant_salt(key, self._exchange.path)
+        announced = self._headers.get(b"content-length", b"0")
+        limit = gateway.server.max_body_bytes
+        if announced.isdigit() and int(announced) > limit:
+            raise BodyTooLarge(limit)
+        self._stage = _Stage.READING
+
+    def _read(self) -> None:
+        """Take what has arrived of the body; decide once it is whole."""
+        gateway, exchange = self._gateway, self._exchange
+        piece = exchange.take_body()
+        if self._held_bytes + len(piece) > gateway.server.max_body_bytes:
+            raise BodyTooLarge(gateway.server.max_body_bytes)
+        gateway.admission.hold(len(piece))
+        self._held_bytes += len(piece)
+        self._body.append(piece)
+        if not exchange.more_body:
+            self._decide()
+        elif self._timer is None:
+            exchange.ask_for_body()
+            self._timer = asyncio.get_running_loop().call_later(
+                gateway.server.timeouts.client_body_s, self._take, self._too_slow
+            )
+
+    def _too_slow(self) -> None:
+        timeout_s = self._gateway.server.timeouts.client_body_s
+        raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s")
+
+    def _decide(self) -> None:
+        self._stage = _Stage.DECIDING
+        self._stop_timer()
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        decision = self._gateway.decide(self._path, self._headers, body, self._salt)
+        if isinstance(decision, Decision):
+            self._send(decision)
+        else:
+            self._task = self._gateway.run(decision)
+            self._task.add_done_callback(self._decided)
+
+    def _decided(self, task: asyncio.Task[Decision]) -> None:
+        if not task.cancelled():
+            self._take(lambda: self._send(task.result()))
+
+    def _send(self, decision: Decision) -> None:
+        gateway = self._gateway
+        observer = gateway.observers.observe(
+            decision, self._exchange.path, self._request_id.decode("latin-1")
         )
+        if self._line is not None:
+            self._line.routed = observer.request
+        self._stage = _Stage.SENT
+        relay = gateway.proxy.start(
+            decision.attempts(gateway.guard.clients_see_hits),
+            gateway.request(self._exchange, decision, self._request_id),
+            self._exchange,
+            observer,
+            self._close,
+        )
+        if not relay.is_over:
+            self._relay = relay
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _refuse(self, error: RequestError) -> None:
+        """Respond with an error; with that for a wrong key after a while, if there are many."""
+        self._leave()
+        self._stage = _Stage.OVER
+        delay_s = self._gateway.guard.delay_s(error, self._path.label, self._exchange.client)
+        if delay_s:
+            asyncio.get_running_loop().call_later(delay_s, self._respond_late, error)
+        else:
+            self._respond(error)
+
+    def _respond_late(self, error: RequestError) -> None:
+        self._gateway.guard.delay_over()
+        self._respond(error)
+
+    def _respond(self, error: RequestError) -> None:
+        self._gateway.observers.refused(error)
+        body = error_body(dialect_of(self._exchange.path), str(error), error.type, error.code)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", self._request_id),
+            *error.headers(),
+        ]
+        if self._line is not None:
+            self._line.error = error.code
+        self._exchange.respond(error.status, headers, body, True)
+        self._close()
+
+    def _close(self) -> None:
+        """It is over, whatever became of it. The parts let go of each other: what refers to each
+        other in a circle is left for the garbage collector, which stops every stream."""
+        self._stage = _Stage.OVER
+        self._leave()
+        self._relay = None
+        self._exchange.server = None
+        if self._line is not None:
+            line, self._line = self._line, None
+            line.write(self._exchange.status, self._exchange.body_bytes, self._request_id)
+
+    def _leave(self) -> None:
+        """Make room for another request."""
+        self._stop_timer()
+        if self._is_admitted:
+            self._is_admitted = False
+            self._gateway.admission.hold(-self._held_bytes)
+            self._gateway.admission.leave()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
@@ -220,71 +447,6 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
 
 def _is_object(body: bytes) -> bool:
     return body[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
-
-
-async def _cut(scope: Scope) -> None:
-    """End a request that outlived the time for shutting down, so that its client sees the response
-    break off."""
-    abort = client_abort(scope)
-    if abort is not None:
-        abort()
-        # Let the server see the closed socket before the application returns without a response.
-        await asyncio.sleep(0)
-
-
-async def read_body(
-    headers: dict[bytes, bytes],
-    receive: Receive,
-    limit_bytes: int,
-    timeout_s: float,
-    hold: Callable[[int], None],
-) -> bytes:
-    """Read the whole body of a request.
-
-    Args:
-        headers: The request's, names in lower case.
-        receive: Of the ASGI application.
-        limit_bytes: Bound on the body.
-        timeout_s: Time within which a body that comes in pieces must be complete.
-        hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
-    Raises:
-        BodyTooLarge: It is, or announces to be, longer than *limit_bytes*.
-        BadRequest: It did not arrive within *timeout_s*.
-        ClientLeft: The client left in the middle.
-    """
-    announced = headers.get(b"content-length", b"0")
-    if announced.isdigit() and int(announced) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body"):
-        body: bytes = message.get("body", b"")
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-        hold(len(body))
-        return body
-    try:
-        async with timeout(timeout_s):
-            return await _read_rest(message, receive, limit_bytes, hold)
-    except asyncio.TimeoutError:
-        raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s") from None
-
-
-async def _read_rest(
-    message: Message, receive: Receive, limit_bytes: int, hold: Callable[[int], None]
-) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-        hold(len(parts[-1]))
-        if not message.get("more_body"):
-            return b"".join(parts)
-        message = await receive()
 
 
 def is_form(content_type: bytes) -> bool:
@@ -331,28 +493,6 @@ def _find(body: bytes, needle: bytes, start: int) -> int:
     return -1
 
 
-async def send_error(
-    send: Send, error: RequestError, headers: Sequence[Header], dialect: Dialect = Dialect.OPENAI
-) -> None:
-    """Respond with an error.
-
-    Args:
-        send: Of the ASGI application.
-        error: Gives status, message, type, code and its own headers.
-        headers: More headers.
-        dialect: The form that the client's SDK understands.
-    """
-    body = error_body(dialect, str(error), error.type, error.code)
-    start = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        *headers,
-        *error.headers(),
-    ]
-    await send({"type": "http.response.start", "status": error.status, "headers": start})
-    await send({"type": "http.response.body", "body": body})
-
-
 def _rank(headers: dict[bytes, bytes]) -> int | None:
     """The data-parallel rank that a request asks for; what is no number is left to the engine."""
     given = headers.get(RANK_HEADER, b"")
@@ -361,4 +501,4 @@ def _rank(headers: dict[bytes, bytes]) -> int | None:
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
     given = headers.get(b"x-request-id", b"")
-    return given if 0 < len(given) <= MAX_REQUEST_ID_LENGTH else uuid.uuid4().hex.encode()
+    return given if 0 < len(given) <= MAX_REQUEST_ID_LENGTH else b"%032x" % random.getrandbits(128)

@@ -1,25 +1,270 @@
-"""uvicorn's protocol with two additions: an abort, and one system call for everything written
-together.
+"""uvicorn's protocol with a way around ASGI for the requests that need to be fast.
 
-ASGI has no abort. uvicorn ends an unfinished response with `transport.close()`, which first sends
-everything buffered: to a client that never reads, that takes for ever, and the socket leaks. And
-uvloop writes at once, so the headers and the body of a short response would be two system calls,
-two packets and two wake-ups of the client.
+An ASGI application costs a task, an event, a queue of messages and some dictionaries per request,
+and a task's turn for every piece of a stream. The requests that an `ExchangeHandler` takes go
+without: each is an `Exchange`, told about what arrives by plain calls, and what it sends goes to
+the socket in one call. All other requests, and everything else about connections, are uvicorn's.
 
-Use it as `uvicorn.Config(http=AbortableHttpProtocol)`.
+    uvicorn's parser ──> on_headers_complete ──┬─> Exchange ──> ExchangeHandler
+                                               └─> RequestResponseCycle ──> the ASGI application
+
+The protocol also has an abort, which uvicorn has not: it ends an unfinished response with
+`transport.close()`, which first sends everything buffered: to a client that never reads, that takes
+for ever, and the socket leaks. And it joins what an ASGI application writes in one turn of the
+event loop, since uvloop would make two system calls and two packets of headers and body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, ClassVar, cast
+import re
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, ClassVar, Protocol, cast
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
-ABORT_EXTENSION = "kvroute.abort"
-RESERVE_EXTENSION = "kvroute.reserve"
+from router.upstream import Header
+
+_MAX_WAITING_BYTES = 64 * 1024
+"""Of a body that waits behind another request; the connection is not read beyond it."""
+_WITHOUT_BODY = frozenset((204, 304))
+_UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class ExchangeHandler(Protocol):
+    """Takes requests off a connection, and serves them."""
+
+    def opens(self, method: str, path: str) -> Callable[[Exchange], ExchangeServer] | None:
+        """What serves a request; None leaves it to the ASGI application.
+
+        Args:
+            method: Of the request.
+            path: Of the request, decoded.
+        """
+
+
+class ExchangeServer(Protocol):
+    """Serves one exchange. No call may raise."""
+
+    def proceed(self) -> None:
+        """More of the request has arrived. Called first when it is the request's turn."""
+
+    def client_reads(self) -> None:
+        """The client has read most of what waited for it."""
+
+    def client_left(self) -> None:
+        """The client's connection is closed, and the response is not complete."""
+
+    def cancel(self) -> None:
+        """End it at once: the router stops."""
+
+
+class Exchange:
+    """One request outside ASGI: what has arrived of it, and the way back.
+
+    In its connection it stands where uvicorn has a `RequestResponseCycle`. Of that it has what
+    uvicorn and the connection guard read and write: the first group of attributes.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_left_bytes",
+        "_pieces",
+        "body_bytes",
+        "chunked_encoding",
+        "disconnected",
+        "expects_continue",
+        "keep_alive",
+        "message_event",
+        "method",
+        "more_body",
+        "path",
+        "response_complete",
+        "response_started",
+        "scope",
+        "server",
+        "status",
+        "target",
+    )
+
+    def __init__(
+        self,
+        connection: DirectHttpProtocol,
+        method: str,
+        path: str,
+        target: bytes,
+        keep_alive: bool,
+    ) -> None:
+        self.scope: MutableMapping[str, Any] = connection.scope  # type: ignore[assignment]
+        self.keep_alive = keep_alive
+        self.more_body = True
+        self.disconnected = False
+        self.response_started = False
+        self.response_complete = False
+        self.message_event = _NOBODY_WAITS
+
+        self.method = method
+        self.path = path
+        """Decoded."""
+        self.target = target
+        """Path and query as on the wire."""
+        self.status: int | None = None
+        self.body_bytes = 0
+        """Sent so far."""
+        self.server: ExchangeServer | None = None
+        self.expects_continue = connection.expect_100_continue
+        self.chunked_encoding = False
+        self._connection = connection
+        self._pieces: list[bytes] = []
+        self._left_bytes: int | None = None
+
+    # --- the request ------------------------------------------------------------------------------
+
+    @property
+    def headers(self) -> list[Header]:
+        """As received, names in lower case."""
+        found: list[Header] = self.scope["headers"]
+        return found
+
+    @property
+    def client(self) -> str:
+        """The client's address."""
+        return str((self._connection.client or ("",))[0])
+
+    @property
+    def is_of_reserve(self) -> bool:
+        """Whether it came on one of the last file descriptors, so that nothing that needs another
+        one can be done for it."""
+        return self._connection.is_of_reserve
+
+    def receive(self, piece: bytes) -> None:
+        """Keep a piece of the body until it is taken."""
+        self._pieces.append(piece)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the body, received and not taken."""
+        return sum(map(len, self._pieces))
+
+    def take_body(self) -> bytes:
+        """What has arrived of the body since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def ask_for_body(self) -> None:
+        """Tell a client that waits for it that its body is wanted."""
+        if self.expects_continue and not self.response_started:
+            self.expects_continue = False
+            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    # --- the response -----------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has closed its connection."""
+        return self.disconnected
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether more waits for the client to read it than should."""
+        return self._connection.flow.write_paused
+
+    def respond(self, status: int, headers: Sequence[Header], body: bytes, is_whole: bool) -> None:
+        """Begin the response.
+
+        Args:
+            status: Its status.
+            headers: All but those of the framing, names in lower case.
+            body: The first piece of its body, or nothing yet.
+            is_whole: Whether that is all of it.
+        """
+        if self.disconnected or self.response_started:
+            return
+        self.response_started = True
+        self.status = status
+        head = self._head(status, headers)
+        if head is None:
+            self.abort()
+            return
+        self._write(head, body, is_whole)
+
+    def send(self, body: bytes, is_last: bool) -> None:
+        """Go on with its body.
+
+        Args:
+            body: The next piece.
+            is_last: Whether it is the last one.
+        """
+        if not self.disconnected and not self.response_complete:
+            self._write(b"", body, is_last)
+
+    def abort(self) -> None:
+        """Close the client's connection at once, whatever is still buffered."""
+        self._connection.abort()
+
+    def _head(self, status: int, headers: Sequence[Header]) -> bytes | None:
+        """Status line and headers; None if one of them would break the framing."""
+        lines = [STATUS_LINE[status]]
+        closes = False
+        for name, value in headers:
+            if _UNSAFE.search(value) is not None:
+                return None
+            if name == b"content-length":
+                self._left_bytes = int(value)
+            elif name == b"connection":
+                closes = b"close" in value.lower()
+            lines.append(b"%b: %b\r\n" % (name, value))
+        self.keep_alive = self.keep_alive and not closes
+        if self._left_bytes is None and self.method != "HEAD" and status not in _WITHOUT_BODY:
+            # A client of HTTP/1.0 knows no chunks (RFC 9112 6.1): the body ends with the
+            # connection.
+            self.chunked_encoding = self.scope["http_version"] != "1.0"
+            if self.chunked_encoding:
+                lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive and not closes:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _write(self, head: bytes, body: bytes, is_last: bool) -> None:
+        self.body_bytes += len(body)
+        if self._left_bytes is not None:
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0 or (is_last and self._left_bytes and self.method != "HEAD"):
+                # More or less than was announced: the client could not tell where it ends.
+                self.abort()
+                return
+        if self.method == "HEAD":
+            data = head
+        elif self.chunked_encoding:
+            end = b"0\r\n\r\n" if is_last else b""
+            data = b"%b%x\r\n%b\r\n%b" % (head, len(body), body, end) if body else head + end
+        else:
+            data = head + body
+        if data:
+            self._connection.transport.write_through(data)
+        if is_last:
+            self.response_complete = True
+            if not self.keep_alive:
+                self._connection.transport.close()
+            self._connection.on_response_complete()
+
+
+class _NobodyWaits:
+    """For uvicorn, which wakes who waits for a cycle's messages."""
+
+    def set(self) -> None:
+        """Nobody waits for an exchange: it is called."""
+
+
+_NOBODY_WAITS = _NobodyWaits()
 
 
 class JoiningTransport:
@@ -37,6 +282,13 @@ class JoiningTransport:
         if not self._pieces:
             self._loop.call_soon(self._flush)
         self._pieces.append(data)
+
+    def write_through(self, data: bytes) -> None:
+        """Send what was collected, and *data* behind it, now."""
+        if self._pieces:
+            self._flush()
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def close(self) -> None:
         self._flush()
@@ -80,48 +332,139 @@ class JoiningTransport:
         self._transport.set_protocol(protocol)
 
 
-class AbortableHttpProtocol(HttpToolsProtocol):
-    """Adds the transport's `abort` to the extensions of every request's scope, and joins writes.
+class DirectHttpProtocol(HttpToolsProtocol):
+    """Serves requests outside ASGI where `handler` takes them. Joins what others write.
 
     The last file descriptors are a reserve for probes, scrapes and operators: a connection that
-    gets one of them serves a single request, marked with `RESERVE_EXTENSION`.
+    gets one of them serves a single request.
     """
 
+    handler: ClassVar[ExchangeHandler | None] = None
     reserved_from: ClassVar[int | None] = None
     """The first number of the reserve. The system hands out the lowest that is free."""
     on_reserve: ClassVar[Callable[[], None]]
     """Called when a connection has to take one of it."""
+    transport: JoiningTransport  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         bound = self.reserved_from
-        self._is_of_reserve = (
+        self.is_of_reserve = (
             bound is not None and transport.get_extra_info("socket").fileno() >= bound
         )
-        if self._is_of_reserve:
+        if self.is_of_reserve:
             type(self).on_reserve()
+        self._running: RequestResponseCycle | Exchange | None = None
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self.transport.abort}}
-        if self._is_of_reserve:
-            self.scope["extensions"][RESERVE_EXTENSION] = {}
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._proceed()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # uvicorn marks only the last request it has read as disconnected, which may be far behind
+        # the one being served.
+        running = self._running
+        if running is not None and not running.response_complete:
+            mark_disconnected(running)
+        super().connection_lost(exc)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        running = self._running
+        if isinstance(running, Exchange) and running.server is not None:
+            running.server.client_reads()
+
+    def abort(self) -> None:
+        """Close the connection, whatever is under way on it."""
+        self.transport.abort()
+
+    def cut(self) -> None:
+        """End the exchange under way, if there is one."""
+        running = self._running
+        if isinstance(running, Exchange) and not running.response_complete:
+            if running.server is not None:
+                running.server.cancel()
+            self.abort()
+
+    # --- what the parser calls --------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if self._is_of_reserve:
+        exchange = self._exchange()
+        if exchange is None:
+            super().on_headers_complete()
+        elif self.cycle is None or self.cycle.response_complete:
+            self.cycle = cast(RequestResponseCycle, exchange)
+        else:
+            self.cycle = cast(RequestResponseCycle, exchange)
+            self.pipeline.appendleft((self.cycle, self.app))
+        if not self.pipeline:
+            self._running = self.cycle
+        elif isinstance(self._running, Exchange):
+            # uvicorn stops reading until the application asks for more. Without reading, nobody
+            # would see the client leave.
+            self.flow.resume_reading()
+        if self.is_of_reserve:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        exchange = self.cycle
+        if not isinstance(exchange, Exchange):
+            super().on_body(body)
+        elif not exchange.response_complete:
+            exchange.receive(body)
+            if exchange is not self._running and exchange.waiting_bytes > _MAX_WAITING_BYTES:
+                self.flow.pause_reading()
+
+    def on_response_complete(self) -> None:
+        self._running = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _exchange(self) -> Exchange | None:
+        """The request whose head has arrived, if it is to be served outside ASGI."""
+        if self.handler is None:
+            return None
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        method = self.parser.get_method().decode("ascii")
+        opens = self.handler.opens(method, path)
+        if opens is None:
+            return None
+        version = self.parser.get_http_version()
+        self.scope["method"] = method
+        self.scope["path"] = path
+        self.scope["http_version"] = version
+        target = url.path + b"?" + url.query if url.query else url.path
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        exchange = Exchange(self, method, path, target, keep_alive)
+        exchange.server = opens(exchange)
+        return exchange
+
+    def _proceed(self) -> None:
+        """Let the running exchange look at what has arrived."""
+        running = self._running
+        if isinstance(running, Exchange) and running.server is not None:
+            running.server.proceed()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if isinstance(cycle, Exchange):
+            # Its turn has come. Later, since the one before it may still be about to end.
+            self.loop.call_soon(self._proceed)
+            return
         if cycle.scope["http_version"] == "1.0":
             app = functools.partial(_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
 
-def is_of_reserve(scope: Mapping[str, Any]) -> bool:
-    """Whether the request came on one of the last file descriptors, so that nothing that needs
-    another one can be done for it."""
-    return RESERVE_EXTENSION in scope.get("extensions", ())
+def mark_disconnected(request: RequestResponseCycle | Exchange) -> None:
+    """Let whoever serves a request know that its client has left."""
+    request.disconnected = True
+    request.message_event.set()
+    if isinstance(request, Exchange) and request.server is not None:
+        request.server.client_left()
 
 
 async def _without_chunks(
@@ -141,9 +484,3 @@ async def _without_chunks(
         await send(message)
 
     await app(scope, receive, send_plain)
-
-
-def client_abort(scope: Mapping[str, Any]) -> Callable[[], object] | None:
-    """What closes the connection of this request's client at once; None if the server cannot."""
-    extension = scope.get("extensions", {}).get(ABORT_EXTENSION)
-    return None if extension is None else extension["abort"]

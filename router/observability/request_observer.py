@@ -93,7 +93,7 @@ class RequestObservers:
             self.log.add_refused(request, error)
             raise
         if decision.has_report_mode:
-            self.metrics.report_modes.inc()
+            self.metrics.report_modes.labels().inc()
         self.log.add(request)
         return RequestObserver(self, decision, request)
 

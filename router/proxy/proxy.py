@@ -1,11 +1,16 @@
 """The proxy: each request goes to its candidates in turn until one gives a first byte; that one's
-response is streamed to the client."""
+response is passed on to the client.
+
+Nothing here waits. The connection to the replica calls back when there is something to read, and
+the client's when it can take more; each call takes the next steps and returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 
 from router.proxy.attempts import Attempt, Failure, RequestRetries, RetryBudget, Unretried
 from router.proxy.messages import (
@@ -18,12 +23,10 @@ from router.proxy.messages import (
 )
 from router.proxy.types import (
     End,
-    Message,
     ProxyObserver,
     ProxyRequest,
     ProxySettings,
-    Receive,
-    Send,
+    Recipient,
 )
 from router.upstream import (
     ClosedBeforeResponse,
@@ -32,6 +35,7 @@ from router.upstream import (
     ConnectTimeout,
     FirstByteTimeout,
     GivenUp,
+    Header,
     IdleTimeout,
     KeptConnectionClosed,
     ResponseBroken,
@@ -39,6 +43,8 @@ from router.upstream import (
     UpstreamError,
     UpstreamResponse,
 )
+
+logger = logging.getLogger(__name__)
 
 # The replica, or a gateway in front of it, says "not now": nothing was generated, so the next
 # candidate may be tried.
@@ -64,12 +70,9 @@ _NOT_SERVED = {
 }
 
 
-class _ClientLeft(Exception):
-    """The server's `send` reports that the client's connection is closed."""
-
-
 class Proxy:
-    """Raw ASGI in front, `UpstreamClient` behind. Belongs to one event loop."""
+    """Starts relays, and ends those whose clients have stopped reading. Belongs to one event
+    loop."""
 
     def __init__(self, client: UpstreamClient, settings: ProxySettings) -> None:
         """Make a proxy.
@@ -78,21 +81,21 @@ class Proxy:
             client: Sends to the replicas.
             settings: Bounds on every request.
         """
-        self._client = client
-        self._settings = settings
+        self.client = client
+        self.settings = settings
         self._retry_budget = RetryBudget(settings.retries)
-        self._relays: set[_Relay] = set()
+        self._slow: set[Relay] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def stream(
+    def start(
         self,
         plan: Iterable[Attempt],
         request: ProxyRequest,
-        receive: Receive,
-        send: Send,
+        recipient: Recipient,
         observer: ProxyObserver,
-    ) -> End:
+        on_over: Callable[[], object] = lambda: None,
+    ) -> Relay:
         """Send a request to the first candidate of *plan* that gives a first byte, and its response
         to the client.
 
@@ -103,298 +106,332 @@ class Proxy:
         Args:
             plan: Candidates, best first; each is taken from it when it is needed.
             request: The client's request, its body read to the end.
-            receive: The server's; asked only whether the client is still there.
-            send: The server's; while it waits for a slow client, the replica is paused.
+            recipient: Gets the response.
             observer: Hears what happens; `on_end` exactly once, in every case.
+            on_over: Called when that has been said.
         Returns:
-            How it ended.
-        Raises:
-            asyncio.CancelledError: The task was cancelled from outside. The replica's connection is
-                closed.
+            The relay, to be told what the client does. It may be over already.
         """
-        loop = self._loop = self._loop or asyncio.get_running_loop()
+        self._loop = self._loop or asyncio.get_running_loop()
         self._retry_budget.add_request()
         retries = RequestRetries(self._retry_budget)
-        relay = _Relay(
-            self._client, self._settings, retries, request, receive, send, observer, loop
-        )
-        self._relays.add(relay)
-        if self._timer is None:
-            self._timer = loop.call_later(self._settings.watch_s, self._watch, loop)
-        try:
-            await relay.run(plan)
-        finally:
-            self._relays.discard(relay)
-            relay.finish()
-        return relay.end
+        relay = Relay(self, self._loop, retries, iter(plan), request, recipient, observer, on_over)
+        relay.start()
+        return relay
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        for relay in self._relays:
-            relay.watch(now)
+    def watch(self, relay: Relay) -> None:
+        """End *relay* if its client reads nothing for too long."""
+        self._slow.add(relay)
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(self.settings.watch_s, self._look, self._loop)
+
+    def unwatch(self, relay: Relay) -> None:
+        """Its client reads again, or it is over."""
+        self._slow.discard(relay)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        before = loop.time() - self.settings.client_stall_s
+        for relay in [relay for relay in self._slow if relay.slow_since < before]:
+            relay.client_stalled()
         self._timer = (
-            loop.call_later(self._settings.watch_s, self._watch, loop) if self._relays else None
+            loop.call_later(self.settings.watch_s, self._look, loop) if self._slow else None
         )
 
 
-class _Relay:
-    """The state of one proxied request, and the steps that change it."""
+class _RelayState(Enum):
+    """What a relay waits for.
+
+        state      when the replica's response is ready             when the client reads
+        TRYING     its first byte: RELAYING; else try another one
+        RELAYING   pass it on; client slow: HELD; at its end: OVER
+        HELD                                                        RELAYING
+
+    Whenever the client leaves, stalls, or the router shuts down: OVER.
+    """
+
+    TRYING = "trying"
+    RELAYING = "relaying"
+    HELD = "held"
+    OVER = "over"
+
+
+class Relay:
+    """One proxied request, and the steps that it takes."""
 
     __slots__ = (
-        "_client",
-        "_listener",
+        "_attempt",
+        "_events",
+        "_headers",
         "_loop",
         "_observer",
-        "_receive",
+        "_on_over",
+        "_plan",
+        "_proxy",
+        "_recipient",
         "_request",
+        "_response",
         "_retries",
-        "_send",
-        "_sending_since",
-        "_settings",
         "_started_at",
+        "_state",
         "_status",
-        "_task",
+        "_tried",
         "_unavailable",
-        "_verdict",
-        "end",
+        "slow_since",
     )
 
     def __init__(
         self,
-        client: UpstreamClient,
-        settings: ProxySettings,
-        retries: RequestRetries,
-        request: ProxyRequest,
-        receive: Receive,
-        send: Send,
-        observer: ProxyObserver,
+        proxy: Proxy,
         loop: asyncio.AbstractEventLoop,
+        retries: RequestRetries,
+        plan: Iterator[Attempt],
+        request: ProxyRequest,
+        recipient: Recipient,
+        observer: ProxyObserver,
+        on_over: Callable[[], object],
     ) -> None:
-        self.end = End.ABANDONED
-        self._client = client
-        self._settings = settings
-        self._retries = retries
-        self._request = request
-        self._receive = receive
-        self._send = send
-        self._observer = observer
+        self.slow_since = 0.0
+        """When the client stopped reading; on the loop's clock."""
+        self._proxy = proxy
         self._loop = loop
+        self._retries = retries
+        self._plan = plan
+        self._request = request
+        self._recipient = recipient
+        self._observer = observer
+        self._on_over = on_over
+        self._state = _RelayState.TRYING
         self._started_at = loop.time()
-        self._task = asyncio.current_task(loop)
-        self._listener: asyncio.Task[None] | None = None
-        self._sending_since = 0.0
-        self._verdict: End | None = None
+        self._attempt: Attempt | None = None
+        self._response: UpstreamResponse | None = None
+        self._headers: list[Header] | None = None
+        self._events: EventLines | None = None
         self._status: int | None = None
-        self._unavailable = False
+        self._tried = self._unavailable = False
 
-    async def run(self, plan: Iterable[Attempt]) -> None:
-        """Proxy the request; `end` then says how it ended. Raises CancelledError if the task is
-        cancelled from outside."""
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._state is _RelayState.OVER
+
+    # --- what happens to it -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take the first steps."""
+        if self._recipient.is_gone:
+            self._finish(End.CLIENT_LEFT)
+        else:
+            self._take(self._try_next)
+
+    def client_left(self) -> None:
+        """The client has closed its connection."""
+        if self._state is not _RelayState.OVER:
+            self._finish(End.CLIENT_LEFT)
+
+    def client_reads(self) -> None:
+        """The client has read most of what waited for it."""
+        if self._state is _RelayState.HELD:
+            self._state = _RelayState.RELAYING
+            self._proxy.unwatch(self)
+            self._take(self._pass_on)
+
+    def client_stalled(self) -> None:
+        """The client has read nothing for too long."""
+        self._cut(End.CLIENT_STALLED)
+
+    def cancel(self) -> None:
+        """The router will not finish it."""
+        self._cut(End.ABANDONED)
+
+    def _on_ready(self) -> None:
+        """There is something to read of the replica's response."""
+        if self._state is _RelayState.TRYING:
+            self._take(self._begin)
+        elif self._state is _RelayState.RELAYING:
+            self._take(self._pass_on)
+
+    def _take(self, step: Callable[[], None]) -> None:
+        """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
         try:
-            self.end = await self._serve(plan)
-        except _ClientLeft:
-            self.end = End.CLIENT_LEFT
+            step()
         except MemoryError:
             if self._status is not None:
-                raise
-            self.end = await self._refuse(
-                End.OVERLOADED, 503, "the router is out of memory", "overloaded"
-            )
-        except asyncio.CancelledError:
-            if self._verdict is None or self._is_cancelled_from_outside():
-                raise
-            self.end = self._verdict
-            if self.end is End.CLIENT_STALLED:
-                await self._abort_client()
+                self._cut(End.ABANDONED)
+            else:
+                self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
+        except Exception:
+            logger.exception("a request could not be passed on")
+            self._cut(End.ABANDONED)
 
-    def finish(self) -> None:
-        """Stop listening, and report the end."""
-        if self._listener is not None:
-            self._listener.cancel()
-        self._observer.on_end(self.end, self._status, self._loop.time() - self._started_at)
+    # --- the attempts -----------------------------------------------------------------------------
 
-    # --- what may end it from outside -------------------------------------------------------------
-
-    def watch(self, now: float) -> None:
-        """Listen for the client's leaving, and end a write that has waited for too long.
-
-        The proxy's timer calls this for all requests, so that a request costs no timer of its own;
-        and only one that outlives a tick gets a listening task: most are over by then.
-        """
-        if self._sending_since and now - self._sending_since > self._settings.client_stall_s:
-            self._interrupt(End.CLIENT_STALLED)
-        elif self._listener is None and now - self._started_at >= self._settings.watch_s:
-            self._listener = self._loop.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        # The body was read to its end, so only a disconnect can follow.
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._interrupt(End.CLIENT_LEFT)
-
-    def _interrupt(self, verdict: End) -> None:
-        # The request's task is waiting somewhere below `run` whenever this is called, so the
-        # cancellation surfaces there.
-        if self._verdict is None and self._task is not None:
-            self._verdict = verdict
-            self._task.cancel()
-
-    def _is_cancelled_from_outside(self) -> bool:
-        """Take our own cancellation back, and return whether another one is left."""
-        if sys.version_info >= (3, 11) and self._task is not None:
-            return self._task.uncancel() > 0
-        return False
-
-    # --- steps ------------------------------------------------------------------------------------
-
-    async def _serve(self, plan: Iterable[Attempt]) -> End:
-        tried = False
-        for attempt in plan:
-            if not self._retries.start():
-                break
-            tried = True
-            try:
-                response = await self._try(attempt)
-            except ConnectionLimitReached:
-                return await self._refuse(
-                    End.OVERLOADED, 503, "the router is at its limit of connections", "overloaded"
-                )
-            if response is not None:
-                try:
-                    return await self._deliver(attempt, response)
-                finally:
-                    response.abort()
+    def _try_next(self) -> None:
+        """Try the next candidate; without one, refuse the request."""
+        attempt = next(self._plan, None)
+        if attempt is not None and self._retries.start():
+            self._tried = True
+            self._send_to(attempt)
+            return
         refused = self._retries.refused
         if refused is not None:
             self._observer.on_unretried(refused)
-        status = 502 if tried and not self._unavailable else 503
-        return await self._refuse(
-            End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available"
-        )
+        status = 502 if self._tried and not self._unavailable else 503
+        self._refuse(End.NO_REPLICA, status, _NOT_SERVED[refused], "no_replica_available")
 
-    async def _try(self, attempt: Attempt) -> UpstreamResponse | None:
-        """Send the request to one candidate; None if it failed in a way that lets the next one be
-        tried."""
-        try:
-            return await self._send_to(attempt)
-        except KeptConnectionClosed:
-            if not self._retries.start():
-                return None
-        return await self._send_to(attempt, may_reuse=False)
-
-    async def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> UpstreamResponse | None:
-        """One attempt; None as for `_try`. Raises `KeptConnectionClosed`, after it was counted."""
+    def _send_to(self, attempt: Attempt, may_reuse: bool = True) -> None:
+        self._attempt = attempt
         self._observer.on_attempt(attempt)
         request = self._request
-        headers = upstream_headers(request, attempt)
-        timeouts = request.timeouts or self._settings.timeouts
         try:
-            response = await self._client.send(
+            response = self._proxy.client.start(
                 attempt.origin,
                 request.method,
                 request.target,
-                headers,
+                upstream_headers(request, attempt),
                 request.body,
-                timeouts,
+                request.timeouts or self._proxy.settings.timeouts,
                 may_reuse=may_reuse,
             )
         except ConnectionLimitReached:
-            raise
+            self._refuse_for_connections()
+            return
+        self._response = response
+        if response.is_ready:
+            self._begin()
+        else:
+            response.when_ready(self._on_ready)
+
+    def _begin(self) -> None:
+        """The first byte is here, or the attempt has failed."""
+        response, attempt = self._response, self._attempt
+        assert response is not None
+        assert attempt is not None
+        try:
+            response.begin()
+        except ConnectionLimitReached:
+            self._refuse_for_connections()
+            return
         except UpstreamError as error:
             self._failed(attempt, _FAILURES[type(error)])
-            if isinstance(error, KeptConnectionClosed):
-                raise
-            return None
+            if isinstance(error, KeptConnectionClosed) and self._retries.start():
+                self._send_to(attempt, may_reuse=False)
+            else:
+                self._try_next()
+            return
         if response.status in _UNAVAILABLE_STATUSES:
             response.abort()
             self._unavailable = True
             self._failed(attempt, Failure.UNAVAILABLE)
-            return None
+            self._try_next()
+            return
         if response.status >= 500:
             self._observer.on_failure(attempt, Failure.SERVER_ERROR)
-        return response
+        self._status = response.status
+        self._state = _RelayState.RELAYING
+        self._observer.on_first_byte(attempt, self._loop.time() - self._started_at)
+        self._headers = client_headers(response, attempt, self._request)
+        self._events = EventLines() if takes_events(response.headers) else None
+        self._pass_on()
 
     def _failed(self, attempt: Attempt, failure: Failure) -> None:
         is_replica_lost = self._observer.on_failure(attempt, failure)
         self._retries.failed(attempt.replica_id, failure, is_replica_lost)
 
-    async def _deliver(self, attempt: Attempt, response: UpstreamResponse) -> End:
-        self._status = response.status
-        self._observer.on_first_byte(attempt, self._loop.time() - self._started_at)
-        headers = client_headers(response, attempt, self._request)
-        events = EventLines() if takes_events(response.headers) else None
-        await self._emit(
-            {"type": "http.response.start", "status": response.status, "headers": headers}
-        )
-        try:
-            await self._copy(response, events)
-        except UpstreamError as error:
-            return await self._break_off(attempt, events, error)
-        return End.COMPLETED
+    # --- the response -----------------------------------------------------------------------------
 
-    async def _copy(self, response: UpstreamResponse, events: EventLines | None) -> None:
-        final = False
-        while not final:
-            chunk = await response.read_chunk() or b""
-            final = response.at_end
+    def _pass_on(self) -> None:
+        """Pass on what has arrived, and wait for more."""
+        response, events = self._response, self._events
+        assert response is not None
+        while True:
+            try:
+                chunk = response.take()
+            except UpstreamError as error:
+                self._break_off(error)
+                return
+            is_last = response.at_end
             if chunk:
                 self._observer.on_chunk(chunk)
             if events is not None:
-                chunk = events.release(chunk, final)
-            if chunk or final:
-                await self._emit(
-                    {"type": "http.response.body", "body": chunk, "more_body": not final}
-                )
+                chunk = events.release(chunk, is_last)
+            self._emit(chunk, is_last)
+            if is_last:
+                self._finish(End.COMPLETED)
+                return
+            if self._recipient.is_slow:
+                self._hold()
+                return
+            if not response.is_ready:
+                response.when_ready(self._on_ready)
+                return
 
-    async def _break_off(
-        self, attempt: Attempt, events: EventLines | None, error: UpstreamError
-    ) -> End:
+    def _emit(self, chunk: bytes, is_last: bool) -> None:
+        headers = self._headers
+        if headers is not None:
+            assert self._status is not None
+            self._headers = None
+            self._recipient.respond(self._status, headers, chunk, is_last)
+        elif chunk or is_last:
+            self._recipient.send(chunk, is_last)
+
+    def _hold(self) -> None:
+        """Wait for the client. The replica's connection is not read meanwhile."""
+        self._state = _RelayState.HELD
+        self.slow_since = self._loop.time()
+        self._proxy.watch(self)
+
+    def _break_off(self, error: UpstreamError) -> None:
         """The replica died in mid-stream: end an event stream with an error event, and any other
         body visibly too early."""
+        events, attempt = self._events, self._attempt
+        assert attempt is not None
         if events is not None and events.finished:
             # It died between its last event and the end of its body: the client has everything.
-            await self._emit({"type": "http.response.body", "body": b"", "more_body": False})
-            return End.COMPLETED
+            self._emit(b"", True)
+            self._finish(End.COMPLETED)
+            return
         self._observer.on_failure(attempt, _BREAKS.get(type(error), Failure.DIED))
         if events is None:
-            await self._abort_client()
-            return End.REPLICA_DIED
+            self._cut(End.REPLICA_DIED)
+            return
         message = "the replica ended the stream before it was complete"
         event = error_event(self._request.dialect, message, "server_error", "replica_died")
-        await self._emit(
-            {"type": "http.response.body", "body": events.separator + event, "more_body": False}
-        )
-        return End.REPLICA_DIED
+        self._emit(events.separator + event, True)
+        self._finish(End.REPLICA_DIED)
 
-    async def _refuse(self, end: End, status: int, message: str, code: str) -> End:
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _refuse_for_connections(self) -> None:
+        message = "the router is at its limit of connections"
+        self._refuse(End.OVERLOADED, 503, message, "overloaded")
+
+    def _refuse(self, end: End, status: int, message: str, code: str) -> None:
+        """End with an error of the router's own."""
         self._status = status
         body = error_body(self._request.dialect, message, "server_error", code)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            (b"retry-after", b"%d" % self._settings.retry_after_s),
+            (b"retry-after", b"%d" % self._proxy.settings.retry_after_s),
             *self._request.response_headers,
         ]
-        await self._emit({"type": "http.response.start", "status": status, "headers": headers})
-        await self._emit({"type": "http.response.body", "body": body, "more_body": False})
-        return end
+        self._recipient.respond(status, headers, body, True)
+        self._finish(end)
 
-    async def _emit(self, message: Message) -> None:
-        self._sending_since = self._loop.time()
+    def _cut(self, end: End) -> None:
+        """End, and close the client's connection in mid-response."""
+        if self._state is not _RelayState.OVER:
+            self._finish(end)
+            self._recipient.abort()
+
+    def _finish(self, end: End) -> None:
+        """Let the replica go, and report the end."""
+        if self._state is _RelayState.HELD:
+            self._proxy.unwatch(self)
+        self._state = _RelayState.OVER
+        if self._response is not None:
+            self._response.abort()
         try:
-            await self._send(message)
-        except OSError:
-            raise _ClientLeft from None
-        self._sending_since = 0.0
-
-    async def _abort_client(self) -> None:
-        """Close the client's socket in mid-response. Without a way to do so, returning unfinished
-        makes the server do it."""
-        if self._request.abort_client is not None:
-            # The listener is about to see the client's socket close, and must not report it as
-            # CLIENT_LEFT.
-            self._verdict = self._verdict or End.REPLICA_DIED
-            self._request.abort_client()
-            # Let the server see the closed socket before this call returns, or it logs an
-            # application that returned without completing its response.
-            await asyncio.sleep(0)
+            self._observer.on_end(end, self._status, self._loop.time() - self._started_at)
+        finally:
+            self._on_over()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from router.proxy.attempts import Attempt, Failure, RetryLimits, Unretried
 from router.upstream import Header, Timeouts
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class Dialect(Enum):
@@ -37,7 +32,7 @@ class End(Enum):
     NO_REPLICA = "no_replica"
     # The router has no connection to spare: the client got 503.
     OVERLOADED = "overloaded"
-    # The router itself gave up: the task was cancelled (shutdown), or raised an error of our own.
+    # The router itself gave up: it shuts down, or an error of its own ended the request.
     ABANDONED = "abandoned"
 
 
@@ -60,9 +55,40 @@ class ProxyRequest(NamedTuple):
     timeouts: Timeouts | None = None
     """Replace the proxy's own. A response that is not streamed has its first byte only when all of
     it was generated."""
-    abort_client: Callable[[], object] | None = None
-    """Closes the client's socket at once, whatever is still buffered; see
-    `router.http.uvicorn_protocol`."""
+
+
+class Recipient(Protocol):
+    """Who gets the response: one request of a client's connection. No call waits or raises."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has closed its connection."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether more waits for the client to read it than should: send nothing until
+        `Relay.client_reads` is called."""
+
+    def respond(self, status: int, headers: list[Header], body: bytes, is_whole: bool) -> None:
+        """Begin the response.
+
+        Args:
+            status: Its status.
+            headers: All of its headers but those of the connection's framing.
+            body: The first piece of its body, or nothing yet.
+            is_whole: Whether that is all of it.
+        """
+
+    def send(self, body: bytes, is_last: bool) -> None:
+        """Go on with its body.
+
+        Args:
+            body: The next piece.
+            is_last: Whether it is the last one.
+        """
+
+    def abort(self) -> None:
+        """Close the client's connection at once, whatever is still buffered."""
 
 
 class ProxyObserver(Protocol):
@@ -98,7 +124,7 @@ class ProxyObserver(Protocol):
 
         Args:
             attempt: The candidate whose response is passed on.
-            seconds: Since the call of `Proxy.stream`.
+            seconds: Since the call of `Proxy.start`.
         """
 
     def on_chunk(self, data: bytes) -> None:
@@ -110,7 +136,7 @@ class ProxyObserver(Protocol):
         Args:
             end: How.
             status: Sent to the client; None if it left before there was one.
-            seconds: Since the call of `Proxy.stream`.
+            seconds: Since the call of `Proxy.start`.
         """
 
 
@@ -125,8 +151,7 @@ class ProxySettings:
     """Sent with the router's own 502 and 503."""
     retries: RetryLimits = field(default_factory=RetryLimits)
     watch_s: float = 0.1
-    """How often stalls and departures of clients are looked for: a client that leaves is noticed
-    within twice that time."""
+    """How often clients that have stopped reading are looked for."""
 
     def __post_init__(self) -> None:
         for name in ("client_stall_s", "watch_s"):

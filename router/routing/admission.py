@@ -69,12 +69,25 @@ class Admission:
             return f"none of {len(healthy)} healthy replicas has reported its models yet"
         return None
 
-    def __enter__(self) -> None:
+    def admit(self) -> None:
+        """Let a request in; call `leave` at its end.
+
+        Raises:
+            ShuttingDown: For good.
+            Overloaded: As many are under way as may be.
+        """
         if self._is_shutting_down:
             raise ShuttingDown
         if self._under_way >= self._max_requests:
             raise Overloaded(f"has its limit of {self._max_requests} requests under way")
         self._under_way += 1
+
+    def leave(self) -> None:
+        """A request that was let in is over."""
+        self._under_way -= 1
+
+    def __enter__(self) -> None:
+        self.admit()
 
     def __exit__(
         self,
@@ -82,7 +95,7 @@ class Admission:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._under_way -= 1
+        self.leave()
 
 
 class BodyBuffer:

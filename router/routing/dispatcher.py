@@ -6,9 +6,9 @@ import asyncio
 import codecs
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.index import HashedPrompt, SourceId
@@ -180,6 +180,18 @@ class Decision:
             raise NoReplica(self.model_name, empty_reason(self.excluded))
 
 
+class _Asked(NamedTuple):
+    """What a body asks for, and of whom."""
+
+    spec: PromptSpec
+    body: bytes
+    """What to send."""
+    model: Model
+    lora_name: str | None
+    session: str | None
+    dp_rank: int | None
+
+
 class Dispatcher:
     """Decides where requests go."""
 
@@ -246,33 +258,82 @@ class Dispatcher:
             model, body = await self._model_in(body, salt)
             return self.dispatch_by_load(model, body, needs_model=needs_model)
         tenant_salt = None if salt is None else salt.secret
-        parsed = await self._parse(endpoint, body, encoding, tenant_salt)
-        return await self._dispatch_prompt(*parsed, session, dp_rank)
+        spec, body = await self._parse(endpoint, body, encoding, tenant_salt)
+        return await self._decide_later(self._asked(spec, body, session, dp_rank))
 
-    async def _dispatch_prompt(
+    def dispatch_now(
         self,
-        spec: PromptSpec,
+        endpoint: Endpoint,
         body: bytes,
-        session: str | None,
-        dp_rank: int | None,
-    ) -> Decision:
-        model, lora_name = self._resolve(spec.model)
+        session: str | None = None,
+        *,
+        dp_rank: int | None = None,
+        salt: TenantSalt | None = None,
+    ) -> Decision | Coroutine[Any, Any, Decision]:
+        """Decide where a request goes: at once where nothing has to be waited for, else in a
+        coroutine.
+
+        Args:
+            endpoint: As for `dispatch`, like all others.
+            body: The request's.
+            session: Where a header names it.
+            dp_rank: Where the client asks for it.
+            salt: Of the client's key.
+        Raises:
+            RequestError: As `dispatch`.
+        """
+        if len(body) > INLINE_BODY_BYTES:
+            return self.dispatch(endpoint, body, session, dp_rank=dp_rank, salt=salt)
+        body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
+        spec, body = self._read(endpoint, body, "json", None if salt is None else salt.secret)
+        asked = self._asked(spec, body, session, dp_rank)
         started = time.perf_counter()
-        tokenized = await model.tokenization.tokenize(spec, lora_name=lora_name)
+        tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)
         tokenized_at = time.perf_counter()
-        count = sum(len(prompt.token_ids) for prompt in tokenized)
+        if tokenized is None or spec.stored_response is not None:
+            return self._decide_later(asked)
         looked_up = tokenized if spec.reads_cache else ()
-        prompts = await self._run(lambda: prepare(model.index, looked_up), count <= INLINE_TOKENS)
-        request = RouteRequest(
-            model=model.name, prompt_tokens=count, session=session or spec.session
+        if _tokens_in(looked_up) > INLINE_TOKENS:
+            return self._decide_later(asked)
+        prompts = prepare(asked.model.index, looked_up)
+        replicas = self._serving(asked.model, asked.lora_name)
+        return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
+
+    def _asked(
+        self, spec: PromptSpec, body: bytes, session: str | None, dp_rank: int | None
+    ) -> _Asked:
+        model, lora_name = self._resolve(spec.model)
+        return _Asked(spec, body, model, lora_name, session or spec.session, dp_rank)
+
+    async def _decide_later(self, asked: _Asked) -> Decision:
+        spec, model = asked.spec, asked.model
+        started = time.perf_counter()
+        tokenized = await model.tokenization.tokenize(spec, lora_name=asked.lora_name)
+        tokenized_at = time.perf_counter()
+        looked_up = tokenized if spec.reads_cache else ()
+        prompts = await self._run(
+            lambda: prepare(model.index, looked_up), _tokens_in(tokenized) <= INLINE_TOKENS
         )
-        replicas = self._serving(model, lora_name)
+        replicas = self._serving(model, asked.lora_name)
         if spec.stored_response is not None:
             replicas = await self._holder(spec.stored_response, replicas)
-        choice = RankChoice(spec.endpoint not in RANK_IGNORED, dp_rank)
+        return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
+
+    def _decide(
+        self,
+        asked: _Asked,
+        tokenized: Sequence[TokenizedPrompt],
+        prompts: Sequence[HashedPrompt],
+        replicas: Mapping[str, Replica],
+        times: tuple[float, float],
+    ) -> Decision:
+        spec, model, count = asked.spec, asked.model, _tokens_in(tokenized)
+        request = RouteRequest(model=model.name, prompt_tokens=count, session=asked.session)
+        choice = RankChoice(spec.endpoint not in RANK_IGNORED, asked.dp_rank)
         ranking, excluded = self._planner.rank(
             request, model.index, prompts, replicas.values(), choice
         )
+        started, tokenized_at = times
         return Decision(
             model=model,
             spec=spec,
@@ -284,7 +345,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
-            body=body,
+            body=asked.body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,
         )
@@ -387,16 +448,29 @@ class Dispatcher:
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
         """What the body asks for, and the body to send; see `router.tokenize.read_request`."""
-        arguments = body, endpoint, encoding, self._limits, tenant_salt
+        if len(body) <= INLINE_BODY_BYTES:
+            return self._read(endpoint, body, encoding, tenant_salt)
         try:
-            if len(body) <= INLINE_BODY_BYTES:
-                spec, changed = read_request(*arguments)
-            else:
-                spec, changed = await self._large_work.run(read_request, *arguments)
+            spec, changed = await self._large_work.run(
+                read_request, body, endpoint, encoding, self._limits, tenant_salt
+            )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
         except ProcessEndedError:
             raise Overloaded("had not enough memory or time to read this body") from None
+        return spec, body if changed is None else changed
+
+    def _read(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        encoding: Literal["json", "msgpack"],
+        tenant_salt: bytes | None,
+    ) -> tuple[PromptSpec, bytes]:
+        try:
+            spec, changed = read_request(body, endpoint, encoding, self._limits, tenant_salt)
+        except RequestBodyError as error:
+            raise BadRequest(error.place, error.found, error.rule) from None
         return spec, body if changed is None else changed
 
     async def _run(self, job: Callable[[], _Result], is_small: bool) -> _Result:
@@ -404,3 +478,7 @@ class Dispatcher:
             return job()
         async with self._large:
             return await asyncio.to_thread(job)
+
+
+def _tokens_in(tokenized: Sequence[TokenizedPrompt]) -> int:
+    return sum(len(prompt.token_ids) for prompt in tokenized)

@@ -89,11 +89,13 @@ class RecentPrefixes:
         self._rotate(now)
         if not keys:
             return {}
-        found = {
-            source: self._live_keys(source, keys, now)
-            for source in self._young.keys() | self._old.keys()
-        }
-        return {source: count * step for source, count in found.items() if count}
+        first = keys[0]
+        found: dict[SourceId, int] = {}
+        for generation in (self._young, self._old):
+            for source, expiries in generation.items():
+                if expiries.get(first, now) > now and source not in found:
+                    found[source] = self._live_keys(source, keys, now) * step
+        return found
 
     def forget(self, replica: str) -> None:
         """Forget what was sent to a replica, at all its ranks: it restarted, failed, or was

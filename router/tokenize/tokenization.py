@@ -128,6 +128,33 @@ class Tokenization:
         self._seconds += time.perf_counter() - start
         return results
 
+    def tokenize_now(
+        self, spec: PromptSpec, *, lora_name: str | None = None
+    ) -> list[TokenizedPrompt] | None:
+        """As `tokenize`, without waiting; None where that may take a thread or a replica.
+
+        Args:
+            spec: The parsed request.
+            lora_name: The adapter that `spec.model` turned out to be.
+        """
+        is_short = self._local is not None and spec.body_bytes <= self._inline_chars
+        texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
+        if not is_short and any(texts):
+            return None
+        start = time.perf_counter()
+        outcomes = [
+            self._finish(prompt, self._prepare(prompt, spec.cache_salt)) for prompt in spec.prompts
+        ]
+        if self._remote is not None and any(
+            is_text and isinstance(outcome, UntokenizableError)
+            for is_text, outcome in zip(texts, outcomes, strict=True)
+        ):
+            return None
+        adapter = lora_name or spec.lora_name
+        results = [self._result(spec, outcome, adapter) for outcome in outcomes]
+        self._seconds += time.perf_counter() - start
+        return results
+
     def close(self) -> None:
         """Let the threads end after the queued work; ids of new prompts stay unknown."""
         self._threads.close()

@@ -140,7 +140,8 @@ async def test_mutated_requests_get_a_response_or_end_their_connection(
             await asyncio.gather(*(send_requests(router, stub, seed) for seed in range(WORKERS))),
             Counter(),
         )
-        assert set(statuses) <= {100, 200, 201, 204, 501, *ANSWERS_OF_ITS_OWN}, statuses
+        # 403: a foreign name in Host is refused before the body is there.
+        assert set(statuses) <= {100, 200, 201, 204, 403, 501, *ANSWERS_OF_ITS_OWN}, statuses
         assert statuses[400] > MUTATED_REQUESTS // 10
         rejected = sum(count for status, count in statuses.items() if status >= 400)
         assert (await router.metrics()).sum(REJECTED) - before >= rejected

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from router.http.uvicorn_protocol import AbortableHttpProtocol, client_abort
+from router.http.uvicorn_protocol import DirectHttpProtocol, Exchange
 from router.proxy import (
     Attempt,
     End,
@@ -21,6 +21,7 @@ from router.proxy import (
     Proxy,
     ProxyRequest,
     ProxySettings,
+    Relay,
     RetryLimits,
     Unretried,
 )
@@ -97,9 +98,38 @@ class Server(uvicorn.Server):
 Rewrite = Callable[[ProxyRequest], ProxyRequest]
 
 
+class Proxied:
+    """Reads the body of one request, and proxies it."""
+
+    def __init__(self, server: ProxyServer, exchange: Exchange) -> None:
+        self._server = server
+        self._exchange = exchange
+        self._body = b""
+        self._relay: Relay | None = None
+
+    def proceed(self) -> None:
+        self._body += self._exchange.take_body()
+        if self._exchange.more_body:
+            self._exchange.ask_for_body()
+        elif self._relay is None:
+            self._relay = self._server.start(self._exchange, self._body)
+
+    def client_reads(self) -> None:
+        if self._relay is not None:
+            self._relay.client_reads()
+
+    def client_left(self) -> None:
+        if self._relay is not None:
+            self._relay.client_left()
+
+    def cancel(self) -> None:
+        if self._relay is not None:
+            self._relay.cancel()
+
+
 @dataclass
 class ProxyServer:
-    """An ASGI application that proxies every request along one plan, and what came of it."""
+    """Proxies every request along one plan, and knows what came of it."""
 
     plan: Sequence[Attempt]
     settings: ProxySettings
@@ -108,6 +138,7 @@ class ProxyServer:
     out_of_rotation: set[str] = field(default_factory=set)
     port: int = 0
     recorders: list[Recorder] = field(default_factory=list)
+    relays: list[Relay] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     client: UpstreamClient | None = None
     proxy: Proxy | None = None
@@ -119,39 +150,22 @@ class ProxyServer:
         assert self.server is not None
         return len(self.server.server_state.connections)
 
-    def is_listening(self) -> bool:
-        """Whether every request under way has a task that waits for its client's leaving."""
-        assert self.proxy is not None
-        relays = tuple(self.proxy._relays)
-        return bool(relays) and all(relay._listener is not None for relay in relays)
+    def opens(self, method: str, path: str) -> Callable[[Exchange], Proxied]:
+        return lambda exchange: Proxied(self, exchange)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-            return
-        body = b""
-        more = True
-        while more:
-            message = await receive()
-            body += message["body"]
-            more = message["more_body"]
-        target = scope["raw_path"] + (
-            b"?" + scope["query_string"] if scope["query_string"] else b""
-        )
-        request = ProxyRequest(
-            scope["method"].encode(),
-            target,
-            scope["headers"],
-            body,
-            abort_client=client_abort(scope),
-        )
+    def start(self, exchange: Exchange, body: bytes) -> Relay:
+        request = ProxyRequest(exchange.method.encode(), exchange.target, exchange.headers, body)
         recorder = Recorder()
         recorder.out_of_rotation = self.out_of_rotation
         self.recorders.append(recorder)
         assert self.proxy is not None
-        await self.proxy.stream(self.plan, self.rewrite(request), receive, send, recorder)
+        relay = self.proxy.start(self.plan, self.rewrite(request), exchange, recorder)
+        self.relays.append(relay)
+        return relay
 
-    async def _live(self, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """The lifespan; no request comes this way."""
+        assert scope["type"] == "lifespan"
         await receive()
         self.client = UpstreamClient(self.limits, tick_s=0.02)
         self.proxy = Proxy(self.client, self.settings)
@@ -195,8 +209,9 @@ class ProxyServer:
             lambda: all(recorder.ends for recorder in self.recorders), "every request has ended"
         )
         assert [len(recorder.ends) for recorder in self.recorders] == [1] * len(self.recorders)
+        await eventually(lambda: all(relay.is_over for relay in self.relays), "all are over")
         assert self.proxy is not None
-        await eventually(lambda: not self.proxy._relays, "no request is under way")
+        assert not self.proxy._slow
         await eventually(lambda: self.statistics().active == 0, "no exchange is under way")
         await eventually(lambda: self.open_sockets == 0, "every client's socket is closed")
         assert self.errors == []
@@ -227,9 +242,13 @@ async def proxy_server(
     app = ProxyServer(plan, settings, limits or PoolLimits(), rewrite)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     app.port = listener.getsockname()[1]
+
+    class Protocol(DirectHttpProtocol):
+        handler = app
+
     config = uvicorn.Config(
         app,
-        http=AbortableHttpProtocol,
+        http=Protocol,
         ws="none",
         loop="uvloop",
         lifespan="on",

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from router.http.connection_guard import GuardedHttpProtocol
-from router.http.uvicorn_protocol import AbortableHttpProtocol, JoiningTransport
+from router.http.uvicorn_protocol import DirectHttpProtocol, JoiningTransport
 
 METHODS = [
     (HttpToolsProtocol, "connection_made", ["transport"]),
@@ -42,6 +42,7 @@ METHODS = [
     (HttpToolsProtocol, "eof_received", []),
     (HttpToolsProtocol, "shutdown", []),
     (HttpToolsProtocol, "_start_asgi_task", ["cycle", "app"]),
+    (HttpToolsProtocol, "resume_writing", []),
     (FlowControl, "pause_reading", []),
     (FlowControl, "resume_reading", []),
     (uvicorn.Server, "capture_signals", []),
@@ -56,10 +57,14 @@ OF_A_CONNECTION: dict[str, type | None] = {
     "flow": FlowControl,
     "pipeline": deque,
     "connections": set,
+    "app": None,
+    "client": None,
     # Of one request: there before the first, set by the callbacks.
     "cycle": None,
     "scope": None,
     "headers": None,
+    "url": bytes,
+    "expect_100_continue": bool,
 }
 OF_A_REQUEST: dict[str, type | None] = {
     "chunked_encoding": None,
@@ -140,7 +145,7 @@ def test_every_override_is_listed() -> None:
     """The list above must not fall behind the code."""
     ours = {
         name
-        for owner in (GuardedHttpProtocol, AbortableHttpProtocol)
+        for owner in (GuardedHttpProtocol, DirectHttpProtocol)
         for name in vars(owner)
         if hasattr(HttpToolsProtocol, name) and not name.startswith("__")
     }

@@ -8,7 +8,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from router.http.uvicorn_protocol import JoiningTransport
 from router.proxy import Attempt, Dialect, End, Failure, Proxy, ProxyRequest, ProxySettings
 from router.proxy.messages import MAX_HELD_BYTES, EventLines
-from router.upstream import Origin, PoolLimits, UpstreamClient
+from router.upstream import Header, Origin, PoolLimits, UpstreamClient
 from tests.router.proxy_server import TIMEOUTS, Recorder, proxy_server
 from tests.router.raw_http import (
     EVENT_STREAM,
@@ -604,12 +604,12 @@ async def test_a_replica_that_dies_after_its_last_event_has_completed(last: byte
 async def test_any_other_body_cut_short_is_seen_to_be_cut(head: bytes, then: str) -> None:
     """A well-formed short body would be taken for the whole answer."""
 
-    is_listening = asyncio.Event()
+    has_begun = asyncio.Event()
 
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
         await connection.send(head + b'{"a":')
-        await is_listening.wait()
+        await has_begun.wait()
         if then == "reset":
             connection.reset()
 
@@ -617,8 +617,7 @@ async def test_any_other_body_cut_short_is_seen_to_be_cut(head: bytes, then: str
         await client.request()
         await client.read_head()
         # The end of the client's connection must not be taken for its leaving.
-        await eventually(proxy.is_listening, "the proxy listens for the client")
-        is_listening.set()
+        has_begun.set()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await client.read_body()
         recorder = await proxy.recorder(End.REPLICA_DIED)
@@ -829,12 +828,27 @@ async def test_first_byte_and_total_times_are_reported() -> None:
     assert recorder.seconds > 0.19
 
 
-# The call itself, without a server in front
+# The relay itself, without a server in front
 
 
-async def never() -> dict[str, Any]:
-    await asyncio.Event().wait()
-    raise AssertionError
+class Reader:
+    """A client that takes everything, or does what a test wants instead."""
+
+    def __init__(self, on_body: Callable[[], object] = lambda: None) -> None:
+        self.is_gone = self.is_slow = False
+        self.is_aborted = False
+        self.body = b""
+        self._on_body = on_body
+
+    def respond(self, status: int, headers: list[Header], body: bytes, is_whole: bool) -> None:
+        self.send(body, is_whole)
+
+    def send(self, body: bytes, is_last: bool) -> None:
+        self.body += body
+        self._on_body()
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
 
 @contextlib.asynccontextmanager
@@ -842,7 +856,7 @@ async def bare_proxy() -> AsyncIterator[tuple[Proxy, UpstreamClient]]:
     client = UpstreamClient(tick_s=0.02)
     proxy = Proxy(client, ProxySettings(TIMEOUTS, watch_s=0.02))
     yield proxy, client
-    assert (len(proxy._relays), client.statistics().active) == (0, 0)
+    assert (len(proxy._slow), client.statistics().active) == (0, 0)
     await client.close()
 
 
@@ -850,157 +864,98 @@ REQUEST = ProxyRequest(b"POST", b"/v1/completions", [], b"{}")
 
 
 async def test_a_cancelled_call_ends_once_and_closes_the_replicas_connection() -> None:
-    """A shutdown cancels tasks; the cancellation must go through, and the counts must return to
-    zero."""
-    recorder = Recorder()
-
-    async def send(message: Any) -> None:
-        pass
-
+    """A shutdown cancels what still runs; the counts must return to zero."""
+    recorder, reader = Recorder(), Reader()
     async with raw_server(say_nothing) as replica, bare_proxy() as (proxy, _):
-        task = asyncio.create_task(proxy.stream([attempt(replica)], REQUEST, never, send, recorder))
+        relay = proxy.start([attempt(replica)], REQUEST, reader, recorder)
         await eventually(lambda: replica.accepted == 1, "the replica is at work")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        relay.cancel()
+        relay.cancel()
         await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
         assert recorder.end is End.ABANDONED
+        assert reader.is_aborted
 
 
-async def test_a_send_that_says_the_client_is_gone_ends_the_request() -> None:
-    """ASGI servers may raise OSError there instead of answering `receive`."""
+async def test_a_client_that_leaves_while_it_is_sent_to_ends_the_request() -> None:
+    """The connection may be found closed by the very write."""
     recorder = Recorder()
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            raise OSError
-
     async with (
         raw_server(streaming(event("a"), then="wait")) as replica,
         bare_proxy() as (proxy, _),
     ):
-        end = await proxy.stream([attempt(replica)], REQUEST, never, send, recorder)
-        assert end is End.CLIENT_LEFT
-        assert recorder.end is end
+        reader = Reader(on_body=lambda: loop.call_soon(relay.client_left))
+        loop = asyncio.get_running_loop()
+        relay = proxy.start([attempt(replica)], REQUEST, reader, recorder)
+        await eventually(lambda: relay.is_over, "it is over")
+        assert recorder.end is End.CLIENT_LEFT
         await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
 
 
-async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden() -> None:
+async def test_a_client_that_has_left_before_is_not_sent_for() -> None:
+    """It left while it was decided where its request goes."""
+    recorder, reader = Recorder(), Reader()
+    reader.is_gone = True
+    async with raw_server(answering(answer())) as replica, bare_proxy() as (proxy, _):
+        assert proxy.start([attempt(replica)], REQUEST, reader, recorder).is_over
+        assert (recorder.end, recorder.attempts) == (End.CLIENT_LEFT, [])
+
+
+async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Our own bugs must neither leak connections nor vanish."""
 
     class Faulty(Recorder):
         def on_chunk(self, data: bytes) -> None:
             raise KeyError("bug")
 
-    async def send(message: Any) -> None:
-        pass
-
-    recorder = Faulty()
+    recorder, reader = Faulty(), Reader()
     async with (
         raw_server(streaming(event("a"), then="wait")) as replica,
         bare_proxy() as (proxy, _),
     ):
-        with pytest.raises(KeyError, match="bug"):
-            await proxy.stream([attempt(replica)], REQUEST, never, send, recorder)
+        relay = proxy.start([attempt(replica)], REQUEST, reader, recorder)
+        await eventually(lambda: relay.is_over, "it is over")
+        assert "KeyError: 'bug'" in caplog.text
         assert recorder.end is End.ABANDONED
+        assert reader.is_aborted
         await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
 
 
-async def test_a_task_can_go_on_after_its_client_has_left() -> None:
-    """The proxy ends its own waiting by a cancellation; none of it may be left for what the caller
-    does next."""
-    gone = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        pass
-
-    async def request() -> End:
-        end = await proxy.stream([attempt(replica)], REQUEST, receive, send, Recorder())
-        await asyncio.sleep(0.01)
-        return end
-
-    async with raw_server(say_nothing) as replica, bare_proxy() as (proxy, _):
-        task = asyncio.create_task(request())
-        await eventually(lambda: replica.accepted == 1, "the replica is at work")
-        gone.set()
-        assert await task is End.CLIENT_LEFT
-        if hasattr(task, "cancelling"):
-            assert task.cancelling() == 0
-
-
 async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_leaving() -> None:
-    """A server may report the disconnect that we caused before the call returns; the blame is the
-    replica's."""
-    gone = asyncio.Event()
-    listening = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        listening.set()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        pass
+    """The connection reports the end that we caused; the blame is the replica's."""
+    go = asyncio.Event()
 
     async def handle(connection: RawConnection) -> None:
         await connection.read_request()
         await connection.send(CHUNKED_JSON + b"1\r\n{\r\n")
-        await listening.wait()
+        await go.wait()
 
-    recorder = Recorder()
+    class Cut(Reader):
+        def abort(self) -> None:
+            relay.client_left()
+
+    recorder, reader = Recorder(), Cut(on_body=go.set)
     async with raw_server(handle) as replica, bare_proxy() as (proxy, _):
-        await proxy.stream(
-            [attempt(replica)], REQUEST._replace(abort_client=gone.set), receive, send, recorder
-        )
+        relay = proxy.start([attempt(replica)], REQUEST, reader, recorder)
+        await eventually(lambda: relay.is_over, "it is over")
     assert recorder.end is End.REPLICA_DIED
     assert recorder.failures == [("r0", Failure.DIED)]
 
 
-async def test_a_short_request_starts_no_task() -> None:
-    """Listening for the client costs a task; an answer that is there at once must not pay for
-    it."""
+async def test_a_request_starts_no_task() -> None:
+    """Over a kept connection: a task costs more than the rest of a relay."""
     before: set[asyncio.Task[Any]] = set()
     during: set[asyncio.Task[Any]] = set()
-
-    async def send(message: Any) -> None:
-        during.update(asyncio.all_tasks())
-
+    reader = Reader(on_body=lambda: during.update(asyncio.all_tasks()))
     async with raw_server(answering(answer())) as replica, bare_proxy() as (proxy, _):
-        await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
+        first = proxy.start([attempt(replica)], REQUEST, Reader(), Recorder())
+        await eventually(lambda: first.is_over, "there is a kept connection")
         before.update(asyncio.all_tasks())
-        during.clear()
-        await proxy.stream([attempt(replica)], REQUEST, never, send, Recorder())
+        relay = proxy.start([attempt(replica)], REQUEST, reader, Recorder())
+        await eventually(lambda: relay.is_over, "it is over")
         assert during <= before
-
-
-async def test_a_request_that_is_over_leaves_no_task_behind() -> None:
-    """A server may keep `receive` waiting for as long as the client's connection lasts."""
-    listening = asyncio.Event()
-
-    async def receive() -> dict[str, Any]:
-        listening.set()
-        return await never()
-
-    async def handle(connection: RawConnection) -> None:
-        await connection.read_request()
-        await listening.wait()
-        await connection.send(answer())
-
-    async def send(message: Any) -> None:
-        pass
-
-    async with bare_proxy() as (proxy, _):
-        async with raw_server(handle) as replica:
-            before = asyncio.all_tasks()
-            end = await proxy.stream([attempt(replica)], REQUEST, receive, send, Recorder())
-        assert end is End.COMPLETED
-        await eventually(
-            lambda: asyncio.all_tasks() == before, "only the tasks from before are left"
-        )
+        assert reader.body == b"{}"
 
 
 class Wire(asyncio.Transport):

@@ -1,0 +1,182 @@
+"""Requests outside ASGI beside others on one connection: uvicorn's protocol on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from router.http.connection_guard import ClientLimits, guarded_protocol
+from router.http.uvicorn_protocol import Exchange
+from tests.support.http_client import connect, eventually, request_bytes
+
+
+class Echo:
+    """Responds with the body it got, once *go* is set."""
+
+    def __init__(self, server: DirectServer, exchange: Exchange) -> None:
+        self._server = server
+        self.exchange = exchange
+        self.body = b""
+
+    def proceed(self) -> None:
+        self.body += self.exchange.take_body()
+        if self.exchange.path == "/refused" and self.exchange.status is None:
+            self.exchange.respond(401, [(b"content-length", b"2")], b"no", True)
+        elif self.exchange.more_body:
+            self.exchange.ask_for_body()
+        elif self._server.go.is_set():
+            self.respond()
+        else:
+            self._server.waiting.append(self)
+
+    def respond(self) -> None:
+        self.exchange.respond(200, [(b"x-by", b"direct")], self.body[:1], False)
+        self.exchange.send(self.body[1:], True)
+
+    def client_reads(self) -> None:
+        pass
+
+    def client_left(self) -> None:
+        self._server.left.append(self.exchange.path)
+
+    def cancel(self) -> None:
+        self._server.cancelled.append(self.exchange.path)
+
+
+class DirectServer:
+    """Serves everything below / directly, and /asgi as an application."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.waiting: list[Echo] = []
+        self.left: list[str] = []
+        self.cancelled: list[str] = []
+        self.state = ServerState()
+        self.port = 0
+
+    def opens(self, method: str, path: str) -> Callable[[Exchange], Echo] | None:
+        return None if path == "/asgi" else lambda exchange: Echo(self, exchange)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        headers = [(b"content-length", b"%d" % len(message["body"])), (b"x-by", b"asgi")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": message["body"]})
+
+
+@contextlib.asynccontextmanager
+async def direct_server() -> AsyncIterator[DirectServer]:
+    app = DirectServer()
+    app.go.set()
+    protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, app)
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    listener = socket.create_server(("127.0.0.1", 0))
+    app.port = listener.getsockname()[1]
+    server = await asyncio.get_running_loop().create_server(
+        lambda: protocol(config, app.state, {}), sock=listener
+    )
+    try:
+        yield app
+    finally:
+        server.close()
+        for connection in tuple(app.state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        await eventually(lambda: not app.state.connections, "nothing is left")
+
+
+async def test_both_kinds_of_requests_share_a_connection_in_order() -> None:
+    """A response that overtakes another would be taken for it."""
+    paths = ["/a", "/asgi", "/b", "/b", "/asgi", "/asgi", "/c"]
+    async with direct_server() as app, connect(app.port) as client:
+        await client.write(b"".join(request_bytes("POST", path, path.encode()) for path in paths))
+        found = [await client.read_answer() for _ in paths]
+        assert [answer.body.decode() for answer in found] == paths
+        by = [answer.headers["x-by"] for answer in found]
+        assert by == ["asgi" if path == "/asgi" else "direct" for path in paths]
+
+
+async def test_a_request_that_was_refused_early_does_not_spoil_the_next_one() -> None:
+    """Its body still arrives, and must not be taken for a request, nor for the next one's body."""
+    async with direct_server() as app, connect(app.port) as client:
+        whole = request_bytes("POST", "/refused", b"x" * 1000)
+        await client.write(whole[:-500])
+        assert (await client.read_answer()).status == 401
+        await client.write(whole[-500:] + request_bytes("POST", "/a", b"mine"))
+        assert (await client.read_answer()).body == b"mine"
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
+    """It does not know them: the body ends with the connection (RFC 9112 6.1)."""
+    async with direct_server() as app, connect(app.port) as client:
+        await client.write(b"POST /a HTTP/1.0\r\ncontent-length: 2\r\n\r\nhi")
+        found = await client.reader.read()
+        assert found.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert found.endswith(b"connection: close\r\n\r\nhi")
+        assert b"chunked" not in found
+
+
+async def test_a_head_request_gets_no_body() -> None:
+    """What follows would be taken for the next response."""
+    async with direct_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("HEAD", "/a") + request_bytes("POST", "/b", b"mine"))
+        assert await client.read_head() == 200
+        assert (await client.read_answer()).body == b"mine"
+
+
+async def test_a_client_that_waits_for_it_is_asked_for_its_body() -> None:
+    """curl waits a second for 100 Continue before it sends more than 1 KB."""
+    async with direct_server() as app, connect(app.port) as client:
+        head = b"POST /a HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n"
+        await client.write(head)
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.write(b"hi")
+        assert (await client.read_answer()).body == b"hi"
+
+
+async def test_only_the_running_request_hears_that_its_client_left() -> None:
+    """Those behind it have not begun."""
+    async with direct_server() as app, connect(app.port) as client:
+        app.go.clear()
+        await client.write(request_bytes("GET", "/first") + request_bytes("GET", "/second"))
+        await eventually(lambda: app.waiting, "the first one is under way")
+        client.leave()
+        await eventually(lambda: app.left == ["/first"], "it hears of it")
+
+
+async def test_a_body_that_breaks_its_announced_length_ends_the_connection() -> None:
+    """The client could not tell where it ends, and the next response would be a part of it."""
+    async with direct_server() as app, connect(app.port) as client:
+        app.go.clear()
+        await client.write(request_bytes("GET", "/a"))
+        await eventually(lambda: app.waiting, "it is under way")
+        app.waiting[0].exchange.respond(200, [(b"content-length", b"3")], b"four", True)
+        assert await client.is_closed()
+
+
+async def test_a_header_that_would_break_the_framing_ends_the_connection() -> None:
+    """A line break in a value of the engine's would begin a header of its choice."""
+    async with direct_server() as app, connect(app.port) as client:
+        app.go.clear()
+        await client.write(request_bytes("GET", "/a"))
+        await eventually(lambda: app.waiting, "it is under way")
+        app.waiting[0].exchange.respond(200, [(b"x-a", b"1\r\nx-b: 2")], b"", True)
+        assert await client.is_closed()
+
+
+async def test_what_runs_is_cut_at_the_end_of_the_grace_period() -> None:
+    """There is no task that the server could cancel."""
+    async with direct_server() as app, connect(app.port) as client:
+        app.go.clear()
+        await client.write(request_bytes("GET", "/a"))
+        await eventually(lambda: app.waiting, "it is under way")
+        (connection,) = app.state.connections
+        connection.cut()  # type: ignore[union-attr]
+        assert app.cancelled == ["/a"]
+        assert await client.is_closed()
