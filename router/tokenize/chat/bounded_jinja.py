@@ -5,8 +5,10 @@ but not from rendering for ever, or into all memory. Here each step takes from a
 it is done: a turn of a loop, a call of a macro, and whatever makes or reads something large, by how
 large it will be. So the work is the same on any machine, and what is refused is refused each time.
 
-Most of what usual templates do costs nothing extra: writing a string outside of macros, attributes,
-comparing with a constant.
+Most of what usual templates do costs nothing extra: writing a string outside of macros, comparing
+with a constant. Attributes of dictionaries, loops and namespaces, sums of strings, and calls of
+plain methods and macros take a shorter way than Jinja's own sandbox, to the same result: a usual
+template renders faster here than there.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.nodes import EvalContext
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from typing_extensions import override
 
 _STEP = 64
@@ -30,7 +33,26 @@ _ALL_TURNS = "_all_turns"
 _NODE = 16
 _MAX_INT_BITS = 4096
 _MAX_POWER = (2**32, 64)
-_SCALARS = (bool, int, float, type(None))
+_SCALARS = frozenset((bool, int, float, type(None)))
+
+# What is looked up in nearly every line of a template, and takes a tenth of Jinja's own time here:
+# Jinja tries the attribute first, checks whether it is safe, and then whether the call is.
+_DICT_NAMES = frozenset(dir(dict))
+_LOOP_NAMES = frozenset(
+    ("index", "index0", "first", "last", "length", "revindex", "revindex0", "depth", "depth0")
+)
+_PLAIN_VALUES = frozenset((str, bool, int, float, type(None), list, dict))
+_PLAIN_METHODS = frozenset(
+    (
+        *("startswith", "endswith", "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines"),
+        *("lower", "upper", "title", "capitalize", "isdigit", "removeprefix", "removesuffix"),
+        *("get", "items", "keys", "values"),
+    )
+)
+_MISSING = object()
+_ONLY_TEXT = {str}
+_STRIPPING = frozenset(("strip", "lstrip", "rstrip", "trim"))
+_SPLITTING = frozenset(("split", "rsplit", "splitlines"))
 
 _FREE_FILTERS = frozenset(
     ("length", "count", "first", "last", "default", "d", "attr", "abs", "int", "float", "random")
@@ -106,8 +128,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def charge(self, units: int) -> None:
         """Take from the allowance. Raises `TooMuchWork`."""
         allowance = self._allowance
-        allowance.left -= units
-        if allowance.left < 0:
+        allowance.left = left = allowance.left - units
+        if left < 0:
             raise TooMuchWork("the template does too much")
 
     # --- what the generated code calls ------------------------------------------------------------
@@ -115,8 +137,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def tick(self) -> None:
         """One turn of a loop, one call of a macro."""
         allowance = self._allowance
-        allowance.left -= _STEP
-        if allowance.left < 0:
+        allowance.left = left = allowance.left - _STEP
+        if left < 0:
             raise TooMuchWork("the template does too much")
 
     def text(self, value: Any) -> str:
@@ -132,26 +154,65 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def compared(self, value: Any) -> Any:
         """*value*, which will be compared as deep as it is."""
-        if not isinstance(value, _SCALARS):
+        if type(value) not in _SCALARS:
             self.charge(self._weight(value) // 8 + 1)
         return value
 
-    def added(self, left: Any, right: Any) -> Any:
-        """The sum of two values.
+    def added(self, *values: Any) -> Any:
+        """The sum of values, from the left."""
+        if set(map(type, values)) == _ONLY_TEXT:
+            self.charge(sum(map(len, values)))
+            return "".join(values)
+        return functools.reduce(self._sum, values)
+
+    def method(self, context: Context, owner: Any, name: str, *arguments: Any) -> Any:
+        """Call one of `_PLAIN_METHODS`.
 
         Args:
-            left: The first.
-            right: The second.
+            context: Of the rendering.
+            owner: Whose method it is, usually a string or a dictionary.
+            name: Of the method.
+            arguments: Without names.
         """
-        if type(left) is str and type(right) is str:
-            self.charge(len(left) + len(right))
-            return left + right
-        if isinstance(left, (str, bytes, list, tuple)) and type(left) is type(right):
-            self.charge(len(left) + len(right))
-        result = left + right
-        return self._checked_int(result) if isinstance(result, int) else result
+        if type(owner) is str and name not in _DICT_NAMES:
+            if name in _STRIPPING or name in _SPLITTING:
+                self._charge_pieces(owner, name, arguments)
+            self.charge(len(owner) + _NODE)
+            return getattr(owner, name)(*arguments)
+        if type(owner) is dict and name in _DICT_NAMES:
+            if not arguments:
+                self.charge(len(owner) + 1)
+                return getattr(owner, name)()
+            if name == "get" and type(arguments[0]) is str:
+                self.charge(_NODE)
+                return owner.get(*arguments)
+        return self.call(context, self.getattr(owner, name), *arguments)
 
     # --- what Jinja calls -------------------------------------------------------------------------
+
+    @override
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Jinja's hook for attributes.
+
+        Args:
+            obj: What has them.
+            attribute: The name.
+        """
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _DICT_NAMES:
+                try:
+                    return obj[attribute]
+                except KeyError:
+                    return self.undefined(obj=obj, name=attribute)
+        elif kind is LoopContext:
+            if attribute in _LOOP_NAMES:
+                return getattr(obj, attribute)
+        elif kind is Namespace and not attribute.startswith("_"):
+            value = getattr(obj, attribute, _MISSING)
+            if type(value) in _PLAIN_VALUES:
+                return value
+        return super().getattr(obj, attribute)
 
     @override
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -182,6 +243,10 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             args: Its arguments.
             kwargs: Those with names.
         """
+        if type(__obj) is Macro:  # it pays for itself
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return __obj(__context.eval_ctx, *args, **kwargs)
         method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes)):
@@ -191,6 +256,20 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     # --- steps ------------------------------------------------------------------------------------
+
+    def _sum(self, left: Any, right: Any) -> Any:
+        if isinstance(left, (str, bytes, list, tuple)) and type(left) is type(right):
+            self.charge(len(left) + len(right))
+        result = left + right
+        return self._checked_int(result) if isinstance(result, int) else result
+
+    def _charge_pieces(self, text: Any, name: str, arguments: Sequence[Any]) -> None:
+        """Pay for looking each character up among many, or for many small strings."""
+        mark = arguments[0] if arguments and type(arguments[0]) is type(text) else None
+        if name in _SPLITTING:
+            self.charge((text.count(mark) if mark else len(text) // 2) * _NODE)
+        elif mark is not None:
+            self.charge(len(text) * (len(mark) // 8))
 
     def _weight(self, value: Any) -> int:
         """The length of *value* as text, about; no more is looked at than the allowance pays
@@ -239,6 +318,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             self._charge_format(str(value), "%", others, _WIDE_PERCENT)
         elif name == "replace" and len(values) > 2:
             units += _replaced(str(value), str(values[1]), str(values[2]))
+        elif name in _STRIPPING:
+            self._charge_pieces(str(value), name, others)
         elif name == "join" and others and hasattr(value, "__len__"):
             units += len(value) * len(str(others[0]))
         elif name in _SLOW_FILTERS:
@@ -263,6 +344,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             units += self._weight(args[0]) * (len(owner) + 1)
         elif name == "translate":
             units *= self._weight(given)
+        elif name in _STRIPPING or name in _SPLITTING:
+            self._charge_pieces(owner, name, given)
         elif name in _FORMATTING_METHODS:
             self._charge_format(str(owner), "{", [args, options], _WIDE_BRACES, widest)
         self.charge(units)
@@ -327,8 +410,33 @@ class _BoundedCode(CodeGenerator):
         self.write("))")
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
-        """`+`."""
-        self._call("added", frame, node.left, node.right)
+        """`+`, as many as there are in a row."""
+        summands = [node.right]
+        while isinstance(node.left, nodes.Add):
+            node = node.left
+            summands.insert(0, node.right)
+        self._call("added", frame, node.left, *summands)
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        """Calls, of which those of the usual methods take a short cut.
+
+        Args:
+            node: The call.
+            frame: Where it stands.
+            forward_caller: Of a block.
+        """
+        callee = node.node
+        has_options = node.kwargs or node.dyn_args or node.dyn_kwargs or forward_caller
+        if not has_options and isinstance(callee, nodes.Getattr) and callee.attr in _PLAIN_METHODS:
+            self.write("environment.method(context, ")
+            self.visit(callee.node, frame)
+            self.write(f", {callee.attr!r}")
+            for argument in node.args:
+                self.write(", ")
+                self.visit(argument, frame)
+            self.write(")")
+        else:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         """Comparisons, of which those with a constant are as fast as ever."""
