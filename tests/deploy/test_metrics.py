@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import re
 import socket
 import time
@@ -87,8 +88,11 @@ async def serve_something(router: RouterProcess, stub: EngineStub, first: int) -
 
 
 def settings(directory: Path) -> dict[str, Any]:
-    """A router that tokenises one model itself, and tolerates failures."""
+    """A router that tokenises one model itself, and tolerates failures. Of a form that only the
+    library with a token cache reads, whose panels must show something too."""
     write_tokenizer(directory / "model")
+    file = directory / "model" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "NFKC"}}))
     return {
         "models": [{"name": MODEL, "tokenizer": str(directory / "model")}],
         "health": {"interval_s": 0.25, "timeout_s": 0.25, "unhealthy_after": 1000},
