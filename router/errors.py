@@ -29,6 +29,7 @@ no prompt, token or key is ever in one.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -346,3 +347,12 @@ class ShuttingDown(_NotNow):
 def _shown(text: str) -> str:
     """A name from outside, quoted and cut to a bounded length."""
     return repr(text if len(text) <= 100 else text[:97] + "...")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the system had no memory for what was tried: Python says so in three ways."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and "can't start new thread" in str(error))
+    )

@@ -33,6 +33,7 @@ from router.errors import (
     UnknownModel,
     UnknownPath,
     UnknownReplica,
+    is_out_of_memory,
 )
 from router.http.access_log import note_refused
 from router.http.gateway import tenant_salt
@@ -569,11 +570,14 @@ def _add_error_handlers(app: FastAPI, parts: ApiParts) -> None:
         parts.metrics.bad_requests.labels("client_gone").inc()
         return Response(status_code=400)
 
-    async def refuse_for_memory(request: Request, _error: Exception) -> Response:
+    async def refuse_for_memory(request: Request, error: Exception) -> Response:
+        if not is_out_of_memory(error):
+            raise error
         parts.shortages.note("memory")
         return await refuse(request, Overloaded("is out of memory"))
 
-    app.add_exception_handler(MemoryError, refuse_for_memory)
+    for kind in (MemoryError, OSError, RuntimeError):
+        app.add_exception_handler(kind, refuse_for_memory)
     app.add_exception_handler(RequestError, refuse)
     app.add_exception_handler(HTTPException, refuse_path)
     app.add_exception_handler(ClientLeft, count_gone)

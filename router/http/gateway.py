@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from router.config import ServerConfig
-from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError
+from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.http.access import KEY_HEADERS, Guard, Key
 from router.http.access_log import AccessLine
 from router.http.networks import Networks
@@ -302,9 +302,10 @@ class Passage:
             step()
         except RequestError as error:
             self._refuse(error)
-        except MemoryError:
-            self._refuse(self._gateway.observers.out_of_memory())
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._refuse(self._gateway.observers.out_of_memory())
+                return
             logger.exception("a request could not be served")
             self._refuse(RequestError("the router failed to serve this request; its log says why"))
 

@@ -83,20 +83,29 @@ class LargeWork:
         self, function: Callable[..., Any], data: bytes, arguments: tuple[object, ...]
     ) -> Any:
         """In a thread, which has a process of its own."""
-        worker: _Worker | None = getattr(self._of_thread, "worker", None)
-        if worker is None:
-            worker = self._of_thread.worker = self._start()
         try:
+            worker: _Worker | None = getattr(self._of_thread, "worker", None)
+            if worker is None:
+                worker = self._of_thread.worker = self._start()
             succeeded, result = worker.call(pickle.dumps((function, arguments)), data)
-        except (OSError, EOFError, pickle.PickleError):
-            self._of_thread.worker = None
-            with self._lock:
-                self._workers.discard(worker)
-            worker.end()
-            raise ProcessEndedError from None
+        except BaseException as error:
+            # Whatever it was, what is left on the socket would be read as the result of the next.
+            self._give_up()
+            if isinstance(error, OSError | EOFError | MemoryError | pickle.PickleError):
+                raise ProcessEndedError from None
+            raise
         if not succeeded:
             raise result
         return result
+
+    def _give_up(self) -> None:
+        """End the process of this thread."""
+        worker: _Worker | None = getattr(self._of_thread, "worker", None)
+        self._of_thread.worker = None
+        if worker is not None:
+            with self._lock:
+                self._workers.discard(worker)
+            worker.end()
 
     def _start(self) -> _Worker:
         worker = _Worker()

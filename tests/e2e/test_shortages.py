@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from tests.support.engine_stub import EngineStub, after, engines, prompt_ids
-from tests.support.http_client import connect, eventually
+import pytest
+
+from tests.support.engine_stub import EngineStub, after, always, engines, prompt_ids
+from tests.support.http_client import Answer, connect, eventually
 from tests.support.router_process import QUICK_HEALTH, router_process
 
 
@@ -87,3 +92,48 @@ async def test_bodies_together_have_a_bound() -> None:
                 answers = await asyncio.gather(*held, small)
                 assert [found.status for found in answers] == [200] * 3
                 assert (await router.metrics()).sum("kvroute_buffered_bytes") == 0
+
+
+SOME, NONE = 300, 20
+
+
+@pytest.mark.parametrize("room_mb", [SOME, NONE])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/route", "/v1/score"])
+async def test_a_router_short_of_memory_says_so_and_goes_on(path: str, room_mb: int) -> None:
+    """Wherever it runs out: in the server, in a thread, in a child that reads the body, in the
+    tokenizer. A bare 500 tells a client that its request is at fault, or the router broken."""
+    async with engines(1) as (stub,):
+        stub.behaviour = stub.paths["/v1/score"] = always(b"{}")
+        stub.tokenizing = always(b'{"tokens": [' + b"12345, " * 2**21 + b"1]}")
+        with router_process({"health": PATIENT_HEALTH}) as router:
+            async with router.serving(stub):
+                small = {"model": stub.model, "prompt": "a", "messages": [USER | {"content": "a"}]}
+                assert (await router.post(path, small)).status == 200
+                limit_memory(router.process.pid, room_mb * 2**20)
+                text = "word " * (8 * 2**20 // 5)
+                large = {**small, "prompt": text, "messages": [USER | {"content": text}]}
+                sent = json.dumps(large).encode()
+                found = await asyncio.gather(
+                    *(router.post(path, sent) for _ in range(12)), return_exceptions=True
+                )
+                for each in found:
+                    assert isinstance(each, Answer), (each, router.log()[-9000:])
+                    assert each.status in (200, 413, 503), (each, router.log()[-9000:])
+                    if each.status != 200:
+                        assert each.error["type"] in ("server_error", "invalid_request_error")
+                assert router.process.poll() is None
+                limit_memory(router.process.pid, resource.RLIM_INFINITY)
+                assert (await router.post(path, small)).status == 200
+
+
+USER = {"role": "user"}
+PATIENT_HEALTH = {"interval_s": 20, "timeout_s": 20, "engine_load_stale_after_s": 60}
+"""The replica runs in this process, which is busy with large bodies."""
+
+
+def limit_memory(pid: int, room: int) -> None:
+    """Let a process have so many more bytes than it has."""
+    used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limit = room if room == resource.RLIM_INFINITY else used + room
+    _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, hard))

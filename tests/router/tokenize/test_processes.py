@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.tokenize import Endpoint, LargeWork, ProcessEndedError, PromptLimits, read_request
+from router.tokenize import (
+    Endpoint,
+    LargeWork,
+    ProcessEndedError,
+    PromptLimits,
+    processes,
+    read_request,
+)
 from router.tokenize.errors import RequestBodyError
 from router.tokenize.processes import PIECE_BYTES
 from tests.support.http_client import eventually
@@ -52,6 +59,24 @@ async def test_what_comes_back_is_what_was_made_there(large_work: LargeWork) -> 
     )
     assert await large_work.run(own_id, b"") not in (os.getpid(), 0)
     assert await large_work.run(own_id, b"") == await large_work.run(own_id, b"")
+
+
+async def test_a_result_that_found_no_memory_is_not_taken_for_the_next_one(
+    large_work: LargeWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still waits on the socket: the next client would get what another one asked for."""
+
+    def no_room(count: int) -> bytearray:
+        if count > 1_000_000:
+            raise MemoryError
+        return bytearray(count)
+
+    assert await large_work.run(mirrored, b"x", 1) == mirrored(b"x", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "bytearray", no_room, raising=False)
+        with pytest.raises(ProcessEndedError):
+            await large_work.run(mirrored, b"x", 300_000)
+    assert await large_work.run(mirrored, b"xyz", 2) == mirrored(b"xyz", 2)
 
 
 async def test_what_was_raised_is_raised_here(large_work: LargeWork) -> None:
