@@ -8,6 +8,7 @@ The files; each imports only what is listed above it:
     networks.py           which networks addresses belong to
     access.py             who may ask what: keys, peers, names, origins
     proxied_paths.py      which paths go to a replica, and what decides to which
+    bodies.py             reads the bodies of requests, and one field of a form
     gateway.py            the proxied paths: admit, read, decide, pass on
     views.py              the bodies of the router's own responses, as types with examples
     responses.py          the parts whose state responses show, and the bodies made from it

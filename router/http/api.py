@@ -11,13 +11,12 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
-from async_timeout import timeout
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 from starlette.routing import Match, Route
-from starlette.types import Message, Receive, Scope
+from starlette.types import Scope
 
 from router.config import ReplicaConfig, RouterConfig, read_replica
 from router.errors import (
@@ -36,6 +35,7 @@ from router.errors import (
     is_out_of_memory,
 )
 from router.http.access_log import note_refused
+from router.http.bodies import ClientLeft, decode_json, read_body
 from router.http.gateway import tenant_salt
 from router.http.live_page import add_page
 from router.http.networks import Networks
@@ -91,10 +91,6 @@ MAX_OPERATOR_BODY_BYTES = 1_048_576
 _MAX_NUMBER = 2**53 - 1
 """The largest that every JSON reader holds exactly."""
 _MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before its whole request had arrived."""
 
 
 def create_api(
@@ -325,7 +321,7 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def add_replica(request: Request) -> Response:
         with parts.admission.buffer() as buffer:
             content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
-        wanted = read_replica(_decode_json(content))
+        wanted = read_replica(decode_json(content))
         await networks.check_replica(wanted)
         added = parts.registry.add(wanted, networks.__contains__)
         return _json(parts.details(added.id), 201)
@@ -454,73 +450,11 @@ def _add_description(app: FastAPI, client: Access) -> None:
 # --- bodies and encodings -------------------------------------------------------------------------
 
 
-async def _read_body(
-    headers: dict[bytes, bytes],
-    receive: Receive,
-    limit_bytes: int,
-    timeout_s: float,
-    hold: Callable[[int], None],
-) -> bytes:
-    """Read the whole body of a request.
-
-    Args:
-        headers: The request's, names in lower case.
-        receive: Of the ASGI application.
-        limit_bytes: Bound on the body.
-        timeout_s: Time within which a body that comes in pieces must be complete.
-        hold: Called with the size of each piece, before it is kept; may raise `Overloaded`.
-    Raises:
-        BodyTooLarge: It is, or announces to be, longer than *limit_bytes*.
-        BadRequest: It did not arrive within *timeout_s*.
-        ClientLeft: The client left in the middle.
-    """
-    announced = headers.get(b"content-length", b"0")
-    if announced.isdigit() and int(announced) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body"):
-        body: bytes = message.get("body", b"")
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-        hold(len(body))
-        return body
-    try:
-        async with timeout(timeout_s):
-            return await _read_rest(message, receive, limit_bytes, hold)
-    except asyncio.TimeoutError:
-        raise BadRequest("body", "not complete", f"must arrive within {timeout_s:g} s") from None
-
-
-async def _read_rest(
-    message: Message, receive: Receive, limit_bytes: int, hold: Callable[[int], None]
-) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-        hold(len(parts[-1]))
-        if not message.get("more_body"):
-            return b"".join(parts)
-        message = await receive()
-
-
 async def _body(
     request: Request, limit_bytes: int, timeout_s: float, hold: Callable[[int], None]
 ) -> bytes:
     headers = dict(request.headers.raw)
-    return await _read_body(headers, request.receive, limit_bytes, timeout_s, hold)
-
-
-def _decode_json(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise BadRequest("$", f"{len(body)} bytes", "must be JSON") from None
+    return await read_body(headers, request.receive, limit_bytes, timeout_s, hold)
 
 
 def _encoding(request: Request) -> Literal["json", "msgpack"]:

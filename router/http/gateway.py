@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import functools
 import logging
 import random
-import re
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any
@@ -16,6 +14,7 @@ from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.http.access import KEY_HEADERS, Guard, Key
 from router.http.access_log import AccessLine
+from router.http.bodies import form_field, is_form, is_object
 from router.http.networks import Networks
 from router.http.proxied_paths import (
     ProxiedPath,
@@ -39,18 +38,6 @@ _FORWARDING = (
     *(b"x-forwarded-host", b"x-forwarded-port"),
 )
 MAX_RANK_DIGITS = 5
-
-MAX_FORM_PARTS = 256
-_MAX_PART_HEAD_BYTES = 8192
-_MAX_FIELD_BYTES = 1024
-_SEARCH_STEP_BYTES = 1024 * 1024
-"""Of a form, at a time: other threads get their turn in between."""
-
-_BOUNDARY = re.compile(rb"""boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;,"]{1,200}))""", re.IGNORECASE)
-_FIELD_NAME = re.compile(
-    rb"""^content-disposition\s*:[^\r\n]*?;\s*name\s*=\s*(?:"([^"\r\n]*)"|([^\s;"]+))""",
-    re.IGNORECASE | re.MULTILINE,
-)
 
 
 class Gateway:
@@ -161,7 +148,7 @@ class Gateway:
         if is_form(content_type):
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
             return self._dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
-        if path.routed_by is RoutedBy.ANY and not _is_object(body):
+        if path.routed_by is RoutedBy.ANY and not is_object(body):
             if salt is not None and body.strip():
                 # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
                 rule = "with this key, it must be a JSON object: a salt is added to it"
@@ -444,54 +431,6 @@ def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:
     if key is None or key.cache_salt is None or not salt_names(path):
         return None
     return TenantSalt(key.cache_salt, salt_names(path))
-
-
-def _is_object(body: bytes) -> bool:
-    return body[:64].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
-
-
-def is_form(content_type: bytes) -> bool:
-    """Whether a body of this type is a multipart form."""
-    return content_type.lstrip()[:19].lower() == b"multipart/form-data"
-
-
-def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
-    """The value of a short field; None if the form has none that can be read.
-
-    Args:
-        content_type: The header, which names the boundary between parts.
-        body: The whole form.
-        name: The field.
-    """
-    found = _BOUNDARY.search(content_type)
-    if found is None:
-        return None
-    delimiter = b"--" + (found[1] or found[2])
-    at = _find(body, delimiter, 0)
-    for _ in range(MAX_FORM_PARTS):
-        if at < 0:
-            return None
-        start = at + len(delimiter)
-        head_end = body.find(b"\r\n\r\n", start, start + _MAX_PART_HEAD_BYTES)
-        if head_end < 0:
-            return None
-        disposition = _FIELD_NAME.search(body[start:head_end])
-        at = _find(body, b"\r\n" + delimiter, head_end + 2)
-        if disposition is not None and (disposition[1] or disposition[2]) == name and at >= 0:
-            value = body[head_end + 4 : min(at, head_end + 4 + _MAX_FIELD_BYTES)]
-            return value.decode("utf-8", "replace").strip()
-        at += 2 if at >= 0 else 0
-    return None
-
-
-def _find(body: bytes, needle: bytes, start: int) -> int:
-    """As `bytes.find`, but in steps."""
-    while start < len(body):
-        found = body.find(needle, start, start + _SEARCH_STEP_BYTES + len(needle))
-        if found >= 0:
-            return found
-        start += _SEARCH_STEP_BYTES
-    return -1
 
 
 def _rank(headers: dict[bytes, bytes]) -> int | None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.gateway import MAX_FORM_PARTS, form_field
+from router.http.bodies import MAX_FORM_PARTS, form_field
 
 TYPE = b"multipart/form-data; boundary=XyZ"
 
