@@ -3,7 +3,8 @@
 Sources publish stored and removed blocks at a fixed rate, while requests come at a fixed rate and
 streams deliver tokens at a fixed pace. Both are measured without the events too, in turn. The rise
 of the requests' p99 and the longest pause of a stream beyond its pace are what a client notices;
-the longest pause also holds whatever else the machine does.
+the longest pause also holds whatever else the machine does. `behind_s` says for how long the router
+still applied events when no more came: with more than a moment it cannot keep up.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def main() -> None:
         router.follow(publisher.endpoints)
         stack.callback(router.close)
         publisher.wait_for_subscribers()
+        router.process.wait_until_idle()
         for rate in options.blocks_per_second:
             events = Events(publisher, options.sources, rate, options.blocks_per_event)
             for kind in ("requests", "streams"):
@@ -148,7 +150,7 @@ def _measure(
     per_second = 0.0 if kind == "streams" else options.requests_per_second
     unit = "gap" if kind == "streams" else "latency"
     core = 1 if options.pin else None
-    quiet, busy, flows, errors = [], [], [], 0
+    quiet, busy, flows, behind, errors = [], [], [], [], 0
     for _ in range(options.rounds):
         found = load(programs, router.port, prompts, connections, options.seconds, per_second, core)
         quiet.append(found)
@@ -156,6 +158,7 @@ def _measure(
             found = load(
                 programs, router.port, prompts, connections, options.seconds, per_second, core
             )
+        behind.append(router.process.wait_until_idle())
         busy.append(found)
         flows.append(flow["blocks_per_second"])
         errors += quiet[-1]["errors"] + busy[-1]["errors"]
@@ -169,6 +172,7 @@ def _measure(
         of=kind,
         blocks_per_second=round(statistics.median(flows)),
         asked_blocks_per_second=round(rate),
+        behind_s=round(statistics.median(behind), 1),
         errors=errors,
         p99_ms=round(middle(quiet, "p99") - beyond, 2),
         p99_ms_under_events=round(middle(busy, "p99") - beyond, 2),

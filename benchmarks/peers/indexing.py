@@ -115,21 +115,13 @@ def _ingest(
             events += stored(tokens, block_hashes(tokens), blocks_per_event)
         last.append(tokens)
         data.append(publisher.messages(source, batches(events)))
-    _wait_until_idle(server)
+    server.process.wait_until_idle()
     before, started = server.process.cpu_s(), time.monotonic()
     publisher.send(data)
     for tokens in last:
         _wait_for(server, tokens, _RUN_BLOCKS)
     used, seconds = server.process.cpu_s() - before, time.monotonic() - started
     return used / (8 * blocks) * 1e6, seconds
-
-
-def _wait_until_idle(server: IndexServer) -> None:
-    """What a process does after its start, or still applies, is over then."""
-    before = -1.0
-    while server.process.cpu_s() - before > 0.02:
-        before = server.process.cpu_s()
-        time.sleep(0.5)
 
 
 def _wait_for(server: IndexServer, tokens: Sequence[int], blocks: int) -> None:
@@ -333,7 +325,7 @@ def route_over_http(settings: Settings) -> None:
             publisher.send(data)
             whole = run_tokens(1, tokens)
             _wait_for(server, whole, tokens // BLOCK_SIZE)
-            _wait_until_idle(server)
+            server.process.wait_until_idle()
             before = server.process.cpu_s()
             measured = load(
                 settings.programs,
@@ -435,7 +427,7 @@ def memory(settings: Settings) -> None:
                 for tokens in last:
                     _wait_for(server, tokens, _RUN_BLOCKS)
                 del data
-                _wait_until_idle(server)
+                server.process.wait_until_idle()
                 resident.append(server.process.rss_bytes())
             report(
                 "memory",

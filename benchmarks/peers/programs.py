@@ -113,6 +113,15 @@ class Process:
         """CPU time that it and its children have used."""
         return sum(_cpu_s(pid) for pid in self._pids())
 
+    def wait_until_idle(self, quiet_s: float = 0.5) -> float:
+        """Wait until it does nothing any more: what it does after its start, or still applies, is
+        over then. Returns for how long it went on."""
+        started, before = time.monotonic(), -1.0
+        while self.cpu_s() - before > quiet_s / 20:
+            before = self.cpu_s()
+            time.sleep(quiet_s)
+        return time.monotonic() - started - quiet_s
+
     def rss_bytes(self) -> int:
         """Memory that it and its children hold."""
         return sum(_rss_bytes(pid) for pid in self._pids())
