@@ -8,13 +8,30 @@ begins with the batch applied last proves that it is still the same one.
 
 from __future__ import annotations
 
+import secrets
 from array import array
+from collections.abc import Callable
+from functools import partial
 
 from kvevents.stream_state import Input
 
-# 64 bits that identify a payload to this process: Python's SipHash, which takes a tenth of the time
-# of a digest. Its key is drawn when the process starts, and no fingerprint leaves the process.
-fingerprint = hash
+try:
+    import xxhash
+except ImportError:  # slower without
+    xxhash = None  # type: ignore[assignment, unused-ignore]
+
+_SEED = secrets.randbits(64)
+
+
+def _hash(payload: bytes) -> int:
+    return hash(payload) & 2**64 - 1
+
+
+# 64 bits that identify a payload to this process: of a batch of 33 KB in half a microsecond, where
+# Python's own hash takes 20 and a digest 50. No fingerprint leaves the process.
+fingerprint: Callable[[bytes], int] = (
+    partial(xxhash.xxh3_64_intdigest, seed=_SEED) if xxhash is not None else _hash
+)
 
 
 class SequenceTracker:
@@ -47,7 +64,7 @@ class SequenceTracker:
         self.ring_answers = 0
         """Replays that showed a batch. Once there was one, an empty ring is another process's."""
         self._remembered = remembered
-        self._fingerprints = array("q", bytes(8 * remembered))
+        self._fingerprints = array("Q", bytes(8 * remembered))
         self._first = 0
         """Of the batches up to `last` none is missing from here on; as many as fit are remembered.
         """

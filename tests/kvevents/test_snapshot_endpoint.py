@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvevents.codec import encode
 from kvevents.delivery import publisher_of
+from kvevents.events import BlockStored, CacheLayout, EventBatch
 from kvevents.replay import ReplayLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions
@@ -335,3 +337,11 @@ async def test_an_endpoint_of_another_process_is_not_asked_again_and_again(
 def test_a_batch_is_named_by_a_fourth_element_of_16_bytes(payload: bytes, name: str | None) -> None:
     """What only ends like a name is none: a change of name is a restart."""
     assert publisher_of(payload) == name
+
+
+def test_a_large_batch_is_named_by_the_layout_that_it_begins_with() -> None:
+    """A snapshot's first batch is large too; further in, a layout is an event like others."""
+    layout = CacheLayout("engine-1", [], 16, 16)
+    many = [BlockStored([number], None, [number] * 16) for number in range(1000)]
+    assert publisher_of(encode(EventBatch(0.0, [layout, *many]))) == "engine-1"
+    assert publisher_of(encode(EventBatch(0.0, [*many, layout]))) is None
