@@ -79,8 +79,11 @@ class LoadTracker:
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
         """What is in flight at a replica; zeros for one that is unknown."""
-        load = self._loads.get((replica_id, None))
-        return ReplicaLoad() if load is None else replace(load)
+        return replace(self.look_at(replica_id))
+
+    def look_at(self, replica_id: str) -> ReplicaLoad:
+        """The same without a copy, to be read at once and not kept."""
+        return self._loads.get((replica_id, None)) or _NOTHING
 
     def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
         """What is in flight at each rank of a replica. Requests whose rank the engine chose are
@@ -123,7 +126,7 @@ class LoadTracker:
 
     def _add_tokenizing(self, replica_id: str, requests: int) -> None:
         place = (replica_id, None)
-        load = self._loads.setdefault(place, ReplicaLoad())
+        load = self._load_at(place)
         load.tokenizing_requests += requests
         self._drop_if_empty(place, load)
 
@@ -141,7 +144,7 @@ class LoadTracker:
             dp_rank: At which of its ranks, if that is known.
         """
         for place in _places(replica_id, dp_rank):
-            load = self._loads.setdefault(place, ReplicaLoad())
+            load = self._load_at(place)
             load.prefilling_requests += requests
             load.prefill_tokens += prefill_tokens
             self._drop_if_empty(place, load)
@@ -158,10 +161,11 @@ class LoadTracker:
             dp_rank: At which of its ranks, if that is known.
         """
         for place in _places(replica_id, dp_rank):
-            load = self._loads.setdefault(place, ReplicaLoad())
+            load = self._load_at(place)
             load.decoding_requests += requests
             load.context_tokens += context_tokens
-            self._drop_if_empty(place, load)
+            if requests:
+                self._drop_if_empty(place, load)
 
     def count_retried(self) -> None:
         """A request moved to another replica."""
@@ -170,6 +174,12 @@ class LoadTracker:
     def count_ended(self) -> None:
         """A request is over."""
         self._in_flight -= 1
+
+    def _load_at(self, place: _Place) -> ReplicaLoad:
+        load = self._loads.get(place)
+        if load is None:
+            load = self._loads[place] = ReplicaLoad()
+        return load
 
     def _drop_if_empty(self, place: _Place, load: ReplicaLoad) -> None:
         if not load.requests and not load.tokenizing_requests:

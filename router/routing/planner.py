@@ -129,7 +129,7 @@ class RoutePlanner:
 
     def obstacle(self, replica: Replica) -> str | None:
         """Why a replica cannot take a request at this moment; None if it can."""
-        return "removed" if replica.removed else replica.obstacle(self._load.load_of(replica.id))
+        return "removed" if replica.removed else replica.obstacle(self._load.look_at(replica.id))
 
     def remember(self, prompts: Sequence[HashedPrompt], source: SourceId) -> None:
         """Count on the prefixes of *prompts* in a cache before its events report them.
@@ -216,7 +216,7 @@ class RoutePlanner:
         rank_load: ReplicaLoad | None = None,
     ) -> Candidate:
         return replica.candidate(
-            self._load.load_of(replica.id),
+            self._load.look_at(replica.id),
             self._clock(),
             self._engine_load_stale_after_s,
             found.hits.get(source, NO_HIT),

@@ -141,9 +141,8 @@ def _read_fields(body: bytes) -> dict[str, Any]:
         is_list = body.lstrip().startswith(b"[")
         whole = msgspec.json.decode(body, type=list[msgspec.Raw] if is_list else Any)
         raise RequestBodyError("$", describe(whole), "the body must be an object") from None
-    return {
-        name: value for name in _FIELD_NAMES if (value := getattr(found, name)) is not msgspec.UNSET
-    }
+    values = zip(_FIELD_NAMES, msgspec.structs.astuple(found), strict=True)
+    return {name: value for name, value in values if value is not msgspec.UNSET}
 
 
 def _fault(body: bytes, error: Exception) -> str:
