@@ -342,6 +342,6 @@ def test_a_batch_is_named_by_a_fourth_element_of_16_bytes(payload: bytes, name: 
 def test_a_large_batch_is_named_by_the_layout_that_it_begins_with() -> None:
     """A snapshot's first batch is large too; further in, a layout is an event like others."""
     layout = CacheLayout("engine-1", [], 16, 16)
-    many = [BlockStored([number], None, [number] * 16) for number in range(1000)]
+    many = [BlockStored([number], None, [number] * 16, "GPU") for number in range(1000)]
     assert publisher_of(encode(EventBatch(0.0, [layout, *many]))) == "engine-1"
     assert publisher_of(encode(EventBatch(0.0, [*many, layout]))) is None
