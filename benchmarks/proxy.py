@@ -34,10 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--kilobytes", type=int, nargs="+", default=[1, 64], help="prompt sizes")
+    parser.add_argument("--kilobytes", type=int, nargs="*", default=[1, 64], help="prompt sizes")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument(
-        "--streams", type=int, nargs="+", default=[64], help="concurrent event streams to measure"
+        "--streams", type=int, nargs="*", default=[64], help="concurrent event streams to measure"
     )
     parser.add_argument(
         "--paced", type=int, nargs="*", default=[64, 1024], help="concurrent paced streams"

@@ -33,7 +33,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from router.upstream import Header
 
 _MAX_WAITING_BYTES = 64 * 1024
-"""Of a body that waits behind another request; the connection is not read beyond it."""
+"""Of a body that nobody takes: its turn has not come, or its request was refused and the refusal is
+held back. The connection is not read beyond it."""
 _WITHOUT_BODY = frozenset((204, 304))
 _UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
@@ -92,6 +93,7 @@ class Exchange:
         "server",
         "status",
         "target",
+        "waiting_bytes",
     )
 
     def __init__(
@@ -118,6 +120,8 @@ class Exchange:
         self.status: int | None = None
         self.body_bytes = 0
         """Sent so far."""
+        self.waiting_bytes = 0
+        """Of the body, received and not taken."""
         self.server: ExchangeServer | None = None
         self.expects_continue = connection.expect_100_continue
         self.chunked_encoding = False
@@ -145,16 +149,17 @@ class Exchange:
         return self._connection.is_of_reserve
 
     def receive(self, piece: bytes) -> None:
-        """Keep a piece of the body until it is taken."""
+        """Keep a piece of the body until it is taken. While too much waits, nothing is read."""
         self._pieces.append(piece)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Of the body, received and not taken."""
-        return sum(map(len, self._pieces))
+        self.waiting_bytes += len(piece)
+        if self.waiting_bytes > _MAX_WAITING_BYTES:
+            self._connection.flow.pause_reading()
 
     def take_body(self) -> bytes:
         """What has arrived of the body since the last call."""
+        if self.waiting_bytes > _MAX_WAITING_BYTES:
+            self._connection.flow.resume_reading()
+        self.waiting_bytes = 0
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -412,8 +417,6 @@ class DirectHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
         elif not exchange.response_complete:
             exchange.receive(body)
-            if exchange is not self._running and exchange.waiting_bytes > _MAX_WAITING_BYTES:
-                self.flow.pause_reading()
 
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None

@@ -25,6 +25,9 @@ class Echo:
         self.body = b""
 
     def proceed(self) -> None:
+        if self.exchange.path == "/ignored":
+            self._server.waiting = [self]
+            return
         self.body += self.exchange.take_body()
         if self.exchange.path == "/refused" and self.exchange.status is None:
             self.exchange.respond(401, [(b"content-length", b"2")], b"no", True)
@@ -180,3 +183,21 @@ async def test_what_runs_is_cut_at_the_end_of_the_grace_period() -> None:
         connection.cut()  # type: ignore[union-attr]
         assert app.cancelled == ["/a"]
         assert await client.is_closed()
+
+
+async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
+    """A wrong key's refusal is held back; what its client sends meanwhile must cost no memory."""
+    async with direct_server() as app, connect(app.port) as client:
+        head = b"POST /ignored HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\n\r\n"
+        await client.write(head)
+        writing = asyncio.create_task(client.write(b"x" * 50_000_000))
+        await eventually(lambda: app.waiting, "it has arrived")
+        exchange = app.waiting[0].exchange
+        await eventually(lambda: exchange.waiting_bytes > 64 * 1024, "more than enough is here")
+        (connection,) = app.state.connections
+        assert connection.flow.read_paused  # type: ignore[union-attr]
+        before = exchange.waiting_bytes
+        assert before < 1_000_000
+        exchange.respond(401, [(b"content-length", b"0")], b"", True)
+        await writing
+        assert exchange.waiting_bytes == before, "what comes after the response is dropped"
