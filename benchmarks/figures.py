@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index import PrefixIndex, SourceId, create_index
+from router.index import REFERENCE, IndexImplementation, PrefixIndex, SourceId, choose_index
 
 BLOCK_SIZE = 16
 
@@ -33,6 +33,13 @@ def report(question: str, **figures: Any) -> None:
 def median_seconds(action: Callable[[], object], repeats: int) -> float:
     """Median time of *action* over *repeats* runs."""
     return statistics.median(_timed(action) for _ in range(repeats))
+
+
+def processor_seconds(action: Callable[[], object]) -> float:
+    """Time that the processor spends on *action*: other processes do not count."""
+    start = time.process_time()
+    action()
+    return time.process_time() - start
 
 
 def _timed(action: Callable[[], object]) -> float:
@@ -87,10 +94,26 @@ def block_hash(seed: int, index: int) -> int:
     return hash((seed, index, "block")) & (2**64 - 1)
 
 
-def filled_index(replicas: int, tokens: list[int], groups: int = 2) -> PrefixIndex:
-    """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every
-    group."""
-    index = create_index()
+def implementations() -> list[IndexImplementation]:
+    """The reference, and the compiled index where it was built."""
+    return list(dict.fromkeys((REFERENCE, choose_index())))
+
+
+def filled_index(
+    replicas: int,
+    tokens: list[int],
+    groups: int = 2,
+    implementation: IndexImplementation = REFERENCE,
+) -> PrefixIndex:
+    """An index in which replica i holds the first (i + 1) / replicas of a prompt, in every group.
+
+    Args:
+        replicas: How many.
+        tokens: The prompt.
+        groups: The first of full attention, the others with a window.
+        implementation: Which index.
+    """
+    index = implementation.create()
     for replica in range(replicas):
         held = tokens[: len(tokens) * (replica + 1) // replicas]
         events: list[Event] = [

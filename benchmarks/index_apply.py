@@ -8,13 +8,20 @@ hold it.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.figures import BLOCK_SIZE, prompt_tokens, removed_events, report, stored_events
+from benchmarks.figures import (
+    BLOCK_SIZE,
+    implementations,
+    processor_seconds,
+    prompt_tokens,
+    removed_events,
+    report,
+    stored_events,
+)
 from kvevents.codec import decode, encode
 from kvevents.events import BlockRemoved, BlockStored, Event, EventBatch
-from router.index import SourceId, create_index
+from router.index import PrefixIndex, SourceId
 
 
 class HashHolders:
@@ -54,18 +61,25 @@ def _measure(blocks: int, blocks_per_event: int) -> None:
     tokens = prompt_tokens(blocks * BLOCK_SIZE)
     stored = _payloads(list(stored_events(tokens, blocks_per_event)))
     removed = _payloads(list(removed_events(tokens, blocks_per_event)))
-    index, blind = create_index(), HashHolders()
+    indexes = {each.name: each.create() for each in implementations()}
+    blind = HashHolders()
     for action, payloads in (("stored", stored), ("removed", removed)):
-        ours = _seconds(payloads, lambda payload: index.apply(SourceId("replica"), payload))
         theirs = _seconds(payloads, lambda payload: blind.apply("replica", payload))
-        report(
-            "index_apply",
-            action=action,
-            blocks_per_event=blocks_per_event,
-            blocks_per_second=round(blocks / ours),
-            group_blind_blocks_per_second=round(blocks / theirs),
-            ratio=round(theirs / ours, 3),
-        )
+        for name, index in indexes.items():
+            ours = _seconds(payloads, _apply_to(index))
+            report(
+                "index_apply",
+                implementation=name,
+                action=action,
+                blocks_per_event=blocks_per_event,
+                blocks_per_second=round(blocks / ours),
+                group_blind_blocks_per_second=round(blocks / theirs),
+                ratio=round(theirs / ours, 3),
+            )
+
+
+def _apply_to(index: PrefixIndex) -> Callable[[bytes], object]:
+    return lambda payload: index.apply(SourceId("replica"), payload)
 
 
 def _payloads(events: Sequence[Event], events_per_batch: int = 16) -> list[bytes]:
@@ -77,10 +91,7 @@ def _payloads(events: Sequence[Event], events_per_batch: int = 16) -> list[bytes
 
 
 def _seconds(payloads: list[bytes], apply: Callable[[bytes], object]) -> float:
-    start = time.perf_counter()
-    for payload in payloads:
-        apply(payload)
-    return time.perf_counter() - start
+    return processor_seconds(lambda: [apply(payload) for payload in payloads])
 
 
 if __name__ == "__main__":

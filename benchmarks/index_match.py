@@ -8,11 +8,14 @@ hashes of the prompt for free.
 from __future__ import annotations
 
 import argparse
+from array import array
+from functools import partial
 
 from benchmarks.figures import (
     BLOCK_SIZE,
     block_hash,
     filled_index,
+    implementations,
     median_seconds,
     prompt_tokens,
     report,
@@ -39,22 +42,26 @@ def main() -> None:
 
 def _measure(count: int, replicas: int, repeats: int) -> None:
     tokens = prompt_tokens(count)
-    index = filled_index(replicas, tokens)
+    unknown = array("I", prompt_tokens(count, seed=1))
     holders = _blind_holders(count // BLOCK_SIZE, replicas)
-    unknown = prompt_tokens(count, seed=1)
-    ours = median_seconds(lambda: index.match(tokens), repeats)
     theirs = median_seconds(lambda: _blind_match(holders, count // BLOCK_SIZE), repeats)
-    report(
-        "index_match",
-        tokens=count,
-        replicas=replicas,
-        milliseconds=round(ours * 1e3, 3),
-        unknown_prompt_milliseconds=round(
-            median_seconds(lambda: index.match(unknown), repeats) * 1e3, 3
-        ),
-        group_blind_milliseconds=round(theirs * 1e3, 3),
-        ratio=round(ours / theirs, 2),
-    )
+    for implementation in implementations():
+        index, packed = filled_index(replicas, tokens, 2, implementation), array("I", tokens)
+        known_s, list_s, unknown_s = (
+            median_seconds(partial(index.match, prompt), repeats)
+            for prompt in (packed, tokens, unknown)
+        )
+        report(
+            "index_match",
+            implementation=implementation.name,
+            tokens=count,
+            replicas=replicas,
+            milliseconds=round(known_s * 1e3, 4),
+            from_a_list_milliseconds=round(list_s * 1e3, 4),
+            unknown_prompt_milliseconds=round(unknown_s * 1e3, 4),
+            group_blind_milliseconds=round(theirs * 1e3, 3),
+            ratio=round(known_s / theirs, 3),
+        )
 
 
 def _blind_holders(blocks: int, replicas: int) -> dict[int, set[int]]:

@@ -1,5 +1,9 @@
 """How many bytes does the index need for a block that a replica holds, by the number of groups that
-hold it?"""
+hold it, and where all replicas hold the same blocks?
+
+Of the reference what Python allocates is counted, of the compiled index what its tables and nodes
+take.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,15 @@ import argparse
 import gc
 import tracemalloc
 
-from benchmarks.figures import BLOCK_SIZE, prompt_tokens, report, stored_events
+from benchmarks.figures import (
+    BLOCK_SIZE,
+    implementations,
+    prompt_tokens,
+    report,
+    stored_events,
+)
 from kvevents.events import Event, EventBatch
-from router.index import SourceId, create_index
+from router.index import IndexImplementation, SourceId
 
 
 def main() -> None:
@@ -18,27 +28,38 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 6])
     options = parser.parse_args()
-    for groups in options.groups:
-        used = _bytes_used(options.blocks, options.replicas, groups)
-        held = options.blocks * options.replicas
-        report("index_memory", groups=groups, bytes_per_replica_and_block=round(used / held, 1))
+    settings = [(groups, False) for groups in options.groups] + [(1, True)]
+    for groups, is_shared in settings:
+        for implementation in implementations():
+            used = _bytes_used(implementation, options.blocks, options.replicas, groups, is_shared)
+            report(
+                "index_memory",
+                implementation=implementation.name,
+                groups=groups,
+                shared_by=options.replicas if is_shared else 1,
+                bytes_per_replica_and_block=round(used / options.blocks / options.replicas, 1),
+            )
 
 
-def _bytes_used(blocks: int, replicas: int, groups: int) -> int:
-    index = create_index()
+def _bytes_used(
+    implementation: IndexImplementation, blocks: int, replicas: int, groups: int, is_shared: bool
+) -> int:
+    index = implementation.create()
     gc.collect()
     tracemalloc.start()
     for replica in range(replicas):
-        tokens = prompt_tokens(blocks * BLOCK_SIZE, seed=replica)
+        seed = 0 if is_shared else replica
+        tokens = prompt_tokens(blocks * BLOCK_SIZE, seed=seed)
         for group in range(groups):
-            events: list[Event] = list(stored_events(tokens, 64, group, seed=replica))
+            events: list[Event] = list(stored_events(tokens, 64, group, seed=seed))
             index.apply(SourceId(f"replica-{replica}"), EventBatch(0.0, events))
             del events
         del tokens
     gc.collect()
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return used
+    core = getattr(index, "core", None)
+    return used + (core.sizes()[1] if core else 0)
 
 
 if __name__ == "__main__":

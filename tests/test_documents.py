@@ -466,6 +466,8 @@ def imported_files(path: Path) -> Iterator[str]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
             base = (node.module or "").replace(".", "/")
+            if (ROOT / f"{base}.pyi").is_file():
+                continue  # compiled: it imports nothing
             submodules = [
                 f"{base}/{alias.name}.py"
                 for alias in node.names

@@ -1,3 +1,78 @@
-"""The compiled index, built from `core/` where there is a C++ compiler."""
+"""The compiled index, built from `core/` where there is a C++ compiler; see `core/binding.cpp`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvevents.events import BlockHash
+from router.index.base import Hit, SourceId
 
 core_version: int
+
+class StateError(ValueError):
+    """The state of a source that contradicts itself."""
+
+class Prompt:
+    """A prompt, packed, with the keys that were asked for so far."""
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        lora_name: str | None,
+        cache_salt: str | None,
+        extra_keys: bytes,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+
+class Core:
+    """All sources of one model, by slot."""
+
+    def __init__(self, point: int, fold: int, limits: Sequence[int]) -> None: ...
+    def add(self, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
+    def drop(self, slot: int) -> None: ...
+    def set_layout(
+        self,
+        slot: int,
+        groups: Sequence[tuple[int, int, int | None, int | None]],
+        hash_block_size: int,
+        scheduler_block_size: int,
+        eagle: bool,
+        eagle_sees_last_token: bool,
+        is_announced: bool,
+        lookahead: int,
+    ) -> None: ...
+    def unset_layout(self, slot: int, is_announced: bool, lookahead: int) -> None: ...
+    def apply(
+        self, slot: int, payload: bytes
+    ) -> tuple[Any, ...] | list[tuple[Any, ...]] | None: ...
+    def apply_told(
+        self, slot: int, payload: bytes, is_canonical: bool, opaque: Sequence[int]
+    ) -> tuple[Any, ...] | None: ...
+    def note(
+        self, slot: int, has_chain: bool, shows_extra_keys: bool, has_lost_removals: bool
+    ) -> None: ...
+    def holds_hash(self, slot: int, block_hash: object) -> bool: ...
+    def hides_extra_keys(self, slot: int) -> bool: ...
+    def uses_int_hashes(self, slot: int) -> bool: ...
+    def unplaced(self, slot: int) -> int: ...
+    def statistics(self, slot: int) -> dict[str, Any]: ...
+    def hash(self, prompt: Prompt) -> None: ...
+    def prefix_keys(self, prompt: Prompt, step: int) -> list[int]: ...
+    def match(
+        self,
+        prompt: Prompt,
+        names: list[SourceId | None],
+        hit_type: type[Hit],
+        computed: Sequence[tuple[int, bool, list[list[BlockHash]]]],
+    ) -> dict[SourceId, Hit]: ...
+    def group_hits(
+        self,
+        prompt: Prompt,
+        slot: int,
+        computed: Sequence[tuple[int, bool, list[list[BlockHash]]]],
+    ) -> list[int]: ...
+    def export_source(self, slot: int) -> bytes: ...
+    def restore_source(self, slot: int, state: bytes) -> None: ...
+    def sizes(self) -> tuple[int, int]: ...
+    def contradictions(self) -> list[str]: ...
+
+def pack_token_ids(json_array: bytes | memoryview) -> bytes | None: ...

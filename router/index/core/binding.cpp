@@ -1,9 +1,503 @@
 // What Python sees of the compiled index. Everything else in this directory knows nothing of Python.
+//
+// One mutex guards an index, so that a match never sees half a batch. The interpreter lock is let go
+// while a large batch applies or a long prompt is hashed or matched; for anything small that would
+// cost more than it gives. Nobody waits for the mutex with the interpreter lock in hand.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+
+#include "inspector.hpp"
+#include "json_tokens.hpp"
+#include "match.hpp"
+#include "state.hpp"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 namespace nb = nanobind;
+using namespace kvroute;
+
+namespace {
+
+constexpr std::size_t kLargePayload = 1 << 16;
+constexpr std::size_t kLongPrompt = 1 << 14;
+
+// Lets the interpreter lock go for as long as it lives, if that is worth it.
+class ReleasedIf {
+public:
+    explicit ReleasedIf(bool is_worth_it) : state_(is_worth_it ? PyEval_SaveThread() : nullptr) {}
+    ~ReleasedIf() {
+        if (state_ != nullptr) PyEval_RestoreThread(state_);
+    }
+    ReleasedIf(const ReleasedIf&) = delete;
+    ReleasedIf& operator=(const ReleasedIf&) = delete;
+
+private:
+    PyThreadState* state_;
+};
+
+// Holds the mutex. Whoever has to wait for it lets the interpreter lock go meanwhile.
+class Locked {
+public:
+    explicit Locked(std::mutex& mutex, bool has_interpreter = true) : mutex_(mutex) {
+        if (mutex_.try_lock()) return;
+        if (!has_interpreter) {
+            mutex_.lock();
+            return;
+        }
+        nb::gil_scoped_release released;
+        mutex_.lock();
+    }
+    ~Locked() { mutex_.unlock(); }
+    Locked(const Locked&) = delete;
+    Locked& operator=(const Locked&) = delete;
+
+private:
+    std::mutex& mutex_;
+};
+
+// A contiguous buffer of any kind, for reading.
+class Buffer {
+public:
+    explicit Buffer(nb::handle from, bool is_optional = false) {
+        is_open_ = PyObject_GetBuffer(from.ptr(), &view_, PyBUF_SIMPLE | PyBUF_FORMAT) == 0;
+        if (is_open_) return;
+        if (!is_optional) throw nb::python_error();
+        PyErr_Clear();
+    }
+    ~Buffer() {
+        if (is_open_) PyBuffer_Release(&view_);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    bool is_open() const { return is_open_; }
+    bool holds_numbers() const {
+        return is_open_ && view_.itemsize == 4 && view_.format != nullptr &&
+               std::string_view(view_.format) == "I";
+    }
+    std::span<const u8> bytes() const {
+        return {static_cast<const u8*>(view_.buf), static_cast<std::size_t>(view_.len)};
+    }
+
+private:
+    Py_buffer view_{};
+    bool is_open_ = false;
+};
+
+std::vector<u32> tokens_of(nb::handle from) {
+    std::vector<u32> tokens;
+    if (!PyList_Check(from.ptr()) && !PyTuple_Check(from.ptr())) {
+        const Buffer buffer(from, /*is_optional=*/true);
+        if (buffer.holds_numbers()) {
+            tokens.resize(buffer.bytes().size() / 4);
+            std::memcpy(tokens.data(), buffer.bytes().data(), tokens.size() * 4);
+            return tokens;
+        }
+    }
+    const nb::object items = nb::steal(PySequence_List(from.ptr()));
+    if (!items.is_valid()) throw nb::python_error();
+    const Py_ssize_t count = PyList_Size(items.ptr());
+    tokens.resize(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        const unsigned long long value =
+            PyLong_AsUnsignedLongLong(PyList_GetItem(items.ptr(), i));
+        if (value == ~0ull && PyErr_Occurred()) throw nb::python_error();
+        if (value > 0xFFFFFFFF) {
+            PyErr_SetString(PyExc_OverflowError, "a token id must lie in [0, 2**32)");
+            throw nb::python_error();
+        }
+        tokens[static_cast<std::size_t>(i)] = static_cast<u32>(value);
+    }
+    return tokens;
+}
+
+u64 hash_of(const KeySpace& space, nb::handle block_hash) {
+    if (PyBytes_Check(block_hash.ptr())) {
+        const nb::bytes bytes = nb::borrow<nb::bytes>(block_hash);
+        const msgpack::Head head{msgpack::Kind::binary, bytes.size()};
+        return hash_number(space, head, static_cast<const u8*>(bytes.data()));
+    }
+    const unsigned long long value = PyLong_AsUnsignedLongLong(block_hash.ptr());
+    if (value != ~0ull || !PyErr_Occurred()) {
+        return hash_number(space, {msgpack::Kind::unsigned_int, value}, nullptr);
+    }
+    PyErr_Clear();
+    const long long negative = PyLong_AsLongLong(block_hash.ptr());
+    if (negative == -1 && PyErr_Occurred()) throw nb::python_error();
+    return hash_number(space, {msgpack::Kind::negative_int, static_cast<u64>(negative)}, nullptr);
+}
+
+// `Hit` is a named tuple: made without its Python constructor, which would cost more than the rest.
+nb::object make_hit(nb::handle type, const Hit& hit, const nb::object& by_tier) {
+    nb::object made =
+        nb::steal(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type.ptr()), 3));
+    if (!made.is_valid()) throw nb::python_error();
+    PyTuple_SetItem(made.ptr(), 0, PyLong_FromUnsignedLongLong(hit.gpu));
+    PyTuple_SetItem(made.ptr(), 1, PyLong_FromUnsignedLongLong(hit.total));
+    PyTuple_SetItem(made.ptr(), 2, nb::object(by_tier).release().ptr());
+    return made;
+}
+
+using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>>;
+using ComputedTuple = std::tuple<u32, bool, nb::list>;
+
+class Core {
+public:
+    Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits)
+        : index_({first_secret, second_secret},
+                 Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
+                        limits.at(5)}),
+          matcher_(index_) {}
+
+    u32 add(const std::vector<std::tuple<std::string, u64, u64>>& tier_units) {
+        Locked locked(mutex_);
+        const u32 slot = index_.add_source();
+        for (const auto& [name, blocks, tokens] : tier_units) {
+            index_.source(slot).tier_units.push_back({name, blocks, tokens});
+        }
+        return slot;
+    }
+
+    void drop(u32 slot) {
+        ReleasedIf released(true);
+        Locked locked(mutex_, false);
+        check(slot);
+        const bool is_large = index_.source(slot).entries > 10'000;
+        index_.drop_source(slot);
+#ifdef __GLIBC__
+        if (is_large) malloc_trim(0);
+#else
+        (void)is_large;
+#endif
+    }
+
+    void set_layout(u32 slot, const std::vector<GroupTuple>& groups, u64 hash_block_size,
+                    u64 scheduler_block_size, bool eagle, bool eagle_sees_last_token,
+                    bool is_announced, u32 lookahead) {
+        Layout layout;
+        for (const auto& [kind, block_size, window, chunk] : groups) {
+            layout.groups.push_back({static_cast<GroupKind>(kind), block_size, window, chunk});
+        }
+        layout.hash_block_size = hash_block_size;
+        layout.scheduler_block_size = scheduler_block_size;
+        layout.eagle = eagle;
+        layout.eagle_sees_last_token = eagle_sees_last_token;
+        Locked locked(mutex_);
+        check(slot);
+        index_.set_layout(slot, std::move(layout), is_announced, lookahead);
+    }
+
+    void unset_layout(u32 slot, bool is_announced, u32 lookahead) {
+        Locked locked(mutex_);
+        check(slot);
+        index_.unset_layout(slot, is_announced, lookahead);
+    }
+
+    // A tuple of what the batch did; a list of news to tell the layout learner, with nothing applied
+    // yet; None where the batch is odd.
+    nb::object apply(u32 slot, nb::bytes payload) {
+        Applied result;
+        std::vector<News> news;
+        Index::Outcome outcome;
+        {
+            const bool is_large = payload.size() > kLargePayload;
+            const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
+                                            payload.size());
+            ReleasedIf released(is_large);
+            Locked locked(mutex_, !is_large);
+            check(slot);
+            outcome = index_.apply(slot, bytes, result, news);
+        }
+        if (outcome == Index::Outcome::odd) return nb::none();
+        if (outcome == Index::Outcome::applied) return as_tuple(slot, result);
+        nb::list told;
+        for (const News& each : news) told.append(as_tuple(each));
+        return told;
+    }
+
+    nb::object apply_told(u32 slot, nb::bytes payload, bool is_canonical,
+                          const std::vector<u32>& opaque) {
+        Applied result;
+        bool is_applied;
+        {
+            const bool is_large = payload.size() > kLargePayload;
+            const std::span<const u8> bytes(static_cast<const u8*>(payload.data()),
+                                            payload.size());
+            ReleasedIf released(is_large);
+            Locked locked(mutex_, !is_large);
+            check(slot);
+            is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, result);
+        }
+        return is_applied ? as_tuple(slot, result) : nb::none();
+    }
+
+    void note(u32 slot, bool has_chain, bool shows_extra_keys, bool has_lost_removals) {
+        Locked locked(mutex_);
+        check(slot);
+        Source& of = index_.source(slot);
+        of.has_chain = has_chain;
+        of.shows_extra_keys |= shows_extra_keys;
+        of.has_lost_removals |= has_lost_removals;
+    }
+
+    bool holds_hash(u32 slot, nb::handle block_hash) {
+        const u64 hash = hash_of(index_.space(), block_hash);
+        Locked locked(mutex_);
+        check(slot);
+        return index_.entry_of(index_.source(slot), hash) != kNone;
+    }
+
+    bool hides_extra_keys(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        return index_.source(slot).hides_extra_keys();
+    }
+
+    bool uses_int_hashes(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        return index_.source(slot).uses_int_hashes;
+    }
+
+    u64 unplaced(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        return index_.source(slot).unplaced;
+    }
+
+    nb::dict statistics(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        const Source& of = index_.source(slot);
+        nb::dict found;
+        nb::list blocks, units;
+        for (u32 plane = 0; plane < of.counts.size(); ++plane) {
+            if (!of.counts[plane]) continue;
+            const u32 group = group_of_plane(plane), tier = tier_of_plane(plane);
+            const nb::object name = text(of.tiers[tier].name);
+            blocks.append(nb::make_tuple(group, name, of.counts[plane]));
+            if (!tier || !of.has_layout || group >= of.layout.groups.size()) continue;
+            units.append(nb::make_tuple(group, name, index_.units_of(of, tier)[group]));
+        }
+        found["blocks"] = blocks;
+        found["units"] = units;
+        found["unplaced"] = of.unplaced;
+        found["ambiguous"] = of.ambiguous;
+        found["waiting_runs"] = of.waiting.runs;
+        found["waiting_tokens"] = of.waiting.tokens;
+        found["given_up"] = of.waiting.given_up;
+        found["has_overflowed"] = of.has_overflowed;
+        found["has_lost_removals"] = of.has_lost_removals;
+        found["announces_remote"] = of.announces_remote;
+        found["removes_last_only"] = of.copy_watch.counting == CopyWatch::Counting::last_copy;
+        found["forgotten"] = of.forgotten.size();
+        found["entries"] = of.entries;
+        return found;
+    }
+
+    // Hashes a prompt for every source.
+    void hash(Prompt& prompt) {
+        ReleasedIf released(prompt.tokens().size() > kLongPrompt);
+        std::vector<Prompt::Step> steps;
+        {
+            Locked locked(mutex_, prompt.tokens().size() <= kLongPrompt);
+            steps = matcher_.steps();
+        }
+        for (Prompt::Step step : steps) prompt.keys(index_.space(), step);
+    }
+
+    std::vector<u64> prefix_keys(Prompt& prompt, u64 step) {
+        return prompt.prefix_keys(index_.space(), step);
+    }
+
+    // `{name: hit}` for the sources in `names`, by slot.
+    nb::dict match(Prompt& prompt, nb::list names, nb::handle hit_type,
+                   const std::vector<ComputedTuple>& computed) {
+        std::vector<Hit> hits;
+        const std::vector<Computed> by_hash = computed_of(computed);
+        {
+            const bool is_long = prompt.tokens().size() > kLongPrompt;
+            ReleasedIf released(is_long);
+            Locked locked(mutex_, !is_long);
+            matcher_.match(prompt, by_hash, hits);
+        }
+        nb::dict found;
+        nb::object made;
+        const nb::object no_tiers = nb::make_tuple();
+        Hit last;
+        for (std::size_t slot = 0; slot < nb::len(names); ++slot) {
+            PyObject* name = PyList_GetItem(names.ptr(), static_cast<Py_ssize_t>(slot));
+            if (name == nullptr || name == Py_None) continue;
+            if (slot >= hits.size()) hits.resize(slot + 1);
+            const Hit& hit = hits[slot];
+            if (!made.is_valid() || hit != last || !hit.by_tier.empty()) {
+                made = make_hit(hit_type, hit,
+                                hit.by_tier.empty() ? no_tiers : shares_of(slot, hit));
+                last = hit;
+            }
+            if (PyDict_SetItem(found.ptr(), name, made.ptr()) < 0) throw nb::python_error();
+        }
+        return found;
+    }
+
+    std::vector<u64> group_hits(Prompt& prompt, u32 slot,
+                                const std::vector<ComputedTuple>& computed) {
+        const std::vector<Computed> by_hash = computed_of(computed);
+        Locked locked(mutex_);
+        check(slot);
+        return matcher_.group_hits(prompt, slot, by_hash.empty() ? nullptr : &by_hash[0]);
+    }
+
+    nb::bytes export_source(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        const std::vector<u8> bytes = StateWriter(index_).write(slot);
+        return nb::bytes(bytes.data(), bytes.size());
+    }
+
+    void restore_source(u32 slot, nb::bytes state) {
+        Locked locked(mutex_);
+        check(slot);
+        const std::span<const u8> bytes(static_cast<const u8*>(state.data()), state.size());
+        StateReader(index_, bytes).read(slot);
+    }
+
+    std::vector<std::string> contradictions() {
+        Locked locked(mutex_);
+        return Inspector(index_).contradictions();
+    }
+
+    nb::tuple sizes() {
+        Locked locked(mutex_);
+        return nb::make_tuple(index_.nodes().size(), index_.memory());
+    }
+
+
+private:
+    void check(u32 slot) const {
+        if (!index_.has_source(slot)) throw nb::index_error("no such source");
+    }
+
+    static nb::object text(const std::string& name) {
+        return nb::steal(PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()),
+                                              "replace"));
+    }
+
+    nb::object as_tuple(u32 slot, const Applied& result) {
+        Locked locked(mutex_);
+        if (!index_.has_source(slot)) return nb::none();
+        const Source& of = index_.source(slot);
+        const bool may_show_function =
+            result.has_root_sample && (of.unplaced || of.hides_extra_keys());
+        return nb::make_tuple(result.stored, result.removed, result.waiting, result.skipped,
+                              result.overflow, result.given_up, result.cleared,
+                              result.is_incomplete, of.has_lower_tiers(), may_show_function,
+                              of.unplaced);
+    }
+
+    nb::object shares_of(std::size_t slot, const Hit& hit) {
+        Locked locked(mutex_);
+        nb::list shares;
+        for (const auto& [tier, tokens] : hit.by_tier) {
+            if (!index_.has_source(static_cast<u32>(slot))) break;
+            const Source& of = index_.source(static_cast<u32>(slot));
+            if (tier < of.tiers.size()) {
+                shares.append(nb::make_tuple(text(of.tiers[tier].name), tokens));
+            }
+        }
+        return nb::tuple(shares);
+    }
+
+    static nb::object as_tuple(const News& news) {
+        return nb::make_tuple(
+            news.lookahead ? nb::cast(*news.lookahead) : nb::none(),
+            news.group ? nb::cast(*news.group) : nb::none(), news.is_on_gpu,
+            news.kind.empty() ? nb::none() : text(news.kind),
+            news.window ? nb::cast(news.window) : nb::none(), news.block_size);
+    }
+
+    std::vector<Computed> computed_of(const std::vector<ComputedTuple>& tuples) const {
+        std::vector<Computed> found;
+        for (const auto& [slot, is_alone, lists] : tuples) {
+            found.push_back({slot, is_alone, {}});
+            for (nb::handle list : lists) {
+                std::vector<u64>& hashes = found.back().hashes.emplace_back();
+                for (nb::handle each : nb::borrow<nb::list>(list)) {
+                    hashes.push_back(hash_of(index_.space(), each));
+                }
+            }
+        }
+        return found;
+    }
+
+    std::mutex mutex_;
+    Index index_;
+    Matcher matcher_;
+};
+
+nb::object pack_token_ids(nb::handle text) {
+    const Buffer buffer(text);
+    std::optional<std::vector<u32>> numbers;
+    {
+        ReleasedIf released(buffer.bytes().size() > kLargePayload);
+        numbers = token_ids_of_json(buffer.bytes());
+    }
+    if (!numbers) return nb::none();
+    return nb::bytes(numbers->data(), numbers->size() * sizeof(u32));
+}
+
+}  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 1;
+    module.attr("core_version") = 2;
+    // An index that lives as long as the interpreter is no leak.
+    nb::set_leak_warnings(false);
+
+    static nb::exception<StateError> state_error(module, "StateError", PyExc_ValueError);
+
+    nb::class_<Prompt>(module, "Prompt")
+        .def(
+            "__init__",
+            [](Prompt* self, nb::handle tokens, std::optional<std::string> lora,
+               std::optional<std::string> salt, nb::bytes extra_keys) {
+                const auto* bytes = static_cast<const u8*>(extra_keys.data());
+                new (self) Prompt(tokens_of(tokens), std::move(lora), std::move(salt),
+                                  std::vector<u8>(bytes, bytes + extra_keys.size()));
+            },
+            nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),
+            nb::arg("extra_keys"))
+        .def("__len__", [](const Prompt& self) { return self.tokens().size(); });
+
+    nb::class_<Core>(module, "Core")
+        .def(nb::init<u64, u64, const std::vector<u64>&>())
+        .def("add", &Core::add)
+        .def("drop", &Core::drop)
+        .def("set_layout", &Core::set_layout)
+        .def("unset_layout", &Core::unset_layout)
+        .def("apply", &Core::apply)
+        .def("apply_told", &Core::apply_told)
+        .def("note", &Core::note)
+        .def("holds_hash", &Core::holds_hash)
+        .def("hides_extra_keys", &Core::hides_extra_keys)
+        .def("uses_int_hashes", &Core::uses_int_hashes)
+        .def("unplaced", &Core::unplaced)
+        .def("statistics", &Core::statistics)
+        .def("hash", &Core::hash)
+        .def("prefix_keys", &Core::prefix_keys)
+        .def("match", &Core::match)
+        .def("group_hits", &Core::group_hits)
+        .def("export_source", &Core::export_source)
+        .def("restore_source", &Core::restore_source)
+        .def("sizes", &Core::sizes)
+        .def("contradictions", &Core::contradictions);
+
+    module.def("pack_token_ids", &pack_token_ids);
 }

@@ -96,7 +96,7 @@ class ReferenceIndex(PrefixIndex):
         extra_steps: Sequence[int] = (),
     ) -> HashedPrompt:
         prompt = PromptKeys(self.keys, token_ids, lora_name, cache_salt, extra_keys)
-        for hash_block_size, lookahead in self._steps():
+        for hash_block_size, lookahead in self.steps():
             prompt.keys(hash_block_size, lookahead)
         for step in extra_steps:
             prompt.prefix_keys(step)
@@ -113,7 +113,7 @@ class ReferenceIndex(PrefixIndex):
         known = self.sources.get(source)
         return tuple(group_hits(known, prompt)) if known else ()
 
-    def _steps(self) -> set[tuple[int, int]]:
+    def steps(self) -> set[tuple[int, int]]:
         """`(hash block size, lookahead)` of all layouts known."""
         # A list, in one go: events may be applied in another thread.
         learners = [source.learner for source in list(self.sources.values())]

@@ -84,36 +84,60 @@ class LayoutLearner:
 
     def see_stored(self, event: BlockStored) -> None:
         """Learn from one event."""
-        if event.lookahead_token_ids:
-            self.lookahead = max(map(len, event.lookahead_token_ids))
-        index = event.group_idx or 0
-        if event.tier != GPU:
-            self._see_below(index, event)
-            return
-        block_size = event.block_size or event.tokens_per_block
-        if not block_size or not event.token_ids:
-            return
-        if index not in self.seen:
-            self.seen[index] = SeenGroup()
-        changed = self.seen[index].see(
-            event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, block_size
+        lookaheads = event.lookahead_token_ids
+        is_on_gpu, size = event.tier == GPU, event.tokens_per_block
+        if is_on_gpu:
+            size = (event.block_size or size) if event.token_ids else 0
+        self.see_run(
+            max(map(len, lookaheads)) if lookaheads else None,
+            event.group_idx or 0,
+            is_on_gpu,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
+            size,
         )
-        step = math.gcd(self.smallest_step, block_size)
-        if changed or step != self.smallest_step:
-            self.smallest_step = step
-            self._rebuild()
 
-    def _see_below(self, index: int, event: BlockStored) -> None:
+    def see_run(
+        self,
+        lookahead: int | None,
+        group: int | None,
+        is_on_gpu: bool,
+        kind: str | None,
+        sliding_window: int | None,
+        block_size: int,
+    ) -> None:
+        """Learn from the fields of a stored run. The same again teaches nothing.
+
+        Args:
+            lookahead: Tokens after a block that its hash covers too; None: not said.
+            group: Its index; None: there is nothing to learn of a group.
+            is_on_gpu: Not in a lower tier.
+            kind: As on the wire.
+            sliding_window: In tokens.
+            block_size: In tokens, as far as the run tells; else 0.
+        """
+        if lookahead is not None:
+            self.lookahead = lookahead
+        if group is None:
+            return
+        if not is_on_gpu:
+            self._see_below(group, kind, sliding_window, block_size)
+        elif block_size:
+            seen = self.seen.setdefault(group, SeenGroup())
+            changed = seen.see(kind, sliding_window, block_size)
+            step = math.gcd(self.smallest_step, block_size)
+            if changed or step != self.smallest_step:
+                self.smallest_step = step
+                self._rebuild()
+
+    def _see_below(
+        self, group: int, kind: str | None, sliding_window: int | None, block_size: int
+    ) -> None:
         """A tier's block may be a chunk: its size is used only where nothing else is known."""
-        if index in self.seen:
+        if group in self.seen or not (block_size or kind):
             return
-        size = event.tokens_per_block
-        kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
-        if not (size or kind):
-            return
-        if index not in self.tiers_seen:
-            self.tiers_seen[index] = SeenGroup()
-        if self.tiers_seen[index].see(kind, window, size):
+        seen = self.tiers_seen.setdefault(group, SeenGroup())
+        if seen.see(kind, sliding_window, block_size):
             self._rebuild()
 
     def restore(

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
+
 from kvevents.events import BlockHash
-from router.index import PrefixIndex, SourceLimits
+from router.index import REFERENCE, PrefixIndex, SourceLimits, choose_index
 from router.index.reference.index import ReferenceIndex
 from router.index.reference.source import SourceCache
 
@@ -64,4 +66,24 @@ def _expect_empty(index: PrefixIndex) -> None:
         assert (table.held, table.hash_by_key, table._entries, table.unplaced) == ({}, {}, {}, 0)
 
 
-IMPLEMENTATIONS = (Implementation("reference", _reference, _expect_sound, _expect_empty),)
+def _native(limits: SourceLimits | None) -> PrefixIndex:
+    if choose_index() is REFERENCE:
+        pytest.skip("the compiled index is not built")
+    return choose_index("native").create(limits=limits)
+
+
+def _expect_native_sound(index: PrefixIndex) -> None:
+    core = getattr(index, "core")  # noqa: B009 - its module is not there where it was not built
+    assert core.contradictions() == []
+
+
+def _expect_native_empty(index: PrefixIndex) -> None:
+    core = getattr(index, "core")  # noqa: B009
+    nodes, _ = core.sizes()
+    assert nodes == 0
+
+
+IMPLEMENTATIONS = (
+    Implementation("reference", _reference, _expect_sound, _expect_empty),
+    Implementation("native", _native, _expect_native_sound, _expect_native_empty),
+)

@@ -1,0 +1,1070 @@
+// All sources of one model: what a batch of events does to them.
+//
+// Invariants, of every source and at any time outside a call:
+//   1. It holds a hash in at most one node: the entry of that hash. Another source may hold the same
+//      hash in another node, since a hash stands for whatever its own source says: no source can
+//      move another's blocks.
+//   2. A node without rows is gone, from the store and from both tables.
+//   3. `by_hash` leads to the first node of a hash, and `next_hash` to the others.
+//   4. `by_key` leads to the first node of a key, and `next_key` to the others, but only to nodes
+//      that some source *finds*: of two hashes that claim one key a source finds the newer, and has
+//      kNotFound in the other's row. So the nodes of a key are at most two a source.
+//   5. kTierFound: a lower tier has hashes of its own for the same prefix, and finds this one.
+//   6. `counts`, `blocks`, `copies`, `places`, `entries` and `unplaced` are what a walk over all
+//      nodes would count.
+// Engines that hash alike share nodes; engines with other seeds have other nodes under one key.
+#pragma once
+
+#include <memory>
+
+#include "source.hpp"
+
+namespace kvroute {
+
+// What one batch did; see `ApplyResult` in Python.
+struct Applied {
+    u64 stored = 0, removed = 0, waiting = 0, skipped = 0, overflow = 0, given_up = 0;
+    bool cleared = false;
+    bool is_incomplete = false;
+    bool has_root_sample = false;  // some event may show the engine's hash function
+};
+
+// What the layout learner has not heard yet.
+struct News {
+    std::optional<u32> lookahead;
+    std::optional<u32> group;
+    bool is_on_gpu = true;
+    std::string kind;  // empty where the event does not state it
+    u32 window = 0;
+    u32 block_size = 0;
+};
+
+class Index {
+public:
+    enum class Outcome : u8 { applied, odd, news };
+
+    Index(std::array<u64, 2> secrets, Limits limits)
+        : space_(secrets), limits_(limits), hash_hashes_{&nodes_, space_.table_secret()},
+          key_hashes_{&nodes_}, by_hash_(hash_hashes_), by_key_(key_hashes_) {
+        limits_.tiers = std::min<u64>(limits_.tiers, kMaxTiers);
+    }
+
+    const KeySpace& space() const { return space_; }
+    const Limits& limits() const { return limits_; }
+    const NodeStore& nodes() const { return nodes_; }
+
+    // --- sources ---
+
+    u32 add_source() {
+        u32 slot = 0;
+        while (slot < sources_.size() && sources_[slot]) ++slot;
+        if (slot == sources_.size()) sources_.emplace_back();
+        sources_[slot] = std::make_unique<Source>(slot);
+        ++version_;
+        return slot;
+    }
+
+    void drop_source(u32 slot) {
+        Source& source = *sources_[slot];
+        if (source.entries) {
+            u64 left = source.entries;
+            nodes_.for_each([&](u32 id, Node& node) {
+                if (left && node.is_held_by(source.word, source.bit)) {
+                    --left;
+                    drop_from(source, id, node);
+                }
+            });
+        }
+        sources_[slot].reset();
+        while (!sources_.empty() && !sources_.back()) sources_.pop_back();
+        ++version_;
+    }
+
+    bool has_source(u32 slot) const { return slot < sources_.size() && sources_[slot]; }
+    Source& source(u32 slot) { return *sources_[slot]; }
+    const std::vector<std::unique_ptr<Source>>& sources() const { return sources_; }
+    // Changes whenever a source comes or goes, or holds something in a plane it did not.
+    u64 version() const { return version_; }
+
+    void set_layout(u32 slot, Layout layout, bool is_announced, u32 lookahead) {
+        layout.find_equal_groups();
+        Source& of = source(slot);
+        of.layout = std::move(layout);
+        of.has_layout = true;
+        of.is_announced = is_announced;
+        of.lookahead = lookahead;
+        ++version_;
+    }
+
+    void unset_layout(u32 slot, bool is_announced, u32 lookahead) {
+        Source& of = source(slot);
+        of.has_layout = false;
+        of.is_announced = is_announced;
+        of.lookahead = lookahead;
+        ++version_;
+    }
+
+    // --- events ---
+
+    // Applies one batch, unless it is odd or holds news: then nothing has happened, but that the
+    // news count as told.
+    Outcome apply(u32 slot, std::span<const u8> payload, Applied& result, std::vector<News>& news) {
+        Source& of = source(slot);
+        if (!read(payload, false)) return Outcome::odd;
+        for (const Event& event : batch_.events) {
+            if (event.type == EventType::stored && may_be_opaque(of, event)) return Outcome::odd;
+        }
+        for (const Event& event : batch_.events) {
+            if (event.type == EventType::stored) collect_news(of, event, news);
+        }
+        if (!news.empty()) return Outcome::news;
+        apply_all(of, {}, result);
+        return Outcome::applied;
+    }
+
+    // Applies a batch whose news have been told. `is_canonical`: see `BatchReader`. `opaque`: numbers
+    // of events that hide something which goes into their hashes. False where it is odd.
+    bool apply_told(u32 slot, std::span<const u8> payload, bool is_canonical,
+                    const std::vector<u32>& opaque, Applied& result) {
+        if (!read(payload, is_canonical)) return false;
+        std::vector<News> told;
+        for (const Event& event : batch_.events) {
+            if (event.type == EventType::stored) collect_news(source(slot), event, told);
+        }
+        apply_all(source(slot), opaque, result);
+        return true;
+    }
+
+    // --- looking ---
+
+    // The node that holds a source's hash; kNone if it holds none.
+    u32 entry_of(const Source& of, u64 hash) const {
+        for (u32 id = first_of(hash); id != kNone; id = nodes_[id].next_hash) {
+            if (nodes_[id].is_held_by(of.word, of.bit)) return id;
+        }
+        return kNone;
+    }
+
+    u64 copies_of(const Source& of, u32 id, u32 plane) const {
+        if (!(nodes_[id].row(row_key(of.word, plane)) & of.bit)) return 0;
+        if (of.further_copies.empty()) return 1;
+        auto found = of.further_copies.find(u64{id} << 16 | plane);
+        return found == of.further_copies.end() ? 1 : u64{1} + found->second;
+    }
+
+    // The first node of a key; the others follow by `next_key`.
+    u32 first_with(Key key) const {
+        return by_key_.find(hash_of_key(key), [&](u32 id) { return nodes_[id].has_key(key); });
+    }
+    void prefetch_key(Key key) const { by_key_.prefetch(hash_of_key(key)); }
+    void prefetch_node_with(Key key) const {
+        const u32 id = by_key_.guess(hash_of_key(key));
+        if (id != kNone) __builtin_prefetch(&nodes_[id]);
+    }
+    // Whether a source finds a node by its key.
+    static bool finds(const Source& of, const Node& node) {
+        return node.is_held_by(of.word, of.bit) &&
+               !(node.row(row_key(of.word, kNotFound)) & of.bit);
+    }
+
+    // Bytes of nodes, rows and tables. A walk over all nodes.
+    std::size_t memory() {
+        std::size_t rows = 0;
+        nodes_.for_each([&](u32, Node& node) { rows += node.row_memory(); });
+        return nodes_.memory() + by_hash_.memory() + by_key_.memory() + rows;
+    }
+
+public:
+    static u64 hash_of_key(Key key) {
+        return mixed(key.residue, 0x5851F42D4C957F2Du + key.length);
+    }
+
+private:
+    friend class StateWriter;
+    friend class StateReader;
+    friend class Inspector;
+
+    struct HashHashes {
+        const NodeStore* nodes;
+        u64 secret;
+        u64 hash_of(u32 id) const { return mixed((*nodes)[id].hash, secret); }
+    };
+    struct KeyHashes {
+        const NodeStore* nodes;
+        u64 hash_of(u32 id) const { return hash_of_key((*nodes)[id].key()); }
+    };
+
+    u64 hash_of(u64 hash) const { return mixed(hash, hash_hashes_.secret); }
+
+    bool read(std::span<const u8> payload, bool is_canonical) {
+        if (payload.size() >= u64{1} << 31) return false;
+        batch_.shrink();
+        return BatchReader(space_, payload, is_canonical, batch_).read();
+    }
+
+    // --- what is new to the layout learner ---
+
+    static bool may_be_opaque(const Source& of, const Event& event) {
+        return of.has_chain && of.has_layout && !event.parent && event.extra_keys.empty() &&
+               event.lora.value_or("").empty() && event.salt.value_or("").empty() &&
+               !event.has_lookahead && event.tokens_per_block();
+    }
+
+    static void collect_news(Source& of, const Event& event, std::vector<News>& out) {
+        News news;
+        if (event.has_lookahead && of.told_lookahead != event.lookahead) {
+            of.told_lookahead = news.lookahead = event.lookahead;
+        }
+        const u32 implied = event.tokens_per_block();
+        ToldGroup now{true, std::string(), event.window, implied};
+        if (event.is_on_gpu && event.block_size) now.block_size = event.block_size;
+        const bool tells = event.is_on_gpu ? now.block_size && event.tokens
+                                           : implied || !event.kind.empty();
+        if (tells) {
+            const u32 place = event.group * 2 + !event.is_on_gpu;
+            if (place >= of.told.size()) of.told.resize(place + 1);
+            ToldGroup& told = of.told[place];
+            if (!told.is_told || told.kind != event.kind || told.window != now.window ||
+                told.block_size != now.block_size) {
+                now.kind = event.kind;
+                told = now;
+                news.group = event.group;
+                news.is_on_gpu = event.is_on_gpu;
+                news.kind = now.kind;
+                news.window = now.window;
+                news.block_size = now.block_size;
+            }
+        }
+        if (news.group || news.lookahead) out.push_back(std::move(news));
+    }
+
+    // --- applying ---
+
+    void apply_all(Source& of, const std::vector<u32>& opaque, Applied& result) {
+        of.batches += 1;
+        for (u32 i = 0; i < batch_.events.size(); ++i) {
+            const Event& event = batch_.events[i];
+            if (event.type == EventType::stored) {
+                const bool is_opaque = std::find(opaque.begin(), opaque.end(), i) != opaque.end();
+                store(of, event, is_opaque, result);
+            } else if (event.type == EventType::removed) {
+                remove(of, event, result);
+            } else {
+                clear_tier(of, event, result);
+            }
+        }
+        result.given_up = of.waiting.trim(limits_, of.batches);
+    }
+
+    void clear_tier(Source& of, const Event& event, Applied& result) {
+        const u32 tier = event.is_on_gpu ? 0 : tier_named(of, event.tier);
+        if (tier != kNone) result.removed += clear(of, tier);
+        if (!event.is_on_gpu) return;
+        result.cleared = true;
+        of.copy_watch.forget();
+        // With nothing left there is nothing that could be wrong.
+        of.has_lost_removals &= of.entries > 0;
+    }
+
+    void store(Source& of, const Event& event, bool is_opaque, Applied& result) {
+        of.shows_extra_keys |= !event.extra_keys.empty() || event.salt.has_value();
+        of.announces_remote |= event.is_remote;
+        const u32 tier = event.is_on_gpu ? 0 : tier_for(of, event.tier);
+        if (tier == kNone) {
+            refuse(of, event.hashes, result);
+            return;
+        }
+        const u32 plane = plane_of(event.group, tier);
+        if (tier) make_room(of, event.group, tier, event.hashes);
+        const u32 taken = static_cast<u32>(std::min<u64>(event.hashes, room(of, plane)));
+        const u32 block_size = event.tokens_per_block();
+        result.has_root_sample |= event.has_root_sample;
+
+        const bool is_placed = block_size && !is_opaque && find_keys(of, event, block_size);
+        const bool has_ghosts = of.copy_watch.has_leftovers() && event.is_on_gpu;
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        bool needs_placing = taken < event.hashes || has_ghosts || of.waiting.runs;
+        for (u32 i = 0; i < taken; ++i) {
+            if (i + kAhead < taken) by_hash_.prefetch(hash_of(hashes[i + kAhead]));
+            const Key* key = is_placed && !has_ghosts ? &keys_[i] : nullptr;
+            needs_placing |= !add(of, plane, hashes[i], batch_.is_int[event.first_hash + i], 1, key);
+        }
+        if (has_ghosts) drop_ghosts(of, event);
+        if (is_placed && needs_placing) {
+            place_all(of, event, tier != 0);
+        } else if (block_size && !is_opaque && !is_placed && event.parent) {
+            wait_for_parent(of, event, block_size, tier != 0);
+        }
+        if (tier) see_unit(of, plane, event);
+        refuse(of, event.hashes - taken, result);
+        result.stored += taken;
+        if (of.unplaced) result.waiting += unplaced_of(of, hashes, taken);
+    }
+
+    static void refuse(Source& of, u64 blocks, Applied& result) {
+        of.has_overflowed |= blocks > 0;
+        result.overflow += blocks;
+        result.skipped += blocks;
+        result.is_incomplete |= blocks > 0;
+    }
+
+    void remove(Source& of, const Event& event, Applied& result) {
+        const u32 tier = event.is_on_gpu ? 0 : tier_named(of, event.tier);
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        const u32 plane = tier == kNone ? kNone : plane_of(event.group, tier);
+        u64 removed = 0;
+        if (event.has_counts) {
+            of.copy_watch.settle();
+            const u32 known = tier == kNone ? tier_for(of, event.tier) : tier;
+            if (known != kNone) {
+                removed = leave(of, plane_of(event.group, known), {hashes, event.hashes},
+                                batch_.counts.data() + event.first_count);
+            }
+        } else if (event.is_on_gpu &&
+                   (of.copy_watch.has_leftovers() || of.copies > of.places) &&
+                   leaves_none(of, event, plane, result)) {
+            const std::vector<u32> none(event.hashes);
+            removed = leave(of, plane, {hashes, event.hashes}, none.data());
+        } else if (plane != kNone) {
+            removed = discount_each(of, plane, {hashes, event.hashes});
+        }
+        result.removed += removed;
+        result.skipped += event.hashes - removed;
+    }
+
+    u64 discount_each(Source& of, u32 plane, std::span<const u64> hashes) {
+        u64 removed = 0;
+        if (!of.count(plane)) return 0;
+        for (std::size_t i = 0; i < hashes.size(); ++i) {
+            if (i + 2 * kAhead < hashes.size()) by_hash_.prefetch(hash_of(hashes[i + 2 * kAhead]));
+            if (i + kAhead < hashes.size()) prefetch_node(hashes[i + kAhead]);
+            const u32 id = entry_of(of, hashes[i]);
+            const u64 copies = id == kNone ? 0 : copies_of(of, id, plane);
+            if (!copies) continue;
+            discount(of, plane, id, copies, 1);
+            ++removed;
+        }
+        Tier& tier = of.tiers[tier_of_plane(plane)];
+        if (removed && !tier.removes) {
+            tier.removes = true;
+            for (auto& [of_plane, arrivals] : of.arrivals) {
+                if (tier_of_plane(of_plane) == tier_of_plane(plane)) arrivals.clear();
+            }
+        }
+        return removed;
+    }
+
+    // Whether no copy of any block is left, since the source announces last removals only.
+    bool leaves_none(Source& of, const Event& event, u32 plane, Applied& result) {
+        CopyWatch& watch = of.copy_watch;
+        if (watch.is_settled()) return false;
+        const bool told_last = watch.counting == CopyWatch::Counting::last_copy;
+        for (u32 i = 0; i < event.hashes; ++i) {
+            const u64 hash = batch_.hashes[event.first_hash + i];
+            const u32 id = entry_of(of, hash);
+            watch.removed(event.group, hash, id == kNone ? 0 : copies_of(of, id, plane));
+        }
+        if (!told_last) return false;
+        if (watch.is_settled()) {
+            // It announces every removal after all: copies were taken for gone that are there.
+            of.has_lost_removals = result.is_incomplete = true;
+            return false;
+        }
+        return true;
+    }
+
+    void drop_ghosts(Source& of, const Event& event) {
+        static constexpr std::string_view kNotFull[] = {
+            "sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba",
+            "linear_attention", "cross_attention", "encoder_only_attention", "not_cached"};
+        const bool is_full =
+            std::find(std::begin(kNotFull), std::end(kNotFull), event.kind) == std::end(kNotFull);
+        const std::span<const u64> hashes(batch_.hashes.data() + event.first_hash, event.hashes);
+        if (!of.copy_watch.stored(event.group, hashes, event.parent, is_full)) return;
+        of.copy_watch.for_each_leftover([&](u32 group, u64 hash) {
+            const u32 none = 0;
+            leave(of, plane_of(group, 0), {&hash, 1}, &none);
+        });
+    }
+
+    // --- tiers ---
+
+    static u32 tier_named(const Source& of, std::string_view name) {
+        for (u32 i = 0; i < of.tiers.size(); ++i) {
+            if (is_same_tier(of.tiers[i].name, name)) return i;
+        }
+        return kNone;
+    }
+
+    static bool is_same_tier(std::string_view upper, std::string_view name) {
+        return upper.size() == name.size() &&
+               std::equal(upper.begin(), upper.end(), name.begin(),
+                          [](char left, char right) { return left == in_upper(right); });
+    }
+
+    static char in_upper(char c) { return c >= 'a' && c <= 'z' ? static_cast<char>(c - 32) : c; }
+
+public:
+    // The number of a tier, made if it is new: that of one which holds nothing, if there are too
+    // many. kNone if all of them hold something.
+    u32 tier_for(Source& of, std::string_view name) {
+        const u32 known = tier_named(of, name);
+        if (known != kNone) return known;
+        u32 number = static_cast<u32>(of.tiers.size());
+        if (number < kMaxTiers) {
+            of.tiers.emplace_back();
+        } else {
+            for (number = 1; number < kMaxTiers && of.tiers[number].blocks; ++number) continue;
+            if (number == kMaxTiers) return kNone;
+            forget_tier(of, number);
+        }
+        Tier& tier = of.tiers[number];
+        tier.name.assign(name);
+        std::transform(name.begin(), name.end(), tier.name.begin(), in_upper);
+        for (const TierUnit& hint : of.tier_units) {
+            if (hint.name == tier.name) tier.hint = hint;
+        }
+        return number;
+    }
+
+private:
+    static void forget_tier(Source& of, u32 number) {
+        of.tiers[number] = Tier();
+        std::erase_if(of.arrivals,
+                      [&](const auto& each) { return tier_of_plane(each.first) == number; });
+        std::erase_if(of.units,
+                      [&](const auto& each) { return tier_of_plane(each.first) == number; });
+    }
+
+    u64 room(const Source& of, u32 plane) const {
+        const Tier& tier = of.tiers[tier_of_plane(plane)];
+        if (!of.count(plane) && of.tiers_in_use() + (tier.blocks == 0) > limits_.tiers) return 0;
+        return rule::minus(limits_.blocks, tier.blocks);
+    }
+
+    // Drops what was announced first in a tier that is full and never removes: what is still there
+    // of it nobody knows.
+    void make_room(Source& of, u32 group, u32 tier, u64 wanted) {
+        if (of.tiers[tier].removes) return;
+        const u64 free = room(of, plane_of(group, tier));
+        if (wanted <= free) return;
+        u64 missing = wanted - free;
+        std::vector<u32> groups{group};
+        groups.insert(groups.end(), of.tiers[tier].groups.begin(), of.tiers[tier].groups.end());
+        for (u32 each : groups) {
+            const u32 plane = plane_of(each, tier);
+            u64 hash;
+            while (missing && of.count(plane) && of.arrivals[plane].oldest(hash)) {
+                const u32 id = entry_of(of, hash);
+                const u64 copies = id == kNone ? 0 : copies_of(of, id, plane);
+                if (!copies) continue;
+                discount(of, plane, id, copies, copies, /*is_oldest=*/true);
+                --missing;
+            }
+        }
+    }
+
+    u64 clear(Source& of, u32 tier) {
+        u64 removed = 0;
+        u64 left = of.tiers[tier].blocks;
+        std::vector<u32> planes;
+        if (!left) return 0;
+        nodes_.for_each([&](u32 id, Node& node) {
+            if (!left || !node.is_held_by(of.word, of.bit)) return;
+            planes.clear();
+            for (u32 i = 0; i < node.row_count(); ++i) {
+                const u32 key = node.row_keys()[i], plane = plane_of_row(key);
+                if (word_of_row(key) == of.word && plane < kPlanes &&
+                    tier_of_plane(plane) == tier && node.row_bits()[i] & of.bit) {
+                    planes.push_back(plane);
+                }
+            }
+            left -= planes.size();
+            for (u32 plane : planes) {
+                const u64 copies = copies_of(of, id, plane);
+                removed += copies;
+                discount(of, plane, id, copies, copies, /*is_oldest=*/true);
+            }
+        });
+        std::erase_if(of.arrivals,
+                      [&](const auto& each) { return tier_of_plane(each.first) == tier; });
+        return removed;
+    }
+
+    // --- copies ---
+
+    // Counts copies of a block; false while it is not placed. `key`: what a new entry stands for, if
+    // that is known and nothing else was remembered of it.
+    bool add(Source& of, u32 plane, u64 hash, bool is_int, u64 copies, const Key* key) {
+        u32 id = kNone, head = first_of(hash);
+        for (u32 each = head; each != kNone; each = nodes_[each].next_hash) {
+            if (nodes_[each].is_held_by(of.word, of.bit)) {
+                id = each;
+                break;
+            }
+        }
+        if (id == kNone) id = enter(of, hash, head, is_int, tier_of_plane(plane) != 0, key);
+        Node& node = nodes_[id];
+        const u32 row = row_key(of.word, plane);
+        u64 further = copies;
+        if (!(node.row(row) & of.bit)) {
+            node.set(row, of.bit);
+            count_block(of, plane, hash);
+            further = copies - 1;
+        }
+        of.copies += copies;
+        if (further) of.further_copies[u64{id} << 16 | plane] += static_cast<u32>(further);
+        return nodes_[id].is_placed();
+    }
+
+    void count_block(Source& of, u32 plane, u64 hash) {
+        if (plane >= of.counts.size()) of.counts.resize(plane + 1);
+        Tier& tier = of.tiers[tier_of_plane(plane)];
+        if (of.counts[plane]++ == 0) {
+            ++version_;
+            if (tier_of_plane(plane)) tier.groups.push_back(group_of_plane(plane));
+        }
+        tier.blocks += 1;
+        of.places += 1;
+        if (tier_of_plane(plane) && !tier.removes) of.arrivals[plane].came(hash);
+    }
+
+    // A node for a hash that the source does not hold yet.
+    u32 enter(Source& of, u64 hash, u32 head, bool is_int, bool is_below, const Key* key) {
+        of.entries += 1;
+        of.uses_int_hashes = is_int;
+        Key known;
+        if (of.forgotten.take(hash, known)) {
+            const u32 id = node_for(hash, head, known);
+            settle(of, id, is_below);
+            return id;
+        }
+        if (key != nullptr) {
+            const u32 first = first_with(*key);
+            // Of two hashes that claim one key the newer is found: decided when all are counted.
+            if (found_among(of, first) == kNone) {
+                const u32 id = node_for(hash, head, *key);
+                link(id, first);
+                return id;
+            }
+        }
+        of.unplaced += 1;
+        return node_for(hash, head, Key());
+    }
+
+    // Takes `gone` of the `copies` of a block away. `is_oldest`: it has left the order of arrival.
+    void discount(Source& of, u32 plane, u32 id, u64 copies, u64 gone, bool is_oldest = false) {
+        Node& node = nodes_[id];
+        of.copies -= gone;
+        if (copies > 1) {
+            const u64 place = u64{id} << 16 | plane;
+            if (copies > gone + 1) {
+                of.further_copies[place] = static_cast<u32>(copies - gone - 1);
+            } else {
+                of.further_copies.erase(place);
+            }
+        }
+        if (copies > gone) return;
+        node.unset(row_key(of.word, plane), of.bit);
+        Tier& tier = of.tiers[tier_of_plane(plane)];
+        tier.blocks -= 1;
+        of.places -= 1;
+        if (tier_of_plane(plane) && !tier.removes && !is_oldest) of.arrivals[plane].went(node.hash);
+        if (--of.counts[plane] == 0 && tier_of_plane(plane)) {
+            std::erase(tier.groups, group_of_plane(plane));
+            of.arrivals.erase(plane);
+        }
+        if (!node.is_held_by(of.word, of.bit)) forget(of, id);
+    }
+
+    // The last copy of an entry has gone.
+    void forget(Source& of, u32 id) {
+        Node& node = nodes_[id];
+        of.entries -= 1;
+        if (node.is_placed()) {
+            of.forgotten.put(node.hash, node.key(), limits_.forgotten);
+            if (!node.is_bare()) unset_special(of, id);
+        } else {
+            of.unplaced -= 1;
+        }
+        release_if_bare(id);
+    }
+
+    u64 leave(Source& of, u32 plane, std::span<const u64> hashes, const u32* left) {
+        u64 removed = 0;
+        for (std::size_t i = 0; i < hashes.size(); ++i) {
+            const u32 id = entry_of(of, hashes[i]);
+            const u64 copies = id == kNone ? 0 : copies_of(of, id, plane);
+            removed += copies > 0;
+            if (copies > left[i]) {
+                discount(of, plane, id, copies, copies - left[i]);
+            } else if (copies < left[i] && (copies || room(of, plane))) {
+                add(of, plane, hashes[i], is_int_hash(hashes.data() + i), left[i] - copies, nullptr);
+            }
+        }
+        return removed;
+    }
+
+    // Whether a hash of the batch came as an integer.
+    bool is_int_hash(const u64* hash) const {
+        const u64* first = batch_.hashes.data();
+        return hash >= first && hash < first + batch_.hashes.size() ? batch_.is_int[hash - first]
+                                                                    : true;
+    }
+
+    // --- places ---
+
+    // The keys of a dense event's blocks, into `keys_`; false where the parent's is not known.
+    bool find_keys(Source& of, const Event& event, u32 block_size) {
+        Key parent;
+        if (!event.parent) {
+            parent = root_key(space_, event.lora.value_or(""));
+        } else if (!key_of(of, *event.parent, parent)) {
+            return false;
+        }
+        if (event.hashes == 0) return true;
+        if (event.has_marks || event.salt || event.tail || of.lookahead) {
+            const WaitingRun run = run_of(of, event, block_size, event.tier.empty());
+            keys_of_run(run, parent);
+            return true;
+        }
+        keys_.resize(event.hashes);
+        const u32* tokens = batch_.tokens.data() + event.first_token;
+        u64 residue = parent.residue;
+        for (u32 i = 0; i < event.hashes; ++i) {
+            residue = space_.extended(residue, {tokens + std::size_t{i} * block_size, block_size},
+                                      block_size);
+            keys_[i] = {residue, (parent.length + (i + 1) * block_size) & kMaxLength};
+            if (i + 1 == event.hashes || i % 8 == 0) by_key_.prefetch(hash_of_key(keys_[i]));
+        }
+        return true;
+    }
+
+    void keys_of_run(const WaitingRun& run, Key parent) {
+        KeyChain chain(space_, parent, run.tokens, run.marks);
+        keys_.resize(run.hashes.size());
+        u64 end = u64{run.block_size} + run.lookahead;
+        for (Key& key : keys_) {
+            key = chain.until(end);
+            end += run.block_size;
+        }
+    }
+
+    WaitingRun run_of(Source& of, const Event& event, u32 block_size, bool is_below) {
+        WaitingRun run;
+        // What the parent's key covers of this run already.
+        const u32 covered = event.parent ? of.lookahead : 0;
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        const u32* tokens = batch_.tokens.data() + event.first_token;
+        run.hashes.assign(hashes, hashes + event.hashes);
+        run.tokens.assign(tokens + std::min(covered, event.tokens), tokens + event.tokens);
+        const u32* tail = batch_.tails.data() + event.first_tail;
+        run.tokens.insert(run.tokens.end(), tail, tail + event.tail);
+        run.block_size = block_size;
+        run.lookahead = of.lookahead - covered;
+        run.batch = of.batches;
+        run.is_below = is_below;
+        MarkRules rules{block_size, event.lora, std::nullopt, of.lookahead};
+        // The salt counts once, where the prompt begins; SGLang repeats it in every run.
+        if (!event.parent) rules.salt = event.salt;
+        read_marks(event.has_marks ? event.extra_keys : std::span<const u8>(), space_, rules,
+                   run.marks);
+        if (covered) {
+            std::erase_if(run.marks, [&](const Mark& mark) { return mark.position < covered; });
+            for (Mark& mark : run.marks) mark.position -= covered;
+        }
+        return run;
+    }
+
+    // Learns the keys in `keys_` of an event's blocks, and of whatever waited for one of them.
+    void place_all(Source& of, const Event& event, bool is_below) {
+        std::vector<std::pair<Key, WaitingRun>> ready;
+        for (u32 i = 0; i < event.hashes; ++i) {
+            place_and_release(of, batch_.hashes[event.first_hash + i], keys_[i], is_below, ready);
+        }
+        while (!ready.empty()) {
+            auto [parent, run] = std::move(ready.back());
+            ready.pop_back();
+            keys_of_run(run, parent);
+            for (std::size_t i = 0; i < run.hashes.size(); ++i) {
+                place_and_release(of, run.hashes[i], keys_[i], run.is_below, ready);
+            }
+        }
+    }
+
+    void place_and_release(Source& of, u64 hash, Key key, bool is_below,
+                           std::vector<std::pair<Key, WaitingRun>>& ready) {
+        place(of, hash, key, is_below);
+        if (!of.waiting.waits_for(hash)) return;
+        for (WaitingRun& run : of.waiting.take(hash)) ready.emplace_back(key, std::move(run));
+    }
+
+    void wait_for_parent(Source& of, const Event& event, u32 block_size, bool is_below) {
+        // A known hash function shows at every look-up where a run belongs.
+        if (of.has_chain && event.lora.value_or("").empty()) return;
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        if (!unplaced_of(of, hashes, event.hashes)) return;
+        of.waiting.add(*event.parent, run_of(of, event, block_size, is_below));
+    }
+
+    bool key_of(const Source& of, u64 hash, Key& out) const {
+        const u32 id = entry_of(of, hash);
+        if (id != kNone && nodes_[id].is_placed()) {
+            out = nodes_[id].key();
+            return true;
+        }
+        const Key* forgotten = of.forgotten.find(hash);
+        if (forgotten == nullptr) return false;
+        out = *forgotten;
+        return true;
+    }
+
+    u64 unplaced_of(const Source& of, const u64* hashes, u32 count) const {
+        u64 found = 0;
+        for (u32 i = 0; of.unplaced && i < count; ++i) {
+            const u32 id = entry_of(of, hashes[i]);
+            found += id != kNone && !nodes_[id].is_placed();
+        }
+        return found;
+    }
+
+    // Learns the key of a block's prefix; the first one learned stays.
+    void place(Source& of, u64 hash, Key key, bool is_below) {
+        const u32 id = entry_of(of, hash);
+        if (id == kNone) {
+            of.forgotten.put(hash, key, limits_.forgotten);
+        } else if (!nodes_[id].is_placed()) {
+            of.unplaced -= 1;
+            settle(of, move_entry(of, id, key), is_below);
+        }
+    }
+
+    // Moves a source's entry to the node of the same hash and of this key; returns its number.
+    u32 move_entry(Source& of, u32 id, Key key) {
+        const u32 target = node_with(first_of(nodes_[id].hash), key);
+        if (target == kNone && is_only_holder(of, nodes_[id])) {
+            nodes_[id].residue = key.residue;
+            nodes_[id].length = key.length;
+            return id;
+        }
+        const u32 to = node_for(nodes_[id].hash, first_of(nodes_[id].hash), key);
+        std::vector<u32> rows;
+        for (u32 i = 0; i < nodes_[id].row_count(); ++i) {
+            const u32 row = nodes_[id].row_keys()[i];
+            if (word_of_row(row) == of.word && nodes_[id].row_bits()[i] & of.bit) {
+                rows.push_back(row);
+            }
+        }
+        for (u32 row : rows) {
+            nodes_[to].set(row, of.bit);
+            nodes_[id].unset(row, of.bit);
+            auto copies = of.further_copies.extract(u64{id} << 16 | plane_of_row(row));
+            if (copies.empty()) continue;
+            copies.key() = u64{to} << 16 | plane_of_row(row);
+            of.further_copies.insert(std::move(copies));
+        }
+        release_if_bare(id);
+        return to;
+    }
+
+    static bool is_only_holder(const Source& of, const Node& node) {
+        for (u32 i = 0; i < node.row_count(); ++i) {
+            if (word_of_row(node.row_keys()[i]) != of.word || node.row_bits()[i] != of.bit) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // Which of the nodes of a key, from `first` on, a source finds, but for one; kNone if none.
+    u32 found_among(const Source& of, u32 first, u32 but = kNone) const {
+        while (first != kNone && (first == but || !finds(of, nodes_[first]))) {
+            first = nodes_[first].next_key;
+        }
+        return first;
+    }
+
+    // Decides by which of its nodes a source finds a key, now that one more claims it.
+    void settle(Source& of, u32 id, bool is_below) {
+        const Key key = nodes_[id].key();
+        const u32 first = first_with(key);
+        if (first == id && nodes_[id].next_key == kNone) return;  // the usual case: shared
+        const u32 before = found_among(of, first, id);
+        if (before == kNone) {
+            link(id, first);
+        } else if (is_below) {
+            set_special(of, id, kNotFound);
+            set_tier_found(of, key, id);
+        } else {
+            set_special(of, before, kNotFound);
+            link(id, first);
+            if (is_on_gpu(of, nodes_[before])) {
+                of.ambiguous += 1;
+            } else {
+                set_tier_found(of, key, before);
+            }
+            refresh_link(before);
+        }
+    }
+
+    static bool is_on_gpu(const Source& of, const Node& node) {
+        for (u32 i = 0; i < node.row_count(); ++i) {
+            const u32 row = node.row_keys()[i];
+            if (word_of_row(row) == of.word && plane_of_row(row) < kPlanes &&
+                tier_of_plane(plane_of_row(row)) == 0 && node.row_bits()[i] & of.bit) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    void set_special(Source& of, u32 id, u32 plane) {
+        const u32 row = row_key(of.word, plane);
+        if (nodes_[id].row(row) & of.bit) return;
+        nodes_[id].set(row, of.bit);
+        (plane == kNotFound ? of.not_found : of.tier_found) += 1;
+        version_ += plane == kTierFound && of.tier_found == 1;
+    }
+
+    void set_tier_found(Source& of, Key key, u32 id) {
+        const u32 row = row_key(of.word, kTierFound);
+        for (u32 each = first_with(key); of.tier_found && each != kNone;) {
+            const u32 next = nodes_[each].next_key;
+            if (each != id && nodes_[each].row(row) & of.bit) {
+                nodes_[each].unset(row, of.bit);
+                of.tier_found -= 1;
+                refresh_link(each);
+            }
+            each = next;
+        }
+        set_special(of, id, kTierFound);
+        link(id, first_with(key));
+    }
+
+    void unset_special(Source& of, u32 id) {
+        bool has_any = false;
+        for (u32 plane : {kNotFound, kTierFound}) {
+            const u32 row = row_key(of.word, plane);
+            if (nodes_[id].row(row) & of.bit) {
+                nodes_[id].unset(row, of.bit);
+                (plane == kNotFound ? of.not_found : of.tier_found) -= 1;
+            }
+        }
+        for (u32 i = 0; i < nodes_[id].row_count(); ++i) {
+            has_any |= plane_of_row(nodes_[id].row_keys()[i]) >= kPlanes;
+        }
+        if (has_any) refresh_link(id);
+    }
+
+    // --- nodes and tables ---
+
+    u32 first_of(u64 hash) const {
+        return by_hash_.find(hash_of(hash), [&](u32 id) { return nodes_[id].hash == hash; });
+    }
+
+    void prefetch_node(u64 hash) const {
+        const u32 id = by_hash_.guess(hash_of(hash));
+        if (id != kNone) __builtin_prefetch(&nodes_[id]);
+    }
+
+    u32 node_with(u32 head, Key key) const {
+        while (head != kNone && !nodes_[head].has_key(key)) head = nodes_[head].next_hash;
+        return head;
+    }
+
+    // The node of a hash and a key, made if there is none. `head`: the first node of the hash.
+    u32 node_for(u64 hash, u32 head, Key key) {
+        const u32 known = node_with(head, key);
+        if (known != kNone) return known;
+        const u32 id = nodes_.take(hash, key);
+        if (head == kNone) {
+            by_hash_.insert(hash_of(hash), id);
+        } else {
+            nodes_[id].next_hash = nodes_[head].next_hash;
+            nodes_[head].next_hash = id;
+        }
+        return id;
+    }
+
+    // `head`: the first node of its key.
+    void link(u32 id, u32 head) {
+        Node& node = nodes_[id];
+        if (node.is_linked()) return;
+        if (head == kNone) {
+            by_key_.insert(hash_of_key(node.key()), id);
+        } else {
+            node.next_key = nodes_[head].next_key;
+            nodes_[head].next_key = id;
+        }
+        node.set_linked(true);
+    }
+
+    void unlink(u32 id) {
+        Node& node = nodes_[id];
+        if (!node.is_linked()) return;
+        const u64 hash = hash_of_key(node.key());
+        const u32 head = first_with(node.key());
+        if (head != id) {
+            u32 before = head;
+            while (nodes_[before].next_key != id) before = nodes_[before].next_key;
+            nodes_[before].next_key = node.next_key;
+        } else if (node.next_key != kNone) {
+            by_key_.replace(hash, id, node.next_key);
+        } else {
+            by_key_.erase(hash, id);
+        }
+        node.next_key = kNone;
+        node.set_linked(false);
+    }
+
+    // Takes a node out of its key's list where no source finds it any more.
+    void refresh_link(u32 id) {
+        const Node& node = nodes_[id];
+        for (u32 i = 0; i < node.row_count(); ++i) {
+            const u32 row = node.row_keys()[i];
+            if (plane_of_row(row) == kTierFound) return;
+            if (plane_of_row(row) < kPlanes &&
+                node.row_bits()[i] & ~node.row(row_key(word_of_row(row), kNotFound))) {
+                return;
+            }
+        }
+        unlink(id);
+    }
+
+    void release_if_bare(u32 id) {
+        Node& node = nodes_[id];
+        if (!node.is_bare()) return;
+        if (node.is_placed()) unlink(id);
+        const u32 head = first_of(node.hash);
+        if (head != id) {
+            u32 before = head;
+            while (nodes_[before].next_hash != id) before = nodes_[before].next_hash;
+            nodes_[before].next_hash = node.next_hash;
+        } else if (node.next_hash != kNone) {
+            by_hash_.replace(hash_of(node.hash), id, node.next_hash);
+        } else {
+            by_hash_.erase(hash_of(node.hash), id);
+        }
+        nodes_.release(id);
+    }
+
+    // Takes a source out of a node, without a trace.
+    void drop_from(Source& of, u32 id, Node& node) {
+        std::vector<u32>& rows = scratch_rows_;
+        rows.clear();
+        bool has_special = false;
+        for (u32 i = 0; i < node.row_count(); ++i) {
+            const u32 row = node.row_keys()[i];
+            has_special |= plane_of_row(row) >= kPlanes;
+            if (word_of_row(row) == of.word && node.row_bits()[i] & of.bit) rows.push_back(row);
+        }
+        for (u32 row : rows) node.unset(row, of.bit);
+        if (has_special && !node.is_bare() && node.is_placed()) refresh_link(id);
+        release_if_bare(id);
+    }
+
+    // --- units of lower tiers ---
+
+    bool may_shrink(const Source& of, u32 plane) const {
+        const u32 group = group_of_plane(plane);
+        if (!tier_of_plane(plane) || group >= of.layout.groups.size()) return false;
+        auto found = of.units.find(plane);
+        const u64 ends = found == of.units.end() ? 0 : found->second.ends;
+        return !ends || ends > of.layout.groups[group].block_size;
+    }
+
+    // Every hash ends a unit, with one exception: a self-describing event of vLLM is about one unit,
+    // and names the blocks in it. LMCache's names its own blocks, which are larger.
+    void see_unit(Source& of, u32 plane, const Event& event) {
+        if (!of.has_layout || of.is_announced || !may_shrink(of, plane)) return;
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        u32 first = 0;
+        if (event.tokens) {
+            first = event.hashes ? event.hashes - 1 : 0;
+            SeenUnit& seen = of.units[plane];
+            seen.ends = std::gcd(seen.ends, u64{event.tokens});
+            seen.sizes = std::gcd(seen.sizes, u64{event.tokens_per_block()});
+            seen.has_sizes = true;
+        }
+        u64 found = 0;
+        for (u32 i = first; i < event.hashes; ++i) {
+            Key key;
+            if (!key_of(of, hashes[i], key)) continue;
+            const std::int64_t end = std::int64_t{key.length} - std::int64_t{of.lookahead};
+            found = std::gcd(found, static_cast<u64>(end < 0 ? -end : end));
+        }
+        if (found) {
+            SeenUnit& seen = of.units[plane];
+            seen.ends = std::gcd(seen.ends, found);
+        }
+    }
+
+public:
+    // The same from what a tier holds of a prompt: `ends` is the divisor of the ends found.
+    void see_ends(Source& of, u32 plane, u64 ends) {
+        if (!ends) return;
+        SeenUnit& seen = of.units[plane];
+        seen.ends = std::gcd(seen.ends, ends);
+    }
+
+    // Whether what a tier holds of a prompt may tell more of its units.
+    bool wants_ends(const Source& of, u32 plane) const {
+        auto found = of.units.find(plane);
+        const bool is_known = found != of.units.end() && found->second.ends && !of.unplaced;
+        return !of.is_announced && !is_known && may_shrink(of, plane);
+    }
+
+    // The tokens of a unit in each group of a tier; see `TierUnits.of`.
+    std::vector<u64> units_of(const Source& of, u32 tier) const {
+        const std::vector<Group>& groups = of.layout.groups;
+        std::vector<u64> units(groups.size());
+        u64 of_full = 0, of_all = 0;
+        for (u32 i = 0; i < groups.size(); ++i) {
+            units[i] = of.is_announced ? 1 : unit_blocks(of, i, tier);
+            of_all = std::gcd(of_all, units[i]);
+            if (groups[i].kind == GroupKind::full) of_full = std::gcd(of_full, units[i]);
+        }
+        const u64 common = of_full ? of_full : of_all ? of_all : 1;
+        for (u32 i = 0; i < groups.size(); ++i) {
+            const bool is_own = groups[i].kind == GroupKind::full && units[i];
+            if (!is_own && !of.is_announced) units[i] = std::gcd(units[i], common);
+            units[i] *= groups[i].block_size;
+        }
+        return units;
+    }
+
+private:
+    u64 unit_blocks(const Source& of, u32 group, u32 tier) const {
+        const Group& spec = of.layout.groups[group];
+        if (spec.kind == GroupKind::not_cached) return 0;
+        const TierUnit& hint = of.tiers[tier].hint;
+        u64 unit = hint.tokens ? hint.tokens : hint.blocks * spec.block_size;
+        auto seen = of.units.find(plane_of(group, tier));
+        if (seen != of.units.end()) {
+            unit = std::gcd(unit, seen->second.ends);
+            // Not the GPU's blocks: the tier, such as LMCache's, has its own.
+            if (seen->second.sizes > spec.block_size) unit = std::gcd(unit, seen->second.sizes);
+        }
+        if (!unit) return 0;
+        // Ends inside a block are those of a block that is not full.
+        return unit % spec.block_size ? 1 : unit / spec.block_size;
+    }
+
+    static constexpr u32 kAhead = 8;  // look-ups that are fetched ahead
+
+    KeySpace space_;
+    Limits limits_;
+    NodeStore nodes_;
+    HashHashes hash_hashes_;
+    KeyHashes key_hashes_;
+    IdTable<HashHashes> by_hash_;
+    IdTable<KeyHashes> by_key_;
+    std::vector<std::unique_ptr<Source>> sources_;
+    u64 version_ = 0;
+
+    Batch batch_;
+    std::vector<Key> keys_;
+    std::vector<u32> scratch_rows_;
+};
+
+}  // namespace kvroute

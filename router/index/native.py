@@ -1,0 +1,580 @@
+"""The compiled index behind the interface of all: what stays in Python, and the bridge to `core/`.
+
+The core decodes the usual form of a batch, counts, places and matches. It asks for help where help
+is rare: what events newly say of the layout goes to the `LayoutLearner`, and a batch in an unusual
+form is read by `kvevents.codec` and handed back in the form that the core knows. The search for an
+engine's hash function, and the hashes of prompts by it, are Python's too.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from typing_extensions import override
+
+from kvevents.codec import decode, encode
+from kvevents.errors import MalformedBatch
+from kvevents.events import BlockHash, BlockStored, CacheLayout, Event, EventBatch
+from kvevents.hashing import HashChain
+from kvevents.layout import GroupKind
+from router.index._core import Core, Prompt, StateError
+from router.index._core import pack_token_ids as _pack_token_ids
+from router.index.base import (
+    ApplyResult,
+    DumpError,
+    GroupHit,
+    HashedPrompt,
+    Hit,
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceLimits,
+    SourceStatistics,
+    WaitingStatistics,
+)
+from router.index.reference.hash_finder import HashFinder, engine_hashes
+from router.index.reference.index import PromptKeys, ReferenceIndex
+from router.index.reference.keys import KeySpace
+from router.index.reference.layout_learner import LayoutLearner, SeenGroup
+
+_KINDS = {
+    GroupKind.FULL: 0,
+    GroupKind.SLIDING_WINDOW: 1,
+    GroupKind.CHUNKED_LOCAL: 2,
+    GroupKind.MAMBA: 3,
+    GroupKind.NOT_CACHED: 4,
+}
+"""As `GroupKind` of core/layout.hpp counts them."""
+_DIGEST_BYTES = 32
+
+_Computed: TypeAlias = tuple[int, bool, list[list[BlockHash]]]
+"""Slot, whether places learned from events do not count, and the hashes in each spelling."""
+
+
+def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
+    """The token ids of a JSON array, packed; None for anything but integers in `[0, 2**32)`.
+
+    A packed prompt costs `prepare` a copy, where a list costs a conversion of every token.
+    """
+    packed = _pack_token_ids(json_array)
+    return None if packed is None else array("I", packed)
+
+
+@dataclass(slots=True)
+class _NativeSource:
+    """What is known of one source outside the core."""
+
+    slot: int
+    learner: LayoutLearner
+    finder: HashFinder
+    unplaced: int = 0
+    told: object = None
+    """The layout as the core knows it."""
+
+
+class _HeldHashes:
+    """The hashes that a source holds."""
+
+    def __init__(self, core: Core, slot: int) -> None:
+        self._core = core
+        self._slot = slot
+
+    def __contains__(self, block_hash: object) -> bool:
+        return self._core.holds_hash(self._slot, block_hash)
+
+
+class NativePrompt(HashedPrompt):
+    """A prompt in the core, and its hashes by engines' own functions where they are needed."""
+
+    def __init__(
+        self,
+        core: Core,
+        space: KeySpace,
+        token_ids: Sequence[int],
+        lora_name: str | None,
+        cache_salt: str | None,
+        extra_keys: Sequence[Any] | None,
+    ) -> None:
+        """
+        Args:
+            core: Of the index, as the next.
+            space: Of its part in Python.
+            token_ids: See `PrefixIndex.prepare`, as for the others.
+            lora_name: The adapter.
+            cache_salt: The salt.
+            extra_keys: By hash block.
+        """
+        packed = msgspec.msgpack.encode(extra_keys) if extra_keys else b""
+        self.hashed = Prompt(token_ids, lora_name, cache_salt, packed)
+        self.token_ids = token_ids
+        self.lora_name = lora_name
+        self._core = core
+        self._space = space
+        self._salt = cache_salt
+        self._extra_keys = extra_keys
+        self._prefix_keys: dict[int, Sequence[int]] = {}
+        self._in_python: PromptKeys | None = None
+
+    @override
+    def prefix_keys(self, step: int) -> Sequence[int]:
+        if step not in self._prefix_keys:
+            self._prefix_keys[step] = self._core.prefix_keys(self.hashed, step)
+        return self._prefix_keys[step]
+
+    @property
+    def in_python(self) -> PromptKeys:
+        """The same for the reference, and as engines hash it."""
+        if self._in_python is None:
+            self._in_python = PromptKeys(
+                self._space, self.token_ids, self.lora_name, self._salt, self._extra_keys
+            )
+        return self._in_python
+
+
+class NativeIndex(PrefixIndex):
+    """All sources of a model in one core, but for those that share a store: the reference keeps
+    these."""
+
+    def __init__(self, limits: SourceLimits | None = None) -> None:
+        """
+        Args:
+            limits: Of each source.
+        """
+        self.limits = limits or SourceLimits()
+        self._secrets = (secrets.randbits(64), secrets.randbits(64))
+        self.core = self._new_core()
+        self._sharing = ReferenceIndex(limits=self.limits)
+        """The sources that share a store with others."""
+        self._sources: dict[SourceId, _NativeSource] = {}
+        self._names: list[SourceId | None] = []
+        """By slot."""
+        self._searching: dict[SourceId, _NativeSource] = {}
+        """Those whose hash function is known, or may show itself in a prompt."""
+
+    def _new_core(self) -> Core:
+        limits, (point, fold) = self.limits, self._secrets
+        bounds = [
+            limits.blocks,
+            limits.tiers,
+            limits.waiting_runs,
+            limits.waiting_tokens,
+            limits.waiting_batches,
+            limits.forgotten,
+        ]
+        return Core(point, fold, bounds)
+
+    # --- feeding ----------------------------------------------------------------------------------
+
+    @override
+    def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:
+        self.drop(source)
+        hints = hints or LayoutHints()
+        if hints.stores:
+            self._sharing.add(source, hints)
+            return
+        units = [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in hints.tiers]
+        known = _NativeSource(self.core.add(units), LayoutLearner(hints), HashFinder(hints))
+        self._sources[source] = known
+        self._names += [None] * (known.slot + 1 - len(self._names))
+        self._names[known.slot] = source
+        self._tell_layout(known)
+
+    @override
+    def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
+        known = self._sources.get(source)
+        if known is None and self._sharing.holds(source):
+            return self._sharing.apply(source, payload)
+        if known is None or isinstance(payload, EventBatch):
+            batch = payload if isinstance(payload, EventBatch) else decode(payload)
+            if known is None:
+                self.add(source)
+            return self._apply_decoded(source, self._sources[source], batch)
+        done = self.core.apply(known.slot, payload)
+        if done is None:
+            return self._apply_decoded(source, known, decode(payload))
+        if isinstance(done, tuple):
+            return self._result(source, known, done, payload)
+        before = known.learner.layout
+        for news in done:
+            known.learner.see_run(*news)
+        self._tell_layout(known)
+        done = self.core.apply_told(known.slot, payload, False, [])
+        assert done is not None
+        result = self._result(source, known, done, payload)
+        result.layout_changed = known.learner.layout != before
+        return result
+
+    def _apply_decoded(
+        self, source: SourceId, known: _NativeSource, batch: EventBatch
+    ) -> ApplyResult:
+        """Apply a batch that Python has read: the core gets it in the one form that it knows."""
+        before = known.learner.layout
+        is_announced = False
+        for event in batch.events:
+            if isinstance(event, CacheLayout):
+                is_announced = True
+                known.learner.see_announcement(event)
+                known.finder.see_announcement(event)
+            elif isinstance(event, BlockStored):
+                known.learner.see_stored(event)
+        self._tell_layout(known)
+        has_chain = known.finder.chain is not None
+        self.core.note(known.slot, has_chain, is_announced, False)
+        events = [_canonical(event) for event in batch.events if not isinstance(event, CacheLayout)]
+        opaque = [number for number, event in enumerate(events) if self._is_opaque(known, event)]
+        payload = encode(EventBatch(batch.ts, events))
+        done = self.core.apply_told(known.slot, payload, True, opaque)
+        if done is None:
+            raise MalformedBatch(f"batch of {len(events)} events: a value is out of range")
+        result = self._result(source, known, done, batch)
+        if batch.hides_removals:
+            self.core.note(known.slot, known.finder.chain is not None, False, True)
+        result.skipped += batch.skipped
+        result.unreadable, result.problem = batch.unreadable, batch.problem
+        result.is_incomplete |= batch.hides_removals
+        result.layout_changed = known.learner.layout != before
+        return result
+
+    def _result(
+        self,
+        source: SourceId,
+        known: _NativeSource,
+        done: tuple[Any, ...],
+        payload: bytes | EventBatch,
+    ) -> ApplyResult:
+        """What the core did, with what Python finds out from it."""
+        (stored, removed, waiting, skipped, overflow, given_up) = done[:6]
+        (cleared, is_incomplete, has_lower_tiers, may_show_function, unplaced) = done[6:]
+        if may_show_function and known.finder.may_find and known.learner.layout is not None:
+            self._find_hash_function(known, payload)
+        if unplaced or known.unplaced or known.finder.chain is not None:
+            known.unplaced = unplaced
+            self._sort(source, known)
+        is_incomplete |= given_up > 0 and known.finder.chain is None
+        return ApplyResult(
+            stored,
+            removed,
+            waiting,
+            skipped,
+            overflow,
+            given_up=given_up,
+            cleared=cleared,
+            has_lower_tiers=has_lower_tiers,
+            is_incomplete=is_incomplete,
+        )
+
+    def _sort(self, source: SourceId, known: _NativeSource) -> None:
+        """Note whether prompts have to be hashed as the source's engine does."""
+        if known.finder.chain is not None or (known.unplaced and known.finder.may_find):
+            self._searching[source] = known
+        else:
+            self._searching.pop(source, None)
+
+    def _find_hash_function(self, known: _NativeSource, payload: bytes | EventBatch) -> None:
+        layout = known.learner.layout
+        assert layout is not None
+        batch = payload if isinstance(payload, EventBatch) else decode(payload)
+        for event in batch.events:
+            if isinstance(event, BlockStored) and known.finder.may_find and event.tier == "GPU":
+                known.finder.try_event(event, layout.hash_block_size)
+        if known.finder.chain is not None:
+            self.core.note(known.slot, True, False, False)
+
+    def _is_opaque(self, known: _NativeSource, event: Event) -> bool:
+        """Whether something that the event hides goes into its hashes; see `SourceCache`."""
+        chain, layout = known.finder.chain, known.learner.layout
+        if chain is None or layout is None or not isinstance(event, BlockStored):
+            return False
+        if event.parent_block_hash is not None or event.extra_keys is not None:
+            return False
+        if event.lora_name or event.cache_salt or event.lookahead_token_ids:
+            return False
+        size, wanted = event.tokens_per_block, event.block_hashes[0] if event.block_hashes else None
+        if not size or wanted is None:
+            return False
+        tokens, as_int = event.token_ids[:size], isinstance(wanted, int)
+        first = engine_hashes(chain, tokens, layout.hash_block_size, as_int=as_int)
+        wanted = wanted if isinstance(wanted, int) else wanted[-_DIGEST_BYTES:]
+        return bool(first) and first[-1] != wanted
+
+    def _tell_layout(self, known: _NativeSource) -> None:
+        """Pass on what the learner knows, if the core knows something else."""
+        learner, layout = known.learner, known.learner.layout
+        is_announced = learner.announced is not None
+        news = (layout, is_announced, learner.lookahead)
+        if news == known.told:
+            return
+        known.told = news
+        if layout is None:
+            self.core.unset_layout(known.slot, is_announced, learner.lookahead)
+            return
+        groups = [
+            (
+                _KINDS[group.kind],
+                group.block_size,
+                group.sliding_window,
+                group.attention_chunk_size,
+            )
+            for group in layout.groups
+        ]
+        self.core.set_layout(
+            known.slot,
+            groups,
+            layout.hash_block_size,
+            layout.scheduler_block_size,
+            layout.eagle,
+            layout.eagle_sees_last_token,
+            is_announced,
+            learner.lookahead,
+        )
+
+    @override
+    def clear(self, source: SourceId) -> None:
+        self._sharing.clear(source)
+        if source in self._sources:
+            self.add(source, self._sources[source].learner.hints)
+
+    @override
+    def drop(self, source: SourceId) -> None:
+        self._sharing.drop(source)
+        known = self._sources.pop(source, None)
+        if known is None:
+            return
+        self._searching.pop(source, None)
+        self._names[known.slot] = None
+        self.core.drop(known.slot)
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    @override
+    def prepare(
+        self,
+        token_ids: Sequence[int],
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[Any] | None = None,
+        extra_steps: Sequence[int] = (),
+    ) -> HashedPrompt:
+        core, space = self.core, self._sharing.keys
+        prompt = NativePrompt(core, space, token_ids, lora_name, cache_salt, extra_keys)
+        core.hash(prompt.hashed)
+        for hash_block_size, lookahead in self._sharing.steps():
+            prompt.in_python.keys(hash_block_size, lookahead)
+        for step in extra_steps:
+            prompt.prefix_keys(step)
+        return prompt
+
+    @override
+    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
+        assert isinstance(prompt, NativePrompt)
+        computed: list[_Computed] = []
+        if self._searching and len(prompt.hashed) >= 2:
+            for source, known in list(self._searching.items()):
+                computed += self._computed(source, known, prompt)
+        found: dict[SourceId, Hit] = self.core.match(prompt.hashed, self._names, Hit, computed)
+        if self._sharing.sources:
+            found |= self._sharing.match_prompt(prompt.in_python)
+        return found
+
+    @override
+    def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
+        assert isinstance(prompt, NativePrompt)
+        if self._sharing.holds(source):
+            return self._sharing.explain(prompt.in_python, source)
+        known = self._sources.get(source)
+        layout = known.learner.layout if known else None
+        if known is None or layout is None or len(prompt.hashed) < 2:
+            return ()
+        computed = self._computed(source, known, prompt)
+        accepted = self.core.group_hits(prompt.hashed, known.slot, computed)
+        return tuple(
+            GroupHit(index, group.kind.value, tokens)
+            for index, (group, tokens) in enumerate(zip(layout.groups, accepted, strict=True))
+            if group.kind is not GroupKind.NOT_CACHED
+        )
+
+    def _computed(
+        self, source: SourceId, known: _NativeSource, prompt: NativePrompt
+    ) -> list[_Computed]:
+        """A prompt's hashes by a source's engine, where blocks are only found by them."""
+        layout, finder, slot = known.learner.layout, known.finder, known.slot
+        if layout is None:
+            return []
+        step, lookahead = layout.hash_block_size, known.learner.lookahead
+        if known.unplaced and finder.may_find:
+            in_python = prompt.in_python
+            held = _HeldHashes(self.core, slot)
+            finder.try_prompt(prompt.token_ids, in_python.spellings(step), step, lookahead, held)
+            self.core.note(slot, finder.chain is not None, False, False)
+            self._sort(source, known)
+        if finder.chain is None:
+            return []
+        # Salts that events hide make learned places doubtful: only the engine's own hash decides.
+        is_alone = self.core.hides_extra_keys(slot) and prompt.lora_name is None
+        if not is_alone and not known.unplaced:
+            return []
+        as_int = self.core.uses_int_hashes(slot)
+        hashes = prompt.in_python.engine_hashes(finder.chain, step, lookahead, as_int)
+        return [(slot, is_alone, hashes)]
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    @override
+    def export(self, only: SourceId | None = None) -> Iterator[bytes]:
+        yield msgspec.msgpack.encode(_NativeHead("native", self._secrets))
+        for source in list(self._sources) if only is None else [only]:
+            if source in self._sources:
+                yield msgspec.msgpack.encode(self._record_of(source, self._sources[source]))
+        if self._sharing.sources if only is None else self._sharing.holds(only):
+            for record in self._sharing.export(only):
+                yield msgspec.msgpack.encode(_SharingRecord(record))
+
+    def _record_of(self, source: SourceId, known: _NativeSource) -> _NativeRecord:
+        learner = known.learner
+        return _NativeRecord(
+            source=source,
+            hints=learner.hints,
+            announced=learner.announced,
+            seen=learner.seen,
+            tiers_seen=learner.tiers_seen,
+            smallest_step=learner.smallest_step,
+            lookahead=learner.lookahead,
+            chain=known.finder.chain,
+            state=self.core.export_source(known.slot),
+        )
+
+    @override
+    def restore(self, records: Iterable[bytes | memoryview]) -> None:
+        remaining = iter(records)
+        point_and_fold = _decoded(next(remaining, b""), _NativeHead).secrets
+        restored = NativeIndex(self.limits)
+        restored._secrets = point_and_fold
+        restored.core = restored._new_core()
+        sharing = []
+        for record in remaining:
+            found = _decoded(record, _AnyRecord)
+            if isinstance(found, _NativeRecord):
+                restored._take(found)
+            else:
+                sharing.append(found.record)
+        if sharing:
+            restored._sharing.restore(sharing)
+        self.__dict__ = restored.__dict__
+
+    def _take(self, record: _NativeRecord) -> None:
+        self.add(record.source, record.hints)
+        known = self._sources[record.source]
+        known.learner.tiers_seen = record.tiers_seen
+        known.learner.restore(record.announced, record.seen, record.smallest_step, record.lookahead)
+        known.finder.chain = record.chain
+        self._tell_layout(known)
+        try:
+            self.core.restore_source(known.slot, record.state)
+        except StateError as error:
+            raise DumpError(
+                f"index dump: the record of {record.source} contradicts itself: {error}"
+            ) from None
+        self.core.note(known.slot, record.chain is not None, False, False)
+        known.unplaced = self.core.unplaced(known.slot)
+        self._sort(record.source, known)
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    @override
+    def holds(self, source: SourceId) -> bool:
+        return source in self._sources or self._sharing.holds(source)
+
+    @override
+    def statistics(self) -> dict[SourceId, SourceStatistics]:
+        found = {source: self._statistics(known) for source, known in self._sources.items()}
+        return found | self._sharing.statistics()
+
+    def _statistics(self, known: _NativeSource) -> SourceStatistics:
+        found, chain = self.core.statistics(known.slot), known.finder.chain
+        lost = found["has_overflowed"] or found["has_lost_removals"]
+        return SourceStatistics(
+            blocks={(group, tier): count for group, tier, count in sorted(found["blocks"])},
+            units={(group, tier): unit for group, tier, unit in sorted(found["units"])},
+            unplaced=found["unplaced"],
+            ambiguous=found["ambiguous"],
+            waiting=WaitingStatistics(
+                found["waiting_runs"], found["waiting_tokens"], found["given_up"]
+            ),
+            layout=known.learner.layout,
+            hash_algorithm=chain.algorithm if chain else None,
+            assumptions=_assumptions(known, found),
+            is_incomplete=lost or (found["given_up"] > 0 and chain is None),
+        )
+
+
+def _assumptions(known: _NativeSource, found: dict[str, Any]) -> tuple[str, ...]:
+    assumed = known.learner.assumptions()
+    if found["removes_last_only"]:
+        assumed = (*assumed, "removals: announced only with the last copy of a block")
+    if found["announces_remote"]:
+        assumed = (
+            *assumed,
+            "blocks announced as remote count for this replica alone: "
+            "configure stores if others read them too",
+        )
+    if not found["unplaced"] or known.finder.chain is not None:
+        return assumed
+    unknown = (
+        f"{found['unplaced']} blocks cannot be placed: the engine's hash function is not known; "
+        "configure hash_seeds"
+    )
+    return (*assumed, unknown)
+
+
+def _canonical(event: Event) -> Event:
+    """The event with its tier spelled out."""
+    assert not isinstance(event, CacheLayout)
+    tier = event.tier
+    return event if event.medium == tier else msgspec.structs.replace(event, medium=tier)
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+class _NativeHead(msgspec.Struct):
+    """The first record."""
+
+    implementation: Literal["native"]
+    secrets: tuple[int, int]
+    """Of the key space: keys mean nothing under others."""
+
+
+class _NativeRecord(msgspec.Struct, tag="source"):
+    source: SourceId
+    hints: LayoutHints
+    announced: CacheLayout | None
+    seen: dict[int, SeenGroup]
+    tiers_seen: dict[int, SeenGroup]
+    smallest_step: int
+    lookahead: int
+    chain: HashChain | None
+    state: bytes
+    """What the core keeps."""
+
+
+class _SharingRecord(msgspec.Struct, tag="sharing"):
+    """One of the reference, about sources that share a store."""
+
+    record: bytes
+
+
+_AnyRecord: TypeAlias = _NativeRecord | _SharingRecord
+
+
+def _decoded(record: bytes | memoryview, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(record, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DumpError(
+            f"index dump: a record of {len(record)} bytes is not of this implementation: {error}"
+        ) from None

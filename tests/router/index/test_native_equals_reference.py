@@ -1,0 +1,335 @@
+"""The compiled index against the reference: the same batches, the same answers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvevents.codec import decode, encode
+from kvevents.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    CacheLayout,
+    Event,
+    EventBatch,
+    GroupSpec,
+    TierBlocksCleared,
+)
+from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
+from kvevents.layout import GroupKind, KVCacheGroup
+from router.index import (
+    REFERENCE,
+    LayoutHints,
+    PrefixIndex,
+    SourceId,
+    SourceLimits,
+    TierHint,
+    choose_index,
+)
+from router.index.dump import dump, load
+from router.index.reference.index import ReferenceIndex
+from tests.router.index.implementations import IMPLEMENTATIONS
+
+pytestmark = pytest.mark.skipif(
+    choose_index() is REFERENCE, reason="the compiled index is not built"
+)
+
+_NATIVE = IMPLEMENTATIONS[1]
+_TOKENS = 3
+_MEDIA = [None, "GPU", "gpu", "CPU", "cpu", "DISK", "", "STORAGE", "PÄD"]
+_KINDS = [None, "full_attention", "mamba", "sliding_window", "chunked_local_attention", "x", ""]
+_LORAS = [None, None, None, "", "sql", "ädapter"]
+_SALTS = [None, None, None, None, "tenant", ""]
+_EXTRA: list[Any] = [
+    None,
+    None,
+    None,
+    [],
+    [None],
+    [None, None],
+    [["sql", "salt"]],
+    [[["image", 0]], None],
+    [[["image", 1], ["image", -3]], [["image", -1]]],
+    [[["image", True], ["one"], [[], 1]]],
+    [7],
+    [[]],
+    ["x"],
+    [[b"digest", 7, -7, 2**40, 1.5, {"a": [1]}]],
+    [[[["deep", [1, [2, [3, [4, [5]]]]]], 0]]],
+]
+
+_ASKED = [extra for extra in _EXTRA if "1.5" not in repr(extra)]
+"""Prompts have no such values: no engine's hash covers them."""
+
+
+class Traffic:
+    """Batches of several engines that share prompts, hashes, and bad manners."""
+
+    def __init__(self, seed: int, is_sane: bool) -> None:
+        self.rng = random.Random(seed)
+        self.is_sane = is_sane
+        common = self.rng.choices(range(_TOKENS), k=8)
+        self.bases = [common + self.rng.choices(range(_TOKENS), k=40) for _ in range(2)]
+        self.chains = [
+            HashChain.from_seed("sha256", seed) for seed in (DEFAULT_SEED, "a", "b", "b")
+        ]
+
+    def prompt(self, most: int = 24) -> list[int]:
+        """The start of one of a few, so that prompts meet; seldom with another token in it."""
+        prompt = self.bases[self.rng.randrange(len(self.bases))][: self.rng.randint(0, most)]
+        if prompt and self.rng.random() < 0.2:
+            prompt = [*prompt]
+            prompt[self.rng.randrange(len(prompt))] += 1
+        return prompt
+
+    def batch(self, engine: int) -> list[Event]:
+        return [self._event(engine) for _ in range(self.rng.choice([0, 1, 1, 2, 4]))]
+
+    def _event(self, engine: int) -> Event:
+        roll = self.rng.random()
+        if roll < 0.55:
+            return self._stored(engine)
+        if roll < 0.62 and not self.is_sane:
+            return self._nonsense()
+        if roll < 0.97:
+            return self._removed(engine)
+        if roll < 0.98:
+            return self._layout()
+        medium = self.rng.choice(_MEDIA)
+        if self.rng.random() < 0.5 and medium is not None:
+            return TierBlocksCleared(medium)
+        return AllBlocksCleared(medium)
+
+    def _hashes(self, engine: int, prompt: list[int], size: int, look: int) -> list[BlockHash]:
+        chain, digests = self.chains[engine % len(self.chains)], []
+        digests = list(chain.block_hashes(prompt, size, lookahead=look))
+        if engine % 3 == 2:
+            return [digest * (1 + (engine % 2)) for digest in digests]
+        return [to_wire_int(digest) for digest in digests]
+
+    def _stored(self, engine: int) -> BlockStored:
+        any_of, size = self.rng.choice, self.rng.choice([2, 2, 2, 4])
+        look = 1 if engine == 3 else 0
+        prompt = self.prompt()
+        hashes = self._hashes(engine, prompt, size, look)
+        first = self.rng.randint(0, max(len(hashes) - 1, 0)) if self.rng.random() < 0.5 else 0
+        taken = hashes[first : first + self.rng.randint(1, 6)]
+        tokens = prompt[first * size : (first + len(taken)) * size]
+        if self.rng.random() < 0.15:
+            taken = self.rng.sample(taken, self.rng.randint(0, len(taken)))
+        if self.rng.random() < 0.15:
+            tokens = []
+        group = any_of([None, 0, 0, 1, 1, 2])
+        lookahead = None
+        if look and self.rng.random() < 0.9:
+            ends = range((first + 1) * size, (first + len(taken)) * size + 1, size)
+            lookahead = [prompt[end : end + look] for end in ends]
+        return BlockStored(
+            taken,
+            hashes[first - 1] if first else None,
+            tokens,
+            any_of(["GPU", "GPU", "GPU", *_MEDIA]),
+            group,
+            lora_name=any_of(_LORAS) if not self.is_sane else None,
+            extra_keys=any_of(_EXTRA) if not self.is_sane else any_of([None, [None] * len(taken)]),
+            kv_cache_spec_kind="full_attention" if not group else any_of(_KINDS),
+            kv_cache_spec_sliding_window=any_of([None, 3, 5]),
+            block_size=any_of([None, size]),
+            lookahead_token_ids=lookahead,
+            cache_salt=any_of(_SALTS) if not self.is_sane else None,
+            locality=any_of([None, None, None, "LOCAL", "remote"]),
+        )
+
+    def _removed(self, engine: int) -> BlockRemoved:
+        hashes = self._hashes(engine, self.prompt(), 2, 1 if engine == 3 else 0)
+        taken = self.rng.sample(hashes, self.rng.randint(0, len(hashes)))
+        counts = None
+        if self.rng.random() < 0.1:
+            counts = [self.rng.choice([0, 0, 1, 2]) for _ in taken]
+        medium = self.rng.choice(["GPU", "GPU", *_MEDIA])
+        return BlockRemoved(taken, medium, self.rng.choice([None, 0, 1]), counts)
+
+    def _nonsense(self) -> BlockStored:
+        any_of = self.rng.choice
+
+        def hashes() -> list[BlockHash]:
+            return self.rng.choices([1, 2, 3, 2**64 - 7, b"six", b"", -7], k=any_of([0, 1, 2, 4]))
+
+        return BlockStored(
+            hashes(),
+            any_of([None, *hashes()]),
+            self.rng.choices(range(_TOKENS), k=any_of([0, 1, 2, 4, 8])),
+            any_of(_MEDIA),
+            any_of([None, 0, 1, 200]),
+            lora_name=any_of(_LORAS),
+            extra_keys=any_of(_EXTRA),
+            kv_cache_spec_kind=any_of(_KINDS),
+            kv_cache_spec_sliding_window=any_of([None, 0, 1, 9]),
+            block_size=any_of([None, 0, 1, 2, 4]),
+            lookahead_token_ids=any_of([None, None, [], [[]], [[1]], [[1, 2], []]]),
+            cache_salt=any_of(_SALTS),
+        )
+
+    def _layout(self) -> CacheLayout:
+        any_of = self.rng.choice
+        kinds = ["full_attention", "mamba", "sliding_window", "chunked_local_attention", "x"]
+        groups = [
+            GroupSpec(any_of(kinds), any_of([2, 4]), any_of([3, 5]), any_of([4, 3]))
+            for _ in range(any_of([1, 2, 3]))
+        ]
+        root = any_of([None, HashChain.from_seed().none_hash])
+        return CacheLayout("p", groups, 2, any_of([2, 4]), "sha256", root, any_of([True, False]))
+
+    def payload(self, events: list[Event]) -> bytes:
+        """In one of the forms of the wire."""
+        if self.rng.random() < 0.3 and all(map(_fits_array, events)):
+            return msgspec.msgpack.encode([0.5, [_as_array(event) for event in events], 0])
+        return encode(EventBatch(0.0, events, self.rng.choice([None, 0])))
+
+
+def _fits_array(event: Event) -> bool:
+    if isinstance(event, BlockStored):
+        return not (event.lookahead_token_ids or event.cache_salt or event.locality)
+    return not isinstance(event, CacheLayout) and not (
+        isinstance(event, BlockRemoved) and event.remaining_copy_counts
+    )
+
+
+def _as_array(event: Event) -> list[Any]:
+    if isinstance(event, BlockStored):
+        return [
+            "BlockStored",
+            event.block_hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+            None,
+            event.medium,
+            event.lora_name,
+            event.extra_keys,
+            event.group_idx,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
+        ]
+    if isinstance(event, BlockRemoved):
+        return ["BlockRemoved", event.block_hashes, event.medium, event.group_idx]
+    if isinstance(event, TierBlocksCleared):
+        return ["TierBlocksCleared", event.medium]
+    return ["AllBlocksCleared"]
+
+
+class Pair:
+    """Both indexes, with the same sources."""
+
+    def __init__(self, seed: int, limits: SourceLimits, sources: int) -> None:
+        self.rng = random.Random(seed)
+        self.reference: PrefixIndex = ReferenceIndex(limits=limits)
+        self.native: PrefixIndex = _NATIVE.create(limits)
+        self.limits = limits
+        self.sources = [SourceId(f"replica-{number}") for number in range(sources)]
+        for source in self.sources:
+            self.add(source)
+
+    def add(self, source: SourceId) -> None:
+        any_of = self.rng.choice
+        groups: tuple[KVCacheGroup, ...] = any_of(
+            [
+                (),
+                (),
+                (),
+                (KVCacheGroup(GroupKind.FULL, 2), KVCacheGroup(GroupKind.SLIDING_WINDOW, 2, 5)),
+                (KVCacheGroup(GroupKind.FULL, 4), KVCacheGroup(GroupKind.MAMBA, 2)),
+            ]
+        )
+        hints = LayoutHints(
+            groups,
+            any_of([None, 2]),
+            eagle=any_of([False, False, True]),
+            eagle_sees_last_token=any_of([False, True]),
+            authoritative=bool(groups) and any_of([False, True]),
+            assume_unseen=any_of([False, True]),
+            hash_seeds=any_of([(), (), (DEFAULT_SEED,)]),
+            tiers=any_of([(), (("CPU", TierHint(unit_blocks=2)), ("DISK", TierHint(unit_size=4)))]),
+        )
+        self.reference.add(source, hints)
+        self.native.add(source, hints)
+
+    def apply(self, source: SourceId, payload: bytes) -> None:
+        expected = self.reference.apply(source, payload)
+        assert self.native.apply(source, payload) == expected, decode(payload)
+
+    def ask(self, *prompt: Any) -> None:
+        expected = self.reference.match(*prompt)
+        assert self.native.match(*prompt) == expected, prompt
+        for source in self.sources:
+            old = self.reference.explain(self.reference.prepare(*prompt), source)
+            assert self.native.explain(self.native.prepare(*prompt), source) == old
+
+    def compare(self) -> None:
+        assert self.native.statistics() == self.reference.statistics()
+        _NATIVE.expect_sound(self.native)
+
+    def restart(self) -> None:
+        """Both from their dumps."""
+        reference, native = ReferenceIndex(limits=self.limits), _NATIVE.create(self.limits)
+        load(b"".join(dump(self.reference)), reference)
+        load(b"".join(dump(self.native)), native)
+        self.reference, self.native = reference, native
+
+
+def run(seed: int, is_sane: bool, sources: int, limits: SourceLimits, steps: int) -> None:
+    rng, traffic = random.Random(seed), Traffic(seed, is_sane)
+    pair = Pair(seed, limits, sources)
+    for _ in range(steps):
+        number = rng.randrange(sources)
+        source, roll = pair.sources[number], rng.random()
+        if roll < 0.01:
+            pair.add(source)
+        elif roll < 0.02:
+            pair.reference.drop(source)
+            pair.native.drop(source)
+        elif roll < 0.03:
+            pair.reference.clear(source)
+            pair.native.clear(source)
+        elif roll < 0.04:
+            pair.restart()
+        else:
+            pair.apply(source, traffic.payload(traffic.batch(number)))
+        if rng.random() < 0.3:
+            extra = rng.choice(_ASKED) if not is_sane else None
+            lora, salt = (None, None) if is_sane else (rng.choice(_LORAS), rng.choice(_SALTS))
+            pair.ask(traffic.prompt(40), lora, salt, extra)
+            pair.compare()
+
+
+ROOMY = SourceLimits(forgotten=100_000)
+TIGHT = SourceLimits(
+    blocks=12, tiers=3, waiting_runs=3, waiting_tokens=20, waiting_batches=6, forgotten=100_000
+)
+_seeds = st.integers(0, 2**32)
+_settings = settings(
+    max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+
+@pytest.mark.parametrize("limits", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("is_sane", [True, False], ids=["engines", "anything"])
+@_settings
+@given(seed=_seeds)
+def test_both_do_and_answer_the_same(is_sane: bool, limits: SourceLimits, seed: int) -> None:
+    """The reference defines the behaviour; whatever is faster must not differ in anything."""
+    run(seed, is_sane, 5, limits, 60)
+
+
+@settings(parent=_settings, max_examples=3)
+@given(seed=_seeds)
+def test_both_answer_the_same_for_more_sources_than_a_word_has_bits(seed: int) -> None:
+    """Sources are kept 64 a word."""
+    run(seed, True, 150, ROOMY, 400)
