@@ -417,6 +417,16 @@ class _BoundedCode(CodeGenerator):
             summands.insert(0, node.right)
         self._call("added", frame, node.left, *summands)
 
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        """Attributes, of which those of dictionaries cost no call."""
+        if node.attr in _DICT_NAMES:
+            super().visit_Getattr(node, frame)
+            return
+        self.write(f"(t_of[{node.attr!r}] if type(t_of := ")
+        self.visit(node.node, frame)
+        self.write(f") is dict and {node.attr!r} in t_of")
+        self.write(f" else environment.getattr(t_of, {node.attr!r}))")
+
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
         """Calls, of which those of the usual methods take a short cut.
 

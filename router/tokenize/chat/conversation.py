@@ -58,7 +58,8 @@ _KNOWN_PART_FIELDS = _MEDIA_FIELDS | {
 
 def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether any part of any message is an image, audio or video."""
-    return any(_is_medium(part) for message in messages for part in _parts(message.get("content")))
+    contents = [message.get("content") for message in messages]
+    return any(any(map(_is_medium, content)) for content in contents if isinstance(content, list))
 
 
 def normalise(
@@ -77,11 +78,17 @@ def normalise(
 
 
 def _normalise(message: Mapping[str, Any], form: ContentForm, media_mark: str | None) -> _Message:
-    role = message["role"]
-    parts = _parts(message.get("content"))
-    if role == "system":
-        parts = _without_billing_header(parts)
-    content = _as_parts(parts, media_mark) if form == "openai" else _as_string(parts, media_mark)
+    role, given = message["role"], message.get("content")
+    if isinstance(given, str) and not given.startswith(BILLING_HEADER):  # nearly all of them
+        content: str | list[_Message] = given
+        if form == "openai":
+            content = [{"type": "text", "text": given}]
+    else:
+        parts = _parts(given)
+        if role == "system":
+            parts = _without_billing_header(parts)
+        is_parts = form == "openai"
+        content = _as_parts(parts, media_mark) if is_parts else _as_string(parts, media_mark)
     result: _Message = {"role": role, "content": content}
     if role == "assistant":
         result.update(_assistant_fields(message))
@@ -89,9 +96,9 @@ def _normalise(message: Mapping[str, Any], form: ContentForm, media_mark: str | 
         result.update(_tool_fields(message, content))
     elif role == "developer":
         result["tools"] = message.get("tools")
-    result.update(
-        {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
-    )
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            result[name] = message[name]
     return result
 
 

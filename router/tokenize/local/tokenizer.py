@@ -8,6 +8,7 @@ interpreter lock.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import Counter
@@ -128,9 +129,11 @@ class LocalTokenizer:
             self._library = SegmentedTokenizer(backend, self._segmenter, cache_bytes)
         else:
             self._native, self._obstacle = native, None
-        self.warm_thread()
         self._renderer = ChatRenderer(files, chat, max_chars=self._limits.max_prompt_chars, now=now)
         self._counts = _Counts()
+        del backend
+        _give_back_memory()
+        self.warm_thread()
 
     @property
     def backend(self) -> TokenizerBackend:
@@ -219,6 +222,13 @@ class LocalTokenizer:
         else:
             ids, chars = self._library.join(prepared.looked_up)
         return self._ends.around(ids) if adds_special_tokens and self._ends else ids, chars
+
+
+def _give_back_memory() -> None:
+    """Loading takes twice what is kept, and glibc would keep all of it for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _rules_of(files: ModelFiles) -> TokenizerRules:
