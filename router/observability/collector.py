@@ -228,18 +228,20 @@ def _feed_metrics(feeds: Mapping[SourceId, SourceFeedStatistics]) -> Iterator[Me
 def _trust_metrics(
     trusts: Mapping[SourceId, TrustStatistics], feeds: Mapping[SourceId, SourceFeedStatistics]
 ) -> Iterator[Metric]:
-    labelled = [(_source_labels(source, feeds), found) for source, found in trusts.items()]
+    # Of every stream, also one that nothing was compared of yet: a series that begins at 1 has not
+    # increased, and no alert sees it.
+    labelled = [(_source_labels(source, feeds), trusts.get(source)) for source in feeds]
     yield _counter(
         "kvroute_source_rebuilds",
         "Rebuilds of a source whose hits were predicted wrongly for long.",
         _SOURCE,
-        ((labels, found.rebuilds) for labels, found in labelled),
+        ((labels, 0 if found is None else found.rebuilds) for labels, found in labelled),
     )
     yield _gauge(
         "kvroute_source_mispredicted",
         "1 while a source's hits stay mispredicted after a rebuild.",
         _SOURCE,
-        ((labels, found.state is Trust.LASTING) for labels, found in labelled),
+        ((labels, bool(found and found.state is Trust.LASTING)) for labels, found in labelled),
     )
 
 
