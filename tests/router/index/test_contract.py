@@ -3,6 +3,7 @@ hit."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 import threading
@@ -225,6 +226,23 @@ def test_two_live_hashes_of_one_prefix_are_counted_as_ambiguous(
     assert statistics(index).ambiguous == 0
     apply(index, Prefix(PROMPT.tokens, seed="and a hidden salt").stored(0, FULL))
     assert statistics(index).ambiguous == 10
+
+
+def test_a_parent_named_by_several_digests_is_the_block_that_its_last_one_names(
+    implementation: Implementation,
+) -> None:
+    """vLLM up to 0.23 names a block of several hash blocks so, as a parent too."""
+    token_ids = tokens(128)
+    digests = list(HashChain.from_seed("sha256", "unknown").block_hashes(token_ids, 16))
+    names = [digests[at] + digests[at + 1] for at in range(0, 8, 2)]
+    stored = Prefix(token_ids[:64], hash_block_size=32).stored(
+        0, dataclasses.replace(FULL, block_size=32)
+    )
+    index = index_with(implementation)
+    apply(index, replace(stored, block_hashes=names[:2]))
+    behind = replace(stored, block_hashes=names[2:], parent_block_hash=names[1])
+    apply(index, replace(behind, token_ids=token_ids[64:]))
+    assert gpu_hit(index, token_ids) == 128
 
 
 def test_a_hash_that_covers_the_next_tokens_is_found_only_with_them(

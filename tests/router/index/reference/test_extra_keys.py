@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.index.reference.extra_keys import besides_lora, marks_of, plain, tagged
+from router.index.reference.extra_keys import besides_lora, marks_of, plain, spellings, tagged
 from router.index.reference.keys import Mark, digest
 
 
@@ -97,3 +97,10 @@ def test_tags_and_plain_forms_are_those_that_engines_hash() -> None:
     assert tagged(b"\x01") == ("prompt_embeds", b"\x01")
     assert plain([["image", [3]], "x"]) == (("image", (3,)), "x")
     assert plain("x") == "x"
+
+
+def test_a_salt_that_the_extra_keys_have_already_is_hashed_once() -> None:
+    """An engine's own events carry it there; twice in one block, no hash would ever fit."""
+    both = list(spellings([("tenant",)], 2, cache_salt="tenant"))
+    assert both == list(spellings(None, 2, cache_salt="tenant"))
+    assert both[0] == [("tenant",), None]
