@@ -61,6 +61,7 @@ class Core:
         self,
         prompt: Prompt,
         names: list[SourceId | None],
+        without: dict[SourceId, Hit],
         hit_type: type[Hit],
         computed: Sequence[tuple[int, bool, list[list[BlockHash]]]],
     ) -> dict[SourceId, Hit]: ...

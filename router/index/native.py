@@ -153,6 +153,8 @@ class NativeIndex(PrefixIndex):
         self._sources: dict[SourceId, _NativeSource] = {}
         self._names: list[SourceId | None] = []
         """By slot."""
+        self._without: dict[SourceId, Hit] = {}
+        """Every source, with no hit."""
         self._searching: dict[SourceId, _NativeSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
 
@@ -182,6 +184,7 @@ class NativeIndex(PrefixIndex):
         self._sources[source] = known
         self._names += [None] * (known.slot + 1 - len(self._names))
         self._names[known.slot] = source
+        self._without[source] = Hit(0, 0)
         self._tell_layout(known)
 
     @override
@@ -347,6 +350,7 @@ class NativeIndex(PrefixIndex):
             return
         self._searching.pop(source, None)
         self._names[known.slot] = None
+        del self._without[source]
         self.core.drop(known.slot)
 
     # --- asking -----------------------------------------------------------------------------------
@@ -376,7 +380,7 @@ class NativeIndex(PrefixIndex):
         if self._searching and len(prompt.hashed) >= 2:
             for source, known in list(self._searching.items()):
                 computed += self._computed(source, known, prompt)
-        found: dict[SourceId, Hit] = self.core.match(prompt.hashed, self._names, Hit, computed)
+        found = self.core.match(prompt.hashed, self._names, self._without, Hit, computed)
         if self._sharing.sources:
             found |= self._sharing.match_prompt(prompt.in_python)
         return found
