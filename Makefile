@@ -23,7 +23,7 @@ BENCH_PEERS_INSTALLED := $(BENCH_PEERS)/.installed
 NATIVE := build/native/.built
 CXX ?= g++
 
-.PHONY: demo test test-deploy check format native wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -105,6 +105,10 @@ $(BENCH_PEERS_INSTALLED): pyproject.toml benchmarks/peers/requirements.txt bench
 # Ours beside other routers, some 40 minutes. ARGS="--rows match route --rounds 1" runs less.
 bench-peers: $(NATIVE) $(BENCH_PEERS_INSTALLED)
 	$(BENCH_PEERS)/bin/python -m benchmarks.peers.run $(ARGS)
+
+# What nobody would send, to the compiled index: ten minutes, or ARGS="--seconds 60 --seed 2".
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.router.index.core.fuzz $(ARGS)
 
 # For PyPI, in ./wheelhouse: the sdist, and wheels for x86-64 and ARM with glibc or musl.
 wheels: $(INSTALLED)

@@ -1,11 +1,14 @@
-"""What building C++ needs, and which of it is missing here."""
+"""Building C++ in tests: what it needs, and which of it is missing here."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
+
+CORE = Path(__file__).parents[2] / "router" / "index" / "core"
 
 
 def compiler() -> str | None:
@@ -20,3 +23,20 @@ def what_the_compiled_index_lacks() -> str:
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return "no Python.h: the compiled index is not built"
     return ""
+
+
+def compiled(output: Path, *arguments: str) -> Path:
+    """Compile C++20 that includes the compiled index's headers; return *output*.
+
+    Args:
+        output: The file to make.
+        arguments: Of the compiler: sources and options. A warning is an error.
+    """
+    command = (
+        *(compiler() or "c++", "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{CORE}"),
+        *arguments,
+        *("-o", str(output)),
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output

@@ -180,6 +180,7 @@ public:
     }
 
 private:
+    friend class IndexAudit;  // of the tests
     friend class StateWriter;
     friend class StateReader;
     friend class Inspector;

@@ -90,6 +90,8 @@ public:
     }
 
 private:
+    friend class IndexAudit;  // of the tests
+
     static constexpr u32 kMostPlanes = 64;  // of a source that is matched together with others
 
     // Sources whose hashes end at the same tokens.
