@@ -8,6 +8,7 @@ engine's hash function, and the hashes of prompts by it, are Python's too.
 
 from __future__ import annotations
 
+import pickle
 import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +21,9 @@ from typing_extensions import override
 from kvevents.codec import decode, encode
 from kvevents.errors import MalformedBatch
 from kvevents.events import BlockHash, BlockStored, CacheLayout, Event, EventBatch
-from kvevents.hashing import HashChain
+from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
-from router.index._core import Core, Prompt, StateError
+from router.index._core import Core, EngineHashes, Prompt, StateError
 from router.index._core import pack_token_ids as _pack_token_ids
 from router.index.base import (
     ApplyResult,
@@ -51,8 +52,13 @@ _KINDS = {
 }
 """As `GroupKind` of core/layout.hpp counts them."""
 _DIGEST_BYTES = 32
+_BEFORE_EXTRA_KEYS = (bytes(16), (0,))
+_PICKLED_AFTER = len(b"\x87\x94.")
+_PICKLED_BEFORE = len(pickle.dumps((*_BEFORE_EXTRA_KEYS, None), protocol=5)) - 1 - _PICKLED_AFTER
 
-_Computed: TypeAlias = tuple[int, bool, list[list[BlockHash]]]
+_EngineHashes: TypeAlias = list[EngineHashes | list[BlockHash]]
+"""In each spelling of extra keys."""
+_Computed: TypeAlias = tuple[int, bool, _EngineHashes]
 """Slot, whether places learned from events do not count, and the hashes in each spelling."""
 
 
@@ -88,6 +94,24 @@ class _HeldHashes:
         return self._core.holds_hash(self._slot, block_hash)
 
 
+def written_extra_keys(algorithm: str, extra_keys: Sequence[ExtraKeys]) -> list[bytes]:
+    """Extra keys as they stand in what is hashed for a block: `None` as no bytes.
+
+    Args:
+        algorithm: Says in which form.
+        extra_keys: By block.
+    """
+    write = encode_cbor if algorithm.endswith("_cbor") else _pickled_third
+    return [b"" if each is None else write(each) for each in extra_keys]
+
+
+def _pickled_third(value: Any) -> bytes:
+    """A value as it stands in the pickle of a block, behind a digest and tokens: what is remembered
+    there counts in references to what is remembered later."""
+    before, after = _PICKLED_BEFORE, _PICKLED_AFTER
+    return pickle.dumps((*_BEFORE_EXTRA_KEYS, value), protocol=5)[before:-after]
+
+
 class NativePrompt(HashedPrompt):
     """A prompt in the core, and its hashes by engines' own functions where they are needed."""
 
@@ -119,12 +143,53 @@ class NativePrompt(HashedPrompt):
         self._extra_keys = extra_keys
         self._prefix_keys: dict[int, Sequence[int]] = {}
         self._in_python: PromptKeys | None = None
+        self._engine_hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
 
     @override
     def prefix_keys(self, step: int) -> Sequence[int]:
         if step not in self._prefix_keys:
             self._prefix_keys[step] = self._core.prefix_keys(self.hashed, step)
         return self._prefix_keys[step]
+
+    def engine_hashes(
+        self, chain: HashChain, step: int, lookahead: int, as_int: bool
+    ) -> _EngineHashes:
+        """An engine's hashes at every multiple of *step*, in each spelling of extra keys.
+
+        Args:
+            chain: The engine's.
+            step: Tokens between two hashes.
+            lookahead: Tokens behind a block that its hash covers too.
+            as_int: As 64-bit integers, else as digests.
+        """
+        wanted = (chain, step, lookahead, as_int)
+        if wanted not in self._engine_hashes:
+            self._engine_hashes[wanted] = [
+                self._hashes(chain, step, lookahead, as_int, extra_keys)
+                for extra_keys in self.in_python.spellings(step)
+            ]
+        return self._engine_hashes[wanted]
+
+    def _hashes(
+        self,
+        chain: HashChain,
+        step: int,
+        lookahead: int,
+        as_int: bool,
+        extra_keys: Sequence[ExtraKeys],
+    ) -> EngineHashes | list[BlockHash]:
+        in_core = self._core.engine_hashes(
+            self.hashed,
+            chain.algorithm,
+            chain.none_hash,
+            step,
+            lookahead,
+            as_int,
+            written_extra_keys(chain.algorithm, extra_keys),
+        )
+        if in_core is not None:
+            return in_core
+        return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
 
     @property
     def in_python(self) -> PromptKeys:
@@ -423,7 +488,7 @@ class NativeIndex(PrefixIndex):
         if not is_alone and not known.unplaced:
             return []
         as_int = self.core.uses_int_hashes(slot)
-        hashes = prompt.in_python.engine_hashes(finder.chain, step, lookahead, as_int)
+        hashes = prompt.engine_hashes(finder.chain, step, lookahead, as_int)
         return [(slot, is_alone, hashes)]
 
     # --- keeping ----------------------------------------------------------------------------------

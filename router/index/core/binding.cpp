@@ -13,6 +13,7 @@
 #include <mutex>
 
 #include "inspector.hpp"
+#include "block_hash.hpp"
 #include "json_tokens.hpp"
 #include "match.hpp"
 #include "state.hpp"
@@ -146,6 +147,36 @@ nb::object make_hit(nb::handle type, const Hit& hit, const nb::object& by_tier) 
     return made;
 }
 
+// A prompt's hashes as its engine computes them, as numbers.
+struct EngineHashes {
+    std::vector<u64> numbers;
+};
+
+// The digests of a prompt's blocks, one after the other; nothing where Python has to make them. See
+// `append_block_hashes`.
+std::optional<std::vector<u8>> digests_of(const Prompt& prompt, const std::string& algorithm,
+                                          nb::bytes root, u64 block_size, u64 lookahead,
+                                          const std::vector<nb::bytes>& extra_keys) {
+    const auto bytes_of = [](const nb::bytes& bytes) {
+        return std::span(static_cast<const u8*>(bytes.data()), bytes.size());
+    };
+    const std::optional<HashFunction> function = HashFunction::named(algorithm);
+    if (!function) return std::nullopt;
+    std::vector<std::span<const u8>> extras;
+    for (const nb::bytes& each : extra_keys) extras.push_back(bytes_of(each));
+    ReleasedIf released(prompt.tokens().size() > kLongPrompt);
+    std::vector<u8> digests;
+    const bool is_done = append_block_hashes(*function, bytes_of(root), prompt.tokens(),
+                                             {block_size, lookahead}, extras, digests);
+    return is_done ? std::optional(std::move(digests)) : std::nullopt;
+}
+
+nb::object block_hashes(const Prompt& prompt, const std::string& algorithm, nb::bytes root,
+                        u64 block_size, u64 lookahead, const std::vector<nb::bytes>& extra_keys) {
+    const auto digests = digests_of(prompt, algorithm, root, block_size, lookahead, extra_keys);
+    return digests ? nb::bytes(digests->data(), digests->size()) : nb::object(nb::none());
+}
+
 using GroupTuple = std::tuple<int, u64, std::optional<u64>, std::optional<u64>>;
 using ComputedTuple = std::tuple<u32, bool, nb::list>;
 
@@ -265,6 +296,25 @@ public:
         Locked locked(mutex_);
         check(slot);
         return index_.source(slot).uses_int_hashes;
+    }
+
+    // For `match`; None where Python has to make them.
+    nb::object engine_hashes(const Prompt& prompt, const std::string& algorithm, nb::bytes root,
+                             u64 block_size, u64 lookahead, bool as_int,
+                             const std::vector<nb::bytes>& extra_keys) {
+        const auto digests = digests_of(prompt, algorithm, root, block_size, lookahead, extra_keys);
+        if (!digests) return nb::none();
+        const std::size_t size = HashFunction::named(algorithm)->size();
+        EngineHashes found;
+        found.numbers.reserve(digests->size() / size);
+        for (std::size_t at = 0; at < digests->size(); at += size) {
+            const u8* digest = digests->data() + at;
+            // As an integer, a digest is its last 64 bits.
+            found.numbers.push_back(
+                as_int ? detail::read_big<u64>(digest + size - 8)
+                       : hash_number(index_.space(), {msgpack::Kind::binary, size}, digest));
+        }
+        return nb::cast(std::move(found));
     }
 
     u64 unplaced(u32 slot) {
@@ -432,6 +482,10 @@ private:
             found.push_back({slot, is_alone, {}});
             for (nb::handle list : lists) {
                 std::vector<u64>& hashes = found.back().hashes.emplace_back();
+                if (nb::isinstance<EngineHashes>(list)) {
+                    hashes = nb::cast<const EngineHashes&>(list).numbers;
+                    continue;
+                }
                 for (nb::handle each : nb::borrow<nb::list>(list)) {
                     hashes.push_back(hash_of(index_.space(), each));
                 }
@@ -478,6 +532,8 @@ NB_MODULE(_core, module) {
             nb::arg("extra_keys"))
         .def("__len__", [](const Prompt& self) { return self.tokens().size(); });
 
+    nb::class_<EngineHashes>(module, "EngineHashes");
+
     nb::class_<Core>(module, "Core")
         .def(nb::init<u64, u64, const std::vector<u64>&>())
         .def("add", &Core::add)
@@ -490,6 +546,7 @@ NB_MODULE(_core, module) {
         .def("holds_hash", &Core::holds_hash)
         .def("hides_extra_keys", &Core::hides_extra_keys)
         .def("uses_int_hashes", &Core::uses_int_hashes)
+        .def("engine_hashes", &Core::engine_hashes)
         .def("unplaced", &Core::unplaced)
         .def("statistics", &Core::statistics)
         .def("hash", &Core::hash)
@@ -502,4 +559,5 @@ NB_MODULE(_core, module) {
         .def("contradictions", &Core::contradictions);
 
     module.def("pack_token_ids", &pack_token_ids);
+    module.def("block_hashes", &block_hashes);
 }
