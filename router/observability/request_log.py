@@ -176,6 +176,8 @@ class RollingTotals:
     def _forget_old(self) -> None:
         """Reset the seconds that have passed since the last call and begin a new minute."""
         second = int(self._clock())
+        if second == self._second:
+            return
         for passed in range(max(self._second + 1, second - SECONDS + 1), second + 1):
             self._by_second[passed % SECONDS] = Totals()
         self._second = max(second, self._second)
