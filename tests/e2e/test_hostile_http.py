@@ -189,8 +189,9 @@ async def test_a_prompt_of_a_million_tokens_does_not_hold_up_other_streams(
             await other.read_head()
             stub.behaviour = refusing("200 OK")
             reading = asyncio.create_task(read_without_a_pause(other))
+            body = json.dumps({"model": stub.model, "prompt": ids}).encode()
             for _ in range(2):
-                found = await router.post("/v1/completions", {"model": stub.model, "prompt": ids})
+                found = await router.post("/v1/completions", body)
                 assert (found.status, found.headers["x-kv-hit-tokens"]) == (200, "0")
                 packed = msgspec.msgpack.encode({"model": stub.model, "token_ids": ids})
                 route = await router.post(
@@ -204,9 +205,9 @@ async def test_a_prompt_of_a_million_tokens_does_not_hold_up_other_streams(
                 await reading
         text = {"model": stub.model, "prompt": f"{SENTINEL} " * 200_000}
         assert (await router.post("/v1/completions", text)).status == 200
-        too_long = await router.post(
-            "/v1/completions", {"model": stub.model, "prompt": [7] * 2_200_000}
-        )
+        # Encoded before it is connected: a connection that is silent for a second is ended.
+        body = json.dumps({"model": stub.model, "prompt": [7] * 2_200_000}).encode()
+        too_long = await router.post("/v1/completions", body)
         assert (too_long.status, too_long.error["code"]) == (400, "invalid_value")
 
 
