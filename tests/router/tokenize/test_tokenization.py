@@ -440,11 +440,13 @@ class _Gate:
         self._open.set()
 
     def __call__(self) -> datetime:
+        self.is_reached = True
         assert self._open.wait(timeout=30)
         return datetime(2024, 7, 26)
 
     def close(self) -> None:
         self._open.clear()
+        self.is_reached = False
 
     def open(self) -> None:
         self._open.set()
@@ -508,7 +510,7 @@ async def test_a_client_that_leaves_frees_its_place_when_the_thread_is_done(
     """Cancelling cannot stop a thread; the bound must count it until it has ended."""
     tokenization = Tokenization(local=gated, max_threads=1, inline_body_bytes=0)
     task = asyncio.create_task(tokenization.tokenize(_spec(Endpoint.CHAT, _CHAT)))
-    await _until(lambda: tokenization.statistics().waiting == 1)
+    await _until(lambda: gate.is_reached)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
