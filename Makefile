@@ -22,6 +22,8 @@ BENCH_PEERS_INSTALLED := $(BENCH_PEERS)/.installed
 # The compiled index; what it is built from decides when it is built again.
 NATIVE := build/native/.built
 CXX ?= g++
+CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
+    -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
 .PHONY: demo test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
@@ -39,8 +41,7 @@ $(NATIVE): $(INSTALLED) $(wildcard router/index/core/*.?pp) router/index/core/CM
 	elif ! $(BIN)/python -c "import sysconfig as s, os, sys; sys.exit(not os.path.exists(s.get_path('include') + '/Python.h'))"; then \
 	    echo "no Python.h (Debian: python3-dev): the index in plain Python serves"; \
 	else \
-	    $(BIN)/cmake -S router/index/core -B $(@D) --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
-	        -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) && \
+	    ($(CONFIGURE) || $(CONFIGURE) --fresh) && \
 	    $(BIN)/cmake --build $(@D); \
 	fi
 	@touch $@
