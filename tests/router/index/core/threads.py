@@ -93,7 +93,8 @@ def look_up(
     """A hit is that of no batch or of a whole one: never of half of it."""
     prompt = module.Prompt([*tokens, 1], None, None, b"")
     core.hash(prompt)
-    hits = core.match(prompt, list(names), hit_type, [])
+    without = {name: hit_type(0, 0) for name in names}
+    hits = core.match(prompt, list(names), without, hit_type, [])
     assert {hit.gpu_cached_tokens for hit in hits.values()} <= {0, len(tokens)}
     core.statistics(0)
 
