@@ -631,6 +631,46 @@ async def test_the_page_fits_its_window(router: RouterProcess, width: int) -> No
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+_CUT_OFF = """() => [
+  ...[...document.querySelectorAll(".request.head span, #replica-table thead th")]
+    .filter((cell) => cell.clientWidth && cell.scrollWidth > cell.clientWidth)
+    .map((cell) => cell.textContent),
+  ...[...document.querySelectorAll("input[type=search]")].filter((input) => {
+    input.value = input.placeholder;
+    const isCutOff = input.scrollWidth > input.clientWidth;
+    input.value = "";
+    return isCutOff;
+  }).map((input) => input.placeholder),
+]"""
+"""Texts of headers and search fields that their boxes do not hold."""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [380, 800, 1024, 1200, 1440])
+async def test_no_header_and_no_hint_of_a_field_is_cut_off(
+    router: RouterProcess, width: int
+) -> None:
+    """`repo...` and `replica, model, reque` leave a reader guessing."""
+    async with (
+        HybridStub(unique("model")) as stub,
+        router.serving(stub),
+        browser_page(width) as (page, _),
+    ):
+        await complete(router, stub.model, prompt_ids(20, 87))
+        await page.goto(router.url)
+        await expect(page.locator("#request-list li").first).to_be_visible()
+        assert await page.evaluate(_CUT_OFF) == []
+
+
+@needs_browser
+async def test_a_phone_has_the_links_to_each_section(router: RouterProcess) -> None:
+    """Explaining a route is below all replicas and requests there."""
+    async with browser_page(width=380) as (page, _):
+        await page.goto(router.url)
+        await page.click("nav >> text=Explain a route")
+        await expect(page.locator("#route h2")).to_be_in_viewport()
+
+
 @needs_browser
 async def test_names_with_one_beginning_stay_apart(router: RouterProcess) -> None:
     """Cut at its end, every name of a fleet reads `gpu-node-w...`."""
