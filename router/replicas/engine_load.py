@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,12 +20,27 @@ _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:to
 MAX_REQUESTS = 10_000_000
 """A larger value is taken for nonsense, as is NaN."""
 
-# One sample a line: name, perhaps labels, value, perhaps a time. The labels do not matter.
+# One sample a line: name, perhaps labels, value, perhaps a time.
 _NAMES = b"|".join((*_RUNNING, *_WAITING, *_USAGE))
-_SAMPLE = re.compile(rb"^(%b)(?:\{[^\n]*\})?[ \t]+([^ \t\r\n]{1,32})" % _NAMES, re.MULTILINE)
+_SAMPLE = re.compile(rb"^(%b)(\{[^\n]*\})?[ \t]+([^ \t\r\n]{1,32})" % _NAMES, re.MULTILINE)
+# vLLM's label and SGLang's; no other label matters.
+_RANK = re.compile(rb'[{,](?:engine|dp_rank)="([0-9]{1,5})"')
 
 
-class EngineLoad(msgspec.Struct, frozen=True):
+class EngineRankLoad(msgspec.Struct, frozen=True):
+    """Load of one data-parallel rank."""
+
+    dp_rank: int
+    running: int
+    waiting: int
+
+    @property
+    def requests(self) -> int:
+        """Running or waiting."""
+        return self.running + self.waiting
+
+
+class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Load as the engine counts it, over all its data-parallel ranks."""
 
     running: int
@@ -32,31 +48,62 @@ class EngineLoad(msgspec.Struct, frozen=True):
     kv_cache_usage: float | None
     """Share of KV blocks that running requests hold, of the fullest rank; None if it is not
     reported."""
+    ranks: tuple[EngineRankLoad, ...] = ()
+    """Each rank, in order; empty where there is one, or none is told apart."""
+
+    def of_rank(self, dp_rank: int) -> EngineRankLoad | None:
+        """The load of one rank; None where the engine does not tell its ranks apart."""
+        return next((rank for rank in self.ranks if rank.dp_rank == dp_rank), None)
+
+
+class _GaugeSample(NamedTuple):
+    dp_rank: int | None
+    value: float
 
 
 def parse_engine_load(text: bytes) -> EngineLoad | None:
     """Read an engine's metrics; None if they have no count of running requests. Never raises."""
-    values: dict[bytes, list[float]] = {}
-    for name, value in _samples(text):
-        values.setdefault(name, []).append(value)
-    running = _first(values, _RUNNING)
+    samples: dict[bytes, list[_GaugeSample]] = {}
+    for name, sample in _samples(text):
+        samples.setdefault(name, []).append(sample)
+    running, waiting = _first(samples, _RUNNING), _first(samples, _WAITING)
     if not running:
         return None
-    usage = _first(values, _USAGE)
-    waiting = _first(values, _WAITING)
-    return EngineLoad(int(sum(running)), int(sum(waiting)), min(max(usage), 1.0) if usage else None)
+    usage = [sample.value for sample in _first(samples, _USAGE)]
+    return EngineLoad(
+        int(sum(sample.value for sample in running)),
+        int(sum(sample.value for sample in waiting)),
+        min(max(usage), 1.0) if usage else None,
+        tuple(_ranks(_by_rank(running), _by_rank(waiting))),
+    )
 
 
-def _samples(text: bytes) -> Iterator[tuple[bytes, float]]:
+def _samples(text: bytes) -> Iterator[tuple[bytes, _GaugeSample]]:
     for match in _SAMPLE.finditer(text):
         try:
-            value = float(match[2])
+            value = float(match[3])
         except ValueError:
             continue
         if 0 <= value <= MAX_REQUESTS:
-            yield match[1], value
+            rank = _RANK.search(match[2] or b"")
+            yield match[1], _GaugeSample(None if rank is None else int(rank[1]), value)
 
 
-def _first(values: dict[bytes, list[float]], names: tuple[bytes, ...]) -> list[float]:
+def _first(
+    samples: dict[bytes, list[_GaugeSample]], names: tuple[bytes, ...]
+) -> list[_GaugeSample]:
     """The samples of the first name that has any."""
-    return next((values[name] for name in names if name in values), [])
+    return next((samples[name] for name in names if name in samples), [])
+
+
+def _by_rank(samples: list[_GaugeSample]) -> dict[int, int]:
+    sums: dict[int, int] = {}
+    for dp_rank, value in samples:
+        if dp_rank is not None:
+            sums[dp_rank] = sums.get(dp_rank, 0) + int(value)
+    return sums
+
+
+def _ranks(running: dict[int, int], waiting: dict[int, int]) -> Iterator[EngineRankLoad]:
+    for dp_rank in sorted(running) if len(running) > 1 else ():
+        yield EngineRankLoad(dp_rank, running[dp_rank], waiting.get(dp_rank, 0))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from router.config import ReplicaConfig, key_bytes
@@ -54,6 +55,8 @@ class Replica:
         self.engine_load_at = now
         self.foreign_requests = 0
         """Requests there that were not this router's when its load was scraped."""
+        self.foreign_requests_by_rank: dict[int, int] = {}
+        """The same, for each rank that the engine tells apart."""
         self.health_since = now
         """When it last became healthy or unhealthy."""
         self.checked_at: float | None = None
@@ -79,17 +82,28 @@ class Replica:
             model == adapter for adapter, _ in self.served.adapters
         )
 
-    def take_engine_load(self, load: EngineLoad, own_requests: int, now: float) -> None:
+    def take_engine_load(
+        self,
+        load: EngineLoad,
+        own_requests: int,
+        now: float,
+        own_by_rank: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         """Keep what the engine's metrics report.
 
         Args:
             load: As scraped.
             own_requests: This router's requests there at that time.
             now: That time, on the registry's clock.
+            own_by_rank: Of these, those at each rank; a rank without any may be missing.
         """
         self.engine_load = load
         self.engine_load_at = now
         self.foreign_requests = max(0, load.running + load.waiting - own_requests)
+        self.foreign_requests_by_rank = {
+            rank.dp_rank: max(0, rank.requests - own_by_rank.get(rank.dp_rank, 0))
+            for rank in load.ranks
+        }
 
     def candidate(
         self,
@@ -113,7 +127,8 @@ class Replica:
             suspect: Whether the prediction is doubtful, since events were lost.
             dp_rank: The rank to ask for, where there is a choice.
             rank_load: What this router has in flight at the rank that the candidate stands for;
-                None where there is only one. The engine's own load is then shared out equally.
+                None where there is only one. The engine's own load is that of the rank too, or
+                shared out equally where its metrics do not tell ranks apart.
         """
         fresh = now - self.engine_load_at <= engine_load_stale_after_s
         return Candidate(
@@ -123,25 +138,45 @@ class Replica:
             by_tier=hit.by_tier,
             recent_tokens=recent_tokens,
             suspect=suspect,
-            load=self._load(load, rank_load, self.engine_load if fresh else None),
+            load=self._load(load, rank_load, dp_rank, self.engine_load if fresh else None),
             speed=self._speed,
             obstacle=self.obstacle(load),
             dp_rank=dp_rank,
         )
 
     def _load(
-        self, load: ReplicaLoad, rank_load: ReplicaLoad | None, engine_load: EngineLoad | None
+        self,
+        load: ReplicaLoad,
+        rank_load: ReplicaLoad | None,
+        dp_rank: int | None,
+        engine_load: EngineLoad | None,
     ) -> CandidateLoad:
-        ranks = 1 if rank_load is None else len(self.sources)
         own = load if rank_load is None else rank_load
+        foreign, waiting = self._foreign_and_waiting(
+            engine_load, None if rank_load is None else dp_rank
+        )
         return CandidateLoad(
             queued_prefill_tokens=own.prefill_tokens,
             prefilling_requests=own.prefilling_requests,
             decoding_requests=own.decoding_requests,
             decode_context_tokens=own.context_tokens,
-            foreign_requests=0 if engine_load is None else -(-self.foreign_requests // ranks),
-            waiting_requests=0 if engine_load is None else -(-engine_load.waiting // ranks),
+            foreign_requests=foreign,
+            waiting_requests=waiting,
         )
+
+    def _foreign_and_waiting(
+        self, engine_load: EngineLoad | None, dp_rank: int | None
+    ) -> tuple[int, int]:
+        """Requests of others, and those that wait, at a rank or at the whole replica."""
+        if engine_load is None:
+            return 0, 0
+        if dp_rank is None:
+            return self.foreign_requests, engine_load.waiting
+        rank = engine_load.of_rank(dp_rank)
+        if rank is not None:
+            return self.foreign_requests_by_rank[dp_rank], rank.waiting
+        ranks = len(self.sources)
+        return -(-self.foreign_requests // ranks), -(-engine_load.waiting // ranks)
 
     def obstacle(self, load: ReplicaLoad) -> str | None:
         """Why it cannot take a request; None if it can."""

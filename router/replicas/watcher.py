@@ -27,7 +27,7 @@ from router.replicas.discovery import (
     parse_server_info,
     parse_sources,
 )
-from router.replicas.engine_load import parse_engine_load
+from router.replicas.engine_load import EngineLoad, parse_engine_load
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
 from router.replicas.types import EventSource, ServedModels
@@ -318,10 +318,17 @@ class Watcher:
         # Requests began and ended while the engine was asked; the larger number blames less on
         # others.
         own = max(own_before, self._own_requests())
-        self._replica.take_engine_load(load, own, self._clock())
+        self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
 
     def _own_requests(self) -> int:
         return self._load.load_of(self._replica.id).requests
+
+    def _own_by_rank(self, load: EngineLoad) -> dict[int, int]:
+        ranks = [rank.dp_rank for rank in load.ranks]
+        if not ranks:
+            return {}
+        own = self._load.loads_of_ranks(self._replica.id, ranks)
+        return {rank: load.requests for rank, load in zip(ranks, own, strict=True)}
 
     # --- both -------------------------------------------------------------------------------------
 

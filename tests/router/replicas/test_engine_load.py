@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from router.replicas.engine_load import EngineLoad, parse_engine_load
+from router.replicas.engine_load import EngineLoad, EngineRankLoad, parse_engine_load
 
 # As vLLM 0.32 writes it, with one model and two data-parallel ranks.
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -28,9 +28,27 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 """
 
 
-def test_vllms_samples_are_summed_over_its_ranks() -> None:
-    """The router sends to the server, not to one rank; the fullest cache is the one that hurts."""
-    assert parse_engine_load(VLLM) == EngineLoad(running=5, waiting=1, kv_cache_usage=0.5)
+def test_vllms_samples_are_summed_over_its_ranks_and_kept_for_each() -> None:
+    """A server is chosen by all of them, one of its ranks by its own; the fullest cache is the one
+    that hurts."""
+    assert parse_engine_load(VLLM) == EngineLoad(
+        running=5,
+        waiting=1,
+        kv_cache_usage=0.5,
+        ranks=(EngineRankLoad(0, 3, 1), EngineRankLoad(1, 2, 0)),
+    )
+
+
+def test_sglang_names_a_rank_in_another_label() -> None:
+    """A label that only ends like it is another, as is one in a model's name."""
+    text = (
+        b'sglang:num_running_reqs{model_name="m",dp_rank="1",tp_rank="0"} 8\n'
+        b'sglang:num_running_reqs{model_name="dp_rank=7",dp_rank="0"} 4\n'
+        b'sglang:num_running_reqs{other_dp_rank="5"} 2\n'
+        b'sglang:num_queue_reqs{dp_rank="1"} 3\n'
+    )
+    load = parse_engine_load(text)
+    assert load == EngineLoad(14, 3, None, (EngineRankLoad(0, 4, 0), EngineRankLoad(1, 8, 3)))
 
 
 def test_older_vllm_and_sglang_name_them_differently() -> None:

@@ -13,7 +13,7 @@ from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
 from router.replicas import EventSource, Replica
-from router.replicas.engine_load import EngineLoad
+from router.replicas.engine_load import EngineLoad, EngineRankLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.routing.planner import (
@@ -283,6 +283,17 @@ def test_a_busy_rank_gives_way_to_an_idle_one(planning: Planning) -> None:
     busy = planning.load.started("r0", 100, 100, dp_rank=0)
     assert planning.only(planning.prompts([*IDS, 0]), two).dp_rank == 0, "worth waiting for"
     busy.ended()
+
+
+def test_a_rank_that_others_keep_busy_gives_way(planning: Planning) -> None:
+    """The engine's metrics tell its ranks apart; shared out equally, both would look the same."""
+    two = replica(ranks=2)
+    ranks = EngineRankLoad(0, running=6, waiting=2), EngineRankLoad(1, running=1, waiting=0)
+    two.take_engine_load(EngineLoad(7, 2, None, ranks), own_requests=1, now=0.0, own_by_rank={1: 1})
+    idle = planning.only([], two)
+    assert (idle.dp_rank, idle.load.foreign_requests, idle.load.waiting_requests) == (1, 0, 0)
+    two.take_engine_load(EngineLoad(7, 2, None), own_requests=1, now=0.0)
+    assert planning.only([], two).load.foreign_requests == 4, "told apart no longer"
 
 
 def test_the_queue_of_a_replica_is_that_of_the_rank(planning: Planning) -> None:
