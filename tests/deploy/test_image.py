@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import sysconfig
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -142,8 +143,9 @@ def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
         str(target),
         str(tmp_path / "source"),
     )
+    # Without `site`, so that no hook of an editable installation finds the tree of the tests.
     script = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+        "import sys; sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]; "
         "from router.cli import main; print(main); sys.exit(main.main())"
     )
     config = str(DEPLOY / "compose/kvroute.yaml")
@@ -151,10 +153,11 @@ def test_what_is_copied_is_a_router(tmp_path: Path) -> None:
         "env",
         "OPERATOR_KEY=x",
         sys.executable,
-        "-I",
+        "-IS",
         "-c",
         script,
         str(target),
+        sysconfig.get_path("purelib"),
         "serve",
         "--config",
         config,
