@@ -101,7 +101,11 @@ SOME, NONE = 300, 20
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/route", "/v1/score"])
 async def test_a_router_short_of_memory_says_so_and_goes_on(path: str, room_mb: int) -> None:
     """Wherever it runs out: in the server, in a thread, in a child that reads the body, in the
-    tokenizer. A bare 500 tells a client that its request is at fault, or the router broken."""
+    tokenizer. A bare 500 tells a client that its request is at fault, or the router broken.
+
+    With no room at all the event loop may fail to allocate what it reads into, and resets the
+    connection before any of our code runs.
+    """
     async with engines(1) as (stub,):
         stub.behaviour = stub.paths["/v1/score"] = always(b"{}")
         stub.tokenizing = always(b'{"tokens": [' + b"12345, " * 2**21 + b"1]}")
@@ -117,6 +121,9 @@ async def test_a_router_short_of_memory_says_so_and_goes_on(path: str, room_mb: 
                     *(router.post(path, sent) for _ in range(12)), return_exceptions=True
                 )
                 for each in found:
+                    if room_mb == NONE and isinstance(each, ConnectionResetError):
+                        assert "uv_stream_on_read_impl" in router.log()
+                        continue
                     assert isinstance(each, Answer), (each, router.log()[-9000:])
                     assert each.status in (200, 413, 503), (each, router.log()[-9000:])
                     if each.status != 200:
