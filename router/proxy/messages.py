@@ -30,6 +30,8 @@ HOP_BY_HOP = frozenset(
 # The upstream client writes its own host and content-length. The body is here already, so
 # 100 Continue has no purpose.
 _REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_ROUTERS_OWN = frozenset((b"x-forwarded-for", b"x-forwarded-proto", b"x-request-id"))
+"""The router says of a request what a client's `Connection` must not take away again."""
 OUR_PREFIX = b"x-kv-"
 """Of the headers that say what this router predicted; no others of that kind reach a client."""
 _WITHOUT_BODY = frozenset((204, 304))
@@ -117,7 +119,7 @@ def _end_to_end(headers: Iterable[Header], dropped: frozenset[bytes]) -> list[He
         elif name == b"connection":
             options += b"," + header[1].lower()
     if options not in _COMMON_OPTIONS:
-        named = {option.strip() for option in options.split(b",")}
+        named = {option.strip() for option in options.split(b",")} - _ROUTERS_OWN
         kept = [header for header in kept if header[0] not in named]
     return kept
 

@@ -681,14 +681,17 @@ async def test_what_an_added_replica_reports_of_its_streams_is_checked_when_conn
 
 
 async def test_what_clients_say_of_their_address_is_not_passed_on(locked: RouterProcess) -> None:
-    """Engines may log it, or limit by it."""
+    """Engines may log it, or limit by it. A client's `Connection` is about its own hop only, and
+    takes away nothing that the router says."""
     async with engines(1) as (stub,):
         added = await locked.post("/replicas", {"url": stub.url, "models": [stub.model]}, OPERATOR)
         await locked.until(lambda now: now.sum("kvroute_replica_state", state="healthy"), "healthy")
         said = {"x-forwarded-for": "203.0.113.7", "x-real-ip": "203.0.113.7", "forwarded": "for=x"}
+        said["connection"] = "close, X-Forwarded-For, x-forwarded-proto, x-request-id"
         body = {"model": stub.model, "prompt": [1]}
         assert (await locked.post("/v1/completions", body, {**CLIENT, **said})).status == 200
         headers = stub.requests[-1].headers
         assert (headers["x-forwarded-for"], headers["x-forwarded-proto"]) == ("127.0.0.1", "http")
+        assert "x-request-id" in headers
         assert not {"x-real-ip", "forwarded"} & set(headers)
         await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
