@@ -591,6 +591,20 @@ async def test_what_cannot_be_salted_does_not_pass(telling: RouterProcess, body:
         assert stub.requests == []
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": "p"}', '{"prompt": "p"}'.encode("utf-16")])
+async def test_json_that_is_called_a_form_does_not_pass_without_a_salt(
+    telling: RouterProcess, body: bytes
+) -> None:
+    """Of two content types an engine may take the other one, and some engines look at none."""
+    form = {**CLIENT, "content-type": "multipart/form-data; boundary=x"}
+    async with engines(1) as (stub,), telling.serving(stub):
+        stub.paths["/pooling"] = always(b"{}")
+        refused = await telling.post("/pooling", body, form)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+        assert stub.requests == []
+        assert (await telling.post("/pooling", b"\r\n--x--\r\n", form)).status == 200
+
+
 @pytest.mark.parametrize(
     ("body", "own"),
     [
