@@ -70,6 +70,7 @@ _RESPONSE = re.compile(
     re.escape(Endpoint.RESPONSES.value)
     + r"/(?P<id>[A-Za-z0-9_.:-]{1,256})(?:/(?P<action>cancel|input_items))?\Z"
 )
+_DOT_SEGMENTS = frozenset((".", ".."))
 _RESPONSE_METHODS = {None: ("GET", "DELETE"), "cancel": ("POST",), "input_items": ("GET",)}
 _MESSAGES = Endpoint.MESSAGES.value
 
@@ -98,6 +99,9 @@ class ProxiedPaths:
     def find(self, path: str) -> ProxiedPath | None:
         """What is known of *path*; None if it does not go to a replica."""
         found = self._exact.get(path)
+        if found is None and not _DOT_SEGMENTS.isdisjoint(path.split("/")):
+            # Where a server behind it resolves them (RFC 3986 5.2.4), it would be another path.
+            return None
         if found is None and (match := _RESPONSE.match(path)):
             methods = _RESPONSE_METHODS[match["action"]]
             return ProxiedPath(RoutedBy.RESPONSE, methods, response_id=match["id"])

@@ -154,6 +154,27 @@ async def test_other_endpoints_go_to_a_replica_of_the_model(
         assert (await router.post(path, body)).status == 401
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/audio/../../sleep"),
+        ("POST", "/v1/audio/%2e%2e%2fsleep"),
+        ("POST", "/custom/x/.%2E/sleep"),
+        ("POST", "/custom/."),
+        ("GET", "/v1/responses/.."),
+        ("POST", "/v1/responses/../cancel"),
+    ],
+)
+async def test_a_path_that_climbs_out_of_its_prefix_goes_nowhere(
+    router: RouterProcess, method: str, path: str
+) -> None:
+    """A server in front of an engine may resolve it to an endpoint that is not for clients."""
+    async with engines(1) as (stub,), router.serving(stub):
+        refused = await ask(router.port, method, path, b"{}", KEY)
+        assert (refused.status, refused.error["code"]) == (404, "path_not_found")
+        assert stub.requests == []
+
+
 async def test_audio_goes_by_the_model_in_its_form(router: RouterProcess) -> None:
     """The form arrives as it was sent, whatever lies before the field."""
     path = "/v1/audio/transcriptions"
