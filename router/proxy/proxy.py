@@ -433,5 +433,7 @@ class Relay:
             self._response.abort()
         try:
             self._observer.on_end(end, self._status, self._loop.time() - self._started_at)
-        finally:
-            self._on_over()
+        except Exception:
+            # Whoever ends it has more to do: close the connection, look at the next one.
+            logger.exception("the end of a request could not be recorded")
+        self._on_over()

@@ -922,6 +922,27 @@ async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden(
         await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
 
 
+async def test_a_fault_at_the_end_of_a_request_keeps_no_client_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever ends requests goes on with the next one, as the check for clients that stall does."""
+
+    class Faulty(Recorder):
+        def on_end(self, end: End, status: int | None, seconds: float) -> None:
+            raise KeyError("bug")
+
+    reader, overs = Reader(), list[str]()
+    async with raw_server(say_nothing) as replica, bare_proxy() as (proxy, _):
+        relay = proxy.start(
+            [attempt(replica)], REQUEST, reader, Faulty(), lambda: overs.append("over")
+        )
+        await eventually(lambda: replica.accepted == 1, "the replica is at work")
+        relay.cancel()
+        assert reader.is_aborted
+        assert overs == ["over"]
+        assert "KeyError: 'bug'" in caplog.text
+
+
 async def test_a_death_that_makes_us_cut_the_client_off_is_not_taken_for_its_leaving() -> None:
     """The connection reports the end that we caused; the blame is the replica's."""
     go = asyncio.Event()
