@@ -28,6 +28,8 @@ from router.proxy.types import Dialect
 
 MAX_PIPELINED = 64
 """Requests that may wait behind the one being served. Few clients pipeline at all."""
+MAX_PIPELINED_BYTES = 64 * 1024
+"""Of their heads and bodies, all together. The connection is not read beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         self._unframed_bytes += len(data)
         is_well_formed = self._feed(data)
         self._proceed()
+        self._hold_back()
         if not is_well_formed:
             self._refuse(self._violation)
         elif self._unframed_bytes > self.limits.head_bytes:
@@ -200,6 +203,7 @@ class GuardedHttpProtocol(DirectHttpProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._hold_back()
         if self._running is not None or self.transport.is_closing():
             return
         if self._deferred is not None:
@@ -231,6 +235,13 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             return False
         return True
+
+    def _hold_back(self) -> None:
+        """Read nothing more while enough waits behind the request being served."""
+        if not self.pipeline or self._has_left_half or self.transport.is_closing():
+            return
+        if sum(_waiting_bytes(request) for request, _ in self.pipeline) > MAX_PIPELINED_BYTES:
+            self.flow.pause_reading()
 
     def _decline_upgrade(self) -> bool:
         """Install a parser that starts right behind the head. It reads one body; the connection is
@@ -377,6 +388,11 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         if self._stalled_since is None or self._unsent_bytes < before or is_writing:
             self._stalled_since = now
         return now - self._stalled_since > self.limits.stall_s + self.limits.slack_s
+
+
+def _waiting_bytes(request: RequestResponseCycle | Exchange) -> int:
+    body_bytes = request.waiting_bytes if isinstance(request, Exchange) else len(request.body)
+    return body_bytes + sum(len(name) + len(value) for name, value in request.scope["headers"])
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:

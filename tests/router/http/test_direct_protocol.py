@@ -201,3 +201,23 @@ async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
         exchange.respond(401, [(b"content-length", b"0")], b"", True)
         await writing
         assert exchange.waiting_bytes == before, "what comes after the response is dropped"
+
+
+async def test_what_waits_behind_a_request_is_bounded_all_together() -> None:
+    """Each of 64 bodies below the bound on one would be megabytes for a single connection."""
+    async with direct_server() as app, connect(app.port) as client:
+        app.go.clear()
+        bodies = [b"%d" % index + b"x" * 60_000 for index in range(40)]
+        await client.write(request_bytes("GET", "/first"))
+        await eventually(lambda: app.waiting, "the first one is under way")
+        (connection,) = app.state.connections
+        writing = asyncio.create_task(
+            client.write(b"".join(request_bytes("POST", "/x", body) for body in bodies))
+        )
+        await eventually(lambda: connection.flow.read_paused, "enough is here")  # type: ignore[union-attr]
+        assert len(connection.pipeline) < 10  # type: ignore[union-attr]
+        app.go.set()
+        app.waiting[0].respond()
+        await client.read_answer()
+        assert [(await client.read_answer()).body for _ in bodies] == bodies
+        await writing
