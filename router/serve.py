@@ -231,6 +231,7 @@ async def serve(config: RouterConfig, indexes: IndexImplementation | None = None
         _uvicorn_config(service, config, reserved_from), service.admission, grace_s
     )
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(service.shortages.note_failure_of_loop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     with contextlib.closing(_listen(config.server.host, config.server.port)) as listener:

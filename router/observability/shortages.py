@@ -6,12 +6,14 @@ minute, and shown as a problem of the router.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,21 @@ class Shortages:
         if now - self._logged.get(what, -SHOWN_S) >= SHOWN_S:
             self._logged[what] = now
             logger.error("%s; more of this is only counted for a minute", _sentence(what))
+
+    def note_failure_of_loop(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
+        """Handle what an event loop could not raise to anyone: memory that it did not get for
+        itself, such as for what it reads from a socket, is a shortage like any other.
+
+        Args:
+            loop: Where it happened.
+            context: As `loop.call_exception_handler` takes it.
+        """
+        if isinstance(context.get("exception"), MemoryError):
+            self.note("memory")
+        else:
+            loop.default_exception_handler(context)
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -36,3 +37,19 @@ def test_a_shortage_is_shown_for_a_minute_after_it_was_last_felt() -> None:
     assert all(text.startswith("the router is out of ") for text in shortages.present())
     now += SHOWN_S
     assert shortages.present() == []
+
+
+async def test_memory_that_the_event_loop_did_not_get_is_a_shortage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It has no one to raise to, and a traceback a connection says less; other failures keep it."""
+    shortages = Shortages()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(shortages.note_failure_of_loop)
+    for failure in (MemoryError(), MemoryError(), ValueError("another")):
+        loop.call_exception_handler({"message": "Fatal error on transport", "exception": failure})
+    assert shortages.counts["memory"] == 2
+    assert [record.name for record in caplog.records] == [
+        "router.observability.shortages",
+        "asyncio",
+    ]
