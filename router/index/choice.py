@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Literal, NamedTuple, TypeAlias
@@ -9,6 +10,11 @@ from typing import Literal, NamedTuple, TypeAlias
 from router.errors import RouterError
 from router.index.base import PrefixIndex
 from router.index.reference.index import ReferenceIndex
+
+_log = logging.getLogger(__name__)
+
+CORE_VERSION = 3
+"""Of the compiled module, as core/binding.cpp names it: what it takes and returns."""
 
 IndexChoice: TypeAlias = Literal["auto", "native", "reference"]
 """`auto`: native where it can be loaded, else the reference."""
@@ -43,6 +49,8 @@ def choose_index(wanted: IndexChoice = "auto") -> IndexImplementation:
         return _native()
     except ImportError as error:
         if wanted == "auto":
+            if not isinstance(error, ModuleNotFoundError):
+                _log.warning("%s; the index in plain Python serves", error)
             return REFERENCE
         raise IndexUnavailable(
             f"the compiled index cannot be loaded ({error}); install kvroute where a C++20 "
@@ -51,6 +59,12 @@ def choose_index(wanted: IndexChoice = "auto") -> IndexImplementation:
 
 
 def _native() -> IndexImplementation:
-    """Raises ImportError where it was not built, or for another Python."""
+    """Raises ImportError where it was not built, or for another Python or an older kvroute."""
+    core = import_module("router.index._core")
+    if core.core_version != CORE_VERSION:
+        raise ImportError(
+            f"{core.__file__} is a compiled index of version {core.core_version}: it must be "
+            f"{CORE_VERSION}; build it again (make native, or pip install)"
+        )
     module = import_module("router.index.native")
     return IndexImplementation("native", module.NativeIndex, knows_stores=False)

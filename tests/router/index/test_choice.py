@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.cli.main import EXIT_USAGE, main
 from router.config import RouterConfig
-from router.index import REFERENCE, IndexImplementation, choose_index, create_index
+from router.index import (
+    REFERENCE,
+    IndexImplementation,
+    IndexUnavailable,
+    choice,
+    choose_index,
+    create_index,
+)
 from router.index.reference.index import ReferenceIndex
 from router.service import RouterService
 
@@ -45,6 +53,35 @@ def test_without_a_compiled_index_the_reference_serves() -> None:
     """`pip install` works without a compiler, so the router must, too."""
     assert choose_index() is REFERENCE
     assert isinstance(create_index(), ReferenceIndex)
+
+
+def test_a_compiled_index_of_another_version_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever updates the sources and builds nothing has an old module beside them: what it takes
+    and returns has changed since."""
+    old = ModuleType("router.index._core")
+    vars(old).update(core_version=choice.CORE_VERSION - 1, __file__="_core.so")
+    monkeypatch.setitem(sys.modules, old.__name__, old)
+    assert choose_index() is REFERENCE
+    (said,) = caplog.messages
+    assert said.startswith(f"_core.so is a compiled index of version {old.core_version}: it must")
+    assert said.endswith("; the index in plain Python serves")
+    with pytest.raises(IndexUnavailable, match="build it again"):
+        choose_index("native")
+
+
+def test_the_version_that_is_asked_for_is_that_of_the_sources() -> None:
+    """Else a fresh build would be left alone, too."""
+    binding = Path(choice.__file__).with_name("core") / "binding.cpp"
+    assert f'module.attr("core_version") = {choice.CORE_VERSION};' in binding.read_text()
+
+
+@pytest.mark.usefixtures("_without_native")
+def test_where_none_was_built_nothing_is_said_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names the index that serves; no more is wrong than that."""
+    choose_index()
+    assert not caplog.messages
 
 
 @pytest.mark.usefixtures("_without_native")
