@@ -385,8 +385,8 @@ class NativeIndex(PrefixIndex):
             (
                 _KINDS[group.kind],
                 group.block_size,
-                group.sliding_window,
-                group.attention_chunk_size,
+                _size_or_none(group.sliding_window),
+                _size_or_none(group.attention_chunk_size),
             )
             for group in layout.groups
         ]
@@ -598,6 +598,11 @@ def _assumptions(known: _NativeSource, found: dict[str, Any]) -> tuple[str, ...]
         "configure hash_seeds"
     )
     return (*assumed, unknown)
+
+
+def _size_or_none(size: int | None) -> int | None:
+    """A size that is no size is one of a group of another kind: nobody asks for it."""
+    return None if size is None or size < 0 else size
 
 
 def _canonical(event: Event) -> Event:

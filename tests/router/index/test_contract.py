@@ -532,6 +532,16 @@ class Nonsense:
         )
 
 
+def test_a_size_that_a_group_of_its_kind_has_not_is_ignored(
+    implementation: Implementation,
+) -> None:
+    """Publishers fill what they do not use with what they like."""
+    index = index_with(implementation)
+    groups = [GroupSpec("full_attention", 16, sliding_window=-1, attention_chunk_size=-(2**63))]
+    apply(index, CacheLayout("p", groups, 16, 16), PROMPT.stored(0, FULL))
+    assert gpu_hit(index, PROMPT.tokens) == 160
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_well_formed_batch_makes_the_index_fail(
     implementation: Implementation, seed: int
