@@ -294,6 +294,7 @@ private:
         if (event.has_counts && batch_.counts.size() - event.first_count != event.hashes) {
             return false;
         }
+        if (is_tier_clear && event.tier.data() == nullptr) return false;  // nil names no tier
         event.is_on_gpu = event.tier.empty() ? !is_tier_clear : is_same(event.tier, "gpu");
         event.has_root_sample &= event.type == EventType::stored && event.is_on_gpu &&
                                  !event.parent && event.hashes && event.lora.value_or("").empty();

@@ -385,3 +385,15 @@ def run_damaged(seed: int, steps: int) -> None:
 def test_both_read_the_same_of_damaged_batches(seed: int) -> None:
     """What the core does not read in the codec's way would be two truths about one stream."""
     run_damaged(seed, 60)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"type": "TierBlocksCleared", "medium": None}, ["TierBlocksCleared", None]],
+    ids=["map", "array"],
+)
+def test_a_clear_of_no_tier_is_unreadable_to_both(event: object) -> None:
+    """Blocks went and nobody knows which: the source must not seem complete."""
+    pair = Pair(0, ROOMY, 1)
+    pair.apply(pair.sources[0], msgspec.msgpack.encode([0.0, [event], None]))
+    assert all(found.is_incomplete for found in pair.native.statistics().values())
