@@ -80,11 +80,12 @@ private:
     void write_entry(const Source& of, u32 id, const Node& node) {
         put(node.hash);
         put(node.key());
-        u8 flags = 0, planes = 0;
+        u8 flags = 0;
+        u32 planes = 0;  // up to 256 groups in each tier
         for (u32 pass = 0; pass < 2; ++pass) {
             if (pass == 1) {
                 put(flags);
-                put(static_cast<u32>(planes));
+                put(planes);
             }
             for (u32 i = 0; i < node.row_count(); ++i) {
                 const u32 row = node.row_keys()[i], plane = plane_of_row(row);

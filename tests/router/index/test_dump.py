@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvevents.codec import encode
-from kvevents.events import CPU, CacheLayout, Event, EventBatch, GroupSpec
+from kvevents.events import CPU, BlockStored, CacheLayout, Event, EventBatch, GroupSpec
 from kvevents.hashing import HashChain
 from router.index import DumpError, Hit, LayoutHints, PrefixIndex, SourceId, SourceLimits
 from router.index.dump import dump, load
@@ -142,6 +142,15 @@ def test_copies_come_back_as_copies(implementation: Implementation) -> None:
     assert gpu_hit(copy, PROMPT.tokens) == 160
     apply(copy, PROMPT.removed(0, [160]))
     assert gpu_hit(copy, PROMPT.tokens) == 144
+
+
+def test_a_block_that_is_in_very_many_places_comes_back_in_all_of_them(
+    implementation: Implementation, index: PrefixIndex
+) -> None:
+    """A count that does not fit would make the dump of every source useless."""
+    places = [(group, tier) for tier in ("CPU", "STORAGE") for group in range(256)]
+    apply(index, *(BlockStored([1], None, [], tier, group) for group, tier in places))
+    assert copy_of(index, implementation).statistics()[SOURCE].blocks == dict.fromkeys(places, 1)
 
 
 def test_of_two_hashes_of_one_prefix_the_same_one_is_found_again(
