@@ -59,7 +59,7 @@ public:
         u32 slot = 0;
         while (slot < sources_.size() && sources_[slot]) ++slot;
         if (slot == sources_.size()) sources_.emplace_back();
-        sources_[slot] = std::make_unique<Source>(slot);
+        sources_[slot] = std::make_unique<Source>(slot, space_.table_secret());
         ++version_;
         return slot;
     }
@@ -123,7 +123,7 @@ public:
     }
 
     // Applies a batch whose news have been told. `is_canonical`: see `BatchReader`. `opaque`: numbers
-    // of events that hide something which goes into their hashes. False where it is odd.
+    // of events that hide something which goes into their hashes, ascending. False where it is odd.
     bool apply_told(u32 slot, std::span<const u8> payload, bool is_canonical,
                     const std::vector<u32>& opaque, Applied& result) {
         if (!read(payload, is_canonical)) return false;
@@ -246,7 +246,7 @@ private:
         for (u32 i = 0; i < batch_.events.size(); ++i) {
             const Event& event = batch_.events[i];
             if (event.type == EventType::stored) {
-                const bool is_opaque = std::find(opaque.begin(), opaque.end(), i) != opaque.end();
+                const bool is_opaque = std::binary_search(opaque.begin(), opaque.end(), i);
                 store(of, event, is_opaque, result);
             } else if (event.type == EventType::removed) {
                 remove(of, event, result);
@@ -455,7 +455,7 @@ private:
         for (u32 each : groups) {
             const u32 plane = plane_of(each, tier);
             u64 hash;
-            while (missing && of.count(plane) && of.arrivals[plane].oldest(hash)) {
+            while (missing && of.count(plane) && of.arrivals_in(plane).oldest(hash)) {
                 const u32 id = entry_of(of, hash);
                 const u64 copies = id == kNone ? 0 : copies_of(of, id, plane);
                 if (!copies) continue;
@@ -527,7 +527,7 @@ private:
         }
         tier.blocks += 1;
         of.places += 1;
-        if (tier_of_plane(plane) && !tier.removes) of.arrivals[plane].came(hash);
+        if (tier_of_plane(plane) && !tier.removes) of.arrivals_in(plane).came(hash);
     }
 
     // A node for a hash that the source does not hold yet.
@@ -570,7 +570,9 @@ private:
         Tier& tier = of.tiers[tier_of_plane(plane)];
         tier.blocks -= 1;
         of.places -= 1;
-        if (tier_of_plane(plane) && !tier.removes && !is_oldest) of.arrivals[plane].went(node.hash);
+        if (tier_of_plane(plane) && !tier.removes && !is_oldest) {
+            of.arrivals_in(plane).went(node.hash);
+        }
         if (--of.counts[plane] == 0 && tier_of_plane(plane)) {
             std::erase(tier.groups, group_of_plane(plane));
             of.arrivals.erase(plane);

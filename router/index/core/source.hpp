@@ -20,6 +20,16 @@ struct Limits {
     u64 forgotten = 8192;
 };
 
+// For the tables of the standard library: an engine chooses its hashes, and with equal places for
+// all of them every look-up would walk over all.
+struct SecretHash {
+    u64 secret;
+    std::size_t operator()(u64 hash) const { return mixed(hash, secret); }
+};
+
+template <class Value>
+using MapByHash = std::unordered_map<u64, Value, SecretHash>;
+
 // A map from (group, hash) that forgets its oldest entries beyond a bound. To set an entry anew does
 // not make it younger.
 template <class Value>
@@ -31,6 +41,8 @@ public:
         bool is_live;
         Value value;
     };
+
+    explicit BoundedMap(u64 secret) : secret_(secret) {}
 
     std::size_t size() const { return live_; }
 
@@ -84,7 +96,7 @@ private:
     const Entry& entry(u32 number) const { return entries_[number - first_]; }
 
     u32 home_of(u64 hash, u32 group) const {
-        return static_cast<u32>(mixed(hash, group + 1)) & static_cast<u32>(slots_.size() - 1);
+        return static_cast<u32>(mixed(hash, secret_ + group)) & static_cast<u32>(slots_.size() - 1);
     }
 
     u32 place_of(u64 hash, u32 group) const {
@@ -144,6 +156,7 @@ private:
         for (u32 i = 0; i < entries_.size(); ++i) insert(i);
     }
 
+    u64 secret_;
     std::deque<Entry> entries_;
     u32 first_ = 0;            // number of the first entry
     std::vector<u32> slots_;   // numbers of entries, by hash
@@ -169,6 +182,8 @@ struct WaitingRun {
 class WaitingRuns {
 public:
     u64 runs = 0, tokens = 0, given_up = 0;
+
+    explicit WaitingRuns(u64 secret) : by_parent_(0, SecretHash{secret}) {}
 
     bool waits_for(u64 parent) const { return runs && by_parent_.count(parent); }
 
@@ -240,7 +255,7 @@ private:
         order_.swap(kept);
     }
 
-    std::unordered_map<u64, Family> by_parent_;
+    MapByHash<Family> by_parent_;
     std::deque<Place> order_;
     u64 next_number_ = 1;
 };
@@ -252,6 +267,8 @@ public:
     enum class Counting : u8 { unknown, every_copy, last_copy };
 
     Counting counting = Counting::unknown;
+
+    explicit CopyWatch(u64 secret) : leftovers_(secret) {}
 
     bool is_settled() const { return counting == Counting::every_copy; }
     bool has_leftovers() const { return leftovers_.size() > 0; }
@@ -308,6 +325,8 @@ private:
 // tier is full and never removes.
 class ArrivalOrder {
 public:
+    explicit ArrivalOrder(u64 secret) : gone_(0, SecretHash{secret}) {}
+
     void came(u64 hash) { order_.push_back(hash); }
 
     // Its place in the order is skipped when it is reached.
@@ -329,7 +348,7 @@ public:
 
     void clear() {
         order_ = {};
-        gone_ = {};
+        gone_ = Gone(0, gone_.hash_function());
         gone_places_ = 0;
     }
 
@@ -343,7 +362,9 @@ public:
     }
 
 private:
-    void skip(std::unordered_map<u64, u32>::iterator found) {
+    using Gone = MapByHash<u32>;
+
+    void skip(Gone::iterator found) {
         if (--found->second == 0) gone_.erase(found);
         --gone_places_;
     }
@@ -362,7 +383,7 @@ private:
     }
 
     std::deque<u64> order_;
-    std::unordered_map<u64, u32> gone_;  // how many of a hash's places, the first ones, are void
+    Gone gone_;  // how many of a hash's places, the first ones, are void
     std::size_t gone_places_ = 0;
 };
 
@@ -399,8 +420,10 @@ struct ToldGroup {
 };
 
 struct Source {
-    explicit Source(u32 number)
-        : slot(number), word(number / 64), bit(u64{1} << (number % 64)), tiers(1) {
+    // `secret`: see `SecretHash`.
+    Source(u32 number, u64 secret)
+        : slot(number), word(number / 64), bit(u64{1} << (number % 64)), tiers(1),
+          forgotten(secret), waiting(secret), copy_watch(secret), secret_(secret) {
         tiers[0].name = "GPU";
     }
 
@@ -441,6 +464,9 @@ struct Source {
     std::optional<u32> told_lookahead;
 
     u32 count(u32 plane) const { return plane < counts.size() ? counts[plane] : 0; }
+    ArrivalOrder& arrivals_in(u32 plane) {
+        return arrivals.try_emplace(plane, secret_).first->second;
+    }
     bool hides_extra_keys() const { return entries && !shows_extra_keys; }
     bool has_lower_tiers() const {
         for (std::size_t i = 1; i < tiers.size(); ++i) {
@@ -453,6 +479,9 @@ struct Source {
         for (const Tier& tier : tiers) used += tier.blocks > 0;
         return used;
     }
+
+private:
+    u64 secret_;
 };
 
 }  // namespace kvroute

@@ -231,7 +231,7 @@ private:
         of.arrivals.clear();
         const u32 planes = get<u32>();
         for (u32 i = 0; i < planes; ++i) {
-            ArrivalOrder& order = of.arrivals[get_plane(of)];
+            ArrivalOrder& order = of.arrivals_in(get_plane(of));
             const u64 hashes = get_count(8);
             for (u64 j = 0; j < hashes; ++j) order.came(get<u64>());
         }

@@ -7,6 +7,7 @@ import dataclasses
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -340,6 +341,25 @@ def test_a_run_that_was_given_up_is_still_held_and_found_once_it_is_announced_ag
     assert gpu_hit(index, tokens(32, first=100_000)) == 16
     apply(index, orphan(0))
     assert gpu_hit(index, tokens(32, first=100_000)) == 32
+
+
+def test_no_choice_of_hashes_makes_waiting_slow(implementation: Implementation) -> None:
+    """An engine chooses its hashes. Multiples of the sizes that the tables of C++'s library grow to
+    have one place in them: with those, each run would walk over all others."""
+
+    def seconds(step: int) -> float:
+        index = index_with(implementation)
+        orphans = [
+            BlockStored([1 + number], (2 + number) * step, [number], GPU, block_size=1)
+            for number in range(30_000)
+        ]
+        payload = encode(EventBatch(0.0, orphans))
+        start = time.process_time()
+        assert index.apply(SOURCE, payload).waiting == 30_000
+        return time.process_time() - start
+
+    usual = max(seconds(2**48 - 59), seconds(2**48 - 65))
+    assert seconds(10_273 * 20_753 * 42_043) < 8 * usual
 
 
 def test_a_known_hash_function_needs_no_waiting(implementation: Implementation) -> None:
