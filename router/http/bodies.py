@@ -32,6 +32,13 @@ class ClientLeft(Exception):
     """The client closed its connection before its whole request had arrived."""
 
 
+def announced_bytes(headers: dict[bytes, bytes]) -> int:
+    """The length of a request's body by its head; 0 if that does not tell."""
+    # `int` refuses thousands of digits, also where all but the last are zeros.
+    digits = headers.get(b"content-length", b"").lstrip(b"0")
+    return int(digits) if digits.isdigit() else 0
+
+
 async def read_body(
     headers: dict[bytes, bytes],
     receive: Receive,
@@ -52,8 +59,7 @@ async def read_body(
         BadRequest: It did not arrive within *timeout_s*.
         ClientLeft: The client left in the middle.
     """
-    announced = headers.get(b"content-length", b"0")
-    if announced.isdigit() and int(announced) > limit_bytes:
+    if announced_bytes(headers) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):

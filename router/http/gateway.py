@@ -14,7 +14,7 @@ from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.http.access import KEY_HEADERS, Guard, Key
 from router.http.access_log import AccessLine
-from router.http.bodies import form_field, is_form, is_object
+from router.http.bodies import announced_bytes, form_field, is_form, is_object
 from router.http.networks import Networks
 from router.http.proxied_paths import (
     ProxiedPath,
@@ -310,10 +310,8 @@ class Passage:
             raise Overloaded("is out of file descriptors")
         key = gateway.guard.check("client", self._exchange.scope, self._headers)
         self._salt = tenant_salt(key, self._exchange.path)
-        announced = self._headers.get(b"content-length", b"0")
-        limit = gateway.server.max_body_bytes
-        if announced.isdigit() and int(announced) > limit:
-            raise BodyTooLarge(limit)
+        if announced_bytes(self._headers) > gateway.server.max_body_bytes:
+            raise BodyTooLarge(gateway.server.max_body_bytes)
         self._stage = _Stage.READING
 
     def _read(self) -> None:

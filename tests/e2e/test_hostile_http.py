@@ -217,6 +217,18 @@ async def read_without_a_pause(client: HttpClient) -> None:
         pass
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/route"])
+async def test_a_length_with_very_many_zeros_in_front_is_a_length(
+    router: RouterProcess, path: str
+) -> None:
+    """HTTP allows them; Python's int reads no number of more than 4,300 digits."""
+    async with connect(router.port) as client:
+        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {'0' * 5000}2\r\n\r\n"
+        await client.write(head.encode() + b"{}")
+        refused = await client.read_answer()
+    assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+
+
 @pytest.mark.parametrize("unit", ["[", '{"a":', '[{"a":'])
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/route", "/replicas"]
