@@ -466,29 +466,45 @@ private:
     }
 
     u64 clear(Source& of, u32 tier) {
-        u64 removed = 0;
-        u64 left = of.tiers[tier].blocks;
-        std::vector<u32> planes;
+        u64 removed = 0, left = of.tiers[tier].blocks;
         if (!left) return 0;
-        nodes_.for_each([&](u32 id, Node& node) {
-            if (!left || !node.is_held_by(of.word, of.bit)) return;
-            planes.clear();
-            for (u32 i = 0; i < node.row_count(); ++i) {
-                const u32 key = node.row_keys()[i], plane = plane_of_row(key);
-                if (word_of_row(key) == of.word && plane < kPlanes &&
-                    tier_of_plane(plane) == tier && node.row_bits()[i] & of.bit) {
-                    planes.push_back(plane);
-                }
+        if (of.tiers[tier].since_empty.are_all()) {
+            // A copy: with the last block that goes, the tier's own starts anew.
+            const std::vector<u64> hashes = of.tiers[tier].since_empty.hashes();
+            for (u64 hash : hashes) {
+                const u32 id = entry_of(of, hash);
+                if (id != kNone) removed += clear_entry(of, tier, id, left);
             }
-            left -= planes.size();
-            for (u32 plane : planes) {
-                const u64 copies = copies_of(of, id, plane);
-                removed += copies;
-                discount(of, plane, id, copies, copies, /*is_oldest=*/true);
-            }
-        });
+        } else {
+            nodes_.for_each([&](u32 id, Node& node) {
+                if (!left || !node.is_held_by(of.word, of.bit)) return;
+                removed += clear_entry(of, tier, id, left);
+            });
+        }
         std::erase_if(of.arrivals,
                       [&](const auto& each) { return tier_of_plane(each.first) == tier; });
+        return removed;
+    }
+
+    // Takes an entry out of a tier; returns how many copies there were. `left`: blocks of the tier.
+    u64 clear_entry(Source& of, u32 tier, u32 id, u64& left) {
+        u64 removed = 0;
+        std::vector<u32>& planes = scratch_rows_;
+        planes.clear();
+        const Node& node = nodes_[id];
+        for (u32 i = 0; i < node.row_count(); ++i) {
+            const u32 key = node.row_keys()[i], plane = plane_of_row(key);
+            if (word_of_row(key) == of.word && plane < kPlanes && tier_of_plane(plane) == tier &&
+                node.row_bits()[i] & of.bit) {
+                planes.push_back(plane);
+            }
+        }
+        left -= planes.size();
+        for (u32 plane : planes) {
+            const u64 copies = copies_of(of, id, plane);
+            removed += copies;
+            discount(of, plane, id, copies, copies, /*is_oldest=*/true);
+        }
         return removed;
     }
 
@@ -526,6 +542,7 @@ private:
             if (tier_of_plane(plane)) tier.groups.push_back(group_of_plane(plane));
         }
         tier.blocks += 1;
+        tier.since_empty.came(hash);
         of.places += 1;
         if (tier_of_plane(plane) && !tier.removes) of.arrivals_in(plane).came(hash);
     }
@@ -569,6 +586,7 @@ private:
         node.unset(row_key(of.word, plane), of.bit);
         Tier& tier = of.tiers[tier_of_plane(plane)];
         tier.blocks -= 1;
+        if (!tier.blocks) tier.since_empty.restart();
         of.places -= 1;
         if (tier_of_plane(plane) && !tier.removes && !is_oldest) {
             of.arrivals_in(plane).went(node.hash);

@@ -394,12 +394,41 @@ struct TierUnit {
     u64 tokens = 0;
 };
 
+// The hashes that came into a tier since it was empty, as long as they are few: a clear finds them
+// without a walk over what all sources hold. A walk is paid for by more stores than are kept here.
+class FewHashes {
+public:
+    static constexpr std::size_t kMost = 4096;
+
+    bool are_all() const { return are_all_; }
+    const std::vector<u64>& hashes() const { return hashes_; }
+
+    void came(u64 hash) {
+        if (!are_all_) return;
+        are_all_ = hashes_.size() < kMost;
+        if (are_all_) {
+            hashes_.push_back(hash);
+        } else {
+            hashes_ = {};
+        }
+    }
+    void restart() {
+        hashes_.clear();
+        are_all_ = true;
+    }
+
+private:
+    std::vector<u64> hashes_;  // one that left and came again is there twice
+    bool are_all_ = true;
+};
+
 struct Tier {
     std::string name;
     TierUnit hint;
     u64 blocks = 0;              // distinct (group, hash)
     bool removes = false;        // has announced a removal; storage that others share never does
     std::vector<u32> groups;     // that hold something here, in the order in which they came
+    FewHashes since_empty;
 };
 
 // What one tier has shown of how much it keeps together, of one group; see `tier_units.py`.

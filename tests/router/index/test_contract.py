@@ -562,6 +562,27 @@ def test_a_size_that_a_group_of_its_kind_has_not_is_ignored(
     assert gpu_hit(index, PROMPT.tokens) == 160
 
 
+def test_a_tier_that_holds_little_is_cleared_in_no_time_whatever_others_hold(
+    implementation: Implementation,
+) -> None:
+    """A source that stores and clears in turn must not make the router walk over all blocks each
+    time."""
+    cleared = [BlockStored([7], None, [], CPU), AllBlocksCleared(CPU)] * 2000
+
+    def seconds(blocks: int) -> float:
+        index = index_with(implementation)
+        other = BlockStored(list(range(1, 1 + blocks)), None, [], GPU)
+        index.apply(SourceId("other"), EventBatch(0.0, [other]))
+        apply(index, BlockStored(list(range(1, 5001)), None, [], GPU))
+        payload = encode(EventBatch(0.0, cleared))
+        start = time.process_time()
+        assert index.apply(SOURCE, payload).removed == 2000
+        return time.process_time() - start
+
+    usual = max(seconds(1), seconds(2))
+    assert seconds(200_000) < 8 * usual
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_no_well_formed_batch_makes_the_index_fail(
     implementation: Implementation, seed: int
