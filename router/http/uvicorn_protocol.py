@@ -257,6 +257,8 @@ class Exchange:
             self._connection.transport.write_through(data)
         if is_last:
             self.response_complete = True
+            # The connection keeps this exchange until its next request.
+            self._pieces.clear()
             if not self.keep_alive:
                 self._connection.transport.close()
             self._connection.on_response_complete()

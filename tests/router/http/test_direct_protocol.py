@@ -203,6 +203,18 @@ async def test_a_body_that_nobody_takes_is_not_read_on() -> None:
         assert exchange.waiting_bytes == before, "what comes after the response is dropped"
 
 
+async def test_a_body_that_nobody_took_goes_with_its_response() -> None:
+    """Refused clients that keep their connections would each hold a buffer of the router's."""
+    async with direct_server() as app, connect(app.port) as client:
+        await client.write(request_bytes("POST", "/ignored", b"x" * 1000))
+        await eventually(lambda: app.waiting, "it has arrived")
+        exchange = app.waiting[0].exchange
+        await eventually(lambda: not exchange.more_body, "all of it")
+        exchange.respond(401, [(b"content-length", b"0")], b"", True)
+        assert exchange.take_body() == b""
+        assert (await client.read_answer()).status == 401
+
+
 async def test_what_waits_behind_a_request_is_bounded_all_together() -> None:
     """Each of 64 bodies below the bound on one would be megabytes for a single connection."""
     async with direct_server() as app, connect(app.port) as client:
