@@ -13,7 +13,7 @@ import secrets
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 from typing_extensions import override
@@ -38,6 +38,7 @@ from router.index.base import (
     SourceStatistics,
     WaitingStatistics,
 )
+from router.index.reference.export import decoded
 from router.index.reference.hash_finder import HashFinder, engine_hashes
 from router.index.reference.index import PromptKeys, ReferenceIndex
 from router.index.reference.keys import KeySpace
@@ -112,8 +113,9 @@ def _pickled_third(value: Any) -> bytes:
     return pickle.dumps((*_BEFORE_EXTRA_KEYS, value), protocol=5)[before:-after]
 
 
-class NativePrompt(HashedPrompt):
-    """A prompt in the core, and its hashes by engines' own functions where they are needed."""
+class NativePrompt(PromptKeys):
+    """A prompt in the core, which has its keys and most of its hashes; what the reference asks for
+    is computed in Python."""
 
     def __init__(
         self,
@@ -133,28 +135,23 @@ class NativePrompt(HashedPrompt):
             cache_salt: The salt.
             extra_keys: By hash block.
         """
+        super().__init__(space, token_ids, lora_name, cache_salt, extra_keys)
         packed = msgspec.msgpack.encode(extra_keys) if extra_keys else b""
         self.hashed = Prompt(token_ids, lora_name, cache_salt, packed)
-        self.token_ids = token_ids
-        self.lora_name = lora_name
         self._core = core
-        self._space = space
-        self._salt = cache_salt
-        self._extra_keys = extra_keys
-        self._prefix_keys: dict[int, Sequence[int]] = {}
-        self._in_python: PromptKeys | None = None
-        self._engine_hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
+        self._core_keys: dict[int, Sequence[int]] = {}
+        self._core_hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
 
     @override
     def prefix_keys(self, step: int) -> Sequence[int]:
-        if step not in self._prefix_keys:
-            self._prefix_keys[step] = self._core.prefix_keys(self.hashed, step)
-        return self._prefix_keys[step]
+        if step not in self._core_keys:
+            self._core_keys[step] = self._core.prefix_keys(self.hashed, step)
+        return self._core_keys[step]
 
-    def engine_hashes(
+    def core_hashes(
         self, chain: HashChain, step: int, lookahead: int, as_int: bool
     ) -> _EngineHashes:
-        """An engine's hashes at every multiple of *step*, in each spelling of extra keys.
+        """As `engine_hashes`, in the form that the core looks up.
 
         Args:
             chain: The engine's.
@@ -163,14 +160,14 @@ class NativePrompt(HashedPrompt):
             as_int: As 64-bit integers, else as digests.
         """
         wanted = (chain, step, lookahead, as_int)
-        if wanted not in self._engine_hashes:
-            self._engine_hashes[wanted] = [
-                self._hashes(chain, step, lookahead, as_int, extra_keys)
-                for extra_keys in self.in_python.spellings(step)
+        if wanted not in self._core_hashes:
+            self._core_hashes[wanted] = [
+                self._hashed(chain, step, lookahead, as_int, extra_keys)
+                for extra_keys in self.spellings(step)
             ]
-        return self._engine_hashes[wanted]
+        return self._core_hashes[wanted]
 
-    def _hashes(
+    def _hashed(
         self,
         chain: HashChain,
         step: int,
@@ -190,15 +187,6 @@ class NativePrompt(HashedPrompt):
         if in_core is not None:
             return in_core
         return engine_hashes(chain, self.token_ids, step, extra_keys, lookahead, as_int)
-
-    @property
-    def in_python(self) -> PromptKeys:
-        """The same for the reference, and as engines hash it."""
-        if self._in_python is None:
-            self._in_python = PromptKeys(
-                self._space, self.token_ids, self.lora_name, self._salt, self._extra_keys
-            )
-        return self._in_python
 
 
 class NativeIndex(PrefixIndex):
@@ -433,7 +421,7 @@ class NativeIndex(PrefixIndex):
         prompt = NativePrompt(core, space, token_ids, lora_name, cache_salt, extra_keys)
         core.hash(prompt.hashed)
         for hash_block_size, lookahead in self._sharing.steps():
-            prompt.in_python.keys(hash_block_size, lookahead)
+            prompt.keys(hash_block_size, lookahead)
         for step in extra_steps:
             prompt.prefix_keys(step)
         return prompt
@@ -447,14 +435,14 @@ class NativeIndex(PrefixIndex):
                 computed += self._computed(source, known, prompt)
         found = self.core.match(prompt.hashed, self._names, self._without, Hit, computed)
         if self._sharing.sources:
-            found |= self._sharing.match_prompt(prompt.in_python)
+            found |= self._sharing.match_prompt(prompt)
         return found
 
     @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, NativePrompt)
         if self._sharing.holds(source):
-            return self._sharing.explain(prompt.in_python, source)
+            return self._sharing.explain(prompt, source)
         known = self._sources.get(source)
         layout = known.learner.layout if known else None
         if known is None or layout is None or len(prompt.hashed) < 2:
@@ -476,9 +464,8 @@ class NativeIndex(PrefixIndex):
             return []
         step, lookahead = layout.hash_block_size, known.learner.lookahead
         if known.unplaced and finder.may_find:
-            in_python = prompt.in_python
             held = _HeldHashes(self.core, slot)
-            finder.try_prompt(prompt.token_ids, in_python.spellings(step), step, lookahead, held)
+            finder.try_prompt(prompt.token_ids, prompt.spellings(step), step, lookahead, held)
             self.core.note(slot, finder.chain is not None, False, False)
             self._sort(source, known)
         if finder.chain is None:
@@ -488,7 +475,7 @@ class NativeIndex(PrefixIndex):
         if not is_alone and not known.unplaced:
             return []
         as_int = self.core.uses_int_hashes(slot)
-        hashes = prompt.engine_hashes(finder.chain, step, lookahead, as_int)
+        hashes = prompt.core_hashes(finder.chain, step, lookahead, as_int)
         return [(slot, is_alone, hashes)]
 
     # --- keeping ----------------------------------------------------------------------------------
@@ -520,13 +507,13 @@ class NativeIndex(PrefixIndex):
     @override
     def restore(self, records: Iterable[bytes | memoryview]) -> None:
         remaining = iter(records)
-        point_and_fold = _decoded(next(remaining, b""), _NativeHead).secrets
+        point_and_fold = decoded(next(remaining, b""), _NativeHead).secrets
         restored = NativeIndex(self.limits)
         restored._secrets = point_and_fold
         restored.core = restored._new_core()
         sharing = []
         for record in remaining:
-            found = _decoded(record, _AnyRecord)
+            found: _AnyRecord = decoded(record, cast(Any, _AnyRecord))
             if isinstance(found, _NativeRecord):
                 restored._take(found)
             else:
@@ -643,12 +630,3 @@ class _SharingRecord(msgspec.Struct, tag="sharing"):
 
 
 _AnyRecord: TypeAlias = _NativeRecord | _SharingRecord
-
-
-def _decoded(record: bytes | memoryview, kind: Any) -> Any:
-    try:
-        return msgspec.msgpack.decode(record, type=kind)
-    except msgspec.MsgspecError as error:
-        raise DumpError(
-            f"index dump: a record of {len(record)} bytes is not of this implementation: {error}"
-        ) from None

@@ -127,7 +127,7 @@ def sources_of(
     """
     remaining = iter(records)
     first = next(remaining, b"")
-    head = _decoded(first, _IndexRecord)
+    head = decoded(first, _IndexRecord)
     space = KeySpace(head.modulus)
     stores = {}
     for store in head.stores:
@@ -135,7 +135,7 @@ def sources_of(
             stores[store.name] = _store_of(store, limits)
     sources = {}
     for record in remaining:
-        found = _decoded(record, _SourceRecord)
+        found = decoded(record, _SourceRecord)
         with _refusing(str(found.source)):
             sources[found.source] = _source_of(found, space, limits, stores)
     return space, sources, stores
@@ -151,7 +151,15 @@ def _refusing(whose: str) -> Iterator[None]:
         ) from None
 
 
-def _decoded(record: bytes | memoryview, kind: type[_Record]) -> _Record:
+def decoded(record: bytes | memoryview, kind: type[_Record]) -> _Record:
+    """Read a record of a dump.
+
+    Args:
+        record: As exported.
+        kind: Its type.
+    Raises:
+        DumpError: It is damaged, or another implementation's.
+    """
     try:
         return msgspec.msgpack.decode(record, type=kind)
     except msgspec.MsgspecError as error:

@@ -6,6 +6,7 @@ This is the plain reference: dictionaries, no cleverness. Whatever is faster is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -167,10 +168,13 @@ class PromptKeys(HashedPrompt):
         self._space = space
         self._salt = cache_salt
         self._extra_keys = extra_keys
-        self._packed = pack_tokens(token_ids)
         self._keys: dict[tuple[int, int], list[int]] = {}
         self._prefix_keys: dict[int, list[int]] = {}
         self._hashes: dict[tuple[HashChain, int, int, bool], list[list[BlockHash]]] = {}
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pack_tokens(self.token_ids)
 
     def keys(self, step: int, lookahead: int = 0) -> list[int]:
         """Keys at every multiple of *step* tokens, each *lookahead* tokens further along.
