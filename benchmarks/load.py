@@ -4,6 +4,7 @@ measurement."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ _STREAM_HEAD = (
 )
 _CHUNK = b"%x\r\n" % len(_EVENT) + _EVENT + b"\r\n"
 _STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_NextRequest = Callable[[], bytes | None]
 _PACE = re.compile(rb'"pace_ms":([0-9]+),"tokens":([0-9]+)')
 
 
@@ -50,9 +52,7 @@ class Load:
 class _Client(asyncio.Protocol):
     """One connection that sends the next request as soon as it has the response to the last one."""
 
-    def __init__(
-        self, load: Load, next_request: Callable[[], bytes | None], done: Callable[[], None]
-    ) -> None:
+    def __init__(self, load: Load, next_request: _NextRequest, done: Callable[[], None]) -> None:
         self._load = load
         self._next = next_request
         self._done = done
@@ -101,30 +101,41 @@ async def run_load(
     port: int, make: Callable[[int], bytes | None], concurrency: int, seconds: float
 ) -> Load:
     """Send requests over *concurrency* connections for a time, or until *make* returns None."""
-    loop = asyncio.get_running_loop()
     load = Load()
+    load.seconds = await _run(port, make, functools.partial(_Client, load), concurrency, seconds)
+    return load
+
+
+async def _run(
+    port: int,
+    make: Callable[[int], bytes | None],
+    client: Callable[[_NextRequest, Callable[[], None]], asyncio.Protocol],
+    count: int,
+    seconds: float,
+    apart_s: float = 0.0,
+) -> float:
+    """Run *count* clients, which begin *apart_s* after each other; return how long it took."""
+    loop = asyncio.get_running_loop()
     ended = asyncio.Event()
-    open_connections = concurrency
-    number = 0
-    stop_at = time.perf_counter() + seconds
+    left, number = count, 0
+    started = time.perf_counter()
 
     def next_request() -> bytes | None:
         nonlocal number
         number += 1
-        return make(number) if time.perf_counter() < stop_at else None
+        return make(number) if time.perf_counter() < started + seconds else None
 
     def done() -> None:
-        nonlocal open_connections
-        open_connections -= 1
-        if not open_connections:
+        nonlocal left
+        left -= 1
+        if not left:
             ended.set()
 
-    started = time.perf_counter()
-    for _ in range(concurrency):
-        await loop.create_connection(lambda: _Client(load, next_request, done), "127.0.0.1", port)
+    for index in range(count):
+        await asyncio.sleep(max(0.0, started + index * apart_s - time.perf_counter()))
+        await loop.create_connection(lambda: client(next_request, done), "127.0.0.1", port)
     await ended.wait()
-    load.seconds = time.perf_counter() - started
-    return load
+    return time.perf_counter() - started
 
 
 @dataclass(slots=True)
@@ -142,7 +153,7 @@ class _Reader(asyncio.Protocol):
     """One client that reads a paced stream, and then another one."""
 
     def __init__(
-        self, load: PacedLoad, next_request: Callable[[], bytes | None], done: Callable[[], None]
+        self, load: PacedLoad, next_request: _NextRequest, done: Callable[[], None]
     ) -> None:
         self._load = load
         self._next = next_request
@@ -184,28 +195,9 @@ async def run_paced(
     port: int, make: Callable[[int], bytes], streams: int, seconds: float
 ) -> PacedLoad:
     """Keep *streams* streams going for a time; they begin one after the other within a second."""
-    loop = asyncio.get_running_loop()
     load = PacedLoad()
-    ended = asyncio.Event()
-    left, number = streams, 0
-    started = time.perf_counter()
-
-    def next_request() -> bytes | None:
-        nonlocal number
-        number += 1
-        return make(number) if time.perf_counter() < started + seconds else None
-
-    def done() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            ended.set()
-
-    for index in range(streams):
-        await asyncio.sleep(max(0.0, started + index / streams - time.perf_counter()))
-        await loop.create_connection(lambda: _Reader(load, next_request, done), "127.0.0.1", port)
-    await ended.wait()
-    load.seconds = time.perf_counter() - started
+    reader = functools.partial(_Reader, load)
+    load.seconds = await _run(port, make, reader, streams, seconds, apart_s=1 / streams)
     return load
 
 
