@@ -1,8 +1,11 @@
 """The index of a router that knows no KV cache groups: a replica holds a block or does not.
 
-It is there for comparison. The blocks of every group count as blocks of one full-attention group: a
-block is held from the first event that stores it, for whichever group, until the first one that
-removes it.
+It is there for comparison. The blocks of every group count as blocks of one full-attention group,
+and a block is held from the first event that stores it, for whichever group. Such routers differ in
+when it is gone again, and are wrong in opposite ways once a window has slid on:
+
+    with the first removal   what the window left behind and full attention still holds seems lost
+    with the last copy       what full attention holds seems reusable where the window is gone
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +55,14 @@ _copies_decoder = msgspec.msgpack.Decoder(list[tuple[SourceId, dict[BlockHash, i
 
 
 class GroupBlindIndex(PrefixIndex):
-    """Strips the groups off the events, and passes what is left on to a real index."""
+    """Strips the groups off the events, and passes what is left on to a real index.
 
-    def __init__(self) -> None:
+    Args:
+        any_copy: Hold a block until its last copy in any group is removed; else until its first is.
+    """
+
+    def __init__(self, any_copy: bool = False) -> None:
+        self._any_copy = any_copy
         self._index = create_index()
         self._copies: dict[SourceId, Counter[BlockHash]] = {}
 
@@ -65,8 +74,7 @@ class GroupBlindIndex(PrefixIndex):
     @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         batch = payload if isinstance(payload, EventBatch) else decode(payload)
-        copies = self._copies.setdefault(source, Counter())
-        events = list(_without_groups(copies, batch.events))
+        events = list(self._without_groups(source, batch.events))
         return self._index.apply(source, msgspec.structs.replace(batch, events=events))
 
     @override
@@ -122,26 +130,35 @@ class GroupBlindIndex(PrefixIndex):
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         return self._index.statistics()
 
+    def _without_groups(self, source: SourceId, events: Sequence[Event]) -> Iterator[Event]:
+        """The events as of one full-attention group."""
+        copies = self._copies.setdefault(source, Counter())
+        for event in events:
+            if isinstance(event, CacheLayout):
+                yield _one_group(event)
+            elif isinstance(event, BlockStored) and event.medium in (None, GPU):
+                copies.update(event.block_hashes)
+                yield msgspec.structs.replace(
+                    event,
+                    group_idx=0,
+                    kv_cache_spec_kind=GroupKind.FULL.value,
+                    kv_cache_spec_sliding_window=None,
+                )
+            elif isinstance(event, BlockRemoved) and event.medium in (None, GPU):
+                yield BlockRemoved(list(self._removed(copies, event.block_hashes)), GPU, 0)
+            elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)) and event.tier == GPU:
+                copies.clear()
+                yield event
 
-def _without_groups(copies: Counter[BlockHash], events: Sequence[Event]) -> Iterator[Event]:
-    """The events as of one full-attention group; *copies* counts what each hash stands for."""
-    for event in events:
-        if isinstance(event, CacheLayout):
-            yield _one_group(event)
-        elif isinstance(event, BlockStored) and event.medium in (None, GPU):
-            copies.update(event.block_hashes)
-            yield msgspec.structs.replace(
-                event,
-                group_idx=0,
-                kv_cache_spec_kind=GroupKind.FULL.value,
-                kv_cache_spec_sliding_window=None,
-            )
-        elif isinstance(event, BlockRemoved) and event.medium in (None, GPU):
-            gone = [block for block in event.block_hashes for _ in range(copies.pop(block, 0))]
-            yield BlockRemoved(gone, GPU, 0)
-        elif isinstance(event, (AllBlocksCleared, TierBlocksCleared)) and event.tier == GPU:
-            copies.clear()
-            yield event
+    def _removed(
+        self, copies: Counter[BlockHash], hashes: Sequence[BlockHash]
+    ) -> Iterator[BlockHash]:
+        """Each hash as often as the index, which counts copies, is to remove it."""
+        for block in hashes:
+            held = copies.pop(block, 0)
+            if self._any_copy and held > 1:
+                copies[block] = held - 1
+            yield from [block] * (1 if self._any_copy else held)
 
 
 def _one_group(layout: CacheLayout) -> CacheLayout:
@@ -151,7 +168,17 @@ def _one_group(layout: CacheLayout) -> CacheLayout:
     )
 
 
+IMPLEMENTATIONS = {
+    found.name: found
+    for found in (
+        IndexImplementation("group-blind", GroupBlindIndex),
+        IndexImplementation("group-blind-any-copy", partial(GroupBlindIndex, any_copy=True)),
+    )
+}
+"""By what dumps and the live page call them."""
+
+
 if __name__ == "__main__":
-    # `kvroute serve` with this index: the process that the demo compares with.
-    indexes = IndexImplementation("group-blind", GroupBlindIndex)
-    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), indexes=indexes))
+    # `kvroute serve` with this index: the processes that the demo compares with.
+    found = IMPLEMENTATIONS[sys.argv[2] if len(sys.argv) > 2 else "group-blind"]
+    sys.exit(run(RouterConfig.load(Path(sys.argv[1]), os.environ), indexes=found))

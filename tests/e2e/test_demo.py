@@ -167,22 +167,37 @@ def test_a_group_blind_index_takes_a_slid_window_for_lost_blocks() -> None:
     # blind index says everything.
     assert gpu_hit(create_index(), hybrid, stored(0)) == 0
     assert gpu_hit(GroupBlindIndex(), hybrid, stored(0)) == 64
-    for index in (create_index(), GroupBlindIndex()):
+    for index in (create_index(), GroupBlindIndex(), GroupBlindIndex(any_copy=True)):
         assert gpu_hit(index, [full], stored(0), BlockRemoved([HASHES[2]], GPU, 0)) == 32
 
 
-def test_a_group_blind_index_can_be_kept_like_any_other() -> None:
+def test_a_group_blind_index_that_counts_any_copy_promises_what_the_window_has_lost() -> None:
+    """The other way to be wrong: full attention's blocks hide that the window's are gone."""
+    full = KVCacheGroup(GroupKind.FULL, 16)
+    hybrid = [full, KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=32)]
+    cut = BlockRemoved([*HASHES[2:]], GPU, 1)
+    for slid, truth in ((BlockRemoved([*HASHES[:2]], GPU, 1), 64), (cut, 32)):
+        assert gpu_hit(create_index(), hybrid, stored(0), stored(1), slid) == truth
+        assert gpu_hit(GroupBlindIndex(any_copy=True), hybrid, stored(0), stored(1), slid) == 64
+    gone = [BlockRemoved([*HASHES[1:]], GPU, group) for group in (0, 1)]
+    index = GroupBlindIndex(any_copy=True)
+    assert gpu_hit(index, hybrid, stored(0), stored(1), *gone) == 16
+    assert gpu_hit(index, hybrid, stored(0), stored(0), *gone) == 16
+
+
+@pytest.mark.parametrize("any_copy", [False, True])
+def test_a_group_blind_index_can_be_kept_like_any_other(any_copy: bool) -> None:
     """A router keeps its indexes over a restart, whichever it was started with."""
-    index, copy = GroupBlindIndex(), GroupBlindIndex()
+    index, copy = GroupBlindIndex(any_copy), GroupBlindIndex(any_copy)
     assert gpu_hit(index, [KVCacheGroup(GroupKind.FULL, 16)], stored(0), stored(1)) == 64
     kept = b"".join(dump(index))
     load(kept, copy)
     removed = EventBatch(0.0, [BlockRemoved([HASHES[2]], GPU, 1)])
     for each in (index, copy):
-        assert each.apply(SOURCE, removed).removed == 2
-        assert each.match(PROMPT)[SOURCE].gpu_cached_tokens == 32
+        assert each.apply(SOURCE, removed).removed == (1 if any_copy else 2)
+        assert each.match(PROMPT)[SOURCE].gpu_cached_tokens == (64 if any_copy else 32)
     with pytest.raises(DumpError, match="implementation"):
         load(kept, create_index())
     with pytest.raises(DumpError, match="group-blind"):
         load(b"".join(dump(create_index())), copy)
-    assert copy.match(PROMPT)[SOURCE].gpu_cached_tokens == 32
+    assert copy.match(PROMPT)[SOURCE].gpu_cached_tokens == (64 if any_copy else 32)
