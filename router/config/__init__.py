@@ -7,12 +7,14 @@ The files; each imports only what is listed above it:
 
     document.py   YAML text -> plain data; pydantic's errors -> ours
     values.py     what one value may be
-    schema.py     the models, and the rules between their values
+    section.py    what all mappings have in common
+    replica.py    one replica
+    schema.py     everything else, and the rules between its values
 """
 
+from router.config.replica import EventSourceConfig, ReplicaConfig, key_bytes, read_replica
 from router.config.schema import (
     EventsConfig,
-    EventSourceConfig,
     GroupConfig,
     HealthConfig,
     LayoutConfig,
@@ -20,13 +22,10 @@ from router.config.schema import (
     ObservabilityConfig,
     Overrides,
     PolicyConfig,
-    ReplicaConfig,
     RouterConfig,
     ServerConfig,
     StoreConfig,
     TimeoutsConfig,
-    key_bytes,
-    read_replica,
 )
 
 __all__ = [

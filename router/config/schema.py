@@ -16,13 +16,8 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
-    BaseModel,
     Field,
-    SecretStr,
     ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
 )
 
 from kvevents.errors import LayoutError
@@ -33,8 +28,9 @@ from router.config.document import (
     parse_document,
     problems_in,
     read_text,
-    refusal,
 )
+from router.config.replica import ReplicaConfig
+from router.config.section import Section
 from router.config.values import (
     PLAIN,
     Bytes,
@@ -50,56 +46,22 @@ from router.config.values import (
     PolicyName,
     Port,
     ProxiedPathPattern,
-    ReplicaId,
     Seconds,
     Secret,
     Tokens,
-    Url,
     UrlPath,
     Window,
-    ZmqAddress,
 )
-from router.errors import BadRequest, ConfigError, ConfigProblem
+from router.errors import ConfigError, ConfigProblem
 from router.index import IndexChoice, LayoutHints, StoreHint, TierHint
 from router.scoring.policies import BUILT_IN
 from router.scoring.types import Weights
-from router.upstream.origin import Origin
 
 PRIVATE_NETWORKS = (
     *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
     *("::1/128", "fc00::/7"),
 )
 TOKENIZER_AT_REPLICA = "replica"
-
-
-class Section(
-    BaseModel,
-    frozen=True,
-    extra="forbid",
-    strict=True,
-    use_attribute_docstrings=True,
-    hide_input_in_errors=True,
-):
-    """A mapping in the configuration."""
-
-    def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """What values that are valid by themselves break together, each with its location in this
-        section."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Section:
-        found = list(self.contradictions())
-        if found:
-            raise refusal(type(self).__name__, found)
-        return self
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _default_for_empty_section(cls, value: object, info: ValidationInfo) -> object:
-        """A section whose lines are all commented out is null in YAML."""
-        default = cls.model_fields[info.field_name or ""].default
-        return default if value is None and isinstance(default, Section | Weights) else value
 
 
 class TimeoutsConfig(Section, frozen=True):
@@ -411,57 +373,6 @@ class ModelConfig(Section, frozen=True):
         return self.tokenizer == TOKENIZER_AT_REPLICA
 
 
-class EventSourceConfig(Section, frozen=True):
-    """Where one data-parallel rank of a replica publishes its events."""
-
-    endpoint: ZmqAddress
-    """`tcp://host:port`; a wildcard host means the replica's own."""
-    replay_endpoint: ZmqAddress | None = None
-    snapshot_endpoint: ZmqAddress | None = None
-    """Where it makes snapshots, if there is an address for these alone."""
-    topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
-    dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
-
-
-class ReplicaConfig(Section, frozen=True):
-    """One replica. Only the URL is required where the replica reports the rest."""
-
-    url: Url
-    id: ReplicaId | None = None
-    """Null: host and port."""
-    models: Items[Name] | None = None
-    """What it serves; null asks its GET /v1/models."""
-    kv_events: Items[EventSourceConfig] | None = None
-    """Where its events are; null asks its GET /kv_event_sources or /server_info, an empty list
-    means that it publishes none."""
-    api_key: Secret | None = None
-    """Sent to it in place of the client's key."""
-    speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
-    """Relative to the other replicas; 2 is twice as fast."""
-    max_concurrent_requests: Count | None = None
-
-    @property
-    def origin(self) -> Origin:
-        """The URL, taken apart."""
-        return Origin.parse(self.url)
-
-    @property
-    def replica_id(self) -> str:
-        """The id, given or derived."""
-        return self.id or f"{self.origin.host}:{self.origin.port}".replace("%", "-")
-
-    def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Ranks that appear twice."""
-        ranks = [source.dp_rank for source in self.kv_events or ()]
-        for index, rank in enumerate(ranks):
-            first = ranks.index(rank)
-            if first != index:
-                yield (
-                    ("kv_events", index, "dp_rank"),
-                    f"{rank}; kv_events[{first}] has it already",
-                )
-
-
 class PolicyConfig(Section, frozen=True):
     """How a replica is chosen."""
 
@@ -672,32 +583,6 @@ class RouterConfig(Section, frozen=True):
     def _relative_to(self, directory: Path) -> RouterConfig:
         models = tuple(_model_relative_to(model, directory) for model in self.models)
         return self.model_copy(update={"models": models})
-
-
-def read_replica(data: object) -> ReplicaConfig:
-    """Read a replica from the body of a request.
-
-    It may hold an API key, but not name an environment variable: that would send any variable, as a
-    key, to any URL.
-
-    Raises:
-        BadRequest: With all problems.
-    """
-    try:
-        return ReplicaConfig.model_validate(data)
-    except ValidationError as error:
-        first, *others = problems_in(error, ReplicaConfig, "$")
-        raise BadRequest(
-            first.place, first.text, "; ".join(map(str, others)) or "see the schema in /docs"
-        ) from None
-
-
-def key_bytes(key: SecretStr | None) -> bytes | None:
-    """A key as it appears in a header; None if none is configured.
-
-    Reveal a key once, where it is put to use: not with every request.
-    """
-    return None if key is None else key.get_secret_value().encode("ascii")
 
 
 def _model_relative_to(model: ModelConfig, directory: Path) -> ModelConfig:

@@ -1,0 +1,100 @@
+"""One replica: where it is, and what can be said of it besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field, SecretStr, ValidationError
+
+from router.config.document import Location, problems_in
+from router.config.section import Section
+from router.config.values import PLAIN, Count, Items, Name, ReplicaId, Secret, Url, ZmqAddress
+from router.errors import BadRequest
+from router.upstream.origin import Origin
+
+
+class EventSourceConfig(Section, frozen=True):
+    """Where one data-parallel rank of a replica publishes its events."""
+
+    endpoint: ZmqAddress
+    """`tcp://host:port`; a wildcard host means the replica's own."""
+    replay_endpoint: ZmqAddress | None = None
+    snapshot_endpoint: ZmqAddress | None = None
+    """Where it makes snapshots, if there is an address for these alone."""
+    topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
+    dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
+
+
+class ReplicaAddress(Section, frozen=True):
+    """Where a replica is, and what it is called."""
+
+    url: Url
+    id: ReplicaId | None = None
+    """Null: host and port."""
+
+    @property
+    def origin(self) -> Origin:
+        """The URL, taken apart."""
+        return Origin.parse(self.url)
+
+    @property
+    def replica_id(self) -> str:
+        """The id, given or derived."""
+        return self.id or f"{self.origin.host}:{self.origin.port}".replace("%", "-")
+
+
+class ReplicaOptions(Section, frozen=True):
+    """What can be said of a replica besides where it is. What is not said, it is asked for."""
+
+    models: Items[Name] | None = None
+    """What it serves; null asks its GET /v1/models."""
+    kv_events: Items[EventSourceConfig] | None = None
+    """Where its events are; null asks its GET /kv_event_sources or /server_info, an empty list
+    means that it publishes none."""
+    api_key: Secret | None = None
+    """Sent to it in place of the client's key."""
+    speed: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
+    """Relative to the other replicas; 2 is twice as fast."""
+    max_concurrent_requests: Count | None = None
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Ranks that appear twice."""
+        ranks = [source.dp_rank for source in self.kv_events or ()]
+        for index, rank in enumerate(ranks):
+            first = ranks.index(rank)
+            if first != index:
+                yield (
+                    ("kv_events", index, "dp_rank"),
+                    f"{rank}; kv_events[{first}] has it already",
+                )
+
+
+class ReplicaConfig(ReplicaOptions, ReplicaAddress, frozen=True):
+    """One replica. Only the URL is required where the replica reports the rest."""
+
+
+def read_replica(data: object) -> ReplicaConfig:
+    """Read a replica from the body of a request.
+
+    It may hold an API key, but not name an environment variable: that would send any variable, as a
+    key, to any URL.
+
+    Raises:
+        BadRequest: With all problems.
+    """
+    try:
+        return ReplicaConfig.model_validate(data)
+    except ValidationError as error:
+        first, *others = problems_in(error, ReplicaConfig, "$")
+        raise BadRequest(
+            first.place, first.text, "; ".join(map(str, others)) or "see the schema in /docs"
+        ) from None
+
+
+def key_bytes(key: SecretStr | None) -> bytes | None:
+    """A key as it appears in a header; None if none is configured.
+
+    Reveal a key once, where it is put to use: not with every request.
+    """
+    return None if key is None else key.get_secret_value().encode("ascii")

@@ -1,0 +1,40 @@
+"""What every mapping of the configuration has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
+
+from router.config.document import Location, refusal
+from router.scoring.types import Weights
+
+
+class Section(
+    BaseModel,
+    frozen=True,
+    extra="forbid",
+    strict=True,
+    use_attribute_docstrings=True,
+    hide_input_in_errors=True,
+):
+    """A mapping in the configuration."""
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """What values that are valid by themselves break together, each with its location in this
+        section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Section:
+        found = list(self.contradictions())
+        if found:
+            raise refusal(type(self).__name__, found)
+        return self
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _default_for_empty_section(cls, value: object, info: ValidationInfo) -> object:
+        """A section whose lines are all commented out is null in YAML."""
+        default = cls.model_fields[info.field_name or ""].default
+        return default if value is None and isinstance(default, Section | Weights) else value
