@@ -103,6 +103,10 @@ class GroupBlindIndex(PrefixIndex):
         return self._index.match_prompt(prompt)
 
     @override
+    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
+        return self._index.match_source(prompt, source)
+
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         return self._index.explain(prompt, source)
 
@@ -125,6 +129,14 @@ class GroupBlindIndex(PrefixIndex):
     @override
     def holds(self, source: SourceId) -> bool:
         return self._index.holds(source)
+
+    @override
+    def blocks_held(self, source: SourceId) -> int:
+        return self._index.blocks_held(source)
+
+    @override
+    def removals(self, source: SourceId) -> int:
+        return self._index.removals(source)
 
     @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:

@@ -282,6 +282,14 @@ class PrefixIndex(Protocol):
         """
         return self.match_prompt(self.prepare(token_ids, lora_name, cache_salt, extra_keys))
 
+    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
+        """As `match_prompt`, of one source.
+
+        Args:
+            prompt: From `prepare`.
+            source: No hit where it is unknown.
+        """
+
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         """What each group of a source would allow of a prompt, by group index.
 
@@ -312,6 +320,13 @@ class PrefixIndex(Protocol):
 
     def holds(self, source: SourceId) -> bool:
         """Whether a source is known."""
+
+    def blocks_held(self, source: SourceId) -> int:
+        """Distinct (group, block) that a source holds on its GPU; 0 where it is unknown."""
+
+    def removals(self, source: SourceId) -> int:
+        """Blocks that a source removed from its GPU since it was added or cleared, or said itself
+        that all of them went; 0 where it is unknown."""
 
     def statistics(self) -> dict[SourceId, SourceStatistics]:
         """Of every known source."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from router.index.base import DumpError, PrefixIndex
 
-VERSION = 5
+VERSION = 6
 
 _MAGIC = b"kvroute index dump"
 _HEAD = struct.Struct(f">{len(_MAGIC)}sH")

@@ -26,6 +26,7 @@ from kvevents.layout import GroupKind
 from router.index._core import Core, EngineHashes, Prompt, StateError
 from router.index._core import pack_token_ids as _pack_token_ids
 from router.index.base import (
+    NO_HIT,
     ApplyResult,
     DumpError,
     GroupHit,
@@ -439,6 +440,16 @@ class NativeIndex(PrefixIndex):
         return found
 
     @override
+    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
+        assert isinstance(prompt, NativePrompt)
+        known = self._sources.get(source)
+        if known is None:
+            return self._sharing.match_source(prompt, source)
+        is_long_enough = source in self._searching and len(prompt.hashed) >= 2
+        computed = self._computed(source, known, prompt) if is_long_enough else []
+        return self.core.match_source(prompt.hashed, known.slot, Hit, computed) or NO_HIT
+
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, NativePrompt)
         if self._sharing.holds(source):
@@ -544,6 +555,16 @@ class NativeIndex(PrefixIndex):
     @override
     def holds(self, source: SourceId) -> bool:
         return source in self._sources or self._sharing.holds(source)
+
+    @override
+    def blocks_held(self, source: SourceId) -> int:
+        known = self._sources.get(source)
+        return self.core.blocks_held(known.slot) if known else self._sharing.blocks_held(source)
+
+    @override
+    def removals(self, source: SourceId) -> int:
+        known = self._sources.get(source)
+        return self.core.removals(known.slot) if known else self._sharing.removals(source)
 
     @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:

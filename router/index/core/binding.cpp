@@ -317,6 +317,18 @@ public:
         return nb::cast(std::move(found));
     }
 
+    u64 blocks_held(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        return index_.source(slot).tiers[0].blocks;
+    }
+
+    u64 removals(u32 slot) {
+        Locked locked(mutex_);
+        check(slot);
+        return index_.source(slot).removals;
+    }
+
     u64 unplaced(u32 slot) {
         Locked locked(mutex_);
         check(slot);
@@ -398,6 +410,23 @@ public:
             if (PyDict_SetItem(found.ptr(), name, made.ptr()) < 0) throw nb::python_error();
         }
         return found;
+    }
+
+    // The hit of one source; None where there is none.
+    nb::object match_source(Prompt& prompt, u32 slot, nb::handle hit_type,
+                            const std::vector<ComputedTuple>& computed) {
+        const std::vector<Computed> by_hash = computed_of(computed);
+        Hit hit;
+        {
+            const bool is_long = prompt.tokens().size() > kLongPrompt;
+            ReleasedIf released(is_long);
+            Locked locked(mutex_, !is_long);
+            check(slot);
+            hit = matcher_.match_source(slot, prompt, by_hash.empty() ? nullptr : &by_hash[0]);
+        }
+        if (hit.total == 0) return nb::none();
+        const nb::object no_tiers = nb::make_tuple();
+        return make_hit(hit_type, hit, hit.by_tier.empty() ? no_tiers : shares_of(slot, hit));
     }
 
     std::vector<u64> group_hits(Prompt& prompt, u32 slot,
@@ -513,7 +542,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 3;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 4;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 
@@ -548,10 +577,13 @@ NB_MODULE(_core, module) {
         .def("uses_int_hashes", &Core::uses_int_hashes)
         .def("engine_hashes", &Core::engine_hashes)
         .def("unplaced", &Core::unplaced)
+        .def("blocks_held", &Core::blocks_held)
+        .def("removals", &Core::removals)
         .def("statistics", &Core::statistics)
         .def("hash", &Core::hash)
         .def("prefix_keys", &Core::prefix_keys)
         .def("match", &Core::match)
+        .def("match_source", &Core::match_source)
         .def("group_hits", &Core::group_hits)
         .def("export_source", &Core::export_source)
         .def("restore_source", &Core::restore_source)

@@ -263,6 +263,7 @@ private:
         if (!event.is_on_gpu) return;
         result.cleared = true;
         of.copy_watch.forget();
+        of.removals = 0;
         // With nothing left there is nothing that could be wrong.
         of.has_lost_removals &= of.entries > 0;
     }
@@ -329,6 +330,7 @@ private:
         } else if (plane != kNone) {
             removed = discount_each(of, plane, {hashes, event.hashes});
         }
+        if (event.is_on_gpu) of.removals += removed;
         result.removed += removed;
         result.skipped += event.hashes - removed;
     }

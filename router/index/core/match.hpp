@@ -62,6 +62,12 @@ public:
         }
     }
 
+    // The hit of one source. `computed`: its hashes of the prompt, if they are known.
+    Hit match_source(u32 slot, Prompt& prompt, const Computed* computed) {
+        if (prompt.tokens().size() < 2 || !index_.source(slot).has_layout) return {};
+        return match_alone(slot, prompt, computed);
+    }
+
     // The longest prefix that each group of a source would accept, by group index.
     std::vector<u64> group_hits(Prompt& prompt, u32 slot, const Computed* computed) {
         const u64 length = prompt.tokens().size();
@@ -204,7 +210,7 @@ private:
 
     // A source may end early that has a group of full attention whose end nothing can pass: no lower
     // tier, no entries inside blocks, and an extra block of EAGLE that is the same in all groups.
-    void add_needed(Lane& lane, const Source& of) {
+    static bool may_end_early(const Source& of) {
         const Layout& layout = of.layout;
         bool may_end = !layout.full.empty() && !of.has_lower_tiers();
         for (const Group& group : layout.groups) {
@@ -212,7 +218,12 @@ private:
             may_end &= layout.scheduler_block_size % group.block_size == 0;
             may_end &= !layout.eagle || group.block_size == layout.hash_block_size;
         }
-        if (!may_end) {
+        return may_end;
+    }
+
+    void add_needed(Lane& lane, const Source& of) {
+        const Layout& layout = of.layout;
+        if (!may_end_early(of)) {
             lane.may_end_early = false;
             return;
         }
@@ -323,18 +334,25 @@ private:
     Hit match_alone(u32 slot, Prompt& prompt, const Computed* computed) {
         Source& of = index_.source(slot);
         Alone alone;
-        look_up(of, prompt, computed, alone);
+        look_up(of, prompt, computed, alone, computed == nullptr && may_end_early(of));
         return hit_of(of, prompt.tokens().size(), alone.count, [&](u32 plane, bool of_tier) {
             return alone.bitmap(plane, of_tier);
         });
     }
 
-    void look_up(const Source& of, Prompt& prompt, const Computed* computed, Alone& out) {
+    // `ends_early`: not behind what one of the groups of full attention lacks.
+    void look_up(const Source& of, Prompt& prompt, const Computed* computed, Alone& out,
+                 bool ends_early = false) {
         const Prompt::Step step = step_of(of);
         const std::vector<u64>& keys = prompt.keys(index_.space(), step);
         out.count = prompt.tokens().size() / step.tokens;
         const bool is_learned = computed == nullptr || !computed->is_alone;
+        const u64 ahead = 8;
         for (u64 i = 0; i < keys.size(); ++i) {
+            if (i + ahead < keys.size()) {
+                index_.prefetch_key(Prompt::key_at(keys, step, i + ahead));
+            }
+            if (ends_early && i && lacks_full(of, out, i - 1)) break;
             for (u32 id = index_.first_with(Prompt::key_at(keys, step, i)); id != kNone;) {
                 const Node& node = index_.nodes()[id];
                 if (is_learned && Index::finds(of, node)) see(of, node, i, out, out.found);
@@ -351,6 +369,15 @@ private:
                 if (id != kNone) see(of, index_.nodes()[id], i, out, out.found);
             }
         }
+    }
+
+    static bool lacks_full(const Source& of, const Alone& found, u64 index) {
+        const u64 end = (index + 1) * of.layout.hash_block_size;
+        for (u32 group : of.layout.full) {
+            if (end % of.layout.groups[group].block_size) continue;
+            if (!found.bitmap(plane_of(group, 0), false).test(index)) return true;
+        }
+        return false;
     }
 
     static void see(const Source& of, const Node& node, u64 index, Alone& out,

@@ -468,6 +468,7 @@ struct Source {
     u64 copies = 0;                // over all planes
     u64 places = 0;                // distinct (group, tier, hash)
     u64 ambiguous = 0;             // times two live hashes claimed one prefix
+    u64 removals = 0;              // blocks removed from the GPU since it was empty for certain
     u64 tier_found = 0;            // nodes with kTierFound for this source
     u64 not_found = 0;             // nodes with kNotFound for this source
     std::unordered_map<u64, u32> further_copies;  // (node << 16 | plane) -> copies beyond the first

@@ -18,7 +18,7 @@ public:
 
     std::vector<u8> write(u32 slot) {
         const Source& of = index_.source(slot);
-        for (u64 number : {of.batches, of.ambiguous, of.waiting.given_up}) put(number);
+        for (u64 number : {of.batches, of.ambiguous, of.removals, of.waiting.given_up}) put(number);
         for (bool flag : {of.uses_int_hashes, of.shows_extra_keys, of.announces_remote,
                           of.has_overflowed, of.has_lost_removals}) {
             put(static_cast<u8>(flag));
@@ -148,6 +148,7 @@ public:
         Source& of = index_.source(slot);
         of.batches = get<u64>();
         of.ambiguous = get<u64>();
+        of.removals = get<u64>();
         of.waiting.given_up = get<u64>();
         of.uses_int_hashes = get<u8>();
         of.shows_extra_keys = get<u8>();

@@ -77,6 +77,10 @@ class BlockTable:
         """Some block is held below the GPU."""
         return any(tier != GPU for _, tier in self.held)
 
+    def total(self, tier: str) -> int:
+        """Distinct (group, hash) held in a tier."""
+        return self._totals.get(tier, 0)
+
     def counts(self) -> dict[GroupTier, int]:
         """(group, tier) -> distinct hashes held, in order."""
         return {where: len(hashes) for where, hashes in sorted(self.held.items())}
@@ -89,7 +93,7 @@ class BlockTable:
             tiers = {tier for _, tier in self.held} | {where[1]}
             if len(tiers) > self._limits.tiers:
                 return 0
-        return max(0, self._limits.blocks - self._totals.get(where[1], 0))
+        return max(0, self._limits.blocks - self.total(where[1]))
 
     def make_room(self, where: GroupTier, block_hashes: Sequence[BlockHash]) -> None:
         """Drop what was announced first in a tier that is full and never removes: what is still

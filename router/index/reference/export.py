@@ -90,6 +90,7 @@ class _SourceRecord(msgspec.Struct):
     has_shared: bool
     announces_unshared: bool
     counting: Counting
+    removals: int
     given_up: int
     units: list[tuple[GroupTier, int]]
     unit_sizes: list[tuple[GroupTier, int]]
@@ -184,6 +185,7 @@ def _record_of(source_id: SourceId, source: SourceCache) -> _SourceRecord:
         has_shared=source.has_shared,
         announces_unshared=source.announces_unshared,
         counting=source.copies.counting,
+        removals=source.removals,
         given_up=source.waiting.given_up,
         units=list(source.units.seen.items()),
         unit_sizes=list(source.units.sizes.items()),
@@ -264,6 +266,7 @@ def _source_of(
     source.has_shared = record.has_shared
     source.announces_unshared = record.announces_unshared
     source.copies.counting = record.counting
+    source.removals = record.removals
     _fill_table(source.table, record.table)
     source.units.seen.update(record.units)
     source.units.sizes.update(record.unit_sizes)

@@ -18,6 +18,7 @@ from kvevents.hashing import ExtraKeys, HashChain
 from kvevents.hit_rule import Present, longest_accepted, longest_extended_hit, longest_hit
 from kvevents.layout import GroupKind, KVCacheLayout
 from router.index.base import (
+    NO_HIT,
     ApplyResult,
     GroupHit,
     HashedPrompt,
@@ -109,6 +110,12 @@ class ReferenceIndex(PrefixIndex):
         return {source_id: hit_of(source, prompt) for source_id, source in self.sources.items()}
 
     @override
+    def match_source(self, prompt: HashedPrompt, source: SourceId) -> Hit:
+        assert isinstance(prompt, PromptKeys)
+        known = self.sources.get(source)
+        return hit_of(known, prompt) if known else NO_HIT
+
+    @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:
         assert isinstance(prompt, PromptKeys)
         known = self.sources.get(source)
@@ -142,6 +149,14 @@ class ReferenceIndex(PrefixIndex):
     @override
     def holds(self, source: SourceId) -> bool:
         return source in self.sources
+
+    @override
+    def blocks_held(self, source: SourceId) -> int:
+        return self.sources[source].table.total(GPU) if source in self.sources else 0
+
+    @override
+    def removals(self, source: SourceId) -> int:
+        return self.sources[source].removals if source in self.sources else 0
 
     @override
     def statistics(self) -> dict[SourceId, SourceStatistics]:

@@ -80,6 +80,8 @@ class SourceCache:
         self.copies = CopyWatch()
         self.batches = 0
         """Applied so far."""
+        self.removals = 0
+        """Blocks removed from the GPU since it was empty for certain."""
         self.has_overflowed = False
         self.has_lost_removals = False
         """An event that took blocks away could not be read, or was taken for more than it said."""
@@ -233,6 +235,7 @@ class SourceCache:
             if event.tier == GPU:
                 result.cleared = True
                 self.copies.forget()
+                self.removals = 0
                 # With nothing left there is nothing that could be wrong.
                 self.has_lost_removals &= bool(self.table)
 
@@ -305,6 +308,8 @@ class SourceCache:
             removed = self.table.remove(where, event.block_hashes)
         else:
             removed = self.table.leave(where, event.block_hashes, left)
+        if event.tier == GPU:
+            self.removals += removed
         result.removed += removed
         result.skipped += len(event.block_hashes) - removed
 

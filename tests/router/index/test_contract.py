@@ -130,6 +130,65 @@ def test_a_removal_leaves_as_many_copies_as_the_engine_tells(
     assert statistics(index).blocks == {(0, "GPU"): 1}
 
 
+# --- one source -----------------------------------------------------------------------------------
+
+
+def test_the_blocks_held_are_distinct_and_on_the_gpu(implementation: Implementation) -> None:
+    """Lower tiers say nothing of how full the GPU is, and a further copy is no further block."""
+    index = index_with(implementation)
+    assert index.blocks_held(SOURCE) == 0
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(64), 0, 32))
+    apply(index, PROMPT.stored(0, FULL, 0, 32), PROMPT.offloaded(0, [16, 32]))
+    assert index.blocks_held(SOURCE) == 12
+    apply(index, PROMPT.removed(0, [16]), PROMPT.removed(0, [160]))
+    assert index.blocks_held(SOURCE) == 11
+    apply(index, AllBlocksCleared())
+    assert index.blocks_held(SOURCE) == 0
+
+
+def test_removals_are_those_of_the_gpu_since_it_was_known_to_be_empty(
+    implementation: Implementation,
+) -> None:
+    """A cache that has removed nothing yet has not been full."""
+    index = index_with(implementation)
+    apply(index, PROMPT.stored(0, FULL), PROMPT.offloaded(0, [16, 32]))
+    apply(index, PROMPT.removed(0, [16], "CPU"), PROMPT.removed(1, [32]))
+    assert index.removals(SOURCE) == 0
+    apply(index, PROMPT.removed(0, [16, 160]))
+    apply(index, replace(PROMPT.removed(0, [32]), remaining_copy_counts=[0]))
+    assert index.removals(SOURCE) == 3
+    apply(index, TierBlocksCleared("CPU"))
+    assert index.removals(SOURCE) == 3
+    apply(index, AllBlocksCleared())
+    assert index.removals(SOURCE) == 0
+    apply(index, PROMPT.stored(0, FULL), PROMPT.removed(0, [16]))
+    index.clear(SOURCE)
+    assert index.removals(SOURCE) == 0
+
+
+def test_one_source_is_matched_as_it_is_among_all(implementation: Implementation) -> None:
+    """Whoever asks for one must not pay for all, nor get another answer."""
+    index = index_with(implementation)
+    other, empty = SourceId("replica-b"), SourceId("replica-c")
+    apply(index, PROMPT.stored(0, FULL), PROMPT.stored(1, window(64)))
+    apply(index, PROMPT.removed(0, [128]), PROMPT.offloaded(0, [112, 128, 144]))
+    index.apply(other, EventBatch(0.0, [PROMPT.stored(0, FULL, 0, 48)]))
+    index.add(empty)
+    prompt = index.prepare(tokens(161))
+    alone = {source: index.match_source(prompt, source) for source in (SOURCE, other, empty)}
+    assert alone == index.match_prompt(prompt)
+    assert alone[other] == Hit(48, 48)
+
+
+def test_a_source_that_is_not_known_holds_nothing(index: PrefixIndex) -> None:
+    """It may have been dropped a moment ago."""
+    assert index.blocks_held(SOURCE) == index.removals(SOURCE) == 0
+    assert index.match_source(index.prepare(tokens(161)), SOURCE) == Hit(0, 0)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
 def test_copies_that_an_engine_tells_of_are_bounded_as_others_are(
     implementation: Implementation,
 ) -> None:

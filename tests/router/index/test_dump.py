@@ -94,6 +94,8 @@ def test_every_source_comes_back_with_everything_it_knows(
     assert copy.statistics() == filled.statistics()
     assert copy.match(tokens(161)) == filled.match(tokens(161))
     assert copy.match(tokens(161)) == {SOURCE: Hit(160, 160), SECOND: Hit(64, 64)}
+    for source, held, removals in ((SOURCE, 22, 2), (SECOND, 4, 0)):
+        assert (copy.blocks_held(source), copy.removals(source)) == (held, removals)
     assert dumped(copy_of(copy, implementation)) == dumped(copy)
     implementation.expect_sound(copy)
 
@@ -266,8 +268,8 @@ def test_a_dump_with_one_wrong_bit_is_refused_wherever_it_is(filled: PrefixIndex
     ("change", "message"),
     [
         (lambda whole: whole + b"\x00", "1 bytes follow its end"),
-        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 5"),
-        (lambda whole: whole[:18] + b"\x00\x06" + whole[20:], "version 6 must be 5"),
+        (lambda whole: whole[:18] + b"\x00\x01" + whole[20:], "version 1 must be 6"),
+        (lambda whole: whole[:18] + b"\x00\x07" + whole[20:], "version 7 must be 6"),
         (lambda _: b"", "0 bytes: it must start with 'kvroute index dump'"),
         (lambda _: b"\x1f\x8b" + bytes(100), "102 bytes: it must start with 'kvroute index dump'"),
     ],

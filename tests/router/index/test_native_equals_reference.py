@@ -267,6 +267,9 @@ class Pair:
         assert self.native.apply(source, payload) == expected, decode(payload)
 
     def ask(self, *prompt: Any) -> None:
+        alone, native = self.rng.choice(self.sources), self.native.prepare(*prompt)
+        expected_alone = self.reference.match_source(self.reference.prepare(*prompt), alone)
+        assert self.native.match_source(native, alone) == expected_alone, prompt
         expected = self.reference.match(*prompt)
         assert self.native.match(*prompt) == expected, prompt
         for source in self.sources:
@@ -275,6 +278,9 @@ class Pair:
 
     def compare(self) -> None:
         assert self.native.statistics() == self.reference.statistics()
+        for source in self.sources:
+            assert self.native.blocks_held(source) == self.reference.blocks_held(source)
+            assert self.native.removals(source) == self.reference.removals(source)
         _NATIVE.expect_sound(self.native)
 
     def restart(self) -> None:
