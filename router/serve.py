@@ -39,6 +39,7 @@ from router.http.connection_guard import (
 )
 from router.http.gateway import Gateway
 from router.http.proxied_paths import ProxiedPaths
+from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation
 from router.routing.admission import Admission
@@ -66,7 +67,7 @@ _MIN_OPEN_FILES = 64
 
 
 class RouterApp:
-    """The ASGI application of one router: all but the proxied paths, which `gateway` serves.
+    """The ASGI application of one router: all but what `direct` serves.
 
     FastAPI and its middleware cost some 200 µs a request, and ASGI itself a task and its messages.
     """
@@ -107,6 +108,10 @@ class RouterApp:
             render_metrics=service.render_metrics,
         )
         self._api = create_api(parts, service.lifespan)
+        self.direct = RouteQuestions(
+            self.gateway, service.dispatcher, service.metrics, service.config.policy.session_header
+        )
+        """Serves what does not go through ASGI."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -308,7 +313,7 @@ def _uvicorn_config(
             service.shortages.note("memory")
 
     app = RouterApp(service)
-    protocol = guarded_protocol(limits, count, app.gateway)
+    protocol = guarded_protocol(limits, count, app.direct)
     protocol.reserved_from = reserved_from
     protocol.on_reserve = staticmethod(lambda: service.shortages.note("open_files"))
     return uvicorn.Config(

@@ -26,6 +26,7 @@ _HEADINGS = (
 )
 
 _Route = TypeVar("_Route")
+_Listed = TypeVar("_Listed")
 
 
 def add_to(commands: Any) -> None:
@@ -90,7 +91,7 @@ def _token_ids(text: str) -> list[int]:
 async def _ask(url: str, body: bytes, kind: type[_Route]) -> _Route:
     router = RunningRouter(url, API_KEY_VARIABLE, _TIMEOUTS)
     try:
-        return await router.ask("POST", "/route", kind, body)
+        return await router.ask("POST", "/route?explain=true", kind, body)
     finally:
         await router.close()
 
@@ -100,11 +101,16 @@ def _show(route: RouteView) -> None:
     table = Table(title=plain(title))
     for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
-    for ranked in route.ranking:
+    for ranked in _listed(route.ranking):
         table.add_row(*_row(ranked))
-    for excluded in route.excluded:
+    for excluded in _listed(route.excluded):
         table.add_row(Name(excluded.replica), "-", "-", "-", "-", plain(excluded.reason))
     Console().print(table)
+
+
+def _listed(values: list[_Listed] | msgspec.UnsetType) -> list[_Listed]:
+    """What is said of an explained route."""
+    return [] if isinstance(values, msgspec.UnsetType) else values
 
 
 def _row(ranked: RankedReplica) -> tuple[Any, ...]:

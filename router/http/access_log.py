@@ -80,8 +80,8 @@ class AccessLine:
         Args:
             status: Of the response; None if there was none.
             body_bytes: Of its body that were sent.
-            request_id: Ties the logs of client, router and engine together; only proxied requests
-                have one.
+            request_id: Ties the logs of client, router and engine together; requests that ASGI
+                served have none.
         """
         fields = self._fields
         fields["status"] = status

@@ -8,7 +8,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -52,6 +52,7 @@ from router.http.openapi import (
     takes,
 )
 from router.http.proxied_paths import ProxiedPaths, dialect_of
+from router.http.questions import encoded, encoding_of
 from router.http.request_bodies import (
     ChatRequest,
     CompletionRequest,
@@ -90,7 +91,6 @@ from router.tokenize import Endpoint
 MAX_OPERATOR_BODY_BYTES = 1_048_576
 _MAX_NUMBER = 2**53 - 1
 """The largest that every JSON reader holds exactly."""
-_MSGPACK_NAMES = (MSGPACK, "application/x-msgpack")
 
 
 def create_api(
@@ -198,6 +198,15 @@ _ROUTABLE = takes(
 )
 
 
+_EXPLAIN = {
+    "name": "explain",
+    "in": "query",
+    "description": "Whether to say all that is known: the ranking with what each group of each "
+    "replica holds, who cannot take the request, and the prompts. Without it, the choice only.",
+    "schema": {"type": "boolean", "default": False},
+}
+
+
 def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
     server = parts.config.server
 
@@ -206,25 +215,30 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
         **described(
             "routing",
             "Where would this request go, and why? Nothing is sent.",
-            {200: sends(RouteView, "The ranking, with reasons.", (JSON, MSGPACK))},
+            {200: sends(RouteView, "The choice; explained if asked for.", (JSON, MSGPACK))},
             access=sees_hits,
             errors=(*REFUSED_BODY, *NOT_ROUTED),
             requestBody=_ROUTABLE,
+            parameters=[_EXPLAIN],
         ),
     )
     async def route(request: Request) -> Response:
+        # Without a query, `RouteQuestions` answers.
+        explains = _flag(request, "explain")
+        headers = dict(request.headers.raw)
         session = request.headers.get(parts.config.policy.session_header)
         with parts.admission.buffer() as buffer:
             content = await _body(
                 request, server.max_body_bytes, server.timeouts.client_body_s, buffer.add
             )
             decision = await parts.dispatcher.dispatch(
-                *(Endpoint.ROUTE, content, session, _encoding(request)),
+                *(Endpoint.ROUTE, content, session, encoding_of(headers)),
                 salt=tenant_salt(request.state.key, "/route"),
             )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
-        return _encoded(request, route_view(decision))
+        content_type, body = encoded(route_view(decision, explains), headers)
+        return Response(body, media_type=content_type)
 
 
 def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
@@ -431,6 +445,14 @@ def _number(request: Request, name: str, default: int, most: int) -> int:
     return int(given)
 
 
+def _flag(request: Request, name: str) -> bool:
+    """Read a flag of the query."""
+    given = request.query_params.get(name, "false")
+    if given not in ("true", "false"):
+        raise BadRequest(name, repr(given[:40]), "must be true or false")
+    return given == "true"
+
+
 # --- the description ------------------------------------------------------------------------------
 
 
@@ -455,21 +477,6 @@ async def _body(
 ) -> bytes:
     headers = dict(request.headers.raw)
     return await read_body(headers, request.receive, limit_bytes, timeout_s, hold)
-
-
-def _encoding(request: Request) -> Literal["json", "msgpack"]:
-    named = request.headers.get("content-type", "").split(";")[0].strip()
-    return "msgpack" if named in _MSGPACK_NAMES else "json"
-
-
-def _encoded(request: Request, value: Any) -> Response:
-    """In msgpack where the client accepts it, or sent it and accepts anything."""
-    accepted = request.headers.get("accept", "*/*")
-    if any(name in accepted for name in _MSGPACK_NAMES) or (
-        "json" not in accepted and _encoding(request) == "msgpack"
-    ):
-        return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
-    return _json(value)
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

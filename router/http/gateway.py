@@ -92,12 +92,18 @@ class Gateway:
         self._open: set[asyncio.Task[Decision]] = set()
         self._patient = Timeouts(timeouts.connect_s, timeouts.whole_response_s, timeouts.idle_s)
 
-    def opens(self, method: str, path: str) -> Callable[[Exchange], Passage] | None:
+    def opens(
+        self,
+        method: str,
+        path: str,
+        query: bytes = b"",  # noqa: ARG002 - goes to the replica as it is
+    ) -> Callable[[Exchange], Passage] | None:
         """What serves a request; None if it does not go to a replica.
 
         Args:
             method: Of the request.
             path: Of the request, decoded.
+            query: As on the wire.
         """
         found = self._paths.find(path)
         # A HEAD request is a GET request whose response is sent without its body.
@@ -304,15 +310,20 @@ class Passage:
 
     def _admit(self) -> None:
         gateway = self._gateway
-        gateway.admission.admit()
-        self._is_admitted = True
-        if self._exchange.is_of_reserve:
-            raise Overloaded("is out of file descriptors")
-        key = gateway.guard.check("client", self._exchange.scope, self._headers)
+        key = self._enter()
         self._salt = tenant_salt(key, self._exchange.path)
         if announced_bytes(self._headers) > gateway.server.max_body_bytes:
             raise BodyTooLarge(gateway.server.max_body_bytes)
         self._stage = _Stage.READING
+
+    def _enter(self) -> Key | None:
+        """Check that there is room, and who asks; return the client's key."""
+        gateway = self._gateway
+        gateway.admission.admit()
+        self._is_admitted = True
+        if self._exchange.is_of_reserve:
+            raise Overloaded("is out of file descriptors")
+        return gateway.guard.check("client", self._exchange.scope, self._headers)
 
     def _read(self) -> None:
         """Take what has arrived of the body; decide once it is whole."""
@@ -340,12 +351,15 @@ class Passage:
         self._stop_timer()
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
-        decision = self._gateway.decide(self._path, self._headers, body, self._salt)
+        decision = self._dispatch(body)
         if isinstance(decision, Decision):
             self._send(decision)
         else:
             self._task = self._gateway.run(decision)
             self._task.add_done_callback(self._decided)
+
+    def _dispatch(self, body: bytes) -> Decision | Coroutine[Any, Any, Decision]:
+        return self._gateway.decide(self._path, self._headers, body, self._salt)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
         if not task.cancelled():
@@ -385,8 +399,11 @@ class Passage:
         self._gateway.guard.delay_over()
         self._respond(error)
 
-    def _respond(self, error: RequestError) -> None:
+    def _count_refused(self, error: RequestError) -> None:
         self._gateway.observers.refused(error)
+
+    def _respond(self, error: RequestError) -> None:
+        self._count_refused(error)
         body = error_body(dialect_of(self._exchange.path), str(error), error.type, error.code)
         headers = [
             (b"content-type", b"application/json"),
@@ -413,9 +430,10 @@ class Passage:
     def _leave(self) -> None:
         """Make room for another request."""
         self._stop_timer()
+        self._gateway.admission.hold(-self._held_bytes)
+        self._held_bytes = 0
         if self._is_admitted:
             self._is_admitted = False
-            self._gateway.admission.hold(-self._held_bytes)
             self._gateway.admission.leave()
 
     def _stop_timer(self) -> None:

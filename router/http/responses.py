@@ -54,7 +54,7 @@ from router.routing.admission import Admission
 from router.routing.dispatcher import Decision, Dispatcher
 from router.routing.models import ModelSet
 from router.routing.replica_tokenizers import TokenizerCheck
-from router.scoring import Ranked
+from router.scoring import Candidate, Ranked
 
 MAX_MODELS = 100
 """In an overview."""
@@ -123,16 +123,31 @@ class ApiParts:
 # --- a route --------------------------------------------------------------------------------------
 
 
-def route_view(decision: Decision) -> RouteView:
-    """A decision with its reasons: who would serve the request, and how much of it is cached
-    where. Some replica must be able to."""
-    ranking = [_ranked(decision, ranked) for ranked in decision.ranking]
-    return RouteView(
-        replica=ranking[0].replica,
-        dp_rank=ranking[0].dp_rank,
+def route_view(decision: Decision, explains: bool = False) -> RouteView:
+    """Where a request would go. Some replica must be able to serve it.
+
+    Args:
+        decision: On the request.
+        explains: Whether to say who else would serve it, and how much of it is cached where.
+    """
+    best = decision.ranking[0]
+    view = RouteView(
+        replica=best.candidate.replica_id,
+        dp_rank=best.candidate.dp_rank,
         model=decision.model_name,
         policy=decision.policy,
         prompt_tokens=decision.prompt_tokens,
+        cost=round(best.cost, 3),
+        hit=_hit(best.candidate),
+        reason=best.reason,
+        routing_seconds=round(decision.routing_s, 6),
+    )
+    return _explained(view, decision) if explains else view
+
+
+def _explained(view: RouteView, decision: Decision) -> RouteView:
+    return msgspec.structs.replace(
+        view,
         prompts=[
             PromptView(
                 tokens=len(prompt.token_ids),
@@ -142,12 +157,11 @@ def route_view(decision: Decision) -> RouteView:
             )
             for prompt in decision.tokenized
         ],
-        ranking=ranking,
+        ranking=[_ranked(decision, ranked) for ranked in decision.ranking],
         excluded=[
             ExcludedReplica(replica=candidate.replica_id, reason=candidate.obstacle or "")
             for candidate in decision.excluded
         ],
-        routing_seconds=round(decision.routing_s, 6),
     )
 
 
@@ -161,14 +175,18 @@ def _ranked(decision: Decision, ranked: Ranked) -> RankedReplica:
         dp_rank=candidate.dp_rank,
         cost=round(ranked.cost, 3),
         reason=ranked.reason,
-        hit=HitView(
-            gpu_cached_tokens=candidate.gpu_cached_tokens,
-            cached_tokens=candidate.cached_tokens,
-            by_tier=dict(candidate.by_tier),
-            suspect=candidate.suspect,
-        ),
+        hit=_hit(candidate),
         recent_tokens=candidate.recent_tokens,
         groups=[index.explain(prompt, source) for prompt in prompts],
+    )
+
+
+def _hit(candidate: Candidate) -> HitView:
+    return HitView(
+        gpu_cached_tokens=candidate.gpu_cached_tokens,
+        cached_tokens=candidate.cached_tokens,
+        by_tier=dict(candidate.by_tier),
+        suspect=candidate.suspect,
     )
 
 

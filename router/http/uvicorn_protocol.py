@@ -42,12 +42,15 @@ _UNSAFE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 class ExchangeHandler(Protocol):
     """Takes requests off a connection, and serves them."""
 
-    def opens(self, method: str, path: str) -> Callable[[Exchange], ExchangeServer] | None:
+    def opens(
+        self, method: str, path: str, query: bytes
+    ) -> Callable[[Exchange], ExchangeServer] | None:
         """What serves a request; None leaves it to the ASGI application.
 
         Args:
             method: Of the request.
             path: Of the request, decoded.
+            query: As on the wire.
         """
 
 
@@ -435,7 +438,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
         if "%" in path:
             path = unquote(path)
         method = self.parser.get_method().decode("ascii")
-        opens = self.handler.opens(method, path)
+        opens = self.handler.opens(method, path, url.query or b"")
         if opens is None:
             return None
         version = self.parser.get_http_version()

@@ -114,20 +114,25 @@ class ExcludedReplica(View, frozen=True, kw_only=True):
 
 
 class RouteView(View, frozen=True, kw_only=True):
-    """Where a request would go, and why."""
+    """Where a request would go; all else that is known only with `explain`."""
 
     replica: str
     dp_rank: int | None
+    """The data-parallel rank to ask for; null lets the engine choose."""
     model: str
     policy: str
     prompt_tokens: int
     """Over all prompts, as far as they are known."""
-    prompts: list[PromptView]
-    ranking: list[RankedReplica]
-    """The best first."""
-    excluded: list[ExcludedReplica]
+    cost: float
+    """For the default policy, prefill tokens to wait for."""
+    hit: HitView
+    reason: str
     routing_seconds: float
     """Hashing, matching and ranking."""
+    prompts: list[PromptView] | msgspec.UnsetType = msgspec.UNSET
+    ranking: list[RankedReplica] | msgspec.UnsetType = msgspec.UNSET
+    """The best first."""
+    excluded: list[ExcludedReplica] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelEntry(View, frozen=True, kw_only=True):
@@ -407,6 +412,10 @@ _ROUTE = RouteView(
     model="gemma-3",
     policy="prefix",
     prompt_tokens=1024,
+    cost=20.8,
+    hit=_HIT,
+    reason="1008 of 1024 tokens cached, 48 of them in a lower tier",
+    routing_seconds=0.000412,
     prompts=[PromptView(tokens=1024, coverage="whole", reason=None, lora_name=None)],
     ranking=[
         RankedReplica(
@@ -420,7 +429,6 @@ _ROUTE = RouteView(
         )
     ],
     excluded=[ExcludedReplica(replica="replica-8", reason="draining")],
-    routing_seconds=0.000412,
 )
 _REQUEST = RequestView(
     number=4711,

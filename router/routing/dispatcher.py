@@ -266,6 +266,7 @@ class Dispatcher:
         endpoint: Endpoint,
         body: bytes,
         session: str | None = None,
+        encoding: Literal["json", "msgpack"] = "json",
         *,
         dp_rank: int | None = None,
         salt: TenantSalt | None = None,
@@ -277,15 +278,17 @@ class Dispatcher:
             endpoint: As for `dispatch`, like all others.
             body: The request's.
             session: Where a header names it.
+            encoding: Of the body.
             dp_rank: Where the client asks for it.
             salt: Of the client's key.
         Raises:
             RequestError: As `dispatch`.
         """
         if len(body) > INLINE_BODY_BYTES:
-            return self.dispatch(endpoint, body, session, dp_rank=dp_rank, salt=salt)
-        body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
-        spec, body = self._read(endpoint, body, "json", None if salt is None else salt.secret)
+            return self.dispatch(endpoint, body, session, encoding, dp_rank=dp_rank, salt=salt)
+        if encoding == "json":
+            body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
+        spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
         asked = self._asked(spec, body, session, dp_rank)
         started = time.perf_counter()
         tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)

@@ -56,7 +56,7 @@ async function explain() {
 async function askWithKey(body) {
   for (;;) {
     try {
-      return await ask("client", "route", body);
+      return await ask("client", "route?explain=true", body);
     } catch (error) {
       if (!(error instanceof NeedsKey) || !(await askForKey("client"))) throw error;
     }

@@ -237,7 +237,7 @@ class Asking:
 
     async def route(self, ids: list[int]) -> dict[str, Any]:
         body = {"model": self._model, "token_ids": ids}
-        (ranked,) = (await self._router.post("/route", body)).json["ranking"]
+        (ranked,) = (await self._router.post("/route?explain=true", body)).json["ranking"]
         return dict(ranked)
 
     async def fill_until(self, ids: list[int], below: int) -> None:

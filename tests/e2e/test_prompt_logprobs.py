@@ -36,7 +36,7 @@ async def predicted(
         "/v1/completions" if "prompt" in body else "/v1/chat/completions", whole
     )
     assert (route.status, found.status) == (200, 200)
-    return route.json["ranking"][0]["hit"]["cached_tokens"], int(found.headers["x-kv-hit-tokens"])
+    return route.json["hit"]["cached_tokens"], int(found.headers["x-kv-hit-tokens"])
 
 
 WITH_PROMPT_LOGPROBS: list[dict[str, Any]] = [

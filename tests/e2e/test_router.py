@@ -98,7 +98,7 @@ async def test_a_prompt_is_routed_to_where_it_is_cached(
         await router.until_applied(holder)
         body = {"model": holder.model, "prompt": [*ids, 7], "stream": stream}
 
-        route = (await router.post("/route", body)).json
+        route = (await router.post("/route?explain=true", body)).json
         assert route["replica"] == holder.name
         assert route["ranking"][0]["hit"] == {
             "gpu_cached_tokens": 80,
@@ -155,7 +155,7 @@ async def test_what_one_replica_wrote_to_shared_storage_counts_for_the_others() 
 async def routed(router: RouterProcess, body: dict[str, Any], hits: int) -> dict[str, Any]:
     """A route, once that many replicas have a hit."""
     while True:
-        route: dict[str, Any] = (await router.post("/route", body)).json
+        route: dict[str, Any] = (await router.post("/route?explain=true", body)).json
         if sum(entry["hit"]["cached_tokens"] > 0 for entry in route["ranking"]) == hits:
             return route
         await asyncio.sleep(0.01)
@@ -249,6 +249,53 @@ async def test_the_route_response_is_the_same_in_json_and_msgpack(router: Router
             "replica"
         ] == stubs[0].name
         assert not stubs[0].requests
+
+
+async def test_a_route_is_explained_where_that_is_asked_for(router: RouterProcess) -> None:
+    """The explanation of 64 replicas takes many times as long as the choice, which is all that a
+    gateway needs."""
+    async with engines(2, has_events=True) as stubs, router.serving(*stubs):
+        ids = prompt_ids(48, 5)
+        stubs[1].store(ids)
+        await router.until_applied(stubs[1])
+        question = {"model": stubs[1].model, "token_ids": [*ids, 1]}
+        short = (await router.post("/route", question)).json
+        assert (short["replica"], short["hit"]["gpu_cached_tokens"]) == (stubs[1].name, 48)
+        assert short.keys().isdisjoint({"ranking", "excluded", "prompts"})
+        whole = (await router.post("/route?explain=true", question)).json
+        assert [entry["replica"] for entry in whole["ranking"]] == [stubs[1].name, stubs[0].name]
+        assert whole["ranking"][0]["groups"]
+        assert (whole["excluded"], whole["prompts"][0]["tokens"]) == ([], 49)
+        brief = (await router.post("/route?explain=false", question)).json
+        for each in (short, whole, brief):
+            del each["routing_seconds"]
+        assert brief == short
+        assert {name: whole[name] for name in short} == short
+        refused = await router.post("/route?explain=perhaps", question)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+
+
+async def test_questions_share_a_connection_with_everything_else(router: RouterProcess) -> None:
+    """They take another way through the server than `/healthz`, and may be pipelined with it."""
+    async with engines(1, has_events=True) as (stub,), router.serving(stub):
+        body = json.dumps({"model": stub.model, "token_ids": [1, 2, 3]}).encode()
+        completion = json.dumps({"model": stub.model, "prompt": [7]}).encode()
+        asked = [
+            ("POST", "/route", body),
+            ("GET", "/healthz", b""),
+            ("POST", "/route?explain=true", body),
+            ("POST", "/route", b"{}"),
+            ("POST", "/v1/completions", completion),
+            ("POST", "/route", body),
+        ]
+        async with connect(router.port) as client:
+            await client.write(
+                b"".join(request_bytes(*each).replace(b"router", b"localhost") for each in asked)
+            )
+            found = [await client.read_answer() for _ in asked]
+        assert [answer.status for answer in found] == [200, 200, 200, 400, 200, 200]
+        assert [found[place].json["prompt_tokens"] for place in (0, 2, 5)] == [3, 3, 3]
+        assert len(stub.requests) == 1
 
 
 async def test_a_prompt_is_routed_although_no_replica_can_tokenise_it(
@@ -468,9 +515,7 @@ async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
         question = {"model": stub.model, "token_ids": [*ids, 1]}
         stub.store(ids)
         await router.until_applied(stub)
-        assert (await router.post("/route", question)).json["ranking"][0]["hit"][
-            "gpu_cached_tokens"
-        ] == 64
+        assert (await router.post("/route", question)).json["hit"]["gpu_cached_tokens"] == 64
         await stub.stop()
         await stub.start()
         await router.until(
@@ -480,13 +525,11 @@ async def test_a_replica_restarted_at_the_same_address_is_known_to_be_empty(
         await router.until_in_rotation(stub)
         assert [
             entry["hit"]["gpu_cached_tokens"]
-            for entry in (await router.post("/route", question)).json["ranking"]
+            for entry in (await router.post("/route?explain=true", question)).json["ranking"]
         ] == [0, 0]
         stub.store(prompt_ids(32, 4))
         await router.until_applied(stub)
-        assert (await router.post("/route", question)).json["ranking"][0]["hit"][
-            "gpu_cached_tokens"
-        ] == 32
+        assert (await router.post("/route", question)).json["hit"]["gpu_cached_tokens"] == 32
 
 
 # --- probes ---------------------------------------------------------------------------------------

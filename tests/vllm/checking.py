@@ -151,7 +151,7 @@ class Checker:
         """Wait until the router has read everything published, ask where the request would go, send
         it, compare."""
         await self.settle()
-        explained = await self._router.post("/route", request.body)
+        explained = await self._router.post("/route?explain=true", request.body)
         assert explained.status == 200, explained
         return await self._sent(request, explained.json)
 

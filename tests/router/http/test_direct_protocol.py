@@ -63,7 +63,7 @@ class DirectServer:
         self.state = ServerState()
         self.port = 0
 
-    def opens(self, method: str, path: str) -> Callable[[Exchange], Echo] | None:
+    def opens(self, method: str, path: str, query: bytes) -> Callable[[Exchange], Echo] | None:
         return None if path == "/asgi" else lambda exchange: Echo(self, exchange)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
