@@ -8,6 +8,7 @@ The files; each imports only what is listed above it:
     scoring/         hits and load -> ranked replicas; pure
     config/          the configuration: one frozen, checked model
     tokenize/        request body -> token ids, exact or marked as not
+    mirror/          what every cache is doing and will evict next
     replicas/        which replicas exist, and how they are doing
     taps.py          records what happens at one cache, while someone listens
     feed.py          carries every source's stream into the index of its model

@@ -21,6 +21,7 @@ from router.config import RouterConfig
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
+from router.mirror import Mirror
 from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
@@ -46,7 +47,7 @@ from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
-from router.scoring import PolicySettings, make_policy
+from router.scoring import LEAST_DELAY, PolicySettings, make_policy
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
@@ -85,6 +86,7 @@ class RouterService:
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.request_log = RequestLog()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
+        self._mirror = Mirror(config.policy.mirror_max_keys)
         self._load = LoadTracker()
         self._large_work = LargeWork()
         limits = PoolLimits(
@@ -131,10 +133,11 @@ class RouterService:
         planner = RoutePlanner(
             make_policy(config.policy.name, _policy_settings(config)),
             self._load,
-            self._recent,
+            None if config.policy.name == LEAST_DELAY else self._recent,
             self.feed.is_suspect,
             config.health.engine_load_stale_after_s,
             weights=config.weights,
+            mirror=self._mirror,
         )
         self.responses = StoredResponses(_ReplicaResponses(self._upstream, config).has)
         self.dispatcher = Dispatcher(
@@ -165,7 +168,7 @@ class RouterService:
             self.registry,
             self.models,
             self.feed,
-            self._recent,
+            planner,
             self.tokenizer_check,
             self.observers,
             self._upstream,
@@ -218,6 +221,7 @@ class RouterService:
             tokenizer_check=self.tokenizer_check,
             upstream=self._upstream,
             recent=self._recent,
+            mirror=self._mirror,
             responses=self.responses,
             admission=self.admission,
             repair=self.repair,
@@ -247,7 +251,7 @@ class _ReplicaFollower(ReplicaListener):
         registry: ReplicaRegistry,
         models: ModelSet,
         feed: Feed,
-        recent: RecentPrefixes,
+        planner: RoutePlanner,
         tokenizer_check: TokenizerCheck,
         observers: RequestObservers,
         upstream: UpstreamClient,
@@ -255,7 +259,7 @@ class _ReplicaFollower(ReplicaListener):
         self._registry = registry
         self._models = models
         self._feed = feed
-        self._recent = recent
+        self._planner = planner
         self._tokenizer_check = tokenizer_check
         self._observers = observers
         self._upstream = upstream
@@ -278,7 +282,7 @@ class _ReplicaFollower(ReplicaListener):
         """A replica that failed may have lost what was sent to it; one that is healthy again may be
         another process."""
         if replica.state is ReplicaState.UNHEALTHY:
-            self._recent.forget(replica.id)
+            self._planner.forget(replica.id)
         self._compare_tokenizers(replica)
 
     def on_unresponsive(self, replica: Replica, for_s: float) -> None:
@@ -305,7 +309,7 @@ class _ReplicaFollower(ReplicaListener):
 
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
-        self._recent.forget(replica.id)
+        self._planner.forget(replica.id)
         self._tokenizer_check.forget(replica.id)
         self._observers.forget_replica(replica.id)
         self._forget_unserved_models()
@@ -314,6 +318,7 @@ class _ReplicaFollower(ReplicaListener):
 
     def _forget_unserved_models(self) -> None:
         for model in self._models.forget_all_but(self._registry.models()):
+            self._planner.forget_model(model)
             self._observers.forget_model(model)
 
     def _follow(

@@ -10,6 +10,7 @@ from kvevents.events import EventBatch
 from router.config import ReplicaConfig as RouterReplicaConfig
 from router.demo.blind import GroupBlindIndex
 from router.index import SourceId, create_index
+from router.mirror import Mirror
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import InFlight, LoadTracker
@@ -23,7 +24,9 @@ GROUP_BLIND = "group_blind"
 """The default policy with an index that ignores groups."""
 BLIND_AND_FORGETFUL = "group_blind_no_recent"
 """The same in a router that does not remember what it has just sent where."""
+LEAST_DELAY = "least_delay"
 POLICIES = (
+    LEAST_DELAY,
     "prefix",
     GROUP_BLIND,
     BLIND_AND_FORGETFUL,
@@ -55,7 +58,15 @@ class SimulatedRouter:
         name = "prefix" if is_blind else policy
         chosen = make_policy(name, PolicySettings(weights or Weights(), random=Random(seed)))
         recent = RecentPrefixes(_AT_ONCE_S) if policy == BLIND_AND_FORGETFUL else RecentPrefixes()
-        self._planner = RoutePlanner(chosen, self.load, recent, lambda _source: False, clock=clock)
+        mirror = Mirror(clock=clock) if policy == LEAST_DELAY else None
+        self._planner = RoutePlanner(
+            chosen,
+            self.load,
+            None if policy == LEAST_DELAY else recent,
+            lambda _source: False,
+            clock=clock,
+            mirror=mirror,
+        )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
         """A replica's events."""
@@ -77,10 +88,11 @@ class SimulatedRouter:
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         ranking, _ = self._planner.rank(request, self.index, prompts, self._replicas)
         chosen = ranking[0].candidate
-        self._planner.remember(prompts, SourceId(chosen.replica_id))
-        in_flight = self.load.started(
-            chosen.replica_id, uncached_tokens(len(token_ids), chosen), len(token_ids)
-        )
+        count, source = len(token_ids), SourceId(chosen.replica_id)
+        uncached = uncached_tokens(count, chosen)
+        self._planner.remember(prompts, source)
+        visit = self._planner.visit(MODEL, self.index, prompts, source, count, uncached)
+        in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
         return chosen.replica_id, chosen.cached_tokens, in_flight
 
 

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from kvevents.stream_state import SourceState
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
+from router.mirror import Mirror
 from router.observability.self_repair import SelfRepair, Trust, TrustStatistics
 from router.observability.shortages import Shortages
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
@@ -45,6 +46,7 @@ class CollectedParts:
     tokenizer_check: TokenizerCheck
     upstream: UpstreamClient
     recent: RecentPrefixes
+    mirror: Mirror
     responses: StoredResponses
     admission: Admission
     repair: SelfRepair
@@ -402,6 +404,11 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
         ("kvroute_upstream_connections", "Connections to replicas.", upstream.connections),
         ("kvroute_upstream_idle_connections", "Idle connections to replicas.", upstream.idle),
         ("kvroute_recent_prefix_keys", "Prefixes remembered as just sent.", recent.entries),
+        (
+            "kvroute_mirror_keys",
+            "Prefixes of which it is remembered who used them last, by 64 tokens.",
+            parts.mirror.statistics().keys,
+        ),
         ("kvroute_stored_responses", "Responses whose replica is known.", responses.known),
     ):
         yield _single(name, text, value)

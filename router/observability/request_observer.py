@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from router.errors import NoReplica, Overloaded, RequestError
 from router.index import SourceId
+from router.mirror import Visit
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
@@ -185,15 +186,14 @@ class RequestObserver(ProxyObserver):
         uncached = uncached_tokens(self._decision.prompt_tokens, ranked.candidate)
         source = self._decision.certain_source_of(ranked.candidate)
         dp_rank = ranked.candidate.dp_rank if source is not None else None
+        visit = None if source is None else self._visit(source, uncached, ranked.candidate.speed)
         if self._in_flight is None:
             self._in_flight = self._load.started(
-                replica_id, uncached, self._decision.prompt_tokens, dp_rank
+                replica_id, uncached, self._decision.prompt_tokens, dp_rank, visit
             )
         else:
-            self._in_flight.retried(replica_id, uncached, dp_rank)
+            self._in_flight.retried(replica_id, uncached, dp_rank, visit)
         self._queries = self._recorded(ranked.candidate, source) if self._taps else ()
-        if source is not None:
-            self._planner.remember(self._decision.prompts, source)
         self._end_moment()
         self._moment = self._repair.quiet.began(replica_id, self._clock())
         self._request.sent_to(ranked)
@@ -252,6 +252,22 @@ class RequestObserver(ProxyObserver):
         self._request.status, self._request.end = status, end.value
         self._request.seconds = seconds
         self._log.finish(self._request)
+
+    def _visit(self, source: SourceId, uncached: int, speed: float) -> Visit | None:
+        """Let the planner know that the request is sent to a cache."""
+        decision = self._decision
+        self._planner.remember(decision.prompts, source)
+        if decision.model is None:
+            return None
+        return self._planner.visit(
+            decision.model.name,
+            decision.model.index,
+            decision.prompts,
+            source,
+            decision.prompt_tokens,
+            uncached,
+            speed,
+        )
 
     def _label(self) -> str:
         """The replica that responded. The series of one that was removed meanwhile are gone, and

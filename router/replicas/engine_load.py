@@ -17,6 +17,10 @@ _RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 _WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 
+_BLOCKS = re.compile(
+    rb'^vllm:cache_config_info\{[^\n]*\bnum_gpu_blocks="([0-9]{1,9})"', re.MULTILINE
+)
+
 MAX_REQUESTS = 10_000_000
 """A larger value is taken for nonsense, as is NaN."""
 
@@ -50,6 +54,8 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     reported."""
     ranks: tuple[EngineRankLoad, ...] = ()
     """Each rank, in order; empty where there is one, or none is told apart."""
+    cache_blocks: int | None = None
+    """KV blocks on the GPU, of the smallest rank; None if it is not reported."""
 
     def of_rank(self, dp_rank: int) -> EngineRankLoad | None:
         """The load of one rank; None where the engine does not tell its ranks apart."""
@@ -75,6 +81,7 @@ def parse_engine_load(text: bytes) -> EngineLoad | None:
         int(sum(sample.value for sample in waiting)),
         min(max(usage), 1.0) if usage else None,
         tuple(_ranks(_by_rank(running), _by_rank(waiting))),
+        min((int(match[1]) for match in _BLOCKS.finditer(text)), default=None),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -62,7 +63,12 @@ class LoadTracker:
         self._in_flight = self._started = self._retried = 0
 
     def started(
-        self, replica_id: str, uncached_tokens: int, prompt_tokens: int, dp_rank: int | None = None
+        self,
+        replica_id: str,
+        uncached_tokens: int,
+        prompt_tokens: int,
+        dp_rank: int | None = None,
+        visit: Follower | None = None,
     ) -> InFlight:
         """A request is about to be sent; call `InFlight.ended` when it is over, or use the result
         in a `with` statement.
@@ -72,10 +78,13 @@ class LoadTracker:
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             prompt_tokens: The whole prompt.
             dp_rank: Of the replica's ranks the one that gets it; None if the engine chooses.
+            visit: Hears of its first token and of its end there.
         """
         self._started += 1
         self._in_flight += 1
-        return InFlight(self, replica_id, max(uncached_tokens, 0), max(prompt_tokens, 0), dp_rank)
+        return InFlight(
+            self, replica_id, max(uncached_tokens, 0), max(prompt_tokens, 0), dp_rank, visit
+        )
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
         """What is in flight at a replica; zeros for one that is unknown."""
@@ -192,6 +201,20 @@ def _places(replica_id: str, dp_rank: int | None) -> tuple[_Place, ...]:
     return (whole,) if dp_rank is None else (whole, (replica_id, dp_rank))
 
 
+class Follower(Protocol):
+    """Follows a request at one replica."""
+
+    def first_token(self) -> None:
+        """The first byte of its response has arrived."""
+
+    def ended(self, was_served: bool = True) -> None:
+        """It is over there.
+
+        Args:
+            was_served: Whether the replica may have computed it; if not, it failed.
+        """
+
+
 class _Phase(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -208,6 +231,7 @@ class InFlight:
         uncached_tokens: Prompt tokens that have to be computed there; not negative.
         prompt_tokens: The whole prompt; not negative.
         dp_rank: The rank that gets it, if that is known.
+        visit: Hears of its first token and of its end there.
     """
 
     __slots__ = (
@@ -217,6 +241,7 @@ class InFlight:
         "_prompt_tokens",
         "_tracker",
         "_uncached_tokens",
+        "_visit",
         "replica_id",
     )
 
@@ -227,9 +252,11 @@ class InFlight:
         uncached_tokens: int,
         prompt_tokens: int,
         dp_rank: int | None = None,
+        visit: Follower | None = None,
     ) -> None:
         self.replica_id = replica_id
         self._dp_rank = dp_rank
+        self._visit = visit
         self._tracker = tracker
         self._prompt_tokens = prompt_tokens
         self._phase: _Phase
@@ -243,6 +270,8 @@ class InFlight:
         self._phase = _Phase.DECODE
         self._context_tokens = self._prompt_tokens
         self._tracker.add_decoding(self.replica_id, 1, self._context_tokens, self._dp_rank)
+        if self._visit is not None:
+            self._visit.first_token()
 
     def generated(self, tokens: int) -> None:
         """The response grew by about *tokens*, and so did its context."""
@@ -250,17 +279,27 @@ class InFlight:
             self._context_tokens += tokens
             self._tracker.add_decoding(self.replica_id, 0, tokens, self._dp_rank)
 
-    def retried(self, replica_id: str, uncached_tokens: int, dp_rank: int | None = None) -> None:
+    def retried(
+        self,
+        replica_id: str,
+        uncached_tokens: int,
+        dp_rank: int | None = None,
+        visit: Follower | None = None,
+    ) -> None:
         """The replica failed; the request is sent to another one, from the start.
 
         Args:
             replica_id: Where it is sent now.
             uncached_tokens: Prompt tokens that have to be computed there, as predicted.
             dp_rank: The rank that gets it there, if that is known.
+            visit: Hears of its first token and of its end there.
         """
         if self._phase is _Phase.ENDED:
             return
         self._leave()
+        if self._visit is not None:
+            self._visit.ended(was_served=False)
+        self._visit = visit
         self._tracker.count_retried()
         self.replica_id = replica_id
         self._dp_rank = dp_rank
@@ -272,6 +311,8 @@ class InFlight:
             self._leave()
             self._phase = _Phase.ENDED
             self._tracker.count_ended()
+            if self._visit is not None:
+                self._visit.ended()
 
     def __enter__(self) -> InFlight:
         return self

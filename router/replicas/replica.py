@@ -9,6 +9,7 @@ from typing import Any
 
 from router.config import ReplicaConfig, key_bytes
 from router.index import NO_HIT, Hit
+from router.mirror import IDLE, CacheOutlook
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
@@ -72,6 +73,11 @@ class Replica:
         return ReplicaState.DRAINING if self.draining else ReplicaState(self.record.health.value)
 
     @property
+    def cache_blocks(self) -> int | None:
+        """On the GPU of each rank, as its metrics say; None: they do not."""
+        return None if self.engine_load is None else self.engine_load.cache_blocks
+
+    @property
     def is_healthy(self) -> bool:
         """Whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY
@@ -115,6 +121,7 @@ class Replica:
         suspect: bool = False,
         dp_rank: int | None = None,
         rank_load: ReplicaLoad | None = None,
+        outlook: CacheOutlook = IDLE,
     ) -> Candidate:
         """This replica as scoring sees it, or one of its ranks, for one prompt.
 
@@ -129,6 +136,7 @@ class Replica:
             rank_load: What this router has in flight at the rank that the candidate stands for;
                 None where there is only one. The engine's own load is that of the rank too, or
                 shared out equally where its metrics do not tell ranks apart.
+            outlook: What else is known of the cache.
         """
         fresh = now - self.engine_load_at <= engine_load_stale_after_s
         return Candidate(
@@ -142,6 +150,10 @@ class Replica:
             speed=self._speed,
             obstacle=self.obstacle(load),
             dp_rank=dp_rank,
+            progress_tokens=outlook.progress_tokens,
+            eviction_age_s=outlook.eviction_age_s,
+            reuse_probability=outlook.reuse_probability,
+            uncached_tokens_per_s=outlook.uncached_tokens_per_s,
         )
 
     def _load(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId
+from router.mirror import IDLE, Mirror, Visit
 from router.replicas import Replica
 from router.replicas.load import LoadTracker, ReplicaLoad
 from router.routing.recent_prefixes import RecentPrefixes
@@ -61,24 +62,26 @@ class RoutePlanner:
         self,
         policy: Policy,
         load: LoadTracker,
-        recent: RecentPrefixes,
+        recent: RecentPrefixes | None,
         is_suspect: Callable[[SourceId], bool],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         weights: Weights | None = None,
         random: Random | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """Keep the parts that a ranking is made from.
 
         Args:
             policy: Orders the replicas that can serve the request.
             load: What this router has in flight at each replica.
-            recent: Which prefixes were just sent where.
+            recent: Which prefixes were just sent where; None: what the mirror says is in prefill.
             is_suspect: Whether events of a source were lost, so that its hits are doubtful.
             engine_load_stale_after_s: Age from which an engine's own load no longer counts.
             clock: A monotonic clock, in seconds.
             weights: What things cost, for the choice among the ranks of a replica.
             random: Decides between equal ranks.
+            mirror: What every cache is doing and evicts next; None: nobody knows.
         """
         self._policy = policy
         self._load = load
@@ -88,6 +91,7 @@ class RoutePlanner:
         self._clock = clock
         self._weights = weights or Weights()
         self._random = (random or Random()).random
+        self._mirror = mirror
 
     def rank(
         self,
@@ -138,13 +142,49 @@ class RoutePlanner:
             prompts: From `prepare`.
             source: Where the request is about to be sent.
         """
-        now = self._clock()
-        for prompt in prompts:
-            self._recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
+        if self._recent is not None:
+            now = self._clock()
+            for prompt in prompts:
+                self._recent.remember(source, prompt.prefix_keys(RECENT_STEP), now)
+
+    def visit(
+        self,
+        model: str,
+        index: PrefixIndex,
+        prompts: Sequence[HashedPrompt],
+        source: SourceId,
+        prompt_tokens: int,
+        uncached: int,
+        speed: float = 1.0,
+    ) -> Visit | None:
+        """A request is about to be sent to a cache: follow it there.
+
+        Args:
+            model: Its base model.
+            index: The model's.
+            prompts: From `prepare`.
+            source: Where it is sent.
+            prompt_tokens: Of all its prompts.
+            uncached: From `uncached_tokens`.
+            speed: Of the replica.
+        Returns:
+            What wants to hear of the request's first token and end; None without a mirror.
+        """
+        if self._mirror is None:
+            return None
+        return self._mirror.begin(model, index, source, prompts, prompt_tokens, uncached, speed)
 
     def forget(self, replica_id: str) -> None:
         """Count no longer on what was sent to this replica, at any of its ranks."""
-        self._recent.forget(replica_id)
+        if self._recent is not None:
+            self._recent.forget(replica_id)
+        if self._mirror is not None:
+            self._mirror.forget(replica_id)
+
+    def forget_model(self, model: str) -> None:
+        """No replica serves this model any more."""
+        if self._mirror is not None:
+            self._mirror.forget_model(model)
 
     def _rank(
         self,
@@ -153,10 +193,12 @@ class RoutePlanner:
         replicas: Iterable[Replica],
         choice: RankChoice,
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
+        if self._mirror is not None:
+            request = replace(request, traffic=self._mirror.traffic(request.model))
         candidates = [
             self._best_rank(replica, found, request, choice)
             if len(replica.sources) > 1
-            else self._candidate(replica, source_of(replica, None), found)
+            else self._candidate(replica, source_of(replica, None), found, request)
             for replica in replicas
         ]
         return rank(self._policy, request, candidates)
@@ -168,10 +210,16 @@ class RoutePlanner:
         for prompt in prompts:
             keys = prompt.prefix_keys(RECENT_STEP)
             is_remembered |= len(keys) > 0
-            for source, tokens in self._recent.match(keys, RECENT_STEP, now).items():
+            for source, tokens in self._expected(keys, now).items():
                 recent[source] = recent.get(source, 0) + tokens
         hits = _sum([index.match_prompt(prompt) for prompt in prompts])
         return _Found(hits, recent, is_remembered)
+
+    def _expected(self, keys: Sequence[int], now: float) -> Mapping[SourceId, int]:
+        """How many leading tokens each cache will have, though no event says so yet."""
+        if self._recent is not None:
+            return self._recent.match(keys, RECENT_STEP, now)
+        return {} if self._mirror is None else self._mirror.in_prefill(keys)
 
     def _best_rank(
         self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice
@@ -180,7 +228,7 @@ class RoutePlanner:
         ranks = [source.dp_rank for source in replica.sources]
         loads = zip(ranks, self._load.loads_of_ranks(replica.id, ranks), strict=True)
         candidates = [
-            self._candidate(replica, SourceId(replica.id, dp_rank), found, dp_rank, load)
+            self._candidate(replica, SourceId(replica.id, dp_rank), found, request, dp_rank, load)
             for dp_rank, load in loads
             if choice.asked not in ranks or choice.asked == dp_rank
         ]
@@ -212,9 +260,13 @@ class RoutePlanner:
         replica: Replica,
         source: SourceId,
         found: _Found,
+        request: RouteRequest,
         dp_rank: int | None = None,
         rank_load: ReplicaLoad | None = None,
     ) -> Candidate:
+        outlook = IDLE
+        if self._mirror is not None:
+            outlook = self._mirror.outlook(request.model, source, replica.cache_blocks)
         return replica.candidate(
             self._load.look_at(replica.id),
             self._clock(),
@@ -224,6 +276,7 @@ class RoutePlanner:
             suspect=self._is_suspect(source),
             dp_rank=dp_rank,
             rank_load=rank_load,
+            outlook=outlook,
         )
 
 

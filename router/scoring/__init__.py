@@ -5,21 +5,38 @@ Pure: no I/O, no clock, and all randomness comes from the `Random` passed in.
 The files; each imports only what is listed above it:
 
     types.py      what goes in and out; the weights
+    delay.py      the least delay for this request and for others
     policies.py   least wait, round robin, random, least loaded, sessions; by name, plug-ins
     ranking.py    leaves out those that cannot serve; holds a policy to its rules
 """
 
-from router.scoring.policies import PolicySettings, estimate, make_policy, policy_names
+from router.scoring.policies import (
+    LEAST_DELAY,
+    PolicySettings,
+    estimate,
+    make_policy,
+    policy_names,
+)
 from router.scoring.ranking import empty_reason, rank
-from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
+from router.scoring.types import (
+    Candidate,
+    CandidateLoad,
+    Policy,
+    Ranked,
+    RouteRequest,
+    Traffic,
+    Weights,
+)
 
 __all__ = [
+    "LEAST_DELAY",
     "Candidate",
     "CandidateLoad",
     "Policy",
     "PolicySettings",
     "Ranked",
     "RouteRequest",
+    "Traffic",
     "Weights",
     "empty_reason",
     "estimate",

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvevents.plugins import PlugIns
 from router.errors import PolicyError
+from router.scoring.delay import LeastDelayPolicy
 from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 
 # --- by the estimated wait, in prefill tokens -----------------------------------------------------
@@ -291,8 +292,10 @@ class PolicySettings:
     """The source of every random choice, so that tests can repeat one."""
 
 
+LEAST_DELAY = "least_delay"
 BUILT_IN: dict[str, Callable[[PolicySettings], Policy]] = {
     "prefix": lambda settings: PrefixPolicy(settings.weights, settings.random),
+    LEAST_DELAY: lambda settings: LeastDelayPolicy(settings.weights, settings.random),
     "round_robin": lambda _settings: RoundRobinPolicy(),
     "random": lambda settings: RandomPolicy(settings.random),
     "least_loaded": lambda settings: LeastLoadedPolicy(settings.weights, settings.random),

@@ -92,6 +92,19 @@ class Weights:
         return sum(count * self.of_tier(name) for name, count in by_tier) / tokens
 
 
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """What was learned of the requests of a model."""
+
+    prefill_tokens_per_s: float = 10_000.0
+    """Of a replica at speed 1."""
+    arrivals_per_s: float = 0.0
+    """At all replicas together."""
+    uncached_tokens: float = 0.0
+    """That a request brings, in the mean."""
+    continued: float = 0.0
+    """Share of the prompts that continue an earlier one."""
+
+
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of a request."""
 
@@ -101,6 +114,7 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the prompt; 0 if it could not be tokenised."""
     session: str | None = None
     """What the client says its conversation is; None if it says nothing."""
+    traffic: Traffic = Traffic()
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.
@@ -141,7 +155,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     by_tier: tuple[tuple[str, int], ...] = ()
     """What each lower tier or shared store would bring back; empty where that is not told apart."""
     recent_tokens: int = 0
-    """Leading prompt tokens that were sent there so recently that events may not show them yet."""
+    """Leading prompt tokens that were sent there so recently that events may not show them yet.
+    For `least_delay` those that are being computed there for another request."""
+    progress_tokens: float = 0.0
+    """Of the queued prefill tokens, those that are computed by now."""
+    eviction_age_s: float | None = None
+    """For how long what the cache would evict next has been idle; None while it evicts nothing."""
+    reuse_probability: float = 0.0
+    """That what it would evict next will be used again."""
+    uncached_tokens_per_s: float = 0.0
+    """That it was given to compute lately."""
     suspect: bool = False
     """Events of it were lost, so its hits are doubtful."""
     load: CandidateLoad = CandidateLoad()

@@ -318,7 +318,8 @@ def test_all_problems_are_reported_at_once() -> None:
         "replicas[2].url: is missing",
         "replicas[3].kv_events[0].endpoint: '5557'; expected tcp://host:port or ipc://path",
         "replicas[3].kv_events[1].dp_rank: -1; must be greater than or equal to 0",
-        "policy.name: 'prefx'; expected one of prefix, round_robin, random, least_loaded, session",
+        "policy.name: 'prefx'; expected one of prefix, least_delay, round_robin, random,"
+        " least_loaded, session",
         "policy.weights.decode_request: nan; must be a finite number",
         "policy.weights.suspect_trust: 2; must be less than or equal to 1",
         "health: a list of 1; expected a mapping",

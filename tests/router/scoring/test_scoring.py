@@ -475,7 +475,8 @@ def test_a_built_in_policy_cannot_be_replaced_by_a_plug_in(installed: str) -> No
         ("nothing", "made NoneType, which lacks rank"),
         (
             "nobody",
-            "'nobody' is unknown; known: prefix, round_robin, random, least_loaded, session",
+            "'nobody' is unknown; known: prefix, least_delay, round_robin, random, least_loaded,"
+            " session",
         ),
     ],
 )

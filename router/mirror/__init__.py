@@ -1,0 +1,18 @@
+"""What every cache is doing and will evict next, from the requests that this router sent there.
+
+Events say what a cache holds; they do not say who used it last. The router knows: it sent the
+requests. So it keeps, for every cache, the requests in the order of their end with what each was
+the last to use, which is the order in which an engine evicts (least recently used first). From the
+same requests it learns how long it takes until something is used again, and how fast a replica
+works.
+
+The files; each imports only what is listed above it:
+
+    ownership.py   which of several requests used each part of a prefix last
+    traffic.py     rates, and how probable it is that what is idle will be used again
+    mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
+"""
+
+from router.mirror.mirror import IDLE, CacheOutlook, Mirror, MirrorStatistics, Visit
+
+__all__ = ["IDLE", "CacheOutlook", "Mirror", "MirrorStatistics", "Visit"]

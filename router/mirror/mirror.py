@@ -1,0 +1,434 @@
+"""Every cache as this router drives it: requests in prefill, ended ones in the order in which their
+blocks will be evicted, and what that says to a policy.
+
+An engine evicts what was least recently used, by the end of the request that used it last. So the
+order is known here. How far the eviction has come is not: it is read from the index, by asking
+whether the oldest request's own part of its prompt could still be reused. That is done when a
+request begins to respond or ends, never for a decision, and only if the cache has removed something
+since.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvevents.layout import GroupKind
+from router.index import HashedPrompt, PrefixIndex, SourceId
+from router.mirror.ownership import Ownership, Use
+from router.mirror.traffic import FadingRate, ModelTraffic
+from router.scoring import Traffic
+
+STEP = 64
+"""Tokens between two keys of a prefix; the same for all prompts of a model."""
+
+
+class CacheOutlook(NamedTuple):
+    """What a new request would find at a cache, besides its hit."""
+
+    progress_tokens: float = 0.0
+    """Of the uncached tokens in prefill there, those that are computed by now."""
+    eviction_age_s: float | None = None
+    """For how long what it evicts next has been idle; None while it evicts nothing."""
+    reuse_probability: float = 0.0
+    """Of what it evicts next."""
+    uncached_tokens_per_s: float = 0.0
+    """That it was given to compute lately."""
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorStatistics:
+    """Sizes."""
+
+    caches: int
+    keys: int
+    """Over all caches."""
+    requests: int
+    """Ended ones that still own something."""
+
+
+@dataclass(eq=False, slots=True)
+class _Cache:
+    """One cache."""
+
+    source: SourceId
+    index: PrefixIndex
+    since: float
+    work: FadingRate
+    speed: float = 1.0
+    content: Ownership = field(default_factory=Ownership)
+    prefilling: dict[Visit, None] = field(default_factory=dict)
+    """In the order of their arrival."""
+    first_since: float = 0.0
+    """Since when the first of these has been the first."""
+    capacity_blocks: int | None = None
+    most_blocks: int = 0
+    """That were ever seen there at once."""
+    removals: int = 0
+    """When the oldest request was looked at last."""
+    had_content: bool = False
+    """It holds what was there before the first request."""
+    state_tokens: int | None = None
+    """Between two states, where a hit needs one (Mamba); None: at every block."""
+    looks: int = 0
+
+
+class Visit:
+    """One request at one cache, from its sending to its end. Every step may be repeated, or left
+    out."""
+
+    __slots__ = (
+        "_cache",
+        "_mirror",
+        "_model",
+        "keys",
+        "known_until",
+        "reuse",
+        "started_at",
+        "tokens",
+        "uncached_tokens",
+        "uses",
+    )
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        model: ModelTraffic,
+        cache: _Cache,
+        prompts: Sequence[HashedPrompt],
+        tokens: int,
+        uncached_tokens: int,
+        now: float,
+    ) -> None:
+        self._mirror: Mirror | None = mirror
+        self._model = model
+        self._cache = cache
+        self.started_at = now
+        self.tokens = tokens
+        self.uncached_tokens = uncached_tokens
+        self.keys: Sequence[int] = prompts[0].prefix_keys(STEP) if len(prompts) == 1 else ()
+        self.known_until = math.inf
+        """When its prompt no longer counts as being computed."""
+        self.uses = []
+        for prompt in prompts:
+            use, _ = cache.content.begin(prompt.prefix_keys(STEP))
+            use.prompt = prompt
+            self.uses.append(use)
+        self.reuse = [
+            model.began(use.keys, uncached_tokens // len(prompts), now) for use in self.uses
+        ]
+
+    def first_token(self) -> None:
+        """Its prefill is done."""
+        if self._mirror is not None:
+            self._mirror.end_prefill(self, self._cache, self._model)
+
+    def ended(self, was_served: bool = True) -> None:
+        """It is over.
+
+        Args:
+            was_served: Whether the engine may have computed it.
+        """
+        mirror, self._mirror = self._mirror, None
+        if mirror is not None:
+            mirror.end(self, self._cache, self._model, was_served)
+
+
+class Mirror:
+    """Follows what this router sends. The caller passes no time: the clock is given once.
+
+    Memory: some 250 bytes for each 64 tokens that the caches hold, and the prompts of the requests
+    that were the last to use something.
+    """
+
+    MAX_PROGRESS = 0.95
+    """Of the first prompt in prefill, the largest share that may count as computed."""
+    FULL = 0.9
+    """From here on a cache is taken for full."""
+    EMPTIED = 0.75
+    """Below this share of what it once held it evicts nothing, though it did."""
+    EVENTS_S = 0.25
+    """After a prompt's first token, until events have told of its blocks for sure."""
+
+    def __init__(
+        self, max_keys: int = 4_194_304, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            max_keys: Bound on the keys of all caches together; the oldest requests of the cache
+                that grows are forgotten first.
+            clock: A monotonic clock, in seconds.
+        """
+        self._max_keys = max_keys
+        self._clock = clock
+        self._caches: dict[SourceId, _Cache] = {}
+        self._models: dict[str, ModelTraffic] = {}
+        self._by_root: dict[int, dict[Visit, _Cache]] = {}
+        """By the first key of a prompt, who computes it, or has just done so."""
+        self._computed: deque[Visit] = deque()
+        """Those that have just done so."""
+
+    # --- what is sent -----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        model: str,
+        index: PrefixIndex,
+        source: SourceId,
+        prompts: Sequence[HashedPrompt],
+        prompt_tokens: int,
+        uncached_tokens: int,
+        speed: float = 1.0,
+    ) -> Visit:
+        """A request is sent to a cache.
+
+        Args:
+            model: Its base model.
+            index: The model's.
+            source: The cache.
+            prompts: The request's, as far as they are known.
+            prompt_tokens: Of all of them.
+            uncached_tokens: Of these, those that have to be computed there.
+            speed: Of the replica, relative to others.
+        """
+        now = self._clock()
+        cache = self._cache(source, index, now)
+        cache.speed = speed
+        cache.work.add(uncached_tokens, now)
+        if not cache.prefilling:
+            cache.first_since = now
+        traffic = self._model(model, now)
+        visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, now)
+        cache.prefilling[visit] = None
+        self._forget_computed(now)
+        if visit.keys:
+            self._by_root.setdefault(visit.keys[0], {})[visit] = cache
+        return visit
+
+    def end_prefill(self, visit: Visit, cache: _Cache, model: ModelTraffic) -> None:
+        """A visit's first token came.
+
+        Args:
+            visit: Of `begin`.
+            cache: Where it is.
+            model: Of the request.
+        """
+        if visit not in cache.prefilling:
+            return
+        now = self._clock()
+        if next(iter(cache.prefilling)) is visit:
+            model.prefilled(visit.uncached_tokens, (now - cache.first_since) * cache.speed)
+        self._leave_prefill(visit, cache, now)
+        self._look_at_oldest(cache)
+
+    def end(self, visit: Visit, cache: _Cache, model: ModelTraffic, was_served: bool) -> None:
+        """A visit is over.
+
+        Args:
+            visit: Of `begin`.
+            cache: Where it was.
+            model: Of the request.
+            was_served: Whether its prompt may be cached there now.
+        """
+        now = self._clock()
+        self._leave_prefill(visit, cache, now)
+        for use in visit.uses:
+            if was_served:
+                cache.content.end(use, now)
+            else:
+                cache.content.drop(use)
+        for use in visit.reuse:
+            model.ended(use, now)
+        self._look_at_oldest(cache)
+        self._fit(cache)
+
+    def forget(self, replica: str) -> None:
+        """Forget what is cached at a replica, at all its ranks: it restarted, failed, or was
+        removed."""
+        for source in [source for source in self._caches if source.replica == replica]:
+            del self._caches[source]
+
+    def forget_model(self, model: str) -> None:
+        """No replica serves this model any more."""
+        self._models.pop(model, None)
+
+    # --- what a decision asks ---------------------------------------------------------------------
+
+    def traffic(self, model: str) -> Traffic:
+        """What is known of a model's requests."""
+        now = self._clock()
+        return self._model(model, now).now(now)
+
+    def outlook(
+        self, model: str, source: SourceId, capacity_blocks: int | None = None
+    ) -> CacheOutlook:
+        """What a new request would find at a cache.
+
+        Args:
+            model: Of the request.
+            source: The cache; an unknown one is idle and empty.
+            capacity_blocks: What the engine says of its size.
+        """
+        cache = self._caches.get(source)
+        if cache is None:
+            return IDLE
+        now = self._clock()
+        traffic = self._model(model, now)
+        progress = 0.0
+        if cache.prefilling:
+            first = next(iter(cache.prefilling))
+            progress = min(
+                (now - cache.first_since) * traffic.prefill_tokens_per_s * cache.speed,
+                first.uncached_tokens * self.MAX_PROGRESS,
+            )
+        age = self._eviction_age_s(cache, capacity_blocks, now)
+        reuse = 0.0 if age is None else traffic.reuse_probability(age)
+        return CacheOutlook(progress, age, reuse, cache.work.per_s(now))
+
+    def in_prefill(self, keys: Sequence[int]) -> dict[SourceId, int]:
+        """How many leading tokens of a prompt each cache is computing for another one now.
+
+        Args:
+            keys: The prompt's, every `STEP` tokens.
+        """
+        self._forget_computed(self._clock())
+        found: dict[SourceId, int] = {}
+        visits = self._by_root.get(keys[0]) if keys else None
+        for visit, cache in visits.items() if visits else ():
+            if self._caches.get(cache.source) is not cache:
+                continue  # its replica has failed since
+            tokens = _tokens_shared(keys, visit, cache, found.get(cache.source, 0))
+            if tokens:
+                found[cache.source] = tokens
+        return found
+
+    def statistics(self) -> MirrorStatistics:
+        """Sizes."""
+        return MirrorStatistics(
+            len(self._caches),
+            sum(len(cache.content) for cache in self._caches.values()),
+            sum(cache.content.requests for cache in self._caches.values()),
+        )
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def _model(self, name: str, now: float) -> ModelTraffic:
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = ModelTraffic(now, self._max_keys // 4)
+        return model
+
+    def _cache(self, source: SourceId, index: PrefixIndex, now: float) -> _Cache:
+        cache = self._caches.get(source)
+        if cache is None or cache.index is not index:
+            cache = _Cache(source, index, now, FadingRate(60.0, now))
+            self._caches[source] = cache
+            cache.removals = index.removals(source)
+            cache.had_content = index.blocks_held(source) > 0
+        return cache
+
+    def _leave_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
+        if visit not in cache.prefilling:
+            return
+        if next(iter(cache.prefilling)) is visit:
+            cache.first_since = now
+        del cache.prefilling[visit]
+        if visit.keys:
+            visit.known_until = now + self.EVENTS_S
+            self._computed.append(visit)
+
+    def _forget_computed(self, now: float) -> None:
+        while self._computed and self._computed[0].known_until <= now:
+            visit = self._computed.popleft()
+            same_root = self._by_root[visit.keys[0]]
+            del same_root[visit]
+            if not same_root:
+                del self._by_root[visit.keys[0]]
+
+    def _eviction_age_s(
+        self, cache: _Cache, capacity_blocks: int | None, now: float
+    ) -> float | None:
+        held = cache.index.blocks_held(cache.source)
+        if cache.index.removals(cache.source):
+            is_full = held >= cache.most_blocks * self.EMPTIED
+        else:
+            is_full = capacity_blocks is not None and held >= capacity_blocks * self.FULL
+        if not is_full:
+            return None
+        if cache.had_content:
+            return now - cache.since
+        oldest = cache.content.oldest()
+        return 0.0 if oldest is None or oldest.ended_at is None else now - oldest.ended_at
+
+    def _look_at_oldest(self, cache: _Cache) -> None:
+        """Forget what has been evicted since the last look."""
+        index, source = cache.index, cache.source
+        if cache.looks % 256 == 0:
+            cache.state_tokens = _state_tokens(index, source)
+        cache.looks += 1
+        cache.most_blocks = max(cache.most_blocks, index.blocks_held(source))
+        removals = index.removals(source)
+        if removals == cache.removals:
+            return
+        if removals < cache.removals:  # it was cleared, and may have been another process's
+            cache.content.clear()
+            cache.had_content = False
+        cache.removals = removals
+        while (oldest := cache.content.oldest()) is not None and _is_gone(oldest, index, source):
+            cache.content.drop(oldest)
+            cache.had_content = False
+
+    def _fit(self, cache: _Cache) -> None:
+        """Hold this cache to its share of the memory."""
+        most = self._max_keys // len(self._caches) if self._caches else 0
+        while len(cache.content) > most and (oldest := cache.content.oldest()) is not None:
+            cache.content.drop(oldest)
+
+
+def _is_gone(use: Use, index: PrefixIndex, source: SourceId) -> bool:
+    """Whether nothing of what a request owns could be reused there."""
+    if use.prompt is None:
+        return True
+    return index.match_source(use.prompt, source).gpu_cached_tokens <= use.owned_from * STEP
+
+
+def _state_tokens(index: PrefixIndex, source: SourceId) -> int | None:
+    cache = index.statistics().get(source)
+    layout = None if cache is None else cache.layout
+    if layout is None or all(group.kind is not GroupKind.MAMBA for group in layout.groups):
+        return None
+    return layout.scheduler_block_size
+
+
+def _tokens_shared(keys: Sequence[int], visit: Visit, cache: _Cache, known: int) -> int:
+    """How many leading tokens of a prompt a visit computes; at least as many as are *known*."""
+    theirs, low = visit.keys, known // STEP
+    most = min(len(keys), len(theirs))
+    if low >= most or keys[low] != theirs[low]:
+        return known
+    if cache.state_tokens is None:
+        return _equal(keys, theirs, low + 1, most) * STEP
+    # A state is kept only at the end of what the request computes.
+    end = visit.tokens // cache.state_tokens * cache.state_tokens
+    whole = -(-end // STEP)
+    return end if 0 < whole <= most and keys[whole - 1] == theirs[whole - 1] else known
+
+
+def _equal(keys: Sequence[int], theirs: Sequence[int], low: int, high: int) -> int:
+    """How many leading keys are the same, which are known to be at least *low*."""
+    if low < high and keys[high - 1] == theirs[high - 1]:
+        return high
+    while low < high:
+        middle = (low + high) // 2
+        if keys[middle] == theirs[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+IDLE = CacheOutlook()

@@ -1,0 +1,266 @@
+"""What is learned of a model's requests: rates, and how probable it is that what has been idle for
+some time will be used again."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from router.mirror.ownership import Ownership, Taken, Use
+from router.scoring import Traffic
+
+# --- sums that forget -----------------------------------------------------------------------------
+
+
+class FadingRate:
+    """How much happens per second: a sum in which the past fades, exponentially.
+
+    Args:
+        fade_s: The time after which something counts 1/e.
+        now: Seconds, the time of the start.
+    """
+
+    __slots__ = ("_at", "_fade_s", "_start", "_sum")
+
+    def __init__(self, fade_s: float, now: float) -> None:
+        self._fade_s = fade_s
+        self._start = self._at = now
+        self._sum = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        """Something happened.
+
+        Args:
+            amount: How much of it.
+            now: Seconds; never falls.
+        """
+        self._sum = self._sum * math.exp((self._at - now) / self._fade_s) + amount
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """The rate at a time; of a short past it is the mean."""
+        weight = self._fade_s * -math.expm1((self._start - now) / self._fade_s)
+        if weight <= 0:
+            return 0.0
+        return self._sum * math.exp((self._at - now) / self._fade_s) / max(weight, 1.0)
+
+
+class FadingRatio:
+    """One sum over another, the last *samples* or so of them.
+
+    Args:
+        first: The ratio before there is any sample; it counts as much as one.
+        weight: The denominator of that.
+        samples: After so many a sample counts 1/e.
+    """
+
+    __slots__ = ("_keep", "_over", "_under")
+
+    def __init__(self, first: float, weight: float, samples: int) -> None:
+        self._over, self._under = first * weight, weight
+        self._keep = math.exp(-1 / samples)
+
+    @property
+    def value(self) -> float:
+        """The ratio."""
+        return self._over / self._under
+
+    def add(self, over: float, under: float) -> None:
+        """Take a sample.
+
+        Args:
+            over: For the numerator.
+            under: For the denominator; not negative.
+        """
+        self._over = self._over * self._keep + over
+        self._under = self._under * self._keep + under
+
+
+# --- reuse ----------------------------------------------------------------------------------------
+
+SHORTEST_S, LONGEST_S, BINS = 0.01, 86_400.0, 40
+_STEP = (LONGEST_S / SHORTEST_S) ** (1 / (BINS - 1))
+EDGES = [0.0, *(SHORTEST_S * _STEP**index for index in range(BINS - 1))]
+"""Where the bins of intervals begin: 0 s, 10 ms, 15 ms, ... a day."""
+
+
+class ReuseIntervals:
+    """From the end of one use of something to its next use: the probability that there will be one.
+
+    The Kaplan-Meier estimator (1958) over bins of time. Most things have not been used again *yet*
+    when one looks: how long they have been idle so far counts as well (they are censored), or else
+    nothing that takes long would ever be expected. What lies beyond the longest time that was
+    observed is a guess: at most `TAIL`, and less for what has been idle for a short part of it.
+    """
+
+    TAIL = 0.3
+
+    def __init__(self) -> None:
+        self._reused = [0.0] * BINS
+        self._given_up = [0.0] * BINS
+        self._lost: list[float] = [1.0] * BINS
+        self._within: list[float] = [0.0] * BINS
+        self._horizon_s = 0.0
+
+    def reused(self, after_s: float, weight: float) -> None:
+        """Something was used again.
+
+        Args:
+            after_s: From the end of its last use; 0 if that has not ended.
+            weight: How much of it.
+        """
+        self._reused[bin_of(after_s)] += weight
+
+    def given_up(self, after_s: float, weight: float) -> None:
+        """Something was idle all that time, and is not followed any more.
+
+        Args:
+            after_s: From the end of its last use.
+            weight: How much of it.
+        """
+        self._given_up[bin_of(after_s)] += weight
+
+    def halve(self) -> None:
+        """Let what was observed so far count half."""
+        self._reused = [weight / 2 for weight in self._reused]
+        self._given_up = [weight / 2 for weight in self._given_up]
+
+    def estimate(self, idle: Sequence[Use], now: float) -> None:
+        """Estimate anew.
+
+        Args:
+            idle: What is idle, by the end of its last use, earliest first.
+            now: Seconds, on the clock of the ends.
+        """
+        ends = [use.ended_at or 0.0 for use in idle]
+        sums = [0, *accumulate(use.owned for use in idle)]
+        left = 0.0  # those that left a bin later than the one at hand, either way
+        if ends:
+            self._horizon_s = max(self._horizon_s, now - ends[0])
+        survival = 1.0
+        for index in reversed(range(BINS)):
+            still = sums[bisect_right(ends, now - EDGES[index])]
+            left += self._reused[index] + self._given_up[index]
+            at_risk = left + still
+            self._within[index] = 1 - (self._reused[index] / at_risk if at_risk else 0.0)
+            survival *= self._within[index]
+            self._lost[index] = survival
+
+    def probability(self, idle_s: float) -> float:
+        """That what has been idle for so long will be used again.
+
+        Interpolated within the bin on a logarithmic scale.
+        """
+        index = bin_of(idle_s)
+        never = self._lost[index]
+        if 0 < index < BINS - 1 and self._within[index]:
+            passed = math.log(idle_s / EDGES[index]) / math.log(_STEP)
+            never *= self._within[index] ** -min(max(passed, 0.0), 1.0)
+        tail = self.TAIL / (1 + self._horizon_s / (4 * idle_s)) if idle_s > 0 else 0.0
+        return min(max(1 - never * (1 - tail), 0.0), 1.0)
+
+
+def bin_of(seconds: float) -> int:
+    """The index of the bin that an interval falls into."""
+    return bisect_right(EDGES, seconds, lo=1) - 1
+
+
+# --- one model ------------------------------------------------------------------------------------
+
+REUSE_STEP = 4
+"""Every so many keys one is followed, from prefix to prefix: less memory, and coarser weights."""
+
+
+class ModelTraffic:
+    """What the requests of one model show, over all caches.
+
+    Args:
+        now: Seconds, the time of the start.
+        max_keys: Bound on the keys of which the last use is remembered.
+    """
+
+    FADE_S = 60.0
+    REQUESTS = 200
+    PREFILLS = 32
+    LEAST_PREFILL = 1024
+    """A shorter one says more about the cost of a step than of its tokens."""
+    FIRST_GUESS_TOKENS_PER_S = 10_000.0
+    HALVE_EVERY = 20_000
+
+    def __init__(self, now: float, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._arrivals = FadingRate(self.FADE_S, now)
+        self._speed = FadingRatio(self.FIRST_GUESS_TOKENS_PER_S, 0.1, self.PREFILLS)
+        self._uncached = FadingRatio(0.0, 1.0, self.REQUESTS)
+        self._continued = FadingRatio(0.5, 2.0, self.REQUESTS)
+        self._uses = Ownership()
+        self._reuse = ReuseIntervals()
+        self._requests = self._estimated_at = 0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Of a replica at speed 1."""
+        return self._speed.value
+
+    def began(self, keys: Sequence[int], uncached_tokens: int, now: float) -> Use:
+        """A request is sent; the result is for `ended`.
+
+        Args:
+            keys: Of its prefixes.
+            uncached_tokens: Of its prompt.
+            now: Seconds.
+        """
+        self._requests += 1
+        self._arrivals.add(1.0, now)
+        self._uncached.add(uncached_tokens, 1.0)
+        use, taken = self._uses.begin(keys[REUSE_STEP - 1 :: REUSE_STEP])
+        self._continued.add(float(any(each.is_whole for each in taken)), 1.0)
+        for each in taken:
+            self._note_reuse(each, now)
+        if self._requests % self.HALVE_EVERY == 0:
+            self._reuse.halve()
+        return use
+
+    def ended(self, use: Use, now: float) -> None:
+        """A request has ended.
+
+        Args:
+            use: From `began`.
+            now: Seconds.
+        """
+        self._uses.end(use, now)
+        while len(self._uses) > self._max_keys and (oldest := self._uses.oldest()) is not None:
+            self._reuse.given_up(now - (oldest.ended_at or now), oldest.owned)
+            self._uses.drop(oldest)
+        if self._requests - self._estimated_at > max(16, self._uses.requests // 16):
+            self._estimated_at = self._requests
+            self._reuse.estimate(list(self._uses.ended()), now)
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """A cache has computed the uncached tokens of a prompt.
+
+        Args:
+            tokens: Uncached ones, as predicted.
+            seconds: That it spent on this prompt, at speed 1.
+        """
+        if tokens >= self.LEAST_PREFILL:
+            self._speed.add(tokens, seconds)
+
+    def reuse_probability(self, idle_s: float) -> float:
+        """That what has been idle for so long will be used again."""
+        return self._reuse.probability(idle_s)
+
+    def now(self, now: float) -> Traffic:
+        """What a policy may know of it at a time."""
+        return Traffic(
+            prefill_tokens_per_s=self._speed.value,
+            arrivals_per_s=self._arrivals.per_s(now),
+            uncached_tokens=self._uncached.value,
+            continued=self._continued.value,
+        )
+
+    def _note_reuse(self, taken: Taken, now: float) -> None:
+        ended_at = taken.use.ended_at
+        self._reuse.reused(0.0 if ended_at is None else now - ended_at, taken.keys)

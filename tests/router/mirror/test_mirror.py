@@ -1,0 +1,215 @@
+"""What the mirror says of a cache, against the cache itself: offload's own engine, simulated."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+import pytest
+
+from benchmarks.simulation.replica import SimulatedReplica
+from benchmarks.simulation.timeline import Timeline
+from kvevents.events import EventBatch
+from offload.engine.core.build import EngineConfig
+from offload.engine.core.requests import EngineRequest, SamplingParams
+from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
+from router.mirror import Mirror, Visit
+from router.mirror.mirror import STEP
+
+R0, R1 = SourceId("r0"), SourceId("r1")
+
+
+class Clock:
+    """Moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Mirrored:
+    """A mirror with an index that hears no events."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.index: PrefixIndex = create_index()
+        self.mirror = Mirror(clock=self.clock)
+
+    def prompt(self, ids: list[int]) -> HashedPrompt:
+        return self.index.prepare(array("I", ids), extra_steps=(STEP,))
+
+    def begin(self, ids: list[int], source: SourceId = R0, uncached: int | None = None) -> Visit:
+        count = len(ids) if uncached is None else uncached
+        return self.mirror.begin("m", self.index, source, [self.prompt(ids)], len(ids), count)
+
+    def in_prefill(self, ids: list[int]) -> dict[SourceId, int]:
+        return self.mirror.in_prefill(self.prompt(ids).prefix_keys(STEP))
+
+
+@pytest.fixture
+def mirrored() -> Mirrored:
+    return Mirrored()
+
+
+IDS = list(range(1000))
+
+
+def test_what_is_in_prefill_counts_where_it_is(mirrored: Mirrored) -> None:
+    """A burst of equal prompts stays together, and only the common part counts."""
+    mirrored.begin(IDS)
+    assert mirrored.in_prefill(IDS) == {R0: 960}
+    assert mirrored.in_prefill([*IDS[:200], *range(5000, 5800)]) == {R0: 192}
+    assert mirrored.in_prefill(list(range(5000, 6000))) == {}
+
+
+def test_what_was_in_prefill_counts_until_its_events_have_come(mirrored: Mirrored) -> None:
+    """Afterwards the index knows better: it may have been evicted again."""
+    visit = mirrored.begin(IDS)
+    mirrored.clock.now = 1.0
+    visit.first_token()
+    assert mirrored.in_prefill(IDS) == {R0: 960}
+    mirrored.clock.now = 1.0 + Mirror.EVENTS_S
+    assert mirrored.in_prefill(IDS) == {}
+
+
+def test_what_a_failed_replica_was_computing_counts_no_more(mirrored: Mirrored) -> None:
+    """It will never be a hit there."""
+    mirrored.begin(IDS)
+    mirrored.mirror.forget("r0")
+    assert mirrored.in_prefill(IDS) == {}
+
+
+def test_the_first_prompt_in_prefill_progresses(mirrored: Mirrored) -> None:
+    """At the speed that was learned, and never to its end: it may be slower."""
+    for start in range(100):
+        mirrored.clock.now = float(start)
+        visit = mirrored.begin(list(range(start * 5000, start * 5000 + 4000)))
+        mirrored.clock.now += 0.5
+        visit.first_token()
+        visit.ended()
+    mirrored.begin(list(range(4000)))
+    mirrored.begin(list(range(9000, 13000)))
+    mirrored.clock.now += 0.25
+    outlook = mirrored.mirror.outlook("m", R0)
+    assert outlook.progress_tokens == pytest.approx(2000, rel=0.05)
+    mirrored.clock.now += 5
+    assert mirrored.mirror.outlook("m", R0).progress_tokens == 4000 * Mirror.MAX_PROGRESS
+
+
+def test_what_ends_twice_or_out_of_order_is_accounted_for_once(mirrored: Mirrored) -> None:
+    """Streams break off at any point."""
+    first, second = mirrored.begin(IDS), mirrored.begin(IDS[:500])
+    second.ended()
+    second.first_token()
+    first.first_token()
+    first.first_token()
+    first.ended()
+    first.ended()
+    assert mirrored.mirror.statistics().keys == 15
+    mirrored.clock.now = 10.0
+    assert mirrored.in_prefill(IDS) == {}
+
+
+def test_a_request_that_a_replica_failed_leaves_nothing_there(mirrored: Mirrored) -> None:
+    """What was not computed cannot be evicted."""
+    mirrored.begin(IDS).ended(was_served=False)
+    assert mirrored.mirror.statistics().keys == 0
+
+
+def test_the_mirror_holds_to_its_bound() -> None:
+    """Of a cache without events nothing is known to be evicted."""
+    index, mirror = create_index(), Mirror(max_keys=100)
+    for start in range(200):
+        ids = array("I", range(start * 2000, start * 2000 + 1000))
+        mirror.begin("m", index, R0, [index.prepare(ids)], 1000, 1000).ended()
+    assert mirror.statistics().keys <= 100
+    assert mirror.statistics().requests <= 7
+
+
+class Engine:
+    """One simulated engine under a mirror; requests come one after another or overlap."""
+
+    def __init__(self, preset: str, event_delay_s: float = 0.0) -> None:
+        self.timeline = Timeline()
+        self.index = create_index()
+        self.mirror = Mirror(clock=self.timeline.now)
+        self.visits: dict[str, Visit] = {}
+        self.begun: set[str] = set()
+        config = EngineConfig(
+            preset=preset, simulate=True, num_blocks=400, block_size=16, max_num_seqs=4
+        )
+        self.replica = SimulatedReplica(
+            "r0", config, self.timeline, event_delay_s, self._events, self._outputs
+        )
+
+    def send(self, name: str, ids: list[int], answer: int) -> None:
+        prompt = self.index.prepare(array("I", ids), extra_steps=(STEP,))
+        hit = self.index.match_source(prompt, R0).gpu_cached_tokens
+        self.visits[name] = self.mirror.begin(
+            "m", self.index, R0, [prompt], len(ids), len(ids) - hit
+        )
+        sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
+        self.replica.add(EngineRequest(name, ids, sampling))
+
+    def oldest_end(
+        self, ends: dict[str, float], prompts: dict[str, list[int]], margin: int
+    ) -> float:
+        """The end of the last use of what the engine keeps and used longest ago, from the whole
+        history: a prompt's own part is what no later one shares. *margin* is how many tokens of
+        that must be left."""
+        names, found = list(ends), []
+        for number, name in enumerate(names):
+            ids = prompts[name]
+            shared = (_common(ids, prompts[other]) for other in names[number + 1 :])
+            own_from = max(shared, default=0) // STEP * STEP
+            hit = self.index.match_source(self.index.prepare(array("I", ids)), R0)
+            if own_from < len(ids) // STEP * STEP and hit.gpu_cached_tokens > own_from + margin:
+                found.append(ends[name])
+        return min(found, default=self.timeline.now_s)
+
+    def _events(self, replica_id: str, batch: EventBatch) -> None:
+        self.index.apply(SourceId(replica_id), batch)
+
+    def _outputs(self, outputs: object) -> None:
+        for output in outputs:  # type: ignore[attr-defined]
+            visit = self.visits[output.request_id]
+            if output.request_id not in self.begun:
+                self.begun.add(output.request_id)
+                visit.first_token()
+            if output.finish_reason:
+                visit.ended()
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next(
+        (index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
+@pytest.mark.parametrize(("preset", "window"), [("full", 0), ("gptoss", 128), ("llama4", 0)])
+def test_the_oldest_content_is_what_the_engine_will_evict(preset: str, window: int) -> None:
+    """Requests of one conversation, of several and of shared beginnings, in a cache that holds a
+    few of them. After each, the mirror's age is that from the whole history; where a prompt's own
+    part begins is known to a step, and a later prompt may restore the window before it."""
+    engine, random = Engine(preset), Random(7)
+    prompts: dict[str, list[int]] = {}
+    ends: dict[str, float] = {}
+    evicting = 0
+    for number in range(60):
+        name = f"request-{number}"
+        start = random.choice(list(prompts.values())) if prompts and number % 3 else []
+        new = [random.randrange(50_000) for _ in range(random.randint(100, 400))]
+        prompts[name] = [*start[: random.randint(0, 700)], *new]
+        engine.send(name, prompts[name], answer=4)
+        engine.timeline.run()
+        ends[name] = now = engine.timeline.now_s
+        age = engine.mirror.outlook("m", R0).eviction_age_s
+        if age is not None:
+            evicting += 1
+            oldest = now - engine.oldest_end(ends, prompts, 0)
+            surely = now - engine.oldest_end(ends, prompts, window + STEP)
+            assert surely - 1e-9 <= age <= oldest + 1e-9
+    assert evicting > 20, "the cache must have been full most of the time"

@@ -1,0 +1,139 @@
+"""Each part of a delay moves the decision the way it should."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from router.scoring import Candidate, CandidateLoad, RouteRequest, Traffic, Weights
+from router.scoring.delay import LeastDelayPolicy, congestion, delays_of
+
+BUSY = Traffic(prefill_tokens_per_s=8000, arrivals_per_s=16, uncached_tokens=2000, continued=0.5)
+QUIET = Traffic(prefill_tokens_per_s=8000, arrivals_per_s=0.1, uncached_tokens=2000)
+
+
+def candidate(name: str, cached: int = 0, **fields: Any) -> Candidate:
+    load = CandidateLoad(**fields.pop("load", {}))
+    return Candidate(
+        replica_id=name, gpu_cached_tokens=cached, cached_tokens=cached, load=load, **fields
+    )
+
+
+def best(*candidates: Candidate, tokens: int = 4000, traffic: Traffic = QUIET) -> str:
+    policy = LeastDelayPolicy(Weights(), Random(1))
+    request = RouteRequest(model="m", prompt_tokens=tokens, traffic=traffic)
+    return policy.rank(request, candidates)[0].candidate.replica_id
+
+
+def test_the_longer_hit_wins_among_idle_replicas() -> None:
+    """What is cached need not be computed."""
+    assert best(candidate("a", 1000), candidate("b", 2000)) == "b"
+
+
+def test_a_queue_outweighs_a_short_hit() -> None:
+    """Waiting for 3,000 tokens is longer than computing 1,000."""
+    busy = candidate("a", 1000, load={"queued_prefill_tokens": 3000, "prefilling_requests": 1})
+    assert best(busy, candidate("b")) == "b"
+
+
+def test_what_is_done_of_a_queue_no_longer_counts() -> None:
+    """The same queue, nearly done."""
+    busy = candidate(
+        "a",
+        1000,
+        load={"queued_prefill_tokens": 3000, "prefilling_requests": 1},
+        progress_tokens=2800.0,
+    )
+    assert best(busy, candidate("b")) == "a"
+
+
+def test_what_is_being_computed_need_not_be_computed_again() -> None:
+    """A burst of equal prompts stays together."""
+    computing = candidate(
+        "a",
+        recent_tokens=3900,
+        load={"queued_prefill_tokens": 3900, "prefilling_requests": 1},
+        progress_tokens=1000.0,
+    )
+    assert best(computing, candidate("b")) == "a"
+
+
+def test_a_burst_of_equal_prompts_is_split_once_waiting_costs_more() -> None:
+    """A hot prefix gets a second copy before its holder drowns."""
+    computing = candidate(
+        "a", recent_tokens=3900, load={"queued_prefill_tokens": 9000, "prefilling_requests": 30}
+    )
+    assert best(computing, candidate("b")) == "b"
+
+
+def test_under_load_a_long_prompt_avoids_the_queue_that_a_short_one_joins() -> None:
+    """Work behind work delays all that come after it."""
+    one = candidate("a", load={"queued_prefill_tokens": 100})
+    assert delays_of(4000, one, BUSY, congestion(BUSY, 8), Weights()).behind > 500
+    assert delays_of(4000, one, QUIET, congestion(QUIET, 8), Weights()).behind < 20
+
+
+def test_content_that_will_be_used_again_is_not_evicted_for_a_cold_prompt() -> None:
+    """Two idle replicas, one of them full of what comes back."""
+    full = candidate("a", eviction_age_s=5.0, reuse_probability=0.8)
+    assert best(full, candidate("b", load={"decoding_requests": 3})) == "b"
+    stale = candidate("a", eviction_age_s=500.0, reuse_probability=0.001)
+    assert best(stale, candidate("b", load={"decoding_requests": 3})) == "a"
+
+
+def test_a_faster_replica_is_worth_more() -> None:
+    """All of its delays are shorter."""
+    assert best(candidate("a"), candidate("b", speed=2.0)) == "b"
+    assert best(candidate("a", 1000), candidate("b", speed=2.0)) == "b"
+
+
+def test_a_suspect_hit_counts_in_part() -> None:
+    """Events were lost: perhaps it is gone."""
+    assert best(candidate("a", 2000, suspect=True), candidate("b", 1500)) == "b"
+
+
+def test_a_lower_tier_costs_its_transfer_and_its_place_on_the_gpu() -> None:
+    """Bringing back is cheaper than computing, and evicts just as much."""
+    tier = Candidate(replica_id="a", cached_tokens=3000, by_tier=(("CPU", 3000),))
+    delays = delays_of(4000, tier, QUIET, 0.0, Weights())
+    assert delays.own == pytest.approx(1000 + 300)
+    full = Candidate(
+        replica_id="a", cached_tokens=3000, by_tier=(("CPU", 3000),), reuse_probability=0.5
+    )
+    assert delays_of(4000, full, QUIET, 0.0, Weights()).evicted == pytest.approx(2000)
+
+
+def test_congestion_is_bounded_and_grows_with_the_load() -> None:
+    """A system beyond what it can serve must not make costs infinite."""
+    drowned = Traffic(prefill_tokens_per_s=8000, arrivals_per_s=1e6, uncached_tokens=2000)
+    values = [congestion(traffic, 8) for traffic in (Traffic(), QUIET, BUSY, drowned)]
+    assert values == sorted(values)
+    assert values[-1] < 1e3
+
+
+def test_equals_go_to_the_one_with_the_fewest_requests() -> None:
+    """Foreign ones included, at no cost here."""
+    policy = LeastDelayPolicy(Weights(foreign_request=0.0), Random(1))
+    request = RouteRequest(model="m", prompt_tokens=4000)
+    crowd = [candidate(f"r{n}", load={"foreign_requests": 8 - n}) for n in range(8)]
+    ranked = policy.rank(request, crowd)
+    assert [entry.candidate.replica_id for entry in ranked] == [f"r{n}" for n in reversed(range(8))]
+
+
+def test_the_reason_names_every_part_of_the_delay() -> None:
+    """An operator sees why."""
+    full = candidate(
+        "a",
+        500,
+        load={"queued_prefill_tokens": 800, "decoding_requests": 2},
+        reuse_probability=0.3,
+    )
+    policy = LeastDelayPolicy(Weights(), Random(1))
+    (ranked,) = policy.rank(RouteRequest(model="m", prompt_tokens=4000, traffic=BUSY), [full])
+    for words in ("500 of 4,000 tokens cached", "ahead of it", "3,500 to compute", "evicts"):
+        assert words in ranked.reason
+    assert ranked.cost == pytest.approx(
+        sum(delays_of(4000, full, BUSY, congestion(BUSY, 1), Weights()))
+    )
