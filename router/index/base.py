@@ -215,6 +215,9 @@ class PrefixIndex(Protocol):
     method waits or does I/O.
     """
 
+    inline_tokens: int = 65_536
+    """A longer prompt takes more than a few milliseconds to hash: do it in a thread."""
+
     # --- feeding ---
 
     def add(self, source: SourceId, hints: LayoutHints | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 from importlib import import_module
 from typing import Literal, NamedTuple, TypeAlias
@@ -32,6 +33,8 @@ class IndexImplementation(NamedTuple):
     """Makes a new, empty index for one model; `limits=` bounds each of its sources."""
     knows_stores: bool = True
     """Whether it can follow stores that several replicas share."""
+    pack_token_ids: Callable[[bytes | memoryview], array[int] | None] | None = None
+    """Reads token ids from JSON without a Python list, where it can."""
 
 
 REFERENCE = IndexImplementation("reference", ReferenceIndex)
@@ -67,4 +70,4 @@ def _native() -> IndexImplementation:
             f"{CORE_VERSION}; build it again (make native, or pip install)"
         )
     module = import_module("router.index.native")
-    return IndexImplementation("native", module.NativeIndex, knows_stores=False)
+    return IndexImplementation("native", module.NativeIndex, False, module.pack_token_ids)

@@ -194,6 +194,8 @@ class NativeIndex(PrefixIndex):
     """All sources of a model in one core, but for those that share a store: the reference keeps
     these."""
 
+    inline_tokens = 524_288
+
     def __init__(self, limits: SourceLimits | None = None) -> None:
         """
         Args:

@@ -26,6 +26,7 @@ from router.tokenize import (
     PromptSpec,
     RequestBodyError,
     TokenizedPrompt,
+    holds_mostly_ids,
     read_model,
     read_request,
 )
@@ -36,9 +37,10 @@ _Result = TypeVar("_Result")
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
 INLINE_BODY_BYTES = 262_144
-INLINE_TOKENS = 65_536
+INLINE_IDS_BYTES = 2_097_152
 """Larger bodies are parsed, and longer prompts hashed, in a thread: other streams may wait for a
-few milliseconds, not longer."""
+few milliseconds, not longer. Of a body that is one list of token ids the compiled index reads
+more in that time, and it hashes longer prompts: `PrefixIndex.inline_tokens`."""
 RANK_HEADER = b"x-data-parallel-rank"
 RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
 """Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
@@ -223,6 +225,7 @@ class Dispatcher:
         self._responses = responses
         self._large_work = large_work
         self._limits = limits or PromptLimits()
+        self._pack = models.pack_token_ids
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def dispatch(
@@ -284,7 +287,7 @@ class Dispatcher:
         Raises:
             RequestError: As `dispatch`.
         """
-        if len(body) > INLINE_BODY_BYTES:
+        if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
             return self.dispatch(endpoint, body, session, encoding, dp_rank=dp_rank, salt=salt)
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
@@ -296,11 +299,15 @@ class Dispatcher:
         if tokenized is None or spec.stored_response is not None:
             return self._decide_later(asked)
         looked_up = tokenized if spec.reads_cache else ()
-        if _tokens_in(looked_up) > INLINE_TOKENS:
+        if _tokens_in(looked_up) > asked.model.index.inline_tokens:
             return self._decide_later(asked)
         prompts = prepare(asked.model.index, looked_up)
         replicas = self._serving(asked.model, asked.lora_name)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
+
+    def _reads_at_once(self, body: bytes) -> bool:
+        is_bounded = self._pack is not None and len(body) <= INLINE_IDS_BYTES
+        return is_bounded and holds_mostly_ids(body)
 
     def _asked(
         self, spec: PromptSpec, body: bytes, session: str | None, dp_rank: int | None
@@ -315,7 +322,8 @@ class Dispatcher:
         tokenized_at = time.perf_counter()
         looked_up = tokenized if spec.reads_cache else ()
         prompts = await self._run(
-            lambda: prepare(model.index, looked_up), _tokens_in(tokenized) <= INLINE_TOKENS
+            lambda: prepare(model.index, looked_up),
+            _tokens_in(tokenized) <= model.index.inline_tokens,
         )
         replicas = self._serving(model, asked.lora_name)
         if spec.stored_response is not None:
@@ -471,7 +479,9 @@ class Dispatcher:
         tenant_salt: bytes | None,
     ) -> tuple[PromptSpec, bytes]:
         try:
-            spec, changed = read_request(body, endpoint, encoding, self._limits, tenant_salt)
+            spec, changed = read_request(
+                body, endpoint, encoding, self._limits, tenant_salt, self._pack
+            )
         except RequestBodyError as error:
             raise BadRequest(error.place, error.found, error.rule) from None
         return spec, body if changed is None else changed

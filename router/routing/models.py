@@ -27,6 +27,7 @@ from router.tokenize import (
     LargeWork,
     LocalTokenizer,
     ModelFilesError,
+    PackTokenIds,
     RemoteTokenizer,
     Tokenization,
     read_model_files,
@@ -190,6 +191,11 @@ class ModelSet:
     def index_implementation(self) -> str:
         """Which kind of index all of them have."""
         return self._indexes.name
+
+    @property
+    def pack_token_ids(self) -> PackTokenIds | None:
+        """Reads token ids from JSON as the indexes take them; None where they are the reference."""
+        return self._indexes.pack_token_ids
 
     def tokenizers(self) -> dict[str, str]:
         """What tokenises the prompts of each configured model."""

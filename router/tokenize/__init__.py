@@ -27,7 +27,7 @@ The files; each imports only what is listed above it:
     tokenization.py   both for an event loop, with threads and counts
 """
 
-from router.tokenize.body.requests import parse_request, read_model, read_request
+from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
 from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
 from router.tokenize.chat.renderer import ChatSettings
 from router.tokenize.errors import (
@@ -49,6 +49,7 @@ from router.tokenize.prompts import (
     Coverage,
     Endpoint,
     OpaquePrompt,
+    PackTokenIds,
     PromptSpec,
     TextPrompt,
     TokenIds,
@@ -71,6 +72,7 @@ __all__ = [
     "ModelFiles",
     "ModelFilesError",
     "OpaquePrompt",
+    "PackTokenIds",
     "ProcessEndedError",
     "PromptLimits",
     "PromptSpec",
@@ -90,6 +92,7 @@ __all__ = [
     "TokenizerBackend",
     "Truncation",
     "UntokenizableError",
+    "holds_mostly_ids",
     "parse_request",
     "read_model",
     "read_model_files",

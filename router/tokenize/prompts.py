@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+
 # An array of unsigned 32-bit integers (typecode "I"): a sequence of ints for readers, four bytes a
 # token in memory, and a buffer that can be hashed without a loop over the tokens.
 TokenIds: TypeAlias = "array[int]"
+PackTokenIds: TypeAlias = Callable[["bytes | memoryview"], "array[int] | None"]
+"""Makes them of a JSON array; None where that holds anything but integers in [0, 2**32)."""
 
 
 class Endpoint(str, Enum):
@@ -37,12 +41,14 @@ class Truncation:
     first, and the special tokens around it survive."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(msgspec.Struct, frozen=True):
     """A prompt that came as token ids."""
 
     token_ids: TokenIds
     truncation: Truncation | None = None
+
+    def __repr__(self) -> str:
+        return f"TokenPrompt({len(self.token_ids)} ids)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +95,40 @@ class OpaquePrompt:
 Prompt: TypeAlias = TokenPrompt | TextPrompt | ChatPrompt | OpaquePrompt
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSpec:
+class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that routing needs of a request."""
 
     endpoint: Endpoint
     """The form of the body; for `/route` the form that it stands for."""
     model: str | None
     """As the client named it: a base model or a LoRA adapter; None lets the engine choose."""
-    prompts: tuple[Prompt, ...] = field(repr=False)
+    prompts: tuple[Prompt, ...]
     """One for a chat, as many as the batch holds for completions and embeddings."""
     stream: bool = False
     """Whether the client wants server-sent events."""
-    max_tokens: int | None = None
-    """The client's bound on generated tokens."""
     choices: int = 1
     """How many answers are generated for each prompt (`n`)."""
-    cache_salt: str | None = field(default=None, repr=False)
+    cache_salt: str | None = None
     """Keeps cached blocks of different tenants apart."""
     lora_name: str | None = None
     """Only where `/route` names it; otherwise the caller finds out what *model* is."""
-    session: str | None = field(default=None, repr=False)
+    session: str | None = None
     """What the client says its conversation is, for session policies."""
     body_bytes: int = 0
     """Size of the body, a measure of the work that the prompts are."""
     reads_cache: bool = True
     """False where the logprobs of the prompt itself are asked for: the engine computes all of it,
     whatever it has cached."""
-    stored_response: str | None = field(default=None, repr=False)
+    stored_response: str | None = None
     """`previous_response_id`: the response that this one continues. One replica has it."""
     has_engine_arguments: bool = False
     """The body has `vllm_xargs`, which `strip_report_mode` looks into."""
     has_report_mode: bool = False
     """It found the report mode there."""
+
+    def __repr__(self) -> str:
+        # Prompts, salts and sessions stay out of logs.
+        return f"PromptSpec({self.endpoint.value}, {self.model!r}, {len(self.prompts)} prompts)"
 
 
 class Coverage(str, Enum):
@@ -132,11 +139,10 @@ class Coverage(str, Enum):
     UNKNOWN = "unknown"  # not known; there are no ids
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
+class TokenizedPrompt(msgspec.Struct, frozen=True):
     """Token ids of one prompt and all else that its block keys depend on."""
 
-    token_ids: TokenIds = field(repr=False)
+    token_ids: TokenIds
     """The ids that are certain; empty where nothing is."""
     coverage: Coverage = Coverage.WHOLE
     """What the ids cover."""
@@ -144,12 +150,16 @@ class TokenizedPrompt:
     """Why the coverage is not `WHOLE`; None where it is. One of a small fixed set."""
     lora_name: str | None = None
     """Adapter the prompt runs with."""
-    cache_salt: str | None = field(default=None, repr=False)
+    cache_salt: str | None = None
     """Salt of the first block."""
-    extra_keys: tuple[Any, ...] | None = field(default=None, repr=False)
+    extra_keys: tuple[Any, ...] | None = None
     """Multimodal keys by block; None as long as ids end before the first medium."""
 
     @property
     def exact(self) -> bool:
         """Whether the ids are the engine's whole prompt."""
         return self.coverage is Coverage.WHOLE
+
+    def __repr__(self) -> str:
+        # Ids, salts and keys of media stay out of logs.
+        return f"TokenizedPrompt({len(self.token_ids)} ids, {self.coverage.value}, {self.reason})"

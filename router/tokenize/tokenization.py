@@ -137,6 +137,11 @@ class Tokenization:
             spec: The parsed request.
             lora_name: The adapter that `spec.model` turned out to be.
         """
+        first = spec.prompts[0]
+        if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
+            # What most gateways send.
+            ids = truncate(first.token_ids, first.truncation, None)
+            return [self._result(spec, (ids, Coverage.WHOLE), lora_name or spec.lora_name)]
         is_short = self._local is not None and spec.body_bytes <= self._inline_chars
         texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
         if not is_short and any(texts):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.index import choose_index
 from router.tokenize import (
     ChatPrompt,
     Endpoint,
@@ -21,6 +22,7 @@ from router.tokenize import (
     TextPrompt,
     TokenPrompt,
     Truncation,
+    holds_mostly_ids,
     parse_request,
 )
 from tests.router.tokenize.bodies import bodies
@@ -29,7 +31,21 @@ _USER = {"role": "user", "content": "hi"}
 
 
 def _parse(endpoint: Endpoint, body: object, **options: Any) -> PromptSpec:
-    return parse_request(endpoint, json.dumps(body).encode(), **options)
+    return _read(endpoint, json.dumps(body).encode(), **options)
+
+
+def _read(endpoint: Endpoint, body: bytes, **options: Any) -> PromptSpec:
+    """Both ways to read token ids, which must say the same."""
+    packed = _outcome(endpoint, body, pack=choose_index().pack_token_ids, **options)
+    assert _outcome(endpoint, body, **options) == packed
+    return parse_request(endpoint, body, **options)
+
+
+def _outcome(endpoint: Endpoint, body: bytes, **options: Any) -> PromptSpec | str:
+    try:
+        return parse_request(endpoint, body, **options)
+    except RequestBodyError as error:
+        return str(error)
 
 
 def _chat(body: dict[str, Any]) -> ChatPrompt:
@@ -44,21 +60,13 @@ def test_a_chat_brings_all_that_routing_needs() -> None:
         "model": "m",
         "messages": [_USER],
         "stream": True,
-        "max_tokens": 5,
-        "max_completion_tokens": 7,
         "n": 3,
         "cache_salt": "s",
         "user": "me",
         "unknown": {"field": [1]},
     }
     spec = _parse(Endpoint.CHAT, body)
-    assert (spec.model, spec.stream, spec.max_tokens, spec.choices, spec.cache_salt) == (
-        "m",
-        True,
-        7,
-        3,
-        "s",
-    )
+    assert (spec.model, spec.stream, spec.choices, spec.cache_salt) == ("m", True, 3, "s")
     assert (spec.session, spec.lora_name, spec.has_engine_arguments) == ("me", None, False)
     assert spec.body_bytes == len(json.dumps(body))
     (prompt,) = spec.prompts
@@ -180,6 +188,44 @@ def test_embedded_prompts_are_opaque() -> None:
     """Nobody can tell their tokens, there are none."""
     spec = _parse(Endpoint.COMPLETIONS, {"prompt_embeds": ["x", "y"]})
     assert spec.prompts == (OpaquePrompt("prompt_embeds"),) * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "[ ]", "[1]", " [ 1 ,\n2\t, 3 ] ", "[0, 4294967295]", "[4294967296]", "[-0, 1]"),
+        *("[01]", "[1,]", "[,1]", "[1 2]", "[1", "1]", "[1.0, 2]", "[1e2]", "[true]", "[null]"),
+        *("[[1, 2], [3]]", "[[1], 2]", '["a"]', '"a"', '"\\ud800"', "[+1]", "[0x1]", "{}", "null"),
+    ],
+)
+@pytest.mark.parametrize("form", [Endpoint.COMPLETIONS, Endpoint.EMBEDDINGS, Endpoint.ROUTE])
+def test_token_ids_are_the_same_packed_by_the_compiled_index(form: Endpoint, text: str) -> None:
+    """It reads most of the bodies of a gateway; whatever it does not take must be judged as by the
+    general parser, down to the place in the message."""
+    for name in ("prompt", "input", "token_ids"):
+        body = f'{{"model": "m", "{name}": {text}, "user": "me"}}'.encode()
+        with suppress(RequestBodyError):
+            _read(form, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_light"),
+    [
+        (b'{"model": "m", "prompt": [' + b"12345," * 100_000 + b"1]}", True),
+        (b'{"prompt": [' + b"12345," * 100_000 + b'1], "user": "%b"}' % (b"x" * 70_000), False),
+        (b'{"user": "%b", "prompt": [1]}' % (b"x" * 70_000), False),
+        (b'{"prompt": [[' + b"1," * 100_000 + b"1]]}", False),
+        (b'{"prompt": ["' + b"a" * 100_000 + b'"]}', False),
+        (b'{"messages": [{"a": "' + b"a" * 100_000 + b'"}]}', False),
+        (b"[" * 100_000, False),
+        (b"", False),
+    ],
+)
+def test_a_body_is_light_where_all_but_a_little_is_one_list_of_numbers(
+    body: bytes, is_light: bool
+) -> None:
+    """It is read in the event loop, whatever else it turns out to be."""
+    assert holds_mostly_ids(body) is is_light
 
 
 def test_a_million_token_ids_are_taken() -> None:
@@ -349,7 +395,7 @@ def test_sizes_are_bounded(endpoint: Endpoint, body: object, limits: PromptLimit
 def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -> None:
     """An empty body and half a character were both called truncated."""
     with pytest.raises(RequestBodyError) as error:
-        parse_request(Endpoint.COMPLETIONS, body)
+        _read(Endpoint.COMPLETIONS, body)
     assert found in error.value.found
 
 
@@ -372,7 +418,7 @@ def test_the_message_says_what_is_wrong_with_the_json(body: bytes, found: str) -
 def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
     """Whatever the parser raises, a client sees one kind of error."""
     with pytest.raises(RequestBodyError) as error:
-        parse_request(Endpoint.CHAT, body)
+        _read(Endpoint.CHAT, body)
     assert error.value.place == "$"
 
 
@@ -381,7 +427,7 @@ def test_a_malformed_body_is_an_error_of_ours(body: bytes) -> None:
 def test_any_body_is_parsed_or_refused(endpoint: Endpoint, body: object) -> None:
     """Hostile input is normal: no other exception may come out."""
     with suppress(RequestBodyError):
-        assert parse_request(endpoint, json.dumps(body).encode()).prompts
+        assert _parse(endpoint, body).prompts
 
 
 @settings(max_examples=200, deadline=None)
@@ -488,15 +534,5 @@ def test_flags_are_read_as_leniently_as_the_engine_reads_them() -> None:
         ([], False),
     ):
         assert _parse(Endpoint.CHAT, {"messages": [_USER], "stream": value}).stream is expected
-    for count, tokens in (
-        (7, 7),
-        (7.0, 7),
-        (7.5, None),
-        (-1, None),
-        ("7", None),
-        (True, None),
-        (1e300, None),
-    ):
-        assert (
-            _parse(Endpoint.CHAT, {"messages": [_USER], "max_tokens": count}).max_tokens == tokens
-        )
+    for count, choices in ((7, 7), (7.0, 7), (7.5, 1), (-1, 1), ("7", 1), (True, 1), (1e300, 1)):
+        assert _parse(Endpoint.CHAT, {"messages": [_USER], "n": count}).choices == choices
