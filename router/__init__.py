@@ -10,6 +10,7 @@ The files; each imports only what is listed above it:
     tokenize/        request body -> token ids, exact or marked as not
     mirror/          what every cache is doing and will evict next
     replicas/        which replicas exist, and how they are doing
+    discovery/       which replicas there should be: files, DNS, Kubernetes
     taps.py          records what happens at one cache, while someone listens
     feed.py          carries every source's stream into the index of its model
     proxy/           one request sent to one replica, its response to the client
@@ -17,6 +18,7 @@ The files; each imports only what is listed above it:
     observability/   metrics, the request log, what is wrong
     service.py       all parts wired; what follows when replicas change
     http/            every line that knows ASGI, FastAPI or uvicorn
+    reload.py        takes over a changed configuration
     serve.py         the ASGI application, uvicorn, signals, logging
     recordings.py    recorded streams: the format, and how well the index predicts one
     demo/            small engines behind a real router, and what it gains

@@ -17,9 +17,10 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
-from typing import cast
+from pathlib import Path
+from typing import NamedTuple, cast
 
 import uvicorn
 import uvloop
@@ -42,6 +43,7 @@ from router.http.proxied_paths import ProxiedPaths
 from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation
+from router.reload import Reloader
 from router.routing.admission import Admission
 from router.service import RouterService
 
@@ -92,6 +94,7 @@ class RouterApp:
         )
         parts = ApiParts(
             config=service.config,
+            current_config=lambda: service.config,
             guard=guard,
             proxied_paths=paths,
             admission=service.admission,
@@ -219,12 +222,27 @@ def _under_our_name(record: logging.LogRecord) -> bool:
     return True
 
 
-async def serve(config: RouterConfig, indexes: IndexImplementation | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal cuts what is still running.
+class ConfigSource(NamedTuple):
+    """Where the configuration came from, to read it again."""
+
+    read: Callable[[], RouterConfig]
+    """Raises `ConfigError`."""
+    watched: Path | None = None
+    """Its file, if a change of it is to be noticed."""
+
+
+async def serve(
+    config: RouterConfig,
+    indexes: IndexImplementation | None = None,
+    source: ConfigSource | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal cuts what is still running. SIGHUP reads the
+    configuration again.
 
     Args:
         config: The whole configuration.
         indexes: Makes the index of each model; None: as configured.
+        source: Reads it again; None: nothing does.
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer cannot be used.
     """
@@ -243,16 +261,42 @@ async def serve(config: RouterConfig, indexes: IndexImplementation | None = None
         host, port = listener.getsockname()[:2]
         exempt_from_collection()
         _announce(f"kvroute listens on http://{_in_url(host)}:{port}", config)
-        await server.serve(sockets=[listener])
+        async with _reloading(service, source):
+            await server.serve(sockets=[listener])
     logger.info("stopped")
 
 
-def run(config: RouterConfig, indexes: IndexImplementation | None = None) -> int:
+@contextlib.asynccontextmanager
+async def _reloading(service: RouterService, source: ConfigSource | None) -> AsyncIterator[None]:
+    """Read the configuration again on SIGHUP, and when its file changes."""
+    if source is None:
+        yield
+        return
+    reloader = Reloader(source.read, service.reconfigure, service.metrics)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    jobs = [reloader.run()]
+    if source.watched is not None:
+        jobs.append(reloader.watch(source.watched))
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def run(
+    config: RouterConfig,
+    indexes: IndexImplementation | None = None,
+    source: ConfigSource | None = None,
+) -> int:
     """Run `serve` on uvloop; return the exit code of the process.
 
     Args:
         config: The whole configuration.
         indexes: Makes the index of each model; None: as configured.
+        source: Reads it again while the router runs; None: nothing does.
     Raises:
         ConfigError: As for `serve`, or too few files may be open.
     """
@@ -262,10 +306,10 @@ def run(config: RouterConfig, indexes: IndexImplementation | None = None) -> int
     try:
         if sys.version_info >= (3, 11):
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(config, indexes))
+                runner.run(serve(config, indexes, source))
         else:
             uvloop.install()
-            asyncio.run(serve(config, indexes))
+            asyncio.run(serve(config, indexes, source))
     except ConfigError as error:
         if config.observability.log_format != "json":
             raise

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from random import Random
 
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
 
 from kvevents.errors import KVEventsError
 from kvevents.live import BacklogLimits
@@ -18,6 +20,7 @@ from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
 from router.config import RouterConfig
+from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
@@ -112,12 +115,14 @@ class RouterService:
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
         self.models = ModelSet(config.models, tokenizers.ask_one_of, indexes, self._large_work)
         self.feed = Feed(self.models.index_of, _subscriber_options(config))
+        self.keeper = ReplicaKeeper(self.registry, config.discovery.linger_s)
         self.readiness = Readiness(
             self.admission,
             self.registry,
             self.feed,
-            [replica.replica_id for replica in config.replicas],
+            self.keeper.named,
             config.health.ready_wait_s,
+            self.keeper.waits_for,
         )
         self.repair = SelfRepair(
             self.feed.rebuild,
@@ -188,13 +193,31 @@ class RouterService:
         )
 
     async def start(self) -> None:
-        """Add the configured replicas."""
+        """Add the configured replicas, and follow the providers of others."""
         self._follower.start()
-        for replica in self.config.replicas:
-            self.registry.add(replica)
+        self.keeper.take(CONFIGURATION, self.config.replicas)
+        self.keeper.follow_only(make_providers(self.config.discovery, os.environ))
+
+    def reconfigure(self, config: RouterConfig) -> list[str]:
+        """Take over a configuration while requests run: replicas that it no longer names are
+        drained first, and no request is cut.
+
+        Args:
+            config: The whole configuration, valid.
+        Returns:
+            Paths of the options that differ and need a restart, as `server.port`.
+        """
+        before, self.config = self.config, _with_live_options(self.config, config)
+        self.keeper.linger_s = config.discovery.linger_s
+        self.keeper.take(CONFIGURATION, config.replicas)
+        if config.discovery != before.discovery:
+            self.keeper.follow_only(make_providers(config.discovery, os.environ))
+        logging.getLogger().setLevel(config.observability.log_level.upper())
+        return sorted(_differences(self.config, config))
 
     async def stop(self) -> None:
         """Leave nothing running: no task, thread or socket."""
+        await self.keeper.close()
         await self.registry.close()
         await self.tokenizer_check.close()
         await self._follower.close()
@@ -217,6 +240,7 @@ class RouterService:
         parts = CollectedParts(
             feed=self.feed,
             registry=self.registry,
+            keeper=self.keeper,
             models=self.models,
             tokenizer_check=self.tokenizer_check,
             upstream=self._upstream,
@@ -240,6 +264,28 @@ def configured_index(config: RouterConfig) -> IndexImplementation:
         return choose_index(config.index)
     except IndexUnavailable as error:
         raise ConfigError([ConfigProblem("index", f"{config.index!r}; {error}")]) from error
+
+
+def _with_live_options(old: RouterConfig, new: RouterConfig) -> RouterConfig:
+    """*old* with what a running router takes over of *new*."""
+    level = {"log_level": new.observability.log_level}
+    return old.model_copy(
+        update={
+            "replicas": new.replicas,
+            "discovery": new.discovery,
+            "observability": old.observability.model_copy(update=level),
+        }
+    )
+
+
+def _differences(one: BaseModel, other: BaseModel) -> Iterator[str]:
+    """Paths of the options in which two sections of one kind differ."""
+    for name in type(one).model_fields:
+        left, right = getattr(one, name), getattr(other, name)
+        if isinstance(left, BaseModel) and isinstance(right, BaseModel):
+            yield from (f"{name}.{path}" for path in _differences(left, right))
+        elif left != right:
+            yield name
 
 
 class _ReplicaFollower(ReplicaListener):

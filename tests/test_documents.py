@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic.fields import FieldInfo
 
 from router.cli import main as command_line
-from router.config import RouterConfig
+from router.config import ReplicaOptions, RouterConfig
 from router.feed import Feed
 from router.index import Hit, PrefixIndex, SourceId, create_index
 from router.serve import RouterApp
@@ -252,7 +252,8 @@ def sections(kind: Any = RouterConfig, path: str = "") -> Iterator[tuple[str, An
     """Every section of the configuration by its path: `server.timeouts`, `models[].layout` ..."""
     for name, field in fields_of(kind).items():
         inner = section_in(field.annotation)
-        if inner is not None:
+        # What can be said of a replica is documented with `replicas`.
+        if inner is not None and inner is not ReplicaOptions:
             here = f"{path}.{name}".lstrip(".") + "[]" * is_list(field.annotation)
             yield here, inner
             yield from sections(inner, here)

@@ -12,8 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
 MAX_FUNCTION_LINES = 50
-MAX_SINGLE_IMPORTERS = 15
-"""Modules of `router` that only one other module imports."""
+MAX_SINGLE_IMPORTERS = 18
+"""Modules of `router` that only one other module imports. Three are kinds of provider, which one
+list names."""
 MAX_REQUEST_VALUES = 12
 """Types of values that a request becomes on its way, from its body to its response."""
 

@@ -12,6 +12,7 @@ from router.config import Overrides, RouterConfig
 from router.index import IndexChoice
 from router.routing.models import ModelSet
 from router.scoring import PolicySettings, make_policy
+from router.serve import ConfigSource
 from router.serve import run as run_server
 from router.service import configured_index
 
@@ -25,6 +26,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--config", type=Path, help="YAML file (default: no replicas, default settings)"
     )
+    parser.add_argument(
+        "--watch-config",
+        action="store_true",
+        help="read the file again when it changes, as on SIGHUP",
+    )
     parser.add_argument("--host", help="overrides server.host")
     parser.add_argument("--port", type=int, help="overrides server.port; 0 lets the system choose")
     parser.add_argument(
@@ -34,6 +40,12 @@ def add_to(commands: Any) -> None:
         metavar="URL",
         help="a replica to start with, whose models and event streams are discovered; repeatable",
     )
+    _add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Options that override the file."""
     parser.add_argument(
         "--insecure",
         action="store_true",
@@ -63,16 +75,18 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="check the configuration, load tokenizers, templates and the policy, and exit",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or only check the configuration."""
     overrides = _overrides(arguments)
-    if arguments.config:
-        config = RouterConfig.load(arguments.config, os.environ, overrides)
-    else:
-        config = RouterConfig.from_yaml("", os.environ, overrides=overrides)
+
+    def read() -> RouterConfig:
+        if arguments.config:
+            return RouterConfig.load(arguments.config, os.environ, overrides)
+        return RouterConfig.from_yaml("", os.environ, overrides=overrides)
+
+    config = read()
     if arguments.check:
         _load(config)
         print(
@@ -80,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{len(config.replicas)} replicas"
         )
         return 0
-    return run_server(config)
+    watched = arguments.config if arguments.watch_config else None
+    return run_server(config, source=ConfigSource(read, watched))
 
 
 def _overrides(arguments: argparse.Namespace) -> Overrides:

@@ -9,10 +9,24 @@ The files; each imports only what is listed above it:
     values.py     what one value may be
     section.py    what all mappings have in common
     replica.py    one replica
+    discovery.py  where more of them come from
     schema.py     everything else, and the rules between its values
 """
 
-from router.config.replica import EventSourceConfig, ReplicaConfig, key_bytes, read_replica
+from router.config.discovery import (
+    DiscoveryConfig,
+    DnsDiscovery,
+    FileDiscovery,
+    KubernetesDiscovery,
+)
+from router.config.replica import (
+    EventSourceConfig,
+    ReplicaConfig,
+    ReplicaOptions,
+    key_bytes,
+    read_replica,
+    read_replicas,
+)
 from router.config.schema import (
     EventsConfig,
     GroupConfig,
@@ -29,20 +43,26 @@ from router.config.schema import (
 )
 
 __all__ = [
+    "DiscoveryConfig",
+    "DnsDiscovery",
     "EventSourceConfig",
     "EventsConfig",
+    "FileDiscovery",
     "GroupConfig",
     "HealthConfig",
+    "KubernetesDiscovery",
     "LayoutConfig",
     "ModelConfig",
     "ObservabilityConfig",
     "Overrides",
     "PolicyConfig",
     "ReplicaConfig",
+    "ReplicaOptions",
     "RouterConfig",
     "ServerConfig",
     "StoreConfig",
     "TimeoutsConfig",
     "key_bytes",
     "read_replica",
+    "read_replicas",
 ]

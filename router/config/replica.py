@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, SecretStr, ValidationError
 
-from router.config.document import Location, problems_in
+from router.config.document import Location, parse_document, problems_in, read_text
 from router.config.section import Section
 from router.config.values import PLAIN, Count, Items, Name, ReplicaId, Secret, Url, ZmqAddress
-from router.errors import BadRequest
+from router.errors import BadRequest, ConfigError
 from router.upstream.origin import Origin
 
 
@@ -98,3 +99,39 @@ def key_bytes(key: SecretStr | None) -> bytes | None:
     Reveal a key once, where it is put to use: not with every request.
     """
     return None if key is None else key.get_secret_value().encode("ascii")
+
+
+class _ReplicaList(Section, frozen=True):
+    """A document that holds replicas and nothing else."""
+
+    replicas: Items[ReplicaConfig] = ()
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Ids and URLs that appear twice."""
+        for key, values in (
+            ("id", [replica.replica_id for replica in self.replicas]),
+            ("url", [str(replica.origin) for replica in self.replicas]),
+        ):
+            for index, value in enumerate(values):
+                first = values.index(value)
+                if first != index:
+                    place = ("replicas", index, key)
+                    yield place, f"{value!r}; replicas[{first}] has it already"
+
+
+def read_replicas(path: Path, environ: Mapping[str, str]) -> tuple[ReplicaConfig, ...]:
+    """Read a file with a list of replicas: `replicas:` as in the configuration, or the list alone.
+
+    Args:
+        path: YAML or JSON.
+        environ: Where `${NAME}` is looked up.
+    Raises:
+        ConfigError: The file cannot be read, or has problems; the message lists all of them.
+    """
+    document = parse_document(read_text(path))
+    data = {"replicas": document} if isinstance(document, list) else document
+    context = {"environ": environ, "directory": path.parent}
+    try:
+        return _ReplicaList.model_validate({} if data is None else data, context=context).replicas
+    except ValidationError as error:
+        raise ConfigError(problems_in(error, _ReplicaList)) from None

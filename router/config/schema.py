@@ -23,6 +23,7 @@ from pydantic import (
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, STORAGE, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
+from router.config.discovery import DiscoveryConfig
 from router.config.document import (
     Location,
     parse_document,
@@ -507,6 +508,7 @@ class RouterConfig(Section, frozen=True):
     server: ServerConfig = ServerConfig()
     models: Items[ModelConfig] = ()
     replicas: Items[ReplicaConfig] = ()
+    discovery: DiscoveryConfig = DiscoveryConfig()
     policy: PolicyConfig = PolicyConfig()
     health: HealthConfig = HealthConfig()
     events: EventsConfig = EventsConfig()
@@ -584,7 +586,12 @@ class RouterConfig(Section, frozen=True):
 
     def _relative_to(self, directory: Path) -> RouterConfig:
         models = tuple(_model_relative_to(model, directory) for model in self.models)
-        return self.model_copy(update={"models": models})
+        files = tuple(
+            file.model_copy(update={"path": str(directory / file.path)})
+            for file in self.discovery.files
+        )
+        discovery = self.discovery.model_copy(update={"files": files})
+        return self.model_copy(update={"models": models, "discovery": discovery})
 
 
 def _model_relative_to(model: ModelConfig, directory: Path) -> ModelConfig:

@@ -384,11 +384,11 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         "/config",
         **describe(
             "The configuration, secrets masked",
-            {200: sends(RouterConfig, "As it was loaded, with all defaults.")},
+            {200: sends(RouterConfig, "As it was last taken over, with all defaults.")},
         ),
     )
     async def config() -> Response:
-        return _json(parts.config.to_public_dict())
+        return _json(parts.current_config().to_public_dict())
 
 
 _RECORDING = "application/x-ndjson"

@@ -82,6 +82,9 @@ class ApiParts:
     """The parts of a router that the endpoints read or change."""
 
     config: RouterConfig
+    """As the router was started."""
+    current_config: Callable[[], RouterConfig]
+    """As it is now."""
     guard: Guard
     proxied_paths: ProxiedPaths
     admission: Admission

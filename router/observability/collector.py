@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvevents.stream_state import SourceState
+from router.discovery import ProviderStatistics, ReplicaKeeper
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.mirror import Mirror
@@ -42,6 +43,7 @@ class CollectedParts:
 
     feed: Feed
     registry: ReplicaRegistry
+    keeper: ReplicaKeeper
     models: ModelSet
     tokenizer_check: TokenizerCheck
     upstream: UpstreamClient
@@ -62,6 +64,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _feed_metrics(feeds),
         _trust_metrics(parts.repair.statistics(), feeds),
         _replica_metrics(parts.registry.snapshot()),
+        _discovery_metrics(parts.keeper.statistics()),
         _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
         ),
@@ -302,6 +305,28 @@ _REPLICA_COUNTERS: _Table[ReplicaView] = (
 )
 
 
+_PROVIDER_GAUGES: _Table[ProviderStatistics] = (
+    (
+        "kvroute_discovery_replicas",
+        "Replicas that a provider names.",
+        lambda found: found.replicas,
+    ),
+    (
+        "kvroute_discovery_failing",
+        "1 while a provider cannot say what all of its replicas are.",
+        lambda found: found.error is not None,
+    ),
+)
+_PROVIDER_COUNTERS: _Table[ProviderStatistics] = (
+    ("kvroute_discovery_reports", "Lists of replicas reported.", lambda found: found.reports),
+    (
+        "kvroute_discovery_failures",
+        "Times a provider could not say what its replicas are.",
+        lambda found: found.failures,
+    ),
+)
+
+
 def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
     yield _gauge(
         "kvroute_replica_state",
@@ -317,6 +342,14 @@ def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
         yield _gauge(name, text, _REPLICA, (((view.id,), value(view)) for view in replicas))
     for name, text, value in _REPLICA_COUNTERS:
         yield _counter(name, text, _REPLICA, (((view.id,), value(view)) for view in replicas))
+
+
+def _discovery_metrics(providers: Mapping[str, ProviderStatistics]) -> Iterator[Metric]:
+    labels = ("provider",)
+    for name, text, value in _PROVIDER_GAUGES:
+        yield _gauge(name, text, labels, (((who,), value(it)) for who, it in providers.items()))
+    for name, text, value in _PROVIDER_COUNTERS:
+        yield _counter(name, text, labels, (((who,), value(it)) for who, it in providers.items()))
 
 
 # --- tokenisation and the router itself -----------------------------------------------------------

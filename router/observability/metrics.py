@@ -212,6 +212,11 @@ _COUNTERS = {
         "Requests with a key that is not the right one, by endpoint.",
         ("endpoint",),
     ),
+    "reloads": _Spec(
+        "kvroute_config_reloads",
+        "Times the configuration was read again, by what came of it.",
+        ("result",),
+    ),
     "report_modes": _Spec(
         "kvroute_stripped_report_modes",
         "Requests whose kv_cache_report_mode was taken out: it would spoil the engine's event "
@@ -275,6 +280,7 @@ class RouterMetrics:
     predictions: WrittenCounter
     bad_requests: WrittenCounter
     wrong_keys: WrittenCounter
+    reloads: WrittenCounter
     report_modes: WrittenCounter
     first_byte: WrittenHistogram
     total: WrittenHistogram

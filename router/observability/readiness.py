@@ -1,14 +1,14 @@
 """Is the router ready, and if not, whom does it wait for?
 
 A router that has just started knows no cache, so it would send its first requests anywhere. It is
-ready only when the event streams of its configured replicas have caught up. The wait is bounded
+ready only when it knows its replicas, and their event streams have caught up. The wait is bounded
 for each replica, and happens once: later a replica that comes or returns is waited for by nobody.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from router.feed import Feed
 from router.index import SourceId
@@ -27,8 +27,9 @@ class Readiness:
         admission: Admission,
         registry: ReplicaRegistry,
         feed: Feed,
-        configured: Collection[str],
+        named: Callable[[], Collection[str]],
         wait_s: float,
+        unknown: Callable[[], Sequence[str]] = list,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the parts that know.
@@ -37,17 +38,20 @@ class Readiness:
             admission: Says whether some replica can serve at all.
             registry: All replicas.
             feed: How far their streams have caught up.
-            configured: Ids of the replicas to wait for.
+            named: Ids of the replicas to wait for.
             wait_s: The longest wait for one of them, from its first check and again from the
                 moment it is healthy; 0 waits for none.
+            unknown: Who has not said yet which replicas there are; waited for as long.
             clock: The registry's.
         """
         self._admission = admission
         self._registry = registry
         self._feed = feed
-        self._configured = frozenset(configured)
+        self._named = named
+        self._unknown = unknown
         self._wait_s = wait_s
         self._clock = clock
+        self._made_at = clock()
         self._has_been_ready = False
 
     def why_not_ready(self) -> str | None:
@@ -60,11 +64,15 @@ class Readiness:
         return reason
 
     def _waits_for(self, replicas: Collection[Replica]) -> str | None:
-        now = self._clock()
+        now, named = self._clock(), self._named()
+        left_s = self._wait_s - (now - self._made_at)
+        providers = self._unknown() if left_s > 0 else []
+        if providers:
+            return f"waiting at most {left_s:.0f} s for the replicas of {', '.join(providers)}"
         waiting = [
             (self._wait_s - (now - replica.health_since), f"{replica.id} ({lag})")
             for replica in replicas
-            if replica.id in self._configured and now - replica.health_since < self._wait_s
+            if replica.id in named and now - replica.health_since < self._wait_s
             for lag in self._lags(replica)
         ]
         if not waiting:

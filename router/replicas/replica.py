@@ -67,6 +67,14 @@ class Replica:
         self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
 
+    def reconfigure(self, config: ReplicaConfig) -> None:
+        """Take over other options: its key, speed and limit. Its address, models and event sources
+        must be the same."""
+        self.config = config
+        self.headers = _authorization(config)
+        self._speed = config.speed
+        self._max_requests = config.max_concurrent_requests
+
     @property
     def state(self) -> ReplicaState:
         """Health, and whether it is draining, in one word."""

@@ -77,7 +77,7 @@ def rendered(name: str) -> str:
     return succeeds(tool("kubectl", "kubernetes-client"), "kustomize", str(KUBERNETES / name))
 
 
-@pytest.mark.parametrize("name", ["base", "vllm"])
+@pytest.mark.parametrize("name", ["base", "vllm", "discovered"])
 def test_the_manifests_are_what_kubernetes_takes(tmp_path: Path, name: str) -> None:
     """They are checked with the schemas of its release, where a misspelt key is an error."""
     validate = tool("kubernetes-validate", "none; make test-deploy")
@@ -121,6 +121,56 @@ def test_our_images_carry_this_version() -> None:
     """It is the tag that the commands at the head of the Dockerfile build."""
     ours = {image["name"]: image["newTag"] for image in KUSTOMIZATION["images"]}
     assert ours == {container(workload)["image"]: version() for workload in (ROUTER, ENGINE)}
+
+
+# --- engines that are found -----------------------------------------------------------------------
+
+DISCOVERED = KUBERNETES / "discovered"
+
+
+def test_the_engines_are_found_by_their_own_labels_and_port() -> None:
+    """The selector must choose every pod of the set and nothing else."""
+    config = RouterConfig.load(DISCOVERED / "kvroute.yaml", KEYS)
+    assert config.replicas == ()
+    (found_by,) = config.discovery.kubernetes
+    name, _, value = (found_by.selector or "").partition("=")
+    assert labels(ENGINE)[name] == value
+    assert labels(ROUTER)[name] != value
+    assert found_by.port in ports(ENGINE)
+    assert found_by.namespace is None, "its own, whatever that is called"
+
+
+def test_the_routers_may_ask_for_what_they_need_and_nothing_else() -> None:
+    """The paths that the router asks for, and no verb that changes anything."""
+    role, binding, policy = yaml.safe_load_all((DISCOVERED / "access.yaml").read_text())
+    allowed = {
+        (group, resource)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert allowed == {
+        ("", "pods"),
+        ("discovery.k8s.io", "endpointslices"),
+        ("inference.networking.k8s.io", "inferencepools"),
+    }
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list", "watch"}
+    account = found("ServiceAccount", "router")["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels(ROUTER)
+
+
+def test_their_account_has_a_token_there() -> None:
+    """In the base it has none, since nothing needs it."""
+    objects = list(yaml.safe_load_all(rendered("discovered")))
+    (account,) = [each for each in objects if each["kind"] == "ServiceAccount"]
+    (deployment,) = [each for each in objects if each["kind"] == "Deployment"]
+    assert account["automountServiceAccountToken"] is True
+    assert pod(deployment)["automountServiceAccountToken"] is True
+    assert pod(ROUTER)["automountServiceAccountToken"] is False
+    (made,) = [each for each in objects if each["kind"] == "ConfigMap"]
+    assert yaml.safe_load(made["data"]["kvroute.yaml"]) == load(DISCOVERED / "kvroute.yaml")
 
 
 # --- the router -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class RouterProcess:
         config: The configuration as plain data; without a port, the system chooses one.
         environ: Added to the environment.
         limit: Called in the new process before it becomes the router.
+        options: Further ones of the command line.
     """
 
     def __init__(
@@ -76,17 +77,16 @@ class RouterProcess:
         config: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
         limit: Callable[[], None] | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="kvroute-test-")
         directory = Path(self._directory.name)
-        whole = {**(config or {})}
-        whole["server"] = {"port": 0, "host_names": ["router", "x"], **whole.get("server", {})}
-        path = directory / "kvroute.yaml"
-        path.write_text(yaml.safe_dump(whole))
+        self.config_path = path = directory / "kvroute.yaml"
+        self.configure(config or {})
         self._log = directory / "stderr.log"
         with self._log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*COMMAND, "--config", str(path)],
+                [*COMMAND, "--config", str(path), *options],
                 cwd=ROOT,
                 env={**os.environ, **(environ or {})},
                 stderr=stderr,
@@ -97,6 +97,13 @@ class RouterProcess:
         except BaseException:
             self.kill()
             raise
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Write its configuration, by renaming as careful programs do."""
+        server = {"port": 0, "host_names": ["router", "x"], **config.get("server", {})}
+        written = self.config_path.with_suffix(".new")
+        written.write_text(yaml.safe_dump({**config, "server": server}))
+        written.replace(self.config_path)
 
     def log(self) -> str:
         """Everything it has logged."""
@@ -262,10 +269,11 @@ def router_process(
     config: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     limit: Callable[[], None] | None = None,
+    options: Sequence[str] = (),
 ) -> Iterator[RouterProcess]:
     """Run a router until the block ends; then it must stop cleanly, unless it was stopped
     already."""
-    router = RouterProcess(config, environ, limit)
+    router = RouterProcess(config, environ, limit, options)
     try:
         yield router
         if router.process.poll() is None:

@@ -25,6 +25,7 @@ class Starting:
     def __init__(self) -> None:
         index = create_index()
         self.now = 100.0
+        self.unknown: list[str] = []
         self.registry = ReplicaRegistry(
             _no_response, HealthConfig(), LoadTracker(), clock=lambda: self.now
         )
@@ -55,7 +56,13 @@ class Starting:
 
     def readiness(self, *configured: str, wait_s: float = WAIT_S) -> Readiness:
         return Readiness(
-            Admission(1), self.registry, self.feed, configured, wait_s, clock=lambda: self.now
+            Admission(1),
+            self.registry,
+            self.feed,
+            lambda: configured,
+            wait_s,
+            lambda: self.unknown,
+            clock=lambda: self.now,
         )
 
 
@@ -161,3 +168,17 @@ async def test_a_long_list_of_replicas_is_cut(starting: Starting) -> None:
     reason = starting.readiness(*names).why_not_ready()
     assert reason is not None
     assert reason.endswith("r7 (connecting) and 2 more")
+
+
+async def test_a_provider_that_has_not_named_its_replicas_is_waited_for(
+    starting: Starting,
+) -> None:
+    """The first replica that is found must not get the requests of all the others."""
+    starting.add("r0")
+    starting.unknown = ["dns engines 8000"]
+    readiness = starting.readiness("r0")
+    starting.now += 10
+    reason = readiness.why_not_ready()
+    assert reason == "waiting at most 20 s for the replicas of dns engines 8000"
+    starting.now += 20
+    assert readiness.why_not_ready() is None

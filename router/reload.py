@@ -1,0 +1,80 @@
+"""Takes over a changed configuration while the router runs: on SIGHUP, or when its file changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from router.config import RouterConfig
+from router.discovery.file import Stamp, stamp_of
+from router.errors import ConfigError
+from router.observability.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+TAKEN = "taken"
+REFUSED = "refused"
+
+
+class Reloader:
+    """Reads the configuration again when asked, one time after another. One that breaks a rule is
+    refused as a whole, and the old one stays."""
+
+    def __init__(
+        self,
+        read: Callable[[], RouterConfig],
+        take: Callable[[RouterConfig], list[str]],
+        metrics: RouterMetrics,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            read: Reads the whole configuration; runs in a thread.
+            take: Takes it over, and returns the options that need a restart.
+            metrics: Counts.
+        """
+        self._read = read
+        self._take = take
+        self._metrics = metrics
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Read the configuration again soon."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Do what is asked, until cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self._reload()
+
+    async def watch(self, path: Path, interval_s: float = 1.0) -> None:
+        """Ask whenever a file changes, until cancelled.
+
+        Args:
+            path: The configuration's file.
+            interval_s: How often it is looked at.
+        """
+        seen: Stamp | None = await asyncio.to_thread(stamp_of, path)
+        while True:
+            await asyncio.sleep(interval_s)
+            stamp = await asyncio.to_thread(stamp_of, path)
+            if stamp != seen and stamp is not None:
+                self.ask()
+            seen = stamp or seen
+
+    async def _reload(self) -> None:
+        try:
+            config = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            self._metrics.reloads.labels(REFUSED).inc()
+            logger.error("the changed configuration is refused, the old one stays: %s", error)
+            return
+        need_restart = self._take(config)
+        self._metrics.reloads.labels(TAKEN).inc()
+        logger.info("configuration read again: %d replicas named", len(config.replicas))
+        if need_restart:
+            logger.warning("changed, but only a restart takes it over: %s", ", ".join(need_restart))
