@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class GroupBlindIndex(PrefixIndex):
         return self._index.prepare(token_ids, lora_name, cache_salt, extra_keys, extra_steps)
 
     @override
-    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
+    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         return self._index.match_prompt(prompt)
 
     @override

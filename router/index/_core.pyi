@@ -1,6 +1,6 @@
 """The compiled index, built from `core/` where there is a C++ compiler; see `core/binding.cpp`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvevents.events import BlockHash
@@ -26,10 +26,17 @@ class Prompt:
 class EngineHashes:
     """A prompt's hashes as its engine computes them."""
 
+class HitMap(Mapping[SourceId, Hit]):
+    """The hit of every source of one match; each is made when it is asked for."""
+
+    def __getitem__(self, source: SourceId) -> Hit: ...
+    def __iter__(self) -> Iterator[SourceId]: ...
+    def __len__(self) -> int: ...
+
 class Core:
     """All sources of one model, by slot."""
 
-    def __init__(self, point: int, fold: int, limits: Sequence[int]) -> None: ...
+    def __init__(self, point: int, fold: int, limits: Sequence[int], no_hit: Hit) -> None: ...
     def add(self, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
     def drop(self, slot: int) -> None: ...
     def set_layout(
@@ -75,18 +82,15 @@ class Core:
     def match(
         self,
         prompt: Prompt,
-        names: list[SourceId | None],
-        without: dict[SourceId, Hit],
-        hit_type: type[Hit],
+        slots: dict[SourceId, int],
         computed: Sequence[tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]],
-    ) -> dict[SourceId, Hit]: ...
+    ) -> HitMap: ...
     def match_source(
         self,
         prompt: Prompt,
         slot: int,
-        hit_type: type[Hit],
         computed: Sequence[tuple[int, bool, Sequence[EngineHashes | list[BlockHash]]]],
-    ) -> Hit | None: ...
+    ) -> Hit: ...
     def group_hits(
         self,
         prompt: Prompt,

@@ -265,8 +265,11 @@ class PrefixIndex(Protocol):
             extra_steps: Steps in tokens for which the caller will ask `prefix_keys`.
         """
 
-    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
-        """How much of a prompt each source would reuse; every known source is named."""
+    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
+        """How much of a prompt each source would reuse; every known source is named.
+
+        The hits are those of this moment, whatever happens to the index while they are read.
+        """
 
     def match(
         self,
@@ -274,7 +277,7 @@ class PrefixIndex(Protocol):
         lora_name: str | None = None,
         cache_salt: str | None = None,
         extra_keys: Sequence[Any] | None = None,
-    ) -> dict[SourceId, Hit]:
+    ) -> Mapping[SourceId, Hit]:
         """`prepare` and `match_prompt` in one.
 
         Args:

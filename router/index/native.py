@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import secrets
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
@@ -23,7 +23,7 @@ from kvevents.errors import MalformedBatch
 from kvevents.events import BlockHash, BlockStored, CacheLayout, Event, EventBatch
 from kvevents.hashing import ExtraKeys, HashChain, encode_cbor
 from kvevents.layout import GroupKind
-from router.index._core import Core, EngineHashes, Prompt, StateError
+from router.index._core import Core, EngineHashes, HitMap, Prompt, StateError
 from router.index._core import pack_token_ids as _pack_token_ids
 from router.index.base import (
     NO_HIT,
@@ -62,6 +62,8 @@ _EngineHashes: TypeAlias = list[EngineHashes | list[BlockHash]]
 """In each spelling of extra keys."""
 _Computed: TypeAlias = tuple[int, bool, _EngineHashes]
 """Slot, whether places learned from events do not count, and the hashes in each spelling."""
+
+Mapping.register(HitMap)
 
 
 def pack_token_ids(json_array: bytes | memoryview) -> array[int] | None:
@@ -207,10 +209,8 @@ class NativeIndex(PrefixIndex):
         self._sharing = ReferenceIndex(limits=self.limits)
         """The sources that share a store with others."""
         self._sources: dict[SourceId, _NativeSource] = {}
-        self._names: list[SourceId | None] = []
-        """By slot."""
-        self._without: dict[SourceId, Hit] = {}
-        """Every source, with no hit."""
+        self._slots: dict[SourceId, int] = {}
+        """Of every source; replaced by another when one comes or goes, since a match keeps it."""
         self._searching: dict[SourceId, _NativeSource] = {}
         """Those whose hash function is known, or may show itself in a prompt."""
 
@@ -224,7 +224,7 @@ class NativeIndex(PrefixIndex):
             limits.waiting_batches,
             limits.forgotten,
         ]
-        return Core(point, fold, bounds)
+        return Core(point, fold, bounds, NO_HIT)
 
     # --- feeding ----------------------------------------------------------------------------------
 
@@ -238,9 +238,7 @@ class NativeIndex(PrefixIndex):
         units = [(tier, hint.unit_blocks or 0, hint.unit_size or 0) for tier, hint in hints.tiers]
         known = _NativeSource(self.core.add(units), LayoutLearner(hints), HashFinder(hints))
         self._sources[source] = known
-        self._names += [None] * (known.slot + 1 - len(self._names))
-        self._names[known.slot] = source
-        self._without[source] = Hit(0, 0)
+        self._slots = {**self._slots, source: known.slot}
         self._tell_layout(known)
 
     @override
@@ -405,8 +403,7 @@ class NativeIndex(PrefixIndex):
         if known is None:
             return
         self._searching.pop(source, None)
-        self._names[known.slot] = None
-        del self._without[source]
+        self._slots = {each: slot for each, slot in self._slots.items() if each != source}
         self.core.drop(known.slot)
 
     # --- asking -----------------------------------------------------------------------------------
@@ -430,15 +427,15 @@ class NativeIndex(PrefixIndex):
         return prompt
 
     @override
-    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
+    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         assert isinstance(prompt, NativePrompt)
         computed: list[_Computed] = []
         if self._searching and len(prompt.hashed) >= 2:
             for source, known in list(self._searching.items()):
                 computed += self._computed(source, known, prompt)
-        found = self.core.match(prompt.hashed, self._names, self._without, Hit, computed)
+        found = self.core.match(prompt.hashed, self._slots, computed)
         if self._sharing.sources:
-            found |= self._sharing.match_prompt(prompt)
+            return {**found, **self._sharing.match_prompt(prompt)}
         return found
 
     @override
@@ -449,7 +446,7 @@ class NativeIndex(PrefixIndex):
             return self._sharing.match_source(prompt, source)
         is_long_enough = source in self._searching and len(prompt.hashed) >= 2
         computed = self._computed(source, known, prompt) if is_long_enough else []
-        return self.core.match_source(prompt.hashed, known.slot, Hit, computed) or NO_HIT
+        return self.core.match_source(prompt.hashed, known.slot, computed)
 
     @override
     def explain(self, prompt: HashedPrompt, source: SourceId) -> tuple[GroupHit, ...]:

@@ -342,7 +342,7 @@ def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:
     return max(prompt_tokens - max(candidate.cached_tokens, candidate.recent_tokens), 0)
 
 
-def _sum(matches: Sequence[dict[SourceId, Hit]]) -> dict[SourceId, Hit]:
+def _sum(matches: Sequence[Mapping[SourceId, Hit]]) -> Mapping[SourceId, Hit]:
     """Hits over all prompts of a batch."""
     if len(matches) == 1:
         return matches[0]

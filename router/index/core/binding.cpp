@@ -137,16 +137,110 @@ u64 hash_of(const KeySpace& space, nb::handle block_hash) {
 }
 
 // `Hit` is a named tuple: made without its Python constructor, which would cost more than the rest.
-nb::object make_hit(nb::handle type, const Hit& hit, const nb::object& by_tier) {
+nb::object make_hit(nb::handle type, const Hit& hit, nb::object by_tier) {
     nb::object made =
         nb::steal(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type.ptr()), 3));
     if (!made.is_valid()) throw nb::python_error();
-    PyTuple_SetItem(made.ptr(), 0, PyLong_FromUnsignedLongLong(hit.gpu));
-    PyTuple_SetItem(made.ptr(), 1, PyLong_FromUnsignedLongLong(hit.total));
-    PyTuple_SetItem(made.ptr(), 2, nb::object(by_tier).release().ptr());
+    PyTuple_SetItem(made.ptr(), 0, PyLong_FromUnsignedLong(hit.gpu));
+    PyTuple_SetItem(made.ptr(), 1, PyLong_FromUnsignedLong(hit.total));
+    PyTuple_SetItem(made.ptr(), 2, by_tier.release().ptr());
     return made;
 }
 
+nb::object text(const std::string& name) {
+    return nb::steal(
+        PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "replace"));
+}
+
+using NamedShares = std::vector<std::pair<std::string, u64>>;
+
+nb::object tuple_of(const NamedShares& shares) {
+    nb::list found;
+    for (const auto& [tier, tokens] : shares) found.append(nb::make_tuple(text(tier), tokens));
+    return nb::tuple(found);
+}
+
+// What Python needs to give hits back.
+struct HitTypes {
+    nb::object hit;     // the class
+    nb::object no_hit;  // one for all
+    nb::object no_tiers = nb::make_tuple();
+};
+
+// `{source: hit}` of one match. A hit becomes an object of Python when it is asked for: a router
+// with a thousand sources asks for those of a few.
+class HitMap {
+public:
+    std::vector<Hit> hits;                                // by slot
+    std::vector<std::pair<u32, NamedShares>> shares;  // of those that have any
+
+    // `slots`: `{source: slot}`, which nobody changes any more.
+    HitMap(nb::dict slots, HitTypes types) : slots_(std::move(slots)), types_(std::move(types)) {}
+
+    // Null where the source is not known, with no exception set, or where something failed.
+    PyObject* find(PyObject* source) const {
+        PyObject* slot = PyDict_GetItemWithError(slots_.ptr(), source);
+        return slot == nullptr ? nullptr : at(PyLong_AsSize_t(slot)).release().ptr();
+    }
+
+    std::size_t size() const { return nb::len(slots_); }
+
+    nb::dict sources() const { return slots_; }
+
+    // All of it, as a dict.
+    nb::object all() {
+        if (all_.is_valid()) return all_;
+        nb::dict made = nb::steal<nb::dict>(PyDict_Copy(slots_.ptr()));
+        if (!made.is_valid()) throw nb::python_error();
+        PyObject *source, *slot;
+        for (Py_ssize_t at_entry = 0; PyDict_Next(slots_.ptr(), &at_entry, &source, &slot);) {
+            const nb::object hit = at(PyLong_AsSize_t(slot));
+            if (PyDict_SetItem(made.ptr(), source, hit.ptr()) < 0) throw nb::python_error();
+        }
+        return all_ = made;
+    }
+
+private:
+    nb::object at(std::size_t slot) const {
+        if (slot >= hits.size() || !hits[slot].total) return types_.no_hit;
+        for (const auto& [each, of_slot] : shares) {
+            if (each == slot) return make_hit(types_.hit, hits[slot], tuple_of(of_slot));
+        }
+        return make_hit(types_.hit, hits[slot], types_.no_tiers);
+    }
+
+    nb::dict slots_;
+    HitTypes types_;
+    nb::object all_;
+};
+
+// `hits[source]` and `hits.get(source, otherwise)`.
+PyObject* hit_at(PyObject* self, PyObject* source) noexcept {
+    try {
+        PyObject* found = nb::inst_ptr<HitMap>(self)->find(source);
+        if (found == nullptr && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, source);
+        return found;
+    } catch (nb::python_error& error) {
+        error.restore();
+        return nullptr;
+    }
+}
+
+nb::object hit_or(const HitMap& hits, nb::handle source, nb::object otherwise) {
+    PyObject* found = hits.find(source.ptr());
+    if (found == nullptr && PyErr_Occurred()) throw nb::python_error();
+    return found == nullptr ? otherwise : nb::steal(found);
+}
+
+nb::object are_equal(HitMap& hits, nb::handle other) {
+    if (nb::isinstance<HitMap>(other)) {
+        return nb::bool_(hits.all().equal(nb::inst_ptr<HitMap>(other)->all()));
+    }
+    if (nb::isinstance<nb::dict>(other)) return nb::bool_(hits.all().equal(other));
+    return nb::not_implemented();
+}
+
+PyType_Slot hit_map_slots[] = {{Py_mp_subscript, reinterpret_cast<void*>(hit_at)}, {0, nullptr}};
 // A prompt's hashes as its engine computes them, as numbers.
 struct EngineHashes {
     std::vector<u64> numbers;
@@ -182,8 +276,9 @@ using ComputedTuple = std::tuple<u32, bool, nb::list>;
 
 class Core {
 public:
-    Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits)
-        : index_({first_secret, second_secret},
+    // `no_hit`: an instance of the class of all hits.
+    Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits, nb::object no_hit)
+        : types_{nb::borrow(no_hit.type()), no_hit}, index_({first_secret, second_secret},
                  Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
                         limits.at(5)}),
           matcher_(index_) {}
@@ -380,53 +475,37 @@ public:
         return prompt.prefix_keys(index_.space(), step);
     }
 
-    // `{name: hit}` for the sources in `names`, by slot. `without`: the same with no hits, to be
-    // copied: that is faster than to fill a new one.
-    nb::dict match(Prompt& prompt, nb::list names, nb::dict without, nb::handle hit_type,
-                   const std::vector<ComputedTuple>& computed) {
-        std::vector<Hit> hits;
+    // `slots`: see `HitMap`.
+    HitMap match(Prompt& prompt, nb::dict slots, const std::vector<ComputedTuple>& computed) {
+        HitMap found(std::move(slots), types_);
         const std::vector<Computed> by_hash = computed_of(computed);
-        {
-            const bool is_long = prompt.tokens().size() > kLongPrompt;
-            ReleasedIf released(is_long);
-            Locked locked(mutex_, !is_long);
-            matcher_.match(prompt, by_hash, hits);
-        }
-        nb::dict found = nb::steal<nb::dict>(PyDict_Copy(without.ptr()));
-        if (!found.is_valid()) throw nb::python_error();
-        nb::object made;
-        const nb::object no_tiers = nb::make_tuple();
-        Hit last;
-        for (std::size_t slot = 0; slot < std::min(hits.size(), nb::len(names)); ++slot) {
-            if (hits[slot].total == 0) continue;
-            PyObject* name = PyList_GetItem(names.ptr(), static_cast<Py_ssize_t>(slot));
-            if (name == nullptr || name == Py_None) continue;
-            const Hit& hit = hits[slot];
-            if (!made.is_valid() || hit != last || !hit.by_tier.empty()) {
-                made = make_hit(hit_type, hit,
-                                hit.by_tier.empty() ? no_tiers : shares_of(slot, hit));
-                last = hit;
-            }
-            if (PyDict_SetItem(found.ptr(), name, made.ptr()) < 0) throw nb::python_error();
+        const bool is_long = prompt.tokens().size() > kLongPrompt;
+        ReleasedIf released(is_long);
+        Locked locked(mutex_, !is_long);
+        matcher_.match(prompt, by_hash, hits_);
+        found.hits = hits_.by_slot;
+        for (const auto& [slot, shares] : hits_.shares) {
+            found.shares.emplace_back(slot, named(slot, shares));
         }
         return found;
     }
 
-    // The hit of one source; None where there is none.
-    nb::object match_source(Prompt& prompt, u32 slot, nb::handle hit_type,
-                            const std::vector<ComputedTuple>& computed) {
+    // The hit of one source.
+    nb::object match_source(Prompt& prompt, u32 slot, const std::vector<ComputedTuple>& computed) {
         const std::vector<Computed> by_hash = computed_of(computed);
         Hit hit;
+        NamedShares shares;
         {
             const bool is_long = prompt.tokens().size() > kLongPrompt;
             ReleasedIf released(is_long);
             Locked locked(mutex_, !is_long);
             check(slot);
-            hit = matcher_.match_source(slot, prompt, by_hash.empty() ? nullptr : &by_hash[0]);
+            TieredHit found =
+                matcher_.match_source(slot, prompt, by_hash.empty() ? nullptr : &by_hash[0]);
+            hit = found.hit;
+            shares = named(slot, found.by_tier);
         }
-        if (hit.total == 0) return nb::none();
-        const nb::object no_tiers = nb::make_tuple();
-        return make_hit(hit_type, hit, hit.by_tier.empty() ? no_tiers : shares_of(slot, hit));
+        return hit.total ? make_hit(types_.hit, hit, tuple_of(shares)) : types_.no_hit;
     }
 
     std::vector<u64> group_hits(Prompt& prompt, u32 slot,
@@ -467,11 +546,6 @@ private:
         if (!index_.has_source(slot)) throw nb::index_error("no such source");
     }
 
-    static nb::object text(const std::string& name) {
-        return nb::steal(PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()),
-                                              "replace"));
-    }
-
     nb::object as_tuple(u32 slot, const Applied& result) {
         Locked locked(mutex_);
         if (!index_.has_source(slot)) return nb::none();
@@ -484,17 +558,11 @@ private:
                               of.unplaced);
     }
 
-    nb::object shares_of(std::size_t slot, const Hit& hit) {
-        Locked locked(mutex_);
-        nb::list shares;
-        for (const auto& [tier, tokens] : hit.by_tier) {
-            if (!index_.has_source(static_cast<u32>(slot))) break;
-            const Source& of = index_.source(static_cast<u32>(slot));
-            if (tier < of.tiers.size()) {
-                shares.append(nb::make_tuple(text(of.tiers[tier].name), tokens));
-            }
-        }
-        return nb::tuple(shares);
+    NamedShares named(u32 slot, const Shares& shares) {
+        NamedShares found;
+        const std::vector<Tier>& tiers = index_.source(slot).tiers;
+        for (const auto& [tier, tokens] : shares) found.emplace_back(tiers[tier].name, tokens);
+        return found;
     }
 
     static nb::object as_tuple(const News& news) {
@@ -523,9 +591,11 @@ private:
         return found;
     }
 
+    HitTypes types_;
     std::mutex mutex_;
     Index index_;
     Matcher matcher_;
+    Hits hits_;
 };
 
 nb::object pack_token_ids(nb::handle text) {
@@ -563,8 +633,21 @@ NB_MODULE(_core, module) {
 
     nb::class_<EngineHashes>(module, "EngineHashes");
 
+    nb::class_<HitMap> hit_map(module, "HitMap", nb::type_slots(hit_map_slots));
+    hit_map.def("get", &hit_or, nb::arg("source"), nb::arg("otherwise").none() = nb::none())
+        .def("keys", [](HitMap& self) { return self.all().attr("keys")(); })
+        .def("values", [](HitMap& self) { return self.all().attr("values")(); })
+        .def("items", [](HitMap& self) { return self.all().attr("items")(); })
+        .def("__iter__", [](const HitMap& self) { return nb::iter(self.sources()); })
+        .def("__len__", &HitMap::size)
+        .def("__contains__",
+             [](const HitMap& self, nb::handle source) { return self.sources().contains(source); })
+        .def("__eq__", &are_equal)
+        .def("__repr__", [](HitMap& self) { return nb::repr(self.all()); });
+    hit_map.attr("__hash__") = nb::none();
+
     nb::class_<Core>(module, "Core")
-        .def(nb::init<u64, u64, const std::vector<u64>&>())
+        .def(nb::init<u64, u64, const std::vector<u64>&, nb::object>())
         .def("add", &Core::add)
         .def("drop", &Core::drop)
         .def("set_layout", &Core::set_layout)

@@ -156,10 +156,12 @@ public:
     u32 first_with(Key key) const {
         return by_key_.find(hash_of_key(key), [&](u32 id) { return nodes_[id].has_key(key); });
     }
-    void prefetch_key(Key key) const { by_key_.prefetch(hash_of_key(key)); }
-    void prefetch_node_with(Key key) const {
-        const u32 id = by_key_.guess(hash_of_key(key));
+    // By the hash of a key: fetches what the look-up will read; then a node that may have it.
+    void prefetch_key(u64 key_hash) const { by_key_.prefetch(key_hash); }
+    u32 guess_with(u64 key_hash) const {
+        const u32 id = by_key_.guess(key_hash);
         if (id != kNone) __builtin_prefetch(&nodes_[id]);
+        return id;
     }
     // Whether a source finds a node by its key.
     static bool finds(const Source& of, const Node& node) {

@@ -40,6 +40,8 @@ struct Layout {
     std::vector<u32> others;                 // and of any other kind
     bool has_several = false;                // more than one group caches
 
+    bool operator==(const Layout&) const = default;
+
     void find_equal_groups() {
         u32 caching = 0;
         for (u32 index = 0; index < groups.size(); ++index) {

@@ -1,25 +1,39 @@
 // How much of a prompt every source would reuse, in one pass over its keys.
 //
-// For 64 hash blocks at a time the rows of their nodes are collected as they are, one word of 64
-// sources a block, and then turned over, into one word of 64 blocks a source. What a source holds of
-// the prompt in one plane is then a bitmap, on which the hit rule finds runs 64 blocks at a time.
-// The pass ends where no source is left whose groups of full attention hold everything so far.
+// The pass collects the rows of 64 hash blocks at a time: a word for each 64 sources and plane. Most
+// sources are followed on these words, all together (`cohort.hpp`). Of the others - with lower
+// tiers, drafting, odd blocks - the words are turned over, into one of 64 blocks a source: what a
+// source holds of the prompt in one plane is then a bitmap, on which the hit rule finds runs 64
+// blocks at a time. The pass ends where no source is left whose full attention holds everything.
 //
 // What is unusual about a source - a known hash function, hashes of its own in a lower tier, very
 // many planes - is looked up for that source alone, into bitmaps of the same form.
 #pragma once
 
-#include "index.hpp"
+#include "cohort.hpp"
 #include "prompt.hpp"
 
 namespace kvroute {
 
-struct Hit {
-    u64 gpu = 0;
-    u64 total = 0;
-    std::vector<std::pair<u32, u64>> by_tier;  // what each lower tier adds, the fastest first
+// What each lower tier adds to a hit, the fastest first.
+using Shares = std::vector<std::pair<u32, u64>>;
 
-    bool operator==(const Hit&) const = default;
+struct TieredHit {
+    Hit hit;
+    Shares by_tier;
+
+    bool operator==(const TieredHit&) const = default;
+};
+
+// The hit of every source, by slot, and the shares of those that have any.
+struct Hits {
+    std::vector<Hit> by_slot;
+    std::vector<std::pair<u32, Shares>> shares;
+
+    void set(u32 slot, TieredHit&& found) {
+        by_slot[slot] = found.hit;
+        if (!found.by_tier.empty()) shares.emplace_back(slot, std::move(found.by_tier));
+    }
 };
 
 // A source's hashes of a prompt, as its engine computes them: one list for each way in which it may
@@ -46,24 +60,26 @@ class Matcher {
 public:
     explicit Matcher(Index& index) : index_(index) {}
 
-    // The hit of every source, by slot.
-    void match(Prompt& prompt, const std::vector<Computed>& computed, std::vector<Hit>& hits) {
-        hits.assign(index_.sources().size(), Hit());
+    void match(Prompt& prompt, const std::vector<Computed>& computed, Hits& hits) {
+        hits.by_slot.assign(index_.sources().size(), Hit());
+        hits.shares.clear();
         if (prompt.tokens().size() < 2) return;
         if (version_ != index_.version()) find_lanes();
-        for (const Lane& lane : lanes_) match_lane(lane, prompt, computed, hits);
+        for (Lane& lane : lanes_) match_lane(lane, prompt, computed, hits);
         for (u32 slot : alone_) {
-            if (of_slot(computed, slot) == nullptr) hits[slot] = match_alone(slot, prompt, nullptr);
+            if (of_slot(computed, slot) == nullptr) {
+                hits.set(slot, match_alone(slot, prompt, nullptr));
+            }
         }
         for (const Computed& each : computed) {
             if (index_.has_source(each.slot) && index_.source(each.slot).has_layout) {
-                hits[each.slot] = match_alone(each.slot, prompt, &each);
+                hits.set(each.slot, match_alone(each.slot, prompt, &each));
             }
         }
     }
 
     // The hit of one source. `computed`: its hashes of the prompt, if they are known.
-    Hit match_source(u32 slot, Prompt& prompt, const Computed* computed) {
+    TieredHit match_source(u32 slot, Prompt& prompt, const Computed* computed) {
         if (prompt.tokens().size() < 2 || !index_.source(slot).has_layout) return {};
         return match_alone(slot, prompt, computed);
     }
@@ -87,39 +103,43 @@ public:
         return accepted;
     }
 
+    // Of all sources, each once.
     std::vector<Prompt::Step> steps() {
         if (version_ != index_.version()) find_lanes();
-        std::vector<Prompt::Step> found;
-        for (const Lane& lane : lanes_) found.push_back(lane.step);
-        for (u32 slot : alone_) found.push_back(step_of(index_.source(slot)));
-        return found;
+        return steps_;
     }
 
 private:
     friend class IndexAudit;  // of the tests
 
-    static constexpr u32 kMostPlanes = 64;  // of a source that is matched together with others
+    static constexpr u32 kMostPlanes = 64;   // of a source that is matched together with others
+    static constexpr u32 kMostWords = 2048;  // for one block of a lane
 
     // Sources whose hashes end at the same tokens.
     struct Lane {
         Prompt::Step step;
+        u32 words = 0;                // of 64 sources each
+        std::vector<u32> dense;       // plane -> its number among those in use; kNone
+        u32 width = 0;                // words for one block: those of each plane in use
+        std::vector<Cohort> cohorts;
+
+        // The sources that no cohort takes:
         std::vector<u32> slots;
-        u32 words = 0;
-        std::vector<u32> dense;      // plane -> its number among those in use; kNone
-        std::vector<u32> pairs;      // number * words + word -> place of its bits; kNone
-        u32 pair_count = 0;
-        bool may_end_early = true;   // all of its sources may
-        struct Needed {              // what full attention needs to go on
-            u32 word, pair;
-            u64 stride;              // in hash blocks
+        std::vector<u32> turned;      // place of a word -> number of its turned words; kNone
+        std::vector<u32> places;      // the places of those
+        bool may_end_early = true;    // all of them may
+        struct Needed {               // what full attention needs to go on
+            u32 word, place;
+            u64 stride;               // in hash blocks
             u64 sources;
         };
         std::vector<Needed> needed;
-        std::vector<u64> all;        // by word: its sources
+        std::vector<u64> all;         // by word: these sources
 
-        u32 pair_of(u32 word, u32 plane) const {
+        // Where a word lies among those of a block; kNone where nobody holds anything.
+        u32 place_of(u32 word, u32 plane) const {
             if (plane >= dense.size() || word >= words || dense[plane] == kNone) return kNone;
-            return pairs[dense[plane] * words + word];
+            return dense[plane] * words + word;
         }
     };
 
@@ -158,15 +178,21 @@ private:
         version_ = index_.version();
         lanes_.clear();
         alone_.clear();
+        steps_.clear();
         for (const auto& of : index_.sources()) {
             if (!of || !of->has_layout) continue;
-            if (of->tier_found || planes_in_use(*of) > kMostPlanes) {
-                alone_.push_back(of->slot);
-            } else {
-                lane_of(step_of(*of)).slots.push_back(of->slot);
+            const Prompt::Step step = step_of(*of);
+            if (std::find(steps_.begin(), steps_.end(), step) == steps_.end()) {
+                steps_.push_back(step);
             }
+            if (of->tier_found || !join(lane_of(step), *of)) alone_.push_back(of->slot);
         }
-        for (Lane& lane : lanes_) fill(lane);
+        for (Lane& lane : lanes_) {
+            for (Cohort& cohort : lane.cohorts) {
+                cohort.settle([&](u32 plane) { return lane.place_of(0, plane); });
+            }
+            fill_turned(lane);
+        }
     }
 
     Lane& lane_of(Prompt::Step step) {
@@ -175,37 +201,55 @@ private:
         }
         lanes_.emplace_back();
         lanes_.back().step = step;
+        lanes_.back().words = static_cast<u32>(index_.sources().size() + 63) / 64;
         return lanes_.back();
     }
 
-    static u32 planes_in_use(const Source& of) {
-        return static_cast<u32>(
-            std::count_if(of.counts.begin(), of.counts.end(), [](u32 n) { return n > 0; }));
+    // False where a source has too many planes.
+    static bool join(Lane& lane, const Source& of) {
+        std::vector<u32> fresh;
+        u32 count = 0;
+        for (u32 plane = 0; plane < of.counts.size(); ++plane) {
+            if (!of.counts[plane] || group_of_plane(plane) >= of.layout.groups.size()) continue;
+            ++count;
+            if (lane.place_of(0, plane) == kNone) fresh.push_back(plane);
+        }
+        const std::size_t wanted = lane.width + fresh.size() * lane.words;
+        if (count > kMostPlanes || (!fresh.empty() && wanted > kMostWords)) return false;
+        for (u32 plane : fresh) {
+            if (plane >= lane.dense.size()) lane.dense.resize(plane + 1, kNone);
+            lane.dense[plane] = lane.width / lane.words;
+            lane.width += lane.words;
+        }
+        if (Cohort::takes(of)) {
+            cohort_of(lane, of.layout).add(of);
+        } else {
+            lane.slots.push_back(of.slot);
+        }
+        return true;
     }
 
-    void fill(Lane& lane) {
-        for (u32 slot : lane.slots) lane.words = std::max(lane.words, slot / 64 + 1);
+    static Cohort& cohort_of(Lane& lane, const Layout& layout) {
+        for (Cohort& cohort : lane.cohorts) {
+            if (cohort.layout() == layout) return cohort;
+        }
+        return lane.cohorts.emplace_back(layout, lane.words);
+    }
+
+    void fill_turned(Lane& lane) {
+        lane.turned.assign(lane.slots.empty() ? 0 : lane.width, kNone);
         lane.all.assign(lane.words, 0);
         for (u32 slot : lane.slots) {
             const Source& of = index_.source(slot);
             lane.all[of.word] |= of.bit;
             for (u32 plane = 0; plane < of.counts.size(); ++plane) {
-                if (of.counts[plane] && group_of_plane(plane) < of.layout.groups.size()) {
-                    add_pair(lane, of.word, plane);
-                }
+                const u32 place = of.counts[plane] ? lane.place_of(of.word, plane) : kNone;
+                if (place == kNone || lane.turned[place] != kNone) continue;
+                lane.turned[place] = static_cast<u32>(lane.places.size());
+                lane.places.push_back(place);
             }
+            add_needed(lane, of);
         }
-        for (u32 slot : lane.slots) add_needed(lane, index_.source(slot));
-    }
-
-    static void add_pair(Lane& lane, u32 word, u32 plane) {
-        if (plane >= lane.dense.size()) lane.dense.resize(plane + 1, kNone);
-        if (lane.dense[plane] == kNone) {
-            lane.dense[plane] = static_cast<u32>(lane.pairs.size()) / lane.words;
-            lane.pairs.resize(lane.pairs.size() + lane.words, kNone);
-        }
-        u32& place = lane.pairs[lane.dense[plane] * lane.words + word];
-        if (place == kNone) place = lane.pair_count++;
     }
 
     // A source may end early that has a group of full attention whose end nothing can pass: no lower
@@ -228,110 +272,138 @@ private:
             return;
         }
         for (u32 group : layout.full) {
-            const u32 pair = lane.pair_of(of.word, plane_of(group, 0));
+            const u32 place = lane.place_of(of.word, plane_of(group, 0));
             const u64 stride = layout.groups[group].block_size / lane.step.tokens;
-            add_needed(lane, of, pair, stride);
+            add_needed(lane, of, place, stride);
         }
     }
 
-    static void add_needed(Lane& lane, const Source& of, u32 pair, u64 stride) {
+    static void add_needed(Lane& lane, const Source& of, u32 place, u64 stride) {
         for (Lane::Needed& each : lane.needed) {
-            if (each.word == of.word && each.pair == pair && each.stride == stride) {
+            if (each.word == of.word && each.place == place && each.stride == stride) {
                 each.sources |= of.bit;
                 return;
             }
         }
-        lane.needed.push_back({of.word, pair, stride, of.bit});
+        lane.needed.push_back({of.word, place, stride, of.bit});
     }
 
     // --- one lane ---
 
-    void match_lane(const Lane& lane, Prompt& prompt, const std::vector<Computed>& computed,
-                    std::vector<Hit>& hits) {
+    void match_lane(Lane& lane, Prompt& prompt, const std::vector<Computed>& computed,
+                    Hits& hits) {
+        const u64 length = prompt.tokens().size();
         const std::vector<u64>& keys = prompt.keys(index_.space(), lane.step);
         const u64 chunks = (keys.size() + 63) / 64;
-        bits_.resize(std::size_t{lane.pair_count} * chunks * 64);
+        for (Cohort& cohort : lane.cohorts) cohort.start(length, keys.size());
+        rows_.resize(std::size_t{lane.width} * 64);
+        bits_.resize(lane.places.size() * chunks * 64);
         alive_ = lane.all;
-        u64 looked_at = 0;
-        for (u64 chunk = 0; chunk < chunks; ++chunk) {
-            const u64 first = chunk * 64, count = std::min<u64>(64, keys.size() - first);
-            const u64 done = collect(lane, keys, first, count);
-            for (u32 pair = 0; pair < lane.pair_count; ++pair) {
-                u64* words = collected_.data() + std::size_t{pair} * 64;
-                u64* turned = bits_.data() + (pair * chunks + chunk) * 64;
-                std::memcpy(turned, words, 64 * sizeof(u64));
-                transpose(turned);
+        bool is_over = lane.slots.empty();
+        u64 first = 0;
+        // A prompt that nobody knows ends after a short piece.
+        for (u64 piece = kFirstPiece; first < keys.size(); piece = 64 - first % 64) {
+            const u64 end = std::min<u64>(first + piece, keys.size());
+            collect(lane, keys, first, end);
+            bool has_any = false;
+            for (Cohort& cohort : lane.cohorts) {
+                cohort.follow(first, end, rows_.data(), lane.width, hits.by_slot);
+                has_any |= !cohort.is_over();
             }
-            looked_at = first + done;
-            if (done < count) break;
+            is_over = is_over || (lane.may_end_early && is_over_at(lane, first, end));
+            const bool is_last = (!has_any && is_over) || end == keys.size();
+            if (end % 64 == 0 || is_last) turn(lane, first / 64, end, chunks);
+            first = end;
+            if (is_last) break;
         }
+        for (Cohort& cohort : lane.cohorts) cohort.finish(hits.by_slot);
         for (u32 slot : lane.slots) {
             if (!computed.empty() && of_slot(computed, slot) != nullptr) continue;
-            Source& of = index_.source(slot);
-            const u32 bit = slot % 64;
-            auto bitmap_of = [&](u32 plane, bool of_tier) -> Bitmap {
-                const u32 pair = of_tier ? kNone : lane.pair_of(of.word, plane);
-                if (pair == kNone || !of.count(plane)) return {};
-                return {bits_.data() + pair * chunks * 64 + bit, 64, looked_at};
-            };
-            hits[slot] = hit_of(of, prompt.tokens().size(), looked_at, bitmap_of);
+            hits.set(slot, turned_hit(lane, slot, length, first, chunks));
         }
     }
 
-    // Collects the rows of up to 64 blocks; returns after how many of them no source is left.
-    u64 collect(const Lane& lane, const std::vector<u64>& keys, u64 first, u64 count) {
-        collected_.assign(std::size_t{lane.pair_count} * 64, 0);
+    // Collects the rows of the blocks [first, end), of one chunk of 64.
+    void collect(const Lane& lane, const std::vector<u64>& keys, u64 first, u64 end) {
+        const u64 count = end - first;
+        u64 hashes[64];
+        u32 ids[64];
         auto key_at = [&](u64 i) { return Prompt::key_at(keys, lane.step, first + i); };
-        for (u64 i = 0; i < count; ++i) index_.prefetch_key(key_at(i));
-        for (u64 i = 0; i < count; ++i) index_.prefetch_node_with(key_at(i));
         for (u64 i = 0; i < count; ++i) {
-            for (u32 id = index_.first_with(key_at(i)); id != kNone;) {
-                const Node& node = index_.nodes()[id];
-                collect_rows(lane, node, i);
-                id = node.next_key;
-            }
-            if (lane.may_end_early && is_over(lane, first + i, i)) return i + 1;
+            hashes[i] = Index::hash_of_key(key_at(i));
+            index_.prefetch_key(hashes[i]);
         }
-        return count;
+        for (u64 i = 0; i < count; ++i) ids[i] = index_.guess_with(hashes[i]);
+        u64* row = rows_.data() + first % 64 * lane.width;
+        std::fill(row, row + count * lane.width, 0);
+        for (u64 i = 0; i < count; ++i) {
+            if (ids[i] == kNone) continue;
+            if (!index_.nodes()[ids[i]].has_key(key_at(i))) ids[i] = index_.first_with(key_at(i));
+            if (ids[i] != kNone) index_.nodes()[ids[i]].prefetch_rows();
+        }
+        for (u64 i = 0; i < count; ++i, row += lane.width) {
+            for (u32 id = ids[i]; id != kNone; id = index_.nodes()[id].next_key) {
+                add_rows(lane, index_.nodes()[id], row);
+            }
+        }
     }
 
-    void collect_rows(const Lane& lane, const Node& node, u64 i) {
-        const u32 count = node.row_count();
+    static void add_rows(const Lane& lane, const Node& node, u64* out) {
         const u32* rows = node.row_keys();
         const u64* bits = node.row_bits();
-        for (u32 row = 0; row < count; ++row) {
-            const u32 pair = lane.pair_of(word_of_row(rows[row]), plane_of_row(rows[row]));
-            if (pair == kNone) continue;
-            u64 found = bits[row];
-            if (count > 1) found &= ~not_found(rows, bits, count, row);
-            collected_[std::size_t{pair} * 64 + i] |= found;
+        // From the end: the sources that find another node by its key come last in a word.
+        u32 word = kNone;
+        u64 not_found = 0;
+        for (u32 i = node.row_count(); i-- > 0;) {
+            if (word_of_row(rows[i]) != word) not_found = 0;
+            word = word_of_row(rows[i]);
+            if (plane_of_row(rows[i]) == kNotFound) not_found = bits[i];
+            const u32 place = lane.place_of(word, plane_of_row(rows[i]));
+            if (place != kNone) out[place] |= bits[i] & ~not_found;
         }
     }
 
-    // The sources of a row that find another node by its key; their row follows in the same word.
-    static u64 not_found(const u32* rows, const u64* bits, u32 count, u32 row) {
-        const u32 wanted = row_key(word_of_row(rows[row]), kNotFound);
-        while (++row < count && rows[row] <= wanted) {
-            if (rows[row] == wanted) return bits[row];
-        }
-        return 0;
-    }
-
-    bool is_over(const Lane& lane, u64 index, u64 i) {
-        for (const Lane::Needed& needed : lane.needed) {
-            if (needed.stride != 1 && (index + 1) % needed.stride) continue;
-            const u64 found =
-                needed.pair == kNone ? 0 : collected_[std::size_t{needed.pair} * 64 + i];
-            alive_[needed.word] &= found | ~needed.sources;
+    // Whether no source that is not in a cohort is left behind one of the blocks [first, end).
+    bool is_over_at(const Lane& lane, u64 first, u64 end) {
+        for (u64 i = first; i < end; ++i) {
+            const u64* row = rows_.data() + i % 64 * lane.width;
+            for (const Lane::Needed& needed : lane.needed) {
+                if (needed.stride != 1 && (i + 1) % needed.stride) continue;
+                const u64 found = needed.place == kNone ? 0 : row[needed.place];
+                alive_[needed.word] &= found | ~needed.sources;
+            }
         }
         u64 any = 0;
         for (u64 word : alive_) any |= word;
         return !any;
     }
 
+    // Turns the words of a chunk over, as far as it was collected.
+    void turn(const Lane& lane, u64 chunk, u64 end, u64 chunks) {
+        const u64 count = end - chunk * 64;
+        for (std::size_t number = 0; number < lane.places.size(); ++number) {
+            u64* turned = bits_.data() + (number * chunks + chunk) * 64;
+            for (u64 i = 0; i < 64; ++i) {
+                turned[i] = i < count ? rows_[i * lane.width + lane.places[number]] : 0;
+            }
+            transpose(turned);
+        }
+    }
+
+    TieredHit turned_hit(const Lane& lane, u32 slot, u64 length, u64 looked_at, u64 chunks) {
+        Source& of = index_.source(slot);
+        auto bitmap_of = [&](u32 plane, bool of_tier) -> Bitmap {
+            const u32 place = of_tier ? kNone : lane.place_of(of.word, plane);
+            if (place == kNone || !of.count(plane)) return {};
+            const std::size_t number = lane.turned[place];
+            return {bits_.data() + number * chunks * 64 + slot % 64, 64, looked_at};
+        };
+        return hit_of(of, length, looked_at, bitmap_of);
+    }
+
     // --- one source ---
 
-    Hit match_alone(u32 slot, Prompt& prompt, const Computed* computed) {
+    TieredHit match_alone(u32 slot, Prompt& prompt, const Computed* computed) {
         Source& of = index_.source(slot);
         Alone alone;
         look_up(of, prompt, computed, alone, computed == nullptr && may_end_early(of));
@@ -350,7 +422,7 @@ private:
         const u64 ahead = 8;
         for (u64 i = 0; i < keys.size(); ++i) {
             if (i + ahead < keys.size()) {
-                index_.prefetch_key(Prompt::key_at(keys, step, i + ahead));
+                index_.prefetch_key(Index::hash_of_key(Prompt::key_at(keys, step, i + ahead)));
             }
             if (ends_early && i && lacks_full(of, out, i - 1)) break;
             for (u32 id = index_.first_with(Prompt::key_at(keys, step, i)); id != kNone;) {
@@ -394,7 +466,7 @@ private:
     // `bitmap_of(plane, of_tier)`: what the source holds there, found by the usual hashes or by the
     // tier's own.
     template <class BitmapOf>
-    Hit hit_of(Source& of, u64 length, u64 count, BitmapOf&& bitmap_of) {
+    TieredHit hit_of(Source& of, u64 length, u64 count, BitmapOf&& bitmap_of) {
         const Layout& layout = of.layout;
         present_.step = layout.hash_block_size;
         present_.groups.assign(layout.groups.size(), Bitmap());
@@ -406,16 +478,16 @@ private:
                 all = both(all, bitmap_of(plane_of(members[i], 0), false), count, true);
             }
         }
-        Hit hit;
-        hit.gpu = hit.total = rule::longest_hit(layout, present_, length - 1, length);
-        if (of.has_lower_tiers()) extend(of, length, count, hit, bitmap_of);
-        return hit;
+        const u64 gpu = rule::longest_hit(layout, present_, length - 1, length);
+        TieredHit found{{static_cast<u32>(gpu), static_cast<u32>(gpu)}, {}};
+        if (of.has_lower_tiers()) extend(of, length, count, found, bitmap_of);
+        return found;
     }
 
     // Adds what lower tiers can bring back. Tiers with equal units together: a hit may take from each
     // of them. What keeps other units is another connector of the engine, and it loads from one.
     template <class BitmapOf>
-    void extend(Source& of, u64 length, u64 count, Hit& hit, BitmapOf&& bitmap_of) {
+    void extend(Source& of, u64 length, u64 count, TieredHit& found, BitmapOf&& bitmap_of) {
         std::vector<std::pair<std::vector<u64>, std::vector<u32>>> by_units;
         for (u32 tier : lower_tiers(of)) {
             see_ends(of, tier, length, bitmap_of);
@@ -428,7 +500,7 @@ private:
             }
             equal->second.push_back(tier);
         }
-        const u64 gpu = hit.gpu;
+        const u64 gpu = found.hit.gpu;
         for (const auto& [units, tiers] : by_units) {
             auto reach = [&, &units = units, &tiers = tiers](std::size_t tier_count) {
                 const Presence below = below_of(of, {tiers.data(), tier_count}, count, bitmap_of);
@@ -436,16 +508,16 @@ private:
                     .longest();
             };
             const u64 total = reach(tiers.size());
-            if (total <= hit.total) continue;
-            hit = {gpu, total, shares_of(tiers, gpu, total, reach)};
+            if (total <= found.hit.total) continue;
+            found.hit.total = static_cast<u32>(total);
+            found.by_tier = shares_of(tiers, gpu, total, reach);
         }
     }
 
     // What each tier adds: a block counts for the first that has it.
     template <class Reach>
-    static std::vector<std::pair<u32, u64>> shares_of(const std::vector<u32>& tiers, u64 gpu,
-                                                      u64 total, Reach&& reach) {
-        std::vector<std::pair<u32, u64>> shares;
+    static Shares shares_of(const std::vector<u32>& tiers, u64 gpu, u64 total, Reach&& reach) {
+        Shares shares;
         u64 so_far = gpu;
         for (std::size_t i = 1; i <= tiers.size() && so_far != total; ++i) {
             const u64 reached =
@@ -517,12 +589,15 @@ private:
         return {out, 1, count};
     }
 
+    static constexpr u64 kFirstPiece = 8;  // blocks
+
     Index& index_;
     u64 version_ = ~u64{0};
     std::vector<Lane> lanes_;
     std::vector<u32> alone_;
-    std::vector<u64> bits_;        // by pair, chunk and source: 64 blocks
-    std::vector<u64> collected_;   // by pair and block: 64 sources
+    std::vector<Prompt::Step> steps_;
+    std::vector<u64> rows_;        // by block of a chunk and place
+    std::vector<u64> bits_;        // by number of turned words, chunk and source: 64 blocks
     std::vector<u64> alive_;       // by word: sources that full attention still follows
     Presence present_;
     std::vector<std::unique_ptr<u64[]>> combined_;

@@ -83,6 +83,10 @@ struct Node {
     const u32* row_keys() const { return first_row == kManyRows ? rows->keys() : &first_row; }
     const u64* row_bits() const { return first_row == kManyRows ? rows->bits() : &bits; }
 
+    void prefetch_rows() const {
+        if (first_row == kManyRows) __builtin_prefetch(rows);
+    }
+
     u64 row(u32 key) const {
         if (first_row == key) return bits;
         if (first_row != kManyRows) return 0;

@@ -5,7 +5,7 @@ This is the plain reference: dictionaries, no cleverness. Whatever is faster is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -105,7 +105,7 @@ class ReferenceIndex(PrefixIndex):
         return prompt
 
     @override
-    def match_prompt(self, prompt: HashedPrompt) -> dict[SourceId, Hit]:
+    def match_prompt(self, prompt: HashedPrompt) -> Mapping[SourceId, Hit]:
         assert isinstance(prompt, PromptKeys)
         return {source_id: hit_of(source, prompt) for source_id, source in self.sources.items()}
 

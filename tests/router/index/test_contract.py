@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,6 +30,7 @@ from kvevents.events import (
 )
 from kvevents.hashing import DEFAULT_SEED, HashChain, to_wire_int
 from router.index import (
+    NO_HIT,
     ApplyResult,
     GroupHit,
     HashedPrompt,
@@ -178,6 +179,48 @@ def test_one_source_is_matched_as_it_is_among_all(implementation: Implementation
     alone = {source: index.match_source(prompt, source) for source in (SOURCE, other, empty)}
     assert alone == index.match_prompt(prompt)
     assert alone[other] == Hit(48, 48)
+
+
+def test_the_hits_of_a_match_stay_as_they_were_found(implementation: Implementation) -> None:
+    """They are read while sources come and go: none may get the hit of another."""
+    index = index_with(implementation)
+    other, late = SourceId("replica-b"), SourceId("replica-c")
+    apply(index, PROMPT.stored(0, FULL))
+    index.apply(other, EventBatch(0.0, [PROMPT.stored(0, FULL, 0, 48)]))
+    found = index.match(tokens(161))
+    index.drop(SOURCE)
+    index.add(late)
+    index.apply(late, EventBatch(0.0, [PROMPT.stored(0, FULL, 0, 16)]))
+    assert found == {SOURCE: Hit(160, 160), other: Hit(48, 48)}
+    assert (found[SOURCE], found.get(late), found.get(late, NO_HIT)) == (
+        Hit(160, 160),
+        None,
+        NO_HIT,
+    )
+    assert index.match(tokens(161)) == {other: Hit(48, 48), late: Hit(16, 16)}
+
+
+def test_the_hits_of_a_match_are_a_mapping(implementation: Implementation) -> None:
+    """Whoever reads one like a dict must not notice which index made it."""
+    index = index_with(implementation)
+    apply(index, PROMPT.stored(0, FULL))
+    empty = SourceId("replica-b")
+    index.add(empty)
+    found, expected = index.match(tokens(161)), {SOURCE: Hit(160, 160), empty: NO_HIT}
+    assert isinstance(found, Mapping)
+    assert (dict(found), dict(found.items()), {**found}) == (expected, expected, expected)
+    assert (set(found), set(found.keys()), len(found)) == (set(expected), set(expected), 2)
+    assert sorted(found.values()) == [NO_HIT, Hit(160, 160)]
+    assert found == index.match(tokens(161)) != index.match(tokens(99))
+    assert found != {SOURCE: NO_HIT}
+    assert found != 7
+    assert SOURCE in found
+    assert SourceId("nobody") not in found
+    assert repr(found) == repr(expected)
+    with pytest.raises(KeyError, match="nobody"):
+        found[SourceId("nobody")]
+    with pytest.raises(TypeError, match="unhashable"):
+        found.get([])  # type: ignore[call-overload]
 
 
 def test_a_source_that_is_not_known_holds_nothing(index: PrefixIndex) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -41,6 +42,8 @@ from tests.router.index.implementations import IMPLEMENTATIONS
 pytestmark = pytest.mark.skipif(
     choose_index() is REFERENCE, reason="the compiled index is not built"
 )
+
+Groups: TypeAlias = tuple[KVCacheGroup, ...]
 
 _NATIVE = IMPLEMENTATIONS[1]
 _TOKENS = 3
@@ -316,6 +319,10 @@ def run(seed: int, is_sane: bool, sources: int, limits: SourceLimits, steps: int
             pair.compare()
 
 
+def _window(size: int, block_size: int = 2) -> KVCacheGroup:
+    return KVCacheGroup(GroupKind.SLIDING_WINDOW, block_size, sliding_window=size)
+
+
 ROOMY = SourceLimits(forgotten=100_000)
 TIGHT = SourceLimits(
     blocks=12, tiers=3, waiting_runs=3, waiting_tokens=20, waiting_batches=6, forgotten=100_000
@@ -340,6 +347,74 @@ def test_both_do_and_answer_the_same(is_sane: bool, limits: SourceLimits, seed: 
 def test_both_answer_the_same_for_more_sources_than_a_word_has_bits(seed: int) -> None:
     """Sources are kept 64 a word."""
     run(seed, True, 150, ROOMY, 400)
+
+
+_FULL, _MAMBA = KVCacheGroup(GroupKind.FULL, 2), KVCacheGroup(GroupKind.MAMBA, 4)
+_LAYOUTS = (
+    (_FULL,),
+    (_FULL, _window(5)),
+    (_FULL, _window(40), _window(300)),
+    (KVCacheGroup(GroupKind.FULL, 4), _window(6), _MAMBA, _window(6)),
+    (KVCacheGroup(GroupKind.MAMBA, 2), _window(131, 4)),
+    (_window(17), KVCacheGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=32)),
+)
+_LONG = 600
+"""Tokens of a prompt: more blocks than a match looks up at a time, and than a window has."""
+
+
+def holes(rng: random.Random, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+    """What a group has lost: its front, single blocks, or whole stretches."""
+    lost: list[BlockHash] = [*hashes[: rng.choice([0, 0, rng.randrange(len(hashes))])]]
+    for _ in range(rng.choice([0, 0, 1, 1, 9])):
+        at = rng.randrange(len(hashes))
+        lost += hashes[at : at + rng.choice([1, 1, 3, 70])]
+    return lost
+
+
+def held_events(rng: random.Random, prompt: list[int], groups: Groups) -> Iterator[Event]:
+    """A prompt's blocks in all groups, and then some removals."""
+    chain = HashChain.from_seed("sha256", DEFAULT_SEED)
+    count = rng.choice([_LONG, rng.randrange(1, _LONG)]) // 4 * 4
+    for index, group in enumerate(groups):
+        size = group.block_size
+        every = [to_wire_int(digest) for digest in chain.block_hashes(prompt[:count], 2)]
+        hashes: list[BlockHash] = [*every[size // 2 - 1 :: size // 2]]
+        stored = prompt[: len(hashes) * size]
+        kind, window = group.kind.value, group.sliding_window
+        if hashes:
+            yield BlockStored(
+                hashes,
+                None,
+                stored,
+                "GPU",
+                index,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+            yield BlockRemoved(holes(rng, hashes), "GPU", index)
+
+
+@settings(parent=_settings, max_examples=12)
+@given(seed=_seeds)
+def test_both_answer_the_same_of_long_prompts_with_holes_in_every_group(seed: int) -> None:
+    """Most sources are followed all at once, block by block: no window, hole, chunk of blocks or
+    neighbour in the same word may make a difference to what each finds alone."""
+    rng = random.Random(seed)
+    prompt = rng.choices(range(50), k=_LONG)
+    reference, native = ReferenceIndex(), _NATIVE.create(None)
+    sources = [SourceId(f"replica-{number}") for number in range(rng.choice([3, 70]))]
+    layouts = rng.sample(_LAYOUTS, rng.choice([1, 2, 6]))
+    for source in sources:
+        groups = rng.choice(layouts)
+        payload = encode(EventBatch(0.0, [*held_events(rng, prompt, groups)]))
+        for index in (reference, native):
+            index.add(source, LayoutHints(groups, 2, authoritative=True, hash_seeds=()))
+            index.apply(source, payload)
+    for length in (_LONG, rng.randrange(2, _LONG), _LONG + 1):
+        asked = native.prepare([*prompt, 1][:length])
+        hits = native.match_prompt(asked)
+        assert hits == reference.match([*prompt, 1][:length])
+        assert {source: native.match_source(asked, source) for source in sources} == hits
 
 
 # --- bytes that nobody checked --------------------------------------------------------------------

@@ -41,20 +41,21 @@ public:
 
     // All sources in one pass find what each of them finds alone.
     void expect_same_alone(Prompt& prompt) {
-        std::vector<Hit> hits;
+        Hits hits;
         matcher_.match(prompt, {}, hits);
         // What a look-up teaches of a tier's units must not depend on how it was done.
-        std::vector<Hit> again;
+        Hits again;
         matcher_.match(prompt, {}, again);
         if (prompt.tokens().size() < 2) return;
-        for (u32 slot = 0; slot < hits.size(); ++slot) {
+        for (u32 slot = 0; slot < hits.by_slot.size(); ++slot) {
+            const Hit hit = hits.by_slot[slot];
             if (!index_.has_source(slot) || !index_.source(slot).has_layout) {
-                EXPECT(hits[slot] == Hit());
+                EXPECT(hit == Hit());
                 continue;
             }
-            EXPECT(matcher_.match_alone(slot, prompt, nullptr) == again[slot]);
-            EXPECT(hits[slot].gpu <= hits[slot].total);
-            EXPECT(hits[slot].total < prompt.tokens().size());
+            EXPECT(matcher_.match_alone(slot, prompt, nullptr) == tiered(again, slot));
+            EXPECT(hit.gpu <= hit.total);
+            EXPECT(hit.total < prompt.tokens().size());
             for (u64 each : matcher_.group_hits(prompt, slot, nullptr)) {
                 EXPECT(each <= prompt.tokens().size());
             }
@@ -62,6 +63,14 @@ public:
     }
 
 private:
+    static TieredHit tiered(const Hits& hits, u32 slot) {
+        TieredHit found{hits.by_slot[slot], {}};
+        for (const auto& [each, shares] : hits.shares) {
+            if (each == slot) found.by_tier = shares;
+        }
+        return found;
+    }
+
     struct Found {
         u64 entries = 0, unplaced = 0, copies = 0, places = 0, not_found = 0, tier_found = 0;
         u64 further = 0;

@@ -360,9 +360,9 @@ private:
         for (u32 count = in_.below(20); count; --count) {
             computed.hashes[count % 2].push_back(1 + in_.below(kHashes));
         }
-        std::vector<Hit> hits;
+        Hits hits;
         matcher_.match(prompt, {computed}, hits);
-        for (const Hit& hit : hits) EXPECT(hit.gpu <= hit.total);
+        for (const Hit& hit : hits.by_slot) EXPECT(hit.gpu <= hit.total);
         matcher_.group_hits(prompt, computed.slot, &computed);
     }
 

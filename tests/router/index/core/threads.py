@@ -42,13 +42,13 @@ def stored(number: int, blocks: int) -> tuple[bytes, list[int]]:
 def main(path: Path) -> None:
     """Apply in one thread, hash and match in three, until the one is done."""
     module = load(path)
-    from router.index.base import Hit  # noqa: PLC0415  # after the module is in its place
+    from router.index.base import NO_HIT  # noqa: PLC0415  # after the module is in its place
 
-    core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192])
+    core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192], NO_HIT)
     for _ in range(SOURCES):
         add_source(core)
     batches = [stored(number, blocks) for number, blocks in enumerate(BLOCKS, 1)]
-    names = [f"source {slot}" for slot in range(SOURCES)]
+    slots = {f"source {slot}": slot for slot in range(SOURCES)}
     is_done = threading.Event()
     failures: list[BaseException] = []
 
@@ -56,7 +56,7 @@ def main(path: Path) -> None:
         try:
             while not is_done.is_set():
                 for _, tokens in batches:
-                    look_up(module, core, tokens, names, Hit)
+                    look_up(module, core, tokens, slots)
         except BaseException as error:  # noqa: BLE001  # reported by the main thread
             failures.append(error)
 
@@ -87,14 +87,11 @@ def apply_all(core: Any, payloads: Sequence[bytes]) -> None:
                 core.apply_told(slot, payload, False, [])
 
 
-def look_up(
-    module: Any, core: Any, tokens: Sequence[int], names: Sequence[str], hit_type: type
-) -> None:
+def look_up(module: Any, core: Any, tokens: Sequence[int], slots: dict[str, int]) -> None:
     """A hit is that of no batch or of a whole one: never of half of it."""
     prompt = module.Prompt([*tokens, 1], None, None, b"")
     core.hash(prompt)
-    without = {name: hit_type(0, 0) for name in names}
-    hits = core.match(prompt, list(names), without, hit_type, [])
+    hits = core.match(prompt, slots, [])
     assert {hit.gpu_cached_tokens for hit in hits.values()} <= {0, len(tokens)}
     core.statistics(0)
 
