@@ -292,6 +292,7 @@ class RouterMetrics:
         self._registry = registry
         self._collected = _Collected()
         self._tiers: set[str] = set()
+        self._served: dict[tuple[str, str], ServedMetrics] = {}
         registry.register(self._collected)
         for attribute, spec in _COUNTERS.items():
             self._add(attribute, WrittenCounter(spec))
@@ -314,32 +315,19 @@ class RouterMetrics:
             self.tokenization.labels(model).observe(tokenization_s)
         self.routing.labels(model).observe(routing_s)
 
-    def compare(
-        self,
-        model: str,
-        replica: str,
-        predicted: int,
-        actual: int,
-        by_tier: Iterable[tuple[str, int]] = (),
-    ) -> None:
-        """Compare a prediction with what the engine reported.
+    def served(self, model: str, replica: str) -> ServedMetrics:
+        """What is counted of a replica's requests; to be asked for each time, not kept.
 
         Args:
             model: The model's name.
-            replica: The replica that responded.
-            predicted: Prompt tokens the router predicted to be cached there.
-            actual: Prompt tokens the engine reported as cached.
-            by_tier: Of those predicted, what each lower tier or shared store has.
+            replica: The replica that responded, or a word for none.
         """
-        for tier, tokens in by_tier:
-            self.lower_tiers.labels(model, self._tier_label(tier)).inc(tokens)
-        self.predicted.labels(model, replica).inc(predicted)
-        self.actual.labels(model, replica).inc(actual)
-        outcome = "exact" if predicted == actual else "over" if predicted > actual else "under"
-        self.predictions.labels(model, replica, outcome).inc()
-        self.prediction_error.labels(model).observe(abs(predicted - actual))
+        found = self._served.get((model, replica))
+        if found is None:
+            found = self._served[model, replica] = ServedMetrics(self, model, replica)
+        return found
 
-    def _tier_label(self, tier: str) -> str:
+    def tier_label(self, tier: str) -> str:
         """The tier's name, which an engine has chosen; one word for all that are too many."""
         if tier in self._tiers or len(self._tiers) < MAX_TIER_LABELS:
             self._tiers.add(tier)
@@ -353,6 +341,7 @@ class RouterMetrics:
             label: `replica` or `model`.
             value: The replica's id or the model's name.
         """
+        self._served.clear()
         for attribute in (*_COUNTERS, *_HISTOGRAMS):
             getattr(self, attribute).forget(label, value)
 
@@ -363,3 +352,80 @@ class RouterMetrics:
     def _render(self, collected: Iterable[Metric]) -> bytes:
         self._collected.metrics = tuple(collected)
         return generate_latest(self._registry)
+
+
+class ServedMetrics:
+    """What is counted of the requests that one replica served for one model. Each series is looked
+    up once, when it is first needed: before that it would stand in `/metrics` as a zero."""
+
+    __slots__ = (
+        "_compared",
+        "_first_byte",
+        "_metrics",
+        "_model",
+        "_replica",
+        "_requests",
+        "_total",
+    )
+
+    def __init__(self, metrics: RouterMetrics, model: str, replica: str) -> None:
+        """
+        Args:
+            metrics: Has the series.
+            model: Their label.
+            replica: Their label.
+        """
+        self._metrics = metrics
+        self._model = model
+        self._replica = replica
+        self._first_byte: HistogramSeries | None = None
+        self._total: HistogramSeries | None = None
+        self._requests: dict[tuple[str, int | None], CounterSeries] = {}
+        self._compared: tuple[CounterSeries, CounterSeries, HistogramSeries] | None = None
+
+    def began(self, seconds: float) -> None:
+        """A response has begun, so long after its request arrived."""
+        if self._first_byte is None:
+            self._first_byte = self._metrics.first_byte.labels(self._model, self._replica)
+        self._first_byte.observe(seconds)
+
+    def ended(self, policy: str, status: int | None, seconds: float) -> None:
+        """A request has ended.
+
+        Args:
+            policy: That chose the replica.
+            status: Sent to the client; None if it left before there was one.
+            seconds: Since it arrived.
+        """
+        series = self._requests.get((policy, status))
+        if series is None:
+            labels = self._model, self._replica, policy, str(status or "none")
+            series = self._requests[policy, status] = self._metrics.requests.labels(*labels)
+        series.inc()
+        if self._total is None:
+            self._total = self._metrics.total.labels(self._model)
+        self._total.observe(seconds)
+
+    def compare(self, predicted: int, actual: int, by_tier: Iterable[tuple[str, int]] = ()) -> None:
+        """Compare a prediction with what the engine reported.
+
+        Args:
+            predicted: Prompt tokens the router predicted to be cached there.
+            actual: Prompt tokens the engine reported as cached.
+            by_tier: Of those predicted, what each lower tier or shared store has.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        for tier, tokens in by_tier:
+            metrics.lower_tiers.labels(model, metrics.tier_label(tier)).inc(tokens)
+        if self._compared is None:
+            self._compared = (
+                metrics.predicted.labels(model, replica),
+                metrics.actual.labels(model, replica),
+                metrics.prediction_error.labels(model),
+            )
+        predicted_tokens, actual_tokens, errors = self._compared
+        predicted_tokens.inc(predicted)
+        actual_tokens.inc(actual)
+        errors.observe(abs(predicted - actual))
+        outcome = "exact" if predicted == actual else "over" if predicted > actual else "under"
+        metrics.predictions.labels(model, replica, outcome).inc()

@@ -8,9 +8,10 @@ requests went, not what they said.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -185,7 +186,7 @@ class RollingTotals:
 
 @dataclass(frozen=True, slots=True)
 class RequestLogStatistics:
-    """Requests held now; requests and changes since the start."""
+    """Requests shown now; requests and changes since the start."""
 
     held: int
     requests: int
@@ -196,8 +197,8 @@ class RequestLog:
     """Holds the requests that changed last. Belongs to one event loop.
 
     Args:
-        max_requests: Bound on requests held; the longest unchanged is dropped first, even while it
-            runs.
+        max_requests: Bound on requests shown; the longest unchanged is dropped first, even while
+            it runs.
         clock: Unix time.
         totals: Counts along; by default on the system's monotonic clock.
     """
@@ -242,10 +243,12 @@ class RequestLog:
         """Note that more is known of a request; one that was dropped is held again."""
         self._changes += 1
         request.change = self._changes
-        self._held.pop(request.number, None)
-        self._held[request.number] = request
-        if len(self._held) > self._max_requests:
-            del self._held[next(iter(self._held))]
+        if request.number not in self._held:
+            self._held[request.number] = request
+            if len(self._held) > 2 * self._max_requests:
+                # Seldom, rather than one in and one out each time.
+                kept = self._latest()
+                self._held = {request.number: request for request in kept}
 
     def finish(self, request: RoutedRequest) -> None:
         """Note that a request has ended, and count it."""
@@ -269,7 +272,10 @@ class RequestLog:
 
     def statistics(self) -> RequestLogStatistics:
         """Sizes and counts."""
-        return RequestLogStatistics(len(self._held), self._requests, self._changes)
+        held = min(len(self._held), self._max_requests)
+        return RequestLogStatistics(held, self._requests, self._changes)
 
-    def _latest(self) -> Iterator[RoutedRequest]:
-        return reversed(self._held.values())
+    def _latest(self) -> list[RoutedRequest]:
+        """Those that changed last, the latest first."""
+        latest = sorted(self._held.values(), key=attrgetter("change"), reverse=True)
+        return latest[: self._max_requests]

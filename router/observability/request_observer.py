@@ -11,7 +11,7 @@ from typing_extensions import override
 from router.errors import NoReplica, Overloaded, RequestError
 from router.index import SourceId
 from router.mirror import Visit
-from router.observability.metrics import RouterMetrics
+from router.observability.metrics import RouterMetrics, ServedMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
 from router.observability.shortages import Shortages
@@ -128,56 +128,34 @@ class RequestObserver(ProxyObserver):
     """Observes one request."""
 
     __slots__ = (
-        "_clock",
         "_decision",
         "_events",
         "_in_flight",
-        "_load",
-        "_log",
-        "_metrics",
         "_moment",
-        "_planner",
+        "_of_all",
         "_queries",
-        "_repair",
-        "_replicas",
-        "_reporting",
-        "_request",
         "_responded",
         "_response_id",
-        "_responses",
-        "_taps",
         "_usage",
+        "request",
     )
 
     def __init__(
-        self, shared: RequestObservers, decision: Decision, request: RoutedRequest
+        self, of_all: RequestObservers, decision: Decision, request: RoutedRequest
     ) -> None:
-        self._load = shared.load
-        self._metrics = shared.metrics
-        self._planner = shared.planner
-        self._replicas = shared.replicas
-        self._log = shared.log
-        self._reporting = shared.reporting
-        self._responses = shared.responses
-        self._repair = shared.repair
-        self._clock = shared.clock
-        self._taps = shared.taps
+        self._of_all = of_all
+        self._decision = decision
+        self.request = request
+        """As the log shows it."""
         self._queries: tuple[tuple[Tap, int], ...] = ()
         spec = decision.spec
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
-        self._decision = decision
-        self._request = request
         self._in_flight: InFlight | None = None
         self._moment: Moment | None = None
         self._usage = UsageReader()
         self._events = 0
         self._responded: str | None = None
-
-    @property
-    def request(self) -> RoutedRequest:
-        """As the log shows it."""
-        return self._request
 
     @override
     def on_attempt(self, attempt: Attempt) -> None:
@@ -188,48 +166,48 @@ class RequestObserver(ProxyObserver):
         dp_rank = ranked.candidate.dp_rank if source is not None else None
         visit = None if source is None else self._visit(source, uncached, ranked.candidate.speed)
         if self._in_flight is None:
-            self._in_flight = self._load.started(
+            self._in_flight = self._of_all.load.started(
                 replica_id, uncached, self._decision.prompt_tokens, dp_rank, visit
             )
         else:
             self._in_flight.retried(replica_id, uncached, dp_rank, visit)
-        self._queries = self._recorded(ranked.candidate, source) if self._taps else ()
+        self._queries = self._recorded(ranked.candidate, source) if self._of_all.taps else ()
         self._end_moment()
-        self._moment = self._repair.quiet.began(replica_id, self._clock())
-        self._request.sent_to(ranked)
-        self._log.update(self._request)
+        self._moment = self._of_all.repair.quiet.began(replica_id, self._of_all.clock())
+        self.request.sent_to(ranked)
+        self._of_all.log.update(self.request)
 
     @override
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         replica_id = attempt.replica_id
-        self._request.last_failure = failure.value
-        if failure in RETRIED and replica_id in self._replicas:
-            self._metrics.retries.labels(replica_id, failure.value).inc()
+        self.request.last_failure = failure.value
+        if failure in RETRIED and replica_id in self._of_all.replicas:
+            self._of_all.metrics.retries.labels(replica_id, failure.value).inc()
             if failure is not Failure.KEPT_CLOSED:
-                self._planner.forget(replica_id)
+                self._of_all.planner.forget(replica_id)
         if failure not in _NOT_HELD_AGAINST_IT:
-            self._replicas.report_failure(replica_id, failure.value)
-        return not self._replicas.is_healthy(replica_id)
+            self._of_all.replicas.report_failure(replica_id, failure.value)
+        return not self._of_all.replicas.is_healthy(replica_id)
 
     @override
     def on_unretried(self, reason: Unretried) -> None:
-        self._metrics.unretried.labels(reason.value).inc()
+        self._of_all.metrics.unretried.labels(reason.value).inc()
 
     @override
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         replica_id = self._responded = attempt.replica_id
         if self._in_flight is not None:
             self._in_flight.first_token()
-        self._request.first_byte_s = seconds
-        self._log.update(self._request)
-        self._replicas.report_served(replica_id)
-        if replica_id in self._replicas:
-            self._metrics.first_byte.labels(self._decision.model_name, replica_id).observe(seconds)
+        self.request.first_byte_s = seconds
+        self._of_all.log.update(self.request)
+        self._of_all.replicas.report_served(replica_id)
+        if replica_id in self._of_all.replicas:
+            self._of_all.metrics.served(self._decision.model_name, replica_id).began(seconds)
 
     @override
     def on_chunk(self, data: bytes) -> None:
         if self._response_id is not None and (found := self._response_id.feed(data)):
-            self._responses.learn(found, self._responded or "")
+            self._of_all.responses.learn(found, self._responded or "")
         self._usage.feed(data)
         events = self._usage.data_events
         if self._in_flight is not None and events > self._events:
@@ -241,25 +219,23 @@ class RequestObserver(ProxyObserver):
         if self._in_flight is not None:
             self._in_flight.ended()
         was_quiet = self._end_moment()
-        model, replica = self._decision.model_name, self._label()
-        self._metrics.requests.labels(
-            model, replica, self._decision.policy, str(status or "none")
-        ).inc()
-        self._metrics.ends.labels(end.value).inc()
-        self._metrics.total.labels(model).observe(seconds)
+        decision, metrics, request = self._decision, self._of_all.metrics, self.request
+        served = metrics.served(decision.model_name, self._label())
+        served.ended(decision.policy, status, seconds)
+        request.status, request.end = status, end.value
+        request.seconds = seconds
+        metrics.ends.labels(request.end).inc()
         if end is End.COMPLETED and status == 200:
-            self._compare(was_quiet)
-        self._request.status, self._request.end = status, end.value
-        self._request.seconds = seconds
-        self._log.finish(self._request)
+            self._compare(was_quiet, served)
+        self._of_all.log.finish(self.request)
 
     def _visit(self, source: SourceId, uncached: int, speed: float) -> Visit | None:
         """Let the planner know that the request is sent to a cache."""
         decision = self._decision
-        self._planner.remember(decision.prompts, source)
+        self._of_all.planner.remember(decision.prompts, source)
         if decision.model is None:
             return None
-        return self._planner.visit(
+        return self._of_all.planner.visit(
             decision.model.name,
             decision.model.index,
             decision.prompts,
@@ -274,41 +250,35 @@ class RequestObserver(ProxyObserver):
         must not come back."""
         if self._responded is None:
             return "none"
-        return self._responded if self._responded in self._replicas else "removed"
+        return self._responded if self._responded in self._of_all.replicas else "removed"
 
     def _end_moment(self) -> bool:
         """Whether the request had the replica it was sent to last to itself; it has no longer."""
         moment, self._moment = self._moment, None
-        return moment is not None and self._repair.quiet.ended(moment, self._clock())
+        return moment is not None and self._of_all.repair.quiet.ended(moment, self._of_all.clock())
 
-    def _compare(self, was_quiet: bool) -> None:
+    def _compare(self, was_quiet: bool, served: ServedMetrics) -> None:
         """Compare the prediction with what the engine reported."""
         replica_id = self._responded
-        if replica_id is None or replica_id not in self._replicas:
+        if replica_id is None or replica_id not in self._of_all.replicas:
             return
         candidate = self._decision.ranked(replica_id).candidate
         is_comparable = self._decision.is_comparable_at(candidate)
         actual = self._cached_tokens(replica_id) if is_comparable else None
         if actual is not None:
-            self._request.actual_tokens = actual
+            self.request.actual_tokens = actual
             for tap, number in self._queries:
                 tap.hit(number, actual)
-            self._metrics.compare(
-                self._decision.model_name,
-                replica_id,
-                self._request.cached_tokens,
-                actual,
-                self._request.by_tier,
-            )
+            served.compare(self.request.cached_tokens, actual, self.request.by_tier)
         source = self._decision.certain_source_of(candidate)
         if actual is not None and was_quiet and source is not None and not candidate.suspect:
-            self._repair.compare(self._decision.model_name, source, self._comparison(actual))
+            self._of_all.repair.compare(self._decision.model_name, source, self._comparison(actual))
 
     def _comparison(self, actual: int) -> Comparison:
         prompt = self._decision.tokenized[0]
         return Comparison(
-            self._clock(),
-            self._request.cached_tokens,
+            self._of_all.clock(),
+            self.request.cached_tokens,
             actual,
             has_salt=prompt.cache_salt is not None,
             has_adapter=prompt.lora_name is not None,
@@ -321,7 +291,7 @@ class RequestObserver(ProxyObserver):
         """Give the prompt to whoever records the cache that it is sent to, where that is certain
         and the engine's report will be comparable."""
         decision = self._decision
-        taps = () if source is None else self._taps.of(source)
+        taps = () if source is None else self._of_all.taps.of(source)
         if not (taps and decision.prompts and decision.is_comparable_at(candidate)):
             return ()
         prompt = decision.tokenized[0]
@@ -333,8 +303,8 @@ class RequestObserver(ProxyObserver):
         ever reported cached tokens, silence means zero."""
         usage = self._usage.usage()
         if usage.cached_tokens is not None:
-            self._reporting.add(replica_id)
-        elif usage.prompt_tokens is not None and replica_id in self._reporting:
+            self._of_all.reporting.add(replica_id)
+        elif usage.prompt_tokens is not None and replica_id in self._of_all.reporting:
             return 0
         return usage.cached_tokens
 

@@ -33,21 +33,41 @@ def test_what_is_gone_for_good_takes_its_series_with_it(
     """A fleet that renames its pods with every update would grow the registry without bound."""
     for model in ("kept", "retired"):
         for replica in ("kept", "gone"):
-            metrics.compare(model, replica, 64, 48)
-            metrics.requests.labels(model, replica, "prefix", "200").inc()
+            served = metrics.served(model, replica)
+            served.compare(64, 48)
+            served.began(0.5)
+            served.ended("prefix", 200, 1.0)
             metrics.retries.labels(replica, "closed").inc()
-            metrics.total.labels(model).observe(1.0)
     metrics.forget(label, value)
     found = [sample.labels for metric in registry.collect() for sample in metric.samples]
     assert value not in {labels.get(label) for labels in found}
     assert "kept" in {labels.get(label) for labels in found}
 
 
+def test_what_is_counted_after_a_replica_was_forgotten_is_seen(
+    metrics: RouterMetrics, registry: CollectorRegistry
+) -> None:
+    """Series are looked up once for many requests: those of a replica that comes back under its
+    name must not be the ones that went with it, and those of the others go on."""
+    for replica in ("kept", "back"):
+        metrics.served("m", replica).ended("prefix", 200, 1.0)
+    metrics.forget("replica", "back")
+    for replica, status in (("kept", 200), ("back", None)):
+        metrics.served("m", replica).ended("prefix", status, 1.0)
+    found = {
+        (sample.labels["replica"], sample.labels["status"]): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "kvroute_requests_total"
+    }
+    assert found == {("kept", "200"): 2, ("back", "none"): 1}
+
+
 def test_names_of_tiers_are_bounded(metrics: RouterMetrics, registry: CollectorRegistry) -> None:
     """An engine may call its tiers whatever it likes, and otherwise by a new name every time."""
-    metrics.compare("m", "r", 64, 48, [("CPU", 32), ("STORAGE", 16)])
+    metrics.served("m", "r").compare(64, 48, [("CPU", 32), ("STORAGE", 16)])
     for number in range(100):
-        metrics.compare("m", "r", 64, 48, [(f"TIER {number}", 1), ("CPU", 1)])
+        metrics.served("m", "r").compare(64, 48, [(f"TIER {number}", 1), ("CPU", 1)])
     found = {
         sample.labels["tier"]: sample.value
         for metric in registry.collect()

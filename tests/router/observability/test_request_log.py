@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import pytest
 
 from router.errors import NoReplica
@@ -90,6 +93,19 @@ def test_a_request_that_was_forgotten_while_it_ran_is_back_when_it_ends() -> Non
     log.finish(slow)
     assert numbers(log.since(0))[0] == 1
     assert log.statistics().held == 2
+
+
+def test_what_is_held_stays_within_twice_what_is_shown() -> None:
+    """Requests that are over are let go of many at a time."""
+    log = RequestLog(max_requests=4)
+    kept = []
+    for number in range(100):
+        reason = functools.partial(str, number)
+        kept.append(weakref.ref(reason))
+        settled(log, why=reason)
+    del reason
+    assert numbers(log.since(0)) == [100, 99, 98, 97]
+    assert sum(each() is not None for each in kept) <= 8
 
 
 def test_what_is_returned_is_bounded() -> None:
