@@ -612,7 +612,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 4;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 5;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 
