@@ -1,152 +1,145 @@
-"""What does routing by exact, group-aware hits gain, and at which request rates?
+"""What does routing by exact hits gain, over which routers, and is it more than chance?
 
-Simulated replicas in virtual time behind the router's own decision code: the same engine,
-scheduler, cache and events as `kvroute engine --simulate`, with a time model instead of a language
-model. The peers in the same run are an index that ignores groups with the same policy, sessions,
-least loaded, round robin and random. Prints one JSON line per workload, layout, cache, rate and
-policy; `plot_routing_quality` makes tables and plots of them.
+Simulated replicas in virtual time behind the router's own decision code: the engine, scheduler,
+cache and events of `kvroute engine --simulate`, with a time model instead of a language model. The
+peers in the same run are `simulation.opponents`: the rules and indexes that others have published.
+
+    python -m benchmarks.routing_quality --set short --results short.jsonl
+    python -m benchmarks.routing_quality --set full --results full.jsonl --trace TRACE.jsonl.gz
+    python -m benchmarks.routing_quality --situation agents --policy least_delay prefix \\
+        --seeds 0-4 --results tuning.jsonl
+
+Policies are tuned on the seeds 0 to 4; what is published comes from the seeds 10 to 19. Each run is
+appended to the results when it ends, by situation, policy, seed and version of the code, and is not
+repeated: an interrupted sweep goes on where it was. Several processes may share a file; give each
+its `--shard`. At the end, and with `--tables` alone, the tables are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.figures import report
-from benchmarks.simulation.capacity import cold_requests_per_s
-from benchmarks.simulation.conversations import ConversationOptions, Conversations
-from benchmarks.simulation.layouts import TIME_MODEL, layout_names, replica_config
-from benchmarks.simulation.routing import POLICIES
-from benchmarks.simulation.run import Setting, Simulation
-from benchmarks.simulation.trace import RecordedTrace, TraceOptions, read_trace
-from benchmarks.simulation.workload import Workload
+from benchmarks.figures import processor_seconds
+from benchmarks.simulation.misjudging import misjudged_names
+from benchmarks.simulation.opponents import OPPONENTS
+from benchmarks.simulation.results import Line, Results, code_version, latest
+from benchmarks.simulation.routing import LEAST_DELAY, POLICIES
+from benchmarks.simulation.run import Simulation
+from benchmarks.simulation.situations import SITUATIONS, TRACE, WARM_UP, Situation
+from benchmarks.simulation.tables import tables
 
-MakeWorkload = Callable[[float], Workload]
-"""Makes a workload for a number of requests per second."""
+HELD_OUT = "10-19"
+ALL = (*POLICIES, *OPPONENTS, *misjudged_names(LEAST_DELAY))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One workload, layout, cache and rate; the policies are compared within it."""
+class RunSet:
+    """Which runs belong together."""
 
-    workload: str
-    make: MakeWorkload
-    seed: int
-    replicas: int
-    layout: str
-    cache: float
-    rate: float
+    situations: tuple[str, ...]
+    policies: tuple[str, ...]
+    seeds: str
+    requests: int | None = None
+    """In place of the situations' own."""
 
 
-def main() -> None:
-    options = parse()
-    for case in cases(options):
-        for policy in options.policy:
-            measure(case, policy, options)
+SETS = {
+    "short": RunSet(
+        ("chats", "documents", "agents"),
+        ("least_delay", "prefix", "group_blind", "lmetric", "round_robin"),
+        "10-12",
+        requests=400,
+    ),
+    "sensitivity": RunSet(
+        ("chats", "documents, busy", "agents, small caches", "mixed"),
+        (LEAST_DELAY, *misjudged_names(LEAST_DELAY)),
+        HELD_OUT,
+    ),
+    "full": RunSet(tuple(SITUATIONS), (*POLICIES, *OPPONENTS), HELD_OUT),
+}
+"""Some minutes on one core, some hours, and a day."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; the defaults take a few minutes."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    results = Results(options.results)
+    if not options.tables:
+        for situation, policy, seed in mine(planned(options), options.shard):
+            if not results.has(situation, policy, seed, code_version(policy)):
+                results.add(measure(situation, policy, seed, options))
+    print(tables(latest(results)))
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[8])
-    parser.add_argument("--layout", nargs="+", choices=layout_names(), default=["full", "gemma"])
+    parser.add_argument("--set", choices=list(SETS), default="short")
     parser.add_argument(
-        "--cache",
-        type=float,
-        nargs="+",
-        default=[0.25, 1.0],
-        help="of all distinct tokens, in all together",
+        "--situation", nargs="+", choices=list(SITUATIONS), help="in place of the set's"
     )
-    parser.add_argument(
-        "--rate",
-        type=float,
-        nargs="+",
-        default=[0.5, 1.0, 2.0],
-        help="of what cold replicas can serve",
-    )
-    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--conversations", type=int, default=100, help="0: none")
-    parser.add_argument("--documents", type=int, default=24, help="that conversations share")
+    parser.add_argument("--policy", nargs="+", choices=ALL, help="in place of the set's")
+    parser.add_argument("--seeds", help="in place of the set's, such as 0-4")
+    parser.add_argument("--requests", type=int, help="to count in each run")
+    parser.add_argument("--results", type=Path, default=Path("routing_quality.jsonl"))
     parser.add_argument(
         "--trace", type=Path, help="recorded requests: JSON lines as Mooncake's, plain or .gz"
     )
-    parser.add_argument("--trace-requests", type=int, default=300)
-    parser.add_argument(
-        "--longest-prompt",
-        type=int,
-        default=16_384,
-        help="longer ones of the trace are left out, tokens",
-    )
-    parser.add_argument(
-        "--answer-share", type=float, default=0.1, help="of the answers' lengths in the trace"
-    )
-    parser.add_argument(
-        "--event-delay", type=float, default=0.001, help="from a step's end to the index, seconds"
-    )
-    parser.add_argument(
-        "--scrape-interval", type=float, default=2.0, help="of the engines' gauges, seconds"
-    )
-    parser.add_argument(
-        "--warm-up", type=float, default=0.25, help="share of the time that is not counted"
-    )
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each")
+    parser.add_argument("--shard", default="0/1", help="run 0 of every 2 with 0/2")
+    parser.add_argument("--tables", action="store_true", help="of what is there; run nothing")
     return parser.parse_args(arguments)
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Every combination that was asked for."""
-    for name, seed, make in workloads(options):
-        for replicas, layout, cache, rate in itertools.product(
-            options.replicas, options.layout, options.cache, options.rate
-        ):
-            yield Case(name, make, seed, replicas, layout, cache, rate)
+def planned(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """Situation, policy and seed of every run; all of a seed come before the next."""
+    chosen = SETS[options.set]
+    for seed in seeds(options.seeds or chosen.seeds):
+        for situation in options.situation or chosen.situations:
+            if SITUATIONS[situation].workload == TRACE and options.trace is None:
+                continue
+            for policy in options.policy or chosen.policies:
+                yield situation, policy, seed
 
 
-def workloads(options: argparse.Namespace) -> Iterator[tuple[str, int, MakeWorkload]]:
-    """Name, seed and factory of each workload; the recorded one is the same for every seed."""
-    if options.conversations:
-        for seed in options.seed:
-            chosen = ConversationOptions(
-                options.conversations, documents=options.documents, seed=seed
-            )
-            yield "conversations", seed, partial(Conversations, chosen)
-    if options.trace:
-        part = TraceOptions(options.trace_requests, options.longest_prompt, options.answer_share)
-        yield (
-            "trace",
-            options.seed[0],
-            partial(RecordedTrace, read_trace(options.trace, part), part),
-        )
+def seeds(spelled: str) -> range:
+    """The seeds of `10-19`, or one."""
+    first, _, last = spelled.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
-def measure(case: Case, policy: str, options: argparse.Namespace) -> None:
-    """Run one simulation and print one line."""
-    size = case.make(1.0).size
-    requests_per_s = case.rate * cold_requests_per_s(size, case.replicas, TIME_MODEL)
-    config = replica_config(case.layout, size, case.replicas, case.cache)
-    setting = Setting(
-        policy, case.replicas, config, options.event_delay, options.scrape_interval, seed=case.seed
-    )
-    outcome = Simulation(setting, case.make(requests_per_s)).run()
-    report(
-        "routing_quality",
-        workload=case.workload,
-        seed=case.seed,
-        layout=case.layout,
-        replicas=case.replicas,
-        cache=case.cache,
-        cache_blocks=config.num_blocks,
-        rate=case.rate,
-        offered_requests_per_s=round(requests_per_s, 3),
-        policy=policy,
-        **outcome.figures(options.warm_up),
-    )
+def mine(runs: Iterator[tuple[str, str, int]], shard: str) -> Iterator[tuple[str, str, int]]:
+    """Those of one of several processes."""
+    number, _, count = shard.partition("/")
+    for place, run in enumerate(runs):
+        if place % int(count) == int(number):
+            yield run
+
+
+def measure(name: str, policy: str, seed: int, options: argparse.Namespace) -> Line:
+    """Run one simulation."""
+    requests = options.requests or SETS[options.set].requests
+    situation: Situation = SITUATIONS[name]
+    if requests:
+        situation = replace(situation, requests=requests)
+    workload = situation.make_workload(seed, options.trace)
+    simulation = Simulation(situation.setting(policy, seed), workload)
+    figures: Line = {}
+    seconds = processor_seconds(lambda: figures.update(simulation.run().figures(WARM_UP)))
+    return {
+        "benchmark": "routing_quality",
+        "situation": name,
+        "policy": policy,
+        "seed": seed,
+        "version": code_version(policy),
+        "at": int(time.time()),
+        "processor_s": round(seconds, 1),
+        **figures,
+    }
 
 
 if __name__ == "__main__":

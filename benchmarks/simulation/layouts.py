@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.simulation.workload import WorkloadSize
+from benchmarks.simulation.time_model import AcceleratorTime
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.model_config import TransformerConfig
-from offload.engine.core.time_model import TimeModel
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,10 @@ class ReplicaConfig(EngineConfig):
 
 
 _LAYOUTS = {
-    "full": ReplicaConfig(preset="full", block_size=32),
-    "gemma": ReplicaConfig(preset="gemma", block_size=32, sliding_window=1024),
-    "gptoss": ReplicaConfig(preset="gptoss", block_size=32, sliding_window=128),
-    "llama4": ReplicaConfig(preset="llama4", block_size=32),
+    "full": ReplicaConfig(preset="full", block_size=64),
+    "gemma": ReplicaConfig(preset="gemma", block_size=64, sliding_window=1024),
+    "gptoss": ReplicaConfig(preset="gptoss", block_size=64, sliding_window=128),
+    "llama4": ReplicaConfig(preset="llama4", block_size=64),
     "mamba-hybrid": ReplicaConfig(preset="mamba-hybrid", block_size=256),
 }
 """Llama and Qwen; Gemma 3: five groups with a window of 1024; gpt-oss: one of 128; Qwen3-Next:
@@ -35,8 +34,7 @@ three groups of states, one a block, hence the large blocks."""
 
 LONGEST_TOKENS = 131_072
 STEP_TOKENS = 2048
-TIME_MODEL = TimeModel(slowdown=2.5)
-"""8,000 prefill tokens/s: roughly a 30B model on one accelerator."""
+TIME_MODEL = AcceleratorTime()
 
 
 def layout_names() -> list[str]:
@@ -59,27 +57,23 @@ def with_memory_tier(config: ReplicaConfig, gpu_shares: float) -> ReplicaConfig:
     return replace(config, cpu_blocks=int(config.num_blocks * gpu_shares), time_model=time_model)
 
 
-def replica_config(
-    layout: str, size: WorkloadSize, replicas: int, cache_share: float
-) -> ReplicaConfig:
-    """One of *replicas* replicas whose caches hold *cache_share* of all distinct prompt tokens
-    together.
-
-    At 1 there is room for every token once, in every group. No cache is smaller than one and a half
-    times the need of the longest request.
-    """
+def replica_config(layout: str, cache_tokens: int) -> ReplicaConfig:
+    """A replica whose cache holds *cache_tokens* tokens with their blocks in every group."""
     config = _LAYOUTS[layout]
     model = replace(config, max_model_len=LONGEST_TOKENS).model()
     groups = len(model.layer_groups())
-    tokens = max(
-        size.distinct_tokens * cache_share / replicas, 1.5 * size.longest_tokens + STEP_TOKENS
-    )
     return replace(
         config,
         simulate=True,
-        num_blocks=int(tokens / model.block_size) * groups + 2,
+        num_blocks=cache_tokens // model.block_size * groups + 2,
         max_num_batched_tokens=STEP_TOKENS,
         max_num_seqs=128,
         max_model_len=LONGEST_TOKENS,
         time_model=TIME_MODEL,
     )
+
+
+def cold_requests_per_s(prompt_tokens: float, replicas: int) -> float:
+    """Requests of that mean length that *replicas* could serve without any reuse: the unit of
+    request rates."""
+    return replicas * TIME_MODEL.prefill_tokens_per_s / prompt_tokens

@@ -17,6 +17,11 @@ class RequestRecord:
     prompt_tokens: int
     predicted_tokens: int
     """Of the prompt, as the router predicted when it decided."""
+    turn: int = 0
+    """How many requests of its session came before it."""
+    alone_s: float = 0.0
+    """The time to its first token on an idle replica that has whatever any replica ever computed
+    of it."""
     cached_tokens: int = 0
     """Of the prompt, when the engine admitted it."""
     answer: list[int] = field(default_factory=list)
@@ -30,6 +35,11 @@ class RequestRecord:
     def ttft_s(self) -> float:
         """From its arrival to its first token."""
         return self.first_s - self.arrived_s
+
+    @property
+    def avoidable_s(self) -> float:
+        """What waiting, and computing again what some replica had computed, added to it."""
+        return max(0.0, self.ttft_s - self.alone_s)
 
 
 @dataclass(slots=True)
@@ -49,12 +59,13 @@ class Outcome:
         counted = [
             record for record in self.records if start_s <= record.arrived_s <= self.arrivals_end_s
         ]
-        ttfts = [record.ttft_s for record in counted]
+        later = [record.ttft_s for record in counted if record.turn]
         return {
             "requests": len(counted),
             **_reuse(counted),
-            "ttft_mean_ms": round(statistics.fmean(ttfts) * 1000, 2),
-            **_percentiles("ttft", ttfts, (50, 90, 99)),
+            **_times("ttft", [record.ttft_s for record in counted], (50, 90, 99)),
+            **_times("later_ttft", later, (99,)),
+            **_times("avoidable", [record.avoidable_s for record in counted], (99,)),
             **_percentiles(
                 "inter_token", [gap for record in counted for gap in record.gaps_s], (50, 99)
             ),
@@ -74,6 +85,7 @@ def _reuse(counted: Sequence[RequestRecord]) -> dict[str, float | int]:
         "hit_rate": round(reused / prompts, 4),
         "mispredicted": round(sum(error != 0 for error in errors) / len(errors), 4),
         "promised_too_much": round(sum(error > 0 for error in errors) / len(errors), 4),
+        "promised_too_little": round(sum(error < 0 for error in errors) / len(errors), 4),
         "mean_error_tokens": round(statistics.fmean(map(abs, errors)), 1),
     }
 
@@ -97,6 +109,11 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
     """The smallest of the ascending values that *percent* of them do not exceed; 0 if there are
     none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
+
+
+def _times(name: str, values: Sequence[float], percents: Sequence[int]) -> dict[str, float]:
+    mean = statistics.fmean(values) if values else 0.0
+    return {f"{name}_mean_ms": round(mean * 1000, 2), **_percentiles(name, values, percents)}
 
 
 def _percentiles(name: str, values: Sequence[float], percents: Sequence[int]) -> dict[str, float]:

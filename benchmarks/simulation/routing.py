@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
+from benchmarks.simulation.blind import BLIND_INDEXES
+from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
 from router.config import ReplicaConfig as RouterReplicaConfig
-from router.demo.blind import GroupBlindIndex
 from router.index import SourceId, create_index
 from router.mirror import Mirror
 from router.replicas.engine_load import EngineLoad
@@ -20,23 +21,17 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import PolicySettings, RouteRequest, Weights, make_policy
 
 MODEL = "simulated"
-GROUP_BLIND = "group_blind"
-"""The default policy with an index that ignores groups."""
-BLIND_AND_FORGETFUL = "group_blind_no_recent"
-"""The same in a router that does not remember what it has just sent where."""
 LEAST_DELAY = "least_delay"
 POLICIES = (
     LEAST_DELAY,
     "prefix",
-    GROUP_BLIND,
-    BLIND_AND_FORGETFUL,
+    *BLIND_INDEXES,
     "session",
     "least_loaded",
     "round_robin",
     "random",
 )
-
-_AT_ONCE_S = 1e-9
+"""The router's own; those over a blind index are its default policy."""
 
 
 class SimulatedRouter:
@@ -49,34 +44,37 @@ class SimulatedRouter:
         clock: Callable[[], float],
         weights: Weights | None = None,
         seed: int = 0,
+        cache_blocks: int | None = None,
     ) -> None:
         self._clock = clock
-        is_blind = policy in (GROUP_BLIND, BLIND_AND_FORGETFUL)
-        self.index = GroupBlindIndex() if is_blind else create_index()
+        self._cache_blocks = cache_blocks
+        self.index = BLIND_INDEXES.get(policy, create_index)()
         self.load = LoadTracker()
         self._replicas = [_healthy(replica_id) for replica_id in replica_ids]
-        name = "prefix" if is_blind else policy
-        chosen = make_policy(name, PolicySettings(weights or Weights(), random=Random(seed)))
-        recent = RecentPrefixes(_AT_ONCE_S) if policy == BLIND_AND_FORGETFUL else RecentPrefixes()
-        mirror = Mirror(clock=clock) if policy == LEAST_DELAY else None
+        misjudgment = Misjudgment("prefix" if policy in BLIND_INDEXES else policy)
+        settings = PolicySettings(misjudgment.weights(weights or Weights()), random=Random(seed))
+        chosen = misjudgment.around(make_policy(misjudgment.policy, settings))
+        has_mirror = misjudgment.policy == LEAST_DELAY
         self._planner = RoutePlanner(
             chosen,
             self.load,
-            None if policy == LEAST_DELAY else recent,
+            None if has_mirror else RecentPrefixes(),
             lambda _source: False,
             clock=clock,
-            mirror=mirror,
+            mirror=Mirror(clock=clock) if has_mirror else None,
         )
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:
         """A replica's events."""
         self.index.apply(SourceId(replica_id), batch)
 
-    def take_engine_load(self, replica_id: str, running: int, waiting: int) -> None:
+    def take_engine_load(
+        self, replica_id: str, running: int, waiting: int, usage: float | None = None
+    ) -> None:
         """A replica's own metrics, as if they had been scraped now."""
         replica = next(replica for replica in self._replicas if replica.id == replica_id)
         replica.take_engine_load(
-            EngineLoad(running, waiting, None),
+            EngineLoad(running, waiting, usage, cache_blocks=self._cache_blocks),
             self.load.load_of(replica_id).requests,
             self._clock(),
         )

@@ -1,18 +1,23 @@
-"""One simulation: a workload, a router, replicas."""
+"""One simulation: a workload, routers, replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.simulation.layouts import ReplicaConfig
+from benchmarks.simulation.contract import Account, Router
+from benchmarks.simulation.layouts import STEP_TOKENS, TIME_MODEL, ReplicaConfig
+from benchmarks.simulation.opponents import OPPONENTS, make_opponent
 from benchmarks.simulation.outcome import Outcome, RequestRecord
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.routing import SimulatedRouter
+from benchmarks.simulation.seen import SeenPrefixes
 from benchmarks.simulation.timeline import Timeline
 from benchmarks.simulation.workload import Arrival, Workload
+from kvevents.events import EventBatch
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
-from router.replicas.load import InFlight
 from router.scoring import Weights
 
 
@@ -28,13 +33,19 @@ class Setting:
     """How often the engines' gauges are scraped; the router's default."""
     weights: Weights | None = None
     seed: int = 0
+    routers: int = 1
+    """Each hears all events and scrapes all gauges, but knows only its own requests. They take
+    turns."""
+    single_steps: bool = False
+    """Take every step on its own; see `SimulatedReplica`."""
 
 
 @dataclass(slots=True)
 class _Served:
     arrival: Arrival
     record: RequestRecord
-    account: InFlight
+    account: Account
+    tokens: list[int]
 
 
 class Simulation:
@@ -45,21 +56,20 @@ class Simulation:
         self._workload = workload
         self._scrape_interval_s = setting.scrape_interval_s
         names = [f"replica-{index:03}" for index in range(setting.replicas)]
-        self.router = SimulatedRouter(
-            setting.policy, names, self.timeline.now, setting.weights, setting.seed
-        )
+        self.routers = [self._router(setting, names, index) for index in range(setting.routers)]
         self.replicas = {name: self._replica(name, setting) for name in names}
         self._open: dict[str, _Served] = {}
         self._records: list[RequestRecord] = []
+        self._seen = SeenPrefixes()
         self._to_come = 0
 
     def run(self) -> Outcome:
         """Serve all requests."""
-        arrivals = self._workload.arrivals()
-        for arrival in arrivals:
+        for arrival in self._workload.arrivals():
             self._expect(arrival)
         self.timeline.at(0.0, self._scrape)
-        self.timeline.run()
+        with _garbage_kept():
+            self.timeline.run()
         return Outcome(
             records=self._records,
             busy_s={name: replica.busy_s for name, replica in self.replicas.items()},
@@ -67,19 +77,36 @@ class Simulation:
                 replica.engine.scheduler.statistics().preemptions
                 for replica in self.replicas.values()
             ),
-            arrivals_end_s=max(arrival.at_s for arrival in arrivals),
+            arrivals_end_s=self._workload.ends_s,
+        )
+
+    def _router(self, setting: Setting, names: Sequence[str], index: int) -> Router:
+        seed = setting.seed + 1000 * index
+        if setting.policy in OPPONENTS:
+            return make_opponent(setting.policy, names, self.timeline.now, setting.replica, seed)
+        return SimulatedRouter(
+            setting.policy,
+            names,
+            self.timeline.now,
+            setting.weights,
+            seed,
+            setting.replica.num_blocks,
         )
 
     def _replica(self, name: str, setting: Setting) -> SimulatedReplica:
-        take_batch = self.router.take_batch
         return SimulatedReplica(
             name,
             setting.replica,
             self.timeline,
             setting.event_delay_s,
-            take_batch,
+            self._take_batch,
             self._take_outputs,
+            setting.single_steps,
         )
+
+    def _take_batch(self, replica_id: str, batch: EventBatch) -> None:
+        for router in self.routers:
+            router.take_batch(replica_id, batch)
 
     def _expect(self, arrival: Arrival) -> None:
         self._to_come += 1
@@ -87,24 +114,34 @@ class Simulation:
 
     def _arrive(self, arrival: Arrival) -> None:
         tokens = self._workload.prompt(arrival)
-        chosen, predicted, account = self.router.route(arrival.session, tokens)
+        router = self.routers[len(self._records) % len(self.routers)]
+        chosen, predicted, account = router.route(arrival.session, tokens)
+        known = min(self._seen.add(tokens), len(tokens) - 1)
         record = RequestRecord(
-            arrival.request_id, chosen, self.timeline.now_s, len(tokens), predicted
+            arrival.request_id,
+            chosen,
+            self.timeline.now_s,
+            len(tokens),
+            predicted,
+            arrival.turn,
+            TIME_MODEL.alone_s(known, len(tokens), STEP_TOKENS),
         )
         self._records.append(record)
-        self._open[arrival.request_id] = _Served(arrival, record, account)
+        self._open[arrival.request_id] = _Served(arrival, record, account, tokens)
         sampling = SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True)
         self.replicas[chosen].add(EngineRequest(arrival.request_id, tokens, sampling))
 
-    def _take_outputs(self, outputs: Sequence[StepOutput]) -> None:
+    def _take_outputs(self, outputs: Sequence[StepOutput], step_s: float) -> None:
         for output in outputs:
-            self._take_output(self._open[output.request_id], output)
+            self._take_output(self._open[output.request_id], output, step_s)
 
-    def _take_output(self, served: _Served, output: StepOutput) -> None:
-        now_s, record = self.timeline.now_s, served.record
+    def _take_output(self, served: _Served, output: StepOutput, step_s: float) -> None:
+        now_s, record, count = self.timeline.now_s, served.record, len(output.new_token_ids)
         if record.answer:
-            record.gaps_s.append(now_s - record.last_s)
-            served.account.generated(len(output.new_token_ids))
+            first_s = now_s - (count - 1) * step_s
+            record.gaps_s.append(first_s - record.last_s)
+            record.gaps_s += [step_s] * (count - 1)
+            served.account.generated(count)
         else:
             record.first_s, record.cached_tokens = now_s, output.num_cached_tokens
             served.account.first_token()
@@ -117,6 +154,7 @@ class Simulation:
         served.account.ended()
         served.record.is_finished = True
         del self._open[served.arrival.request_id]
+        self._seen.add(served.tokens + served.record.answer)
         self._to_come -= 1
         following = self._workload.answered(
             served.arrival, served.record.answer, self.timeline.now_s
@@ -127,6 +165,19 @@ class Simulation:
     def _scrape(self) -> None:
         for name, replica in self.replicas.items():
             scheduler = replica.engine.scheduler.statistics()
-            self.router.take_engine_load(name, scheduler.num_running, scheduler.num_waiting)
+            usage = replica.engine.cache.usage
+            for router in self.routers:
+                router.take_engine_load(name, scheduler.num_running, scheduler.num_waiting, usage)
         if self._to_come:
             self.timeline.at(self.timeline.now_s + self._scrape_interval_s, self._scrape)
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """A simulation makes few cycles, and looking for them takes a tenth of its time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

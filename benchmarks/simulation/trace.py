@@ -11,15 +11,14 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from benchmarks.simulation.workload import Arrival, WorkloadSize
 
 ID_TOKENS = 512
-VOCABULARY = 128_000
+_FIRST_TOKEN = 1000
+"""Above all bytes, in which responses are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,10 @@ class TraceOptions:
     requests: int
     longest_prompt: int
     """In tokens; longer prompts are left out."""
-    answer_share: float
-    """Responses are cut to this share of their length: simulated decoding costs real time for every
-    token."""
+    answer_share: float = 1.0
+    """Responses are cut to this share of their length: simulated decoding costs real time."""
+    skipped: int = 0
+    """Requests at its beginning that are left out."""
 
 
 class RecordedTrace:
@@ -46,6 +46,7 @@ class RecordedTrace:
         self._first = first
         self._answer_share = options.answer_share
         self.size = trace_size(rows, options)
+        self.ends_s = (last - first) * self._scale
 
     def arrivals(self) -> list[Arrival]:
         """See `Workload`."""
@@ -80,27 +81,25 @@ def read_trace(path: Path, options: TraceOptions) -> list[dict[str, Any]]:
             for row in map(json.loads, lines)
             if 2 <= row["input_length"] <= options.longest_prompt
         ]
-    return sorted(rows, key=lambda row: int(row["timestamp"]))[: options.requests]
+    return sorted(rows, key=lambda row: int(row["timestamp"]))[
+        options.skipped : options.skipped + options.requests
+    ]
 
 
 def trace_size(rows: Sequence[dict[str, Any]], options: TraceOptions) -> WorkloadSize:
-    """The total size of these requests."""
-    answers = [_answer_tokens(row, options.answer_share) for row in rows]
+    """What these requests are like."""
     return WorkloadSize(
-        requests=len(rows),
-        prompt_tokens=sum(row["input_length"] for row in rows),
-        answer_tokens=sum(answers),
-        distinct_tokens=ID_TOKENS * len({hash_id for row in rows for hash_id in row["hash_ids"]}),
+        prompt_tokens=sum(row["input_length"] for row in rows) / len(rows),
         longest_tokens=max(
-            row["input_length"] + answer for row, answer in zip(rows, answers, strict=True)
+            row["input_length"] + _answer_tokens(row, options.answer_share) for row in rows
         ),
     )
 
 
-@lru_cache(maxsize=50_000)
-def tokens_of(hash_id: int) -> tuple[int, ...]:
-    """The tokens for an id, the same every time."""
-    return tuple(Random(hash_id).choices(range(VOCABULARY), k=ID_TOKENS))
+def tokens_of(hash_id: int) -> range:
+    """The tokens for an id, the same every time and those of no other id."""
+    start = _FIRST_TOKEN + hash_id * ID_TOKENS
+    return range(start, start + ID_TOKENS)
 
 
 def _session(row: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
 
@@ -17,17 +18,16 @@ class Arrival:
     answer_tokens: int
     place: int
     """The key under which the workload finds its prompt."""
+    turn: int = 0
+    """How many requests of its session came before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSize:
-    """The total size of a workload."""
+    """What its requests are like."""
 
-    requests: int
-    prompt_tokens: int
-    answer_tokens: int
-    distinct_tokens: int
-    """Prompt tokens of all requests, with shared prefixes counted once."""
+    prompt_tokens: float
+    """The mean over all requests."""
     longest_tokens: int
     """The longest prompt with its response."""
 
@@ -36,6 +36,8 @@ class Workload(Protocol):
     """Requests, some of which wait for the responses to earlier ones. Can be used once."""
 
     size: WorkloadSize
+    ends_s: float
+    """When the last request arrives: after that the load falls, and nothing is counted."""
 
     def arrivals(self) -> Sequence[Arrival]:
         """The requests whose times are known from the start."""
@@ -48,3 +50,36 @@ class Workload(Protocol):
     def answered(self, arrival: Arrival, answer: Sequence[int], now_s: float) -> Arrival | None:
         """The request that follows the response to this one, if any."""
         ...
+
+
+class Texts:
+    """Texts that share no token with each other, so that none is ever found in another's place.
+
+    They are runs of consecutive numbers: as good as any others for hashing, and quick to write out.
+    """
+
+    def __init__(self) -> None:
+        self._next = 1000  # above all bytes, in which responses are written
+
+    def text(self, tokens: int) -> range:
+        """A new text of so many tokens."""
+        start, self._next = self._next, self._next + tokens
+        return range(start, self._next)
+
+
+def arrival_times(random: Random, per_s: float, ends_s: float, variation: float) -> list[float]:
+    """Times up to *ends_s* whose gaps are gamma-distributed.
+
+    Args:
+        random: Where they are drawn from.
+        per_s: Their mean rate.
+        ends_s: Where they end, in seconds from 0.
+        variation: The coefficient of variation of the gaps: 1 is a Poisson process; recorded
+            services have 2 and more (BurstGPT, arXiv 2401.17644).
+    """
+    shape = 1 / variation**2
+    scale = 1 / (per_s * shape)
+    times = [random.gammavariate(shape, scale)]
+    while times[-1] < ends_s:
+        times.append(times[-1] + random.gammavariate(shape, scale))
+    return times[:-1]

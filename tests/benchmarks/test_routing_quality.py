@@ -1,112 +1,210 @@
-"""The output of the script, and what the plotting script makes of it."""
+"""The sweep: what it runs, what it keeps, and what it makes of the figures."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import policy_weights, routing_quality
-from router.scoring import Weights
+from benchmarks import routing_quality
+from benchmarks.simulation import tables
+from benchmarks.simulation.comparison import pooled, quantile, ratio
+from benchmarks.simulation.misjudging import Misjudgment, misjudged_names
+from benchmarks.simulation.results import Results, latest
+from benchmarks.simulation.routing import LEAST_DELAY
+from benchmarks.simulation.situations import SITUATIONS
+from router.scoring import Candidate, PolicySettings, RouteRequest, Traffic, Weights, make_policy
 
-IMAGE = "images/conversations-gptoss-2-0.3.svg"
-HEADLINE = ("prefix", "group_blind", "group_blind_no_recent", "round_robin")
 ARGUMENTS = [
-    "--conversations",
-    "8",
-    "--layout",
-    "gptoss",
-    "--replicas",
-    "2",
-    "--cache",
-    "0.3",
-    "--rate",
-    "0.5",
-    "2",
+    "--situation",
+    "documents",
     "--policy",
+    "least_delay",
+    "prefix",
+    "--requests",
+    "30",
+    "--seeds",
+    "10-11",
 ]
 
 
-def printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> list[dict[str, float | str]]:
-    monkeypatch.setattr(sys, "argv", ["routing_quality", *ARGUMENTS, *HEADLINE])
-    routing_quality.main()
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def swept(path: Path, *arguments: str) -> list[str]:
+    """The lines of the results after a sweep."""
+    routing_quality.main([*ARGUMENTS, "--results", str(path), *arguments])
+    return path.read_text().splitlines()
 
 
-def test_every_case_and_policy_gets_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_sweep_continues_where_it_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tables and plots are made only from these lines."""
-    lines = printed(capsys, monkeypatch)
-    found = [(line["workload"], line["rate"], line["policy"]) for line in lines]
-    assert found == [("conversations", rate, policy) for rate in (0.5, 2.0) for policy in HEADLINE]
-    for line in lines:
-        assert 0 <= float(line["hit_rate"]) < 1
-        assert (
-            0
-            < float(line["ttft_p50_ms"])
-            <= float(line["ttft_p90_ms"])
-            <= float(line["ttft_p99_ms"])
-        )
-        assert float(line["requests_per_s"]) > 0
+    """A full one takes hours."""
+    path = tmp_path / "results.jsonl"
+    lines = swept(path)
+    found = [(line["situation"], line["policy"], line["seed"]) for line in map(json.loads, lines)]
+    assert found == [
+        ("documents", policy, seed) for seed in (10, 11) for policy in ("least_delay", "prefix")
+    ]
+    assert "| prefix | 1 | 2 | " in capsys.readouterr().out
+    assert swept(path) == lines
+    path.write_text("\n".join([*lines[:2], lines[2], lines[3][:50]]) + "\n")
+    again = swept(path)
+    first, second = json.loads(lines[3]), json.loads(again[-1])
+    for measured in ("at", "processor_s"):
+        first.pop(measured)
+        second.pop(measured)
+    assert len(again) == 5
+    assert first == second
 
 
-def test_a_document_gets_tables_and_plots(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_share_the_runs(tmp_path: Path) -> None:
+    """Each run belongs to one process."""
+    assert len(swept(tmp_path / "results.jsonl", "--shard", "0/2", "--policy", "session")) == 1
+    assert len(swept(tmp_path / "results.jsonl", "--shard", "1/2", "--policy", "session")) == 2
+
+
+def test_every_figure_of_a_line_is_there(tmp_path: Path) -> None:
+    """The tables and the document are made only from these lines."""
+    line = json.loads(swept(tmp_path / "results.jsonl", "--policy", "prefix", "--seeds", "3")[0])
+    assert 0 < line["hit_rate"] < 1
+    assert 0 < line["ttft_p50_ms"] <= line["ttft_p90_ms"] <= line["ttft_p99_ms"]
+    assert 0 <= line["avoidable_mean_ms"] < line["ttft_mean_ms"]
+    assert line["later_ttft_mean_ms"] == 0  # all its requests are the first of their sessions
+    assert line["promised_too_much"] + line["promised_too_little"] == pytest.approx(
+        line["mispredicted"], abs=0.001
+    )
+    assert line["processor_s"] > 0
+
+
+def test_every_situation_can_be_built(tmp_path: Path) -> None:
+    """One that cannot would be noticed after hours."""
+    trace = tmp_path / "trace.jsonl"
+    row = {"input_length": 900, "output_length": 9, "hash_ids": [0, 1]}
+    rows = [{"timestamp": 100 * place, **row} for place in range(5000)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    for situation in SITUATIONS.values():
+        workload = situation.make_workload(0, trace)
+        needed = workload.size.longest_tokens
+        assert situation.cache_tokens >= 0.9 * needed, situation
+        assert situation.setting("prefix", 0).replica.num_blocks > 0
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+def test_a_ratio_has_the_interval_of_students_t() -> None:
+    """By hand: logarithms 0, 0.2 and 0.4 have the mean 0.2, the deviation 0.2, and t = 4.303."""
+    found = ratio([(1.0, 1.0), (math.exp(0.2), 1.0), (math.exp(0.4), 1.0)])
+    half = 4.303 * 0.2 / math.sqrt(3)
+    assert found.mean == pytest.approx(math.exp(0.2))
+    assert (found.low, found.high) == pytest.approx((math.exp(0.2 - half), math.exp(0.2 + half)))
+    assert found.pairs == 3
+    assert not found.is_worse
+    assert ratio([(2.0, 1.0), (2.1, 1.0), (2.2, 1.0)]).is_worse
+    assert ratio([(1.0, 2.0), (1.0, 2.1), (1.0, 2.2)]).is_better
+
+
+def test_quantiles_are_those_of_the_tables() -> None:
+    """A wrong one makes chance look like a difference."""
+    assert [quantile(degrees) for degrees in (1, 9, 30, 500)] == [12.706, 2.262, 2.042, 1.960]
+    assert quantile(0) == math.inf
+
+
+def test_one_pair_says_nothing_about_chance() -> None:
+    """A single run must never be a result."""
+    found = ratio([(3.0, 1.0)])
+    assert (found.low, found.high) == (0.0, math.inf)
+    with pytest.raises(ValueError, match="0 pairs"):
+        ratio([])
+    with pytest.raises(ValueError, match="positive"):
+        ratio([(0.0, 1.0)])
+
+
+def test_pooled_situations_count_the_same_whatever_their_seeds() -> None:
+    """Ten seeds of one situation must not outvote two of another."""
+    many = [(2.0, 1.0)] * 9 + [(2.0001, 1.0)]
+    few = [(1.0, 2.0), (1.0, 2.0001)]
+    found = pooled([many, few])
+    assert found.mean == pytest.approx(1.0, abs=0.001)
+    assert found.pairs == 12
+    # Two situations whose differences have a variance of 0.01 / 4 and 0.04 / 4.
+    first = [(math.exp(value), 1.0) for value in (-0.1, 0.1, -0.1, 0.1)]
+    second = [(math.exp(value), 1.0) for value in (-0.2, 0.2, -0.2, 0.2)]
+    spread = math.sqrt((0.01 + 0.04) * 4 / 3 / 4) / 2
+    assert math.log(pooled([first, second]).high) == pytest.approx(2.447 * spread)
+
+
+def test_tables_pair_runs_by_seed() -> None:
+    """The workload of one seed differs from that of another by more than policies do."""
+    lines = [
+        {"situation": "s", "policy": policy, "seed": seed, "ttft_mean_ms": mean}
+        for policy, means in (("a", {1: 1.0, 2: 10.0}), ("b", {2: 20.0, 1: 2.0, 3: 5.0}))
+        for seed, mean in means.items()
+    ]
+    assert tables.pairs(lines, "a", "b", "ttft_mean_ms") == [(1.0, 2.0), (10.0, 20.0)]
+    found = tables.compared(lines, "a", "b", "ttft_mean_ms")
+    assert found is not None
+    assert found.mean == pytest.approx(0.5)
+    assert tables.compared(lines, "a", "c", "ttft_mean_ms") is None
+
+
+def test_a_run_with_newer_code_replaces_the_older_one(tmp_path: Path) -> None:
+    """Results of several versions lie in one file."""
+    results = Results(tmp_path / "results.jsonl")
+    for version, mean in (("1", 1.0), ("2", 2.0)):
+        results.add({"situation": "s", "policy": "p", "seed": 1, "version": version, "mean": mean})
+    assert results.has("s", "p", 1, "1")
+    assert not results.has("s", "p", 2, "1")
+    assert [line["mean"] for line in latest(results)] == [2.0]
+
+
+# --- sensitivity ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", misjudged_names(LEAST_DELAY))
+def test_a_misjudged_estimate_reaches_the_policy(name: str) -> None:
+    """A row of the table that changes nothing would say that nothing matters."""
+    request = RouteRequest(
+        model="m",
+        prompt_tokens=4000,
+        traffic=Traffic(prefill_tokens_per_s=8000.0, arrivals_per_s=8.0, uncached_tokens=2000.0),
+    )
+    load = Candidate(replica_id="x").load.__class__(
+        queued_prefill_tokens=3000, decoding_requests=4, decode_context_tokens=9000
+    )
+    candidate = Candidate(replica_id="a", progress_tokens=500.0, reuse_probability=0.3, load=load)
+    costs = []
+    for spelled in (LEAST_DELAY, name):
+        misjudgment = Misjudgment(spelled)
+        settings = PolicySettings(misjudgment.weights(Weights()))
+        policy = misjudgment.around(make_policy(misjudgment.policy, settings))
+        costs.append(policy.rank(request, [candidate])[0].cost)
+    assert costs[0] != costs[1]
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+
+def test_a_document_gets_tables_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures in docs/ are not written by hand; the same figures give the same files."""
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.plot_routing_quality")
     figures, document = tmp_path / "figures.jsonl", tmp_path / "document.md"
-    figures.write_text("".join(json.dumps(line) + "\n" for line in printed(capsys, monkeypatch)))
+    swept(figures)
     document.write_text(
-        "before\n<!-- headline -->\nold\n<!-- end -->\nbetween\n<!-- unchanged -->\n<!-- end -->\n"
-        + f"![]({IMAGE})\n"
+        "before\n<!-- pooled -->\nold\n<!-- end -->\nbetween\n<!-- all -->\n<!-- end -->\n"
+        "![](images/ttft.svg)\n"
     )
     monkeypatch.setattr(sys, "argv", ["plot", str(figures), "--document", str(document)])
     plots.main()
-    text, image = document.read_text(), tmp_path / IMAGE
+    text, image = document.read_text(), tmp_path / "images" / "ttft.svg"
     assert "old" not in text
-    assert text.startswith("before\n<!-- headline -->\n| Workload")
-    assert "| conversations, gptoss, 2 replicas | 2 | " in text
-    assert "between" in text
+    assert text.startswith("before\n<!-- pooled -->\n| `least_delay` relative to")
+    assert "### documents" in text
     first = image.read_bytes()
     assert first.startswith(b"<?xml")
     plots.main()
     assert (document.read_text(), image.read_bytes()) == (text, first)
-
-
-def test_seeds_become_their_mean() -> None:
-    """The figures of one seed are half chance; a row of a table must not be that of the last
-    seed."""
-    pytest.importorskip("matplotlib")
-    plots = importlib.import_module("benchmarks.plot_routing_quality")
-    common = {
-        "workload": "w",
-        "layout": "full",
-        "replicas": 8,
-        "cache": 1.0,
-        "rate": 1.0,
-        "policy": "prefix",
-    }
-    lines = [{**common, "seed": seed, "hit_rate": rate} for seed, rate in ((0, 0.25), (1, 0.75))]
-    other = {**common, "seed": 0, "rate": 2.0, "hit_rate": 1.0}
-    merged = plots.means([*lines, other])
-    assert [(line["rate"], line["hit_rate"], line["seeds"]) for line in merged] == [
-        (1.0, 0.5, 2),
-        (2.0, 1.0, 1),
-    ]
-
-
-def test_every_tuned_weight_exists_and_shares_stay_shares() -> None:
-    """A weight that was renamed would be tuned in vain."""
-    for weight in policy_weights.TUNED:
-        tried = list(policy_weights.values(weight))
-        assert 0.0 in tried
-        assert getattr(Weights(), weight) not in tried
-        assert not weight.endswith("_trust") or max(tried) <= 1

@@ -38,17 +38,26 @@ class SimulatedRunner:
     def run(self, chunks: Sequence[SequenceChunk]) -> list[int | None]:
         """See `ModelRunner.run`."""
         self._clock.sleep(self.time_model.step_s(chunks))
-        return [self._token(chunk) if chunk.is_last else None for chunk in chunks]
+        return [
+            self.next_token(chunk.token_ids[-1], chunk.stop, chunk.sampling.seed or 0)
+            if chunk.is_last
+            else None
+            for chunk in chunks
+        ]
 
-    def _token(self, chunk: SequenceChunk) -> int:
-        """Derive a token from the chunk's last token and its position.
+    def next_token(self, last_token: int, length: int, seed: int) -> int:
+        """Derive a token from the last one before it and its position.
 
         It is the same however the sequence was cut, cached or preempted. Where the vocabulary has
         bytes it is a printable one, so that the text of a response, sent back in a later prompt,
         becomes the same tokens again.
+
+        Args:
+            last_token: The sequence's last token.
+            length: Tokens of the sequence, this one not counted.
+            seed: The request's own.
         """
-        seed = chunk.sampling.seed or 0
-        drawn = (chunk.token_ids[-1] * 2_654_435_761 + chunk.stop * 40_503 + seed * 97) % 2**32
+        drawn = (last_token * 2_654_435_761 + length * 40_503 + seed * 97) % 2**32
         return (
             _FIRST_PRINTABLE + drawn % _PRINTABLE
             if self._vocab_size >= _BYTE_TOKENS

@@ -1,0 +1,56 @@
+"""What a simulation asks of a router, ours or another project's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvevents.events import EventBatch
+
+
+class Account(Protocol):
+    """What a router keeps of one request that it sent."""
+
+    def first_token(self) -> None:
+        """Its first token has arrived."""
+        ...
+
+    def generated(self, tokens: int) -> None:
+        """Its response grew."""
+        ...
+
+    def ended(self) -> None:
+        """Its response is complete."""
+        ...
+
+
+class Router(Protocol):
+    """Decides where requests go."""
+
+    def take_batch(self, replica_id: str, batch: EventBatch) -> None:
+        """A replica's events."""
+        ...
+
+    def take_engine_load(
+        self, replica_id: str, running: int, waiting: int, usage: float | None = None
+    ) -> None:
+        """A replica's gauges, scraped now.
+
+        Args:
+            replica_id: The replica.
+            running: Requests in its batch.
+            waiting: Requests in its queue.
+            usage: Share of its blocks that requests hold.
+        """
+        ...
+
+    def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, Account]:
+        """Decide where a request goes.
+
+        Args:
+            session: What the client calls its conversation.
+            token_ids: The prompt.
+        Returns:
+            The replica, the prompt tokens predicted to be reused there, and the request's account.
+        """
+        ...

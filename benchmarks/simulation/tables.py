@@ -1,0 +1,141 @@
+"""The figures of many runs as tables: policies by situation, and ratios with their intervals."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.simulation.comparison import Ratio, pooled, ratio
+from benchmarks.simulation.results import Line
+
+OURS, BEFORE = "least_delay", "prefix"
+BLIND = ("group_blind", "group_blind_any_copy", "group_0")
+MEAN, P99 = "ttft_mean_ms", "ttft_p99_ms"
+
+
+def tables(lines: Sequence[Line]) -> str:
+    """Everything, for a terminal."""
+    parts = [
+        f"### {situation}\n\n{situation_table(within(lines, situation))}"
+        for situation in situations(lines)
+    ]
+    return "\n\n".join([pooled_table(lines), *parts])
+
+
+def situations(lines: Iterable[Line]) -> list[str]:
+    """Those with figures, in order of appearance."""
+    return list(dict.fromkeys(line["situation"] for line in lines))
+
+
+def policies(lines: Iterable[Line]) -> list[str]:
+    """Those with figures, in order of appearance."""
+    return list(dict.fromkeys(line["policy"] for line in lines))
+
+
+def within(lines: Iterable[Line], situation: str) -> list[Line]:
+    """The figures of one situation."""
+    return [line for line in lines if line["situation"] == situation]
+
+
+def pairs(lines: Sequence[Line], first: str, second: str, figure: str) -> list[tuple[float, float]]:
+    """A figure of two policies in runs with the same seed of one situation.
+
+    Args:
+        lines: Of the situation.
+        first: A policy.
+        second: The one it is compared with.
+        figure: Its name.
+    """
+    by_seed = {
+        name: {line["seed"]: line[figure] for line in lines if line["policy"] == name}
+        for name in (first, second)
+    }
+    seeds = by_seed[first].keys() & by_seed[second].keys()
+    return [(by_seed[first][seed], by_seed[second][seed]) for seed in sorted(seeds)]
+
+
+def compared(lines: Sequence[Line], first: str, second: str, figure: str) -> Ratio | None:
+    """How many times the figure of *second* that of *first* is, over all situations that have both;
+    None if none has.
+
+    Args:
+        lines: Of any situations.
+        first: A policy.
+        second: The one it is compared with.
+        figure: Its name.
+    """
+    groups = [
+        pairs(within(lines, situation), first, second, figure) for situation in situations(lines)
+    ]
+    found = [group for group in groups if group]
+    return pooled(found) if found else None
+
+
+def pooled_table(lines: Sequence[Line]) -> str:
+    """Our policy relative to every other one, over all situations."""
+    rows = []
+    for policy in policies(lines):
+        if policy != OURS:
+            mean, p99 = (compared(lines, OURS, policy, figure) for figure in (MEAN, P99))
+            if mean and p99:
+                here = {line["situation"] for line in lines if line["policy"] == policy}
+                rows.append([policy, str(len(here)), str(mean.pairs), shown(mean), shown(p99)])
+    heads = [f"`{OURS}` relative to", "Situations", "Pairs", "Mean TTFT", "TTFT p99"]
+    return markdown(heads, rows)
+
+
+def situation_table(lines: Sequence[Line]) -> str:
+    """All policies in one situation, with the ratio of their mean TTFT to our policy's."""
+    columns: list[tuple[str, Callable[[Line], str]]] = [
+        ("Reused", lambda line: f"{line['hit_rate']:.1%}"),
+        ("TTFT mean", lambda line: f"{line[MEAN]:,.0f}"),
+        ("p50", lambda line: f"{line['ttft_p50_ms']:,.0f}"),
+        ("p90", lambda line: f"{line['ttft_p90_ms']:,.0f}"),
+        ("p99", lambda line: f"{line[P99]:,.0f}"),
+        ("Later turns", lambda line: f"{line['later_ttft_mean_ms']:,.0f}"),
+        ("Avoidable", lambda line: f"{line['avoidable_mean_ms']:,.0f}"),
+        ("Inter-token p50", lambda line: f"{line['inter_token_p50_ms']:.1f}"),
+        ("p99", lambda line: f"{line['inter_token_p99_ms']:,.0f}"),
+        ("Too much", lambda line: f"{line['promised_too_much']:.1%}"),
+        ("Too little", lambda line: f"{line['promised_too_little']:.1%}"),
+        ("Imbalance", lambda line: f"{line['load_imbalance']:.2f}"),
+    ]
+    rows = []
+    means = {policy: _mean(lines, policy) for policy in policies(lines)}
+    for policy in sorted(means, key=lambda name: float(means[name][MEAN])):
+        both = pairs(lines, policy, OURS, MEAN) if policy != OURS else []
+        rows.append(
+            [
+                f"{policy} ({means[policy]['seeds']})",
+                shown(ratio(both)) if both else "",
+                *(show(means[policy]) for _, show in columns),
+            ]
+        )
+    heads = ["Policy (seeds)", f"x `{OURS}`", *(head for head, _ in columns)]
+    return markdown(heads, rows)
+
+
+def _mean(lines: Sequence[Line], policy: str) -> Line:
+    own = [line for line in lines if line["policy"] == policy]
+    numbers = [name for name, value in own[0].items() if isinstance(value, int | float)]
+    means = {name: statistics.fmean(line[name] for line in own) for name in numbers}
+    return {**means, "seeds": len(own)}
+
+
+def best_blind(lines: Sequence[Line]) -> str | None:
+    """The blind index with the lowest mean TTFT in a situation."""
+    found = [policy for policy in policies(lines) if policy in BLIND]
+    return min(found, key=lambda policy: float(_mean(lines, policy)[MEAN]), default=None)
+
+
+def shown(found: Ratio) -> str:
+    """A ratio with its interval; one pair has none."""
+    if found.low == 0:
+        return f"{found.mean:.2f}"
+    return f"{found.mean:.2f} ({found.low:.2f}-{found.high:.2f})"
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others numbers."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
