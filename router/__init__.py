@@ -7,6 +7,7 @@ The files; each imports only what is listed above it:
     index/           the group-aware prefix index
     scoring/         hits and load -> ranked replicas; pure
     config/          the configuration: one frozen, checked model
+    tls.py           certificates, read again when they are renewed
     tokenize/        request body -> token ids, exact or marked as not
     mirror/          what every cache is doing and will evict next
     replicas/        which replicas exist, and how they are doing

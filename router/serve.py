@@ -17,10 +17,10 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 import uvloop
@@ -46,6 +46,7 @@ from router.index import IndexImplementation
 from router.reload import Reloader
 from router.routing.admission import Admission
 from router.service import RouterService
+from router.tls import Certificate, keep_fresh, listener_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -246,13 +247,15 @@ async def serve(
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer cannot be used.
     """
+    certificate = listener_certificate(config.server.tls)
     reserved_from = _reserved_files_from()
     service = RouterService(config, indexes=indexes, reserved_files_from=reserved_from)
     logger.info("index: %s", service.models.index_implementation)
     grace_s = config.server.timeouts.shutdown_grace_s
-    server = _GuardedServer(
-        _uvicorn_config(service, config, reserved_from), service.admission, grace_s
-    )
+    uvicorn_config = _uvicorn_config(service, config, reserved_from)
+    uvicorn_config.load()
+    uvicorn_config.ssl = None if certificate is None else certificate.context
+    server = _GuardedServer(uvicorn_config, service.admission, grace_s)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.shortages.note_failure_of_loop)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -260,23 +263,26 @@ async def serve(
     with contextlib.closing(_listen(config.server.host, config.server.port)) as listener:
         host, port = listener.getsockname()[:2]
         exempt_from_collection()
-        _announce(f"kvroute listens on http://{_in_url(host)}:{port}", config)
-        async with _reloading(service, source):
+        scheme = "http" if certificate is None else "https"
+        _announce(f"kvroute listens on {scheme}://{_in_url(host)}:{port}", config)
+        certificates = [service.replica_certificate, *filter(None, [certificate])]
+        async with _reloading(service, source, certificates):
             await server.serve(sockets=[listener])
     logger.info("stopped")
 
 
 @contextlib.asynccontextmanager
-async def _reloading(service: RouterService, source: ConfigSource | None) -> AsyncIterator[None]:
-    """Read the configuration again on SIGHUP, and when its file changes."""
-    if source is None:
-        yield
-        return
-    reloader = Reloader(source.read, service.reconfigure, service.metrics)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
-    jobs = [reloader.run()]
-    if source.watched is not None:
-        jobs.append(reloader.watch(source.watched))
+async def _reloading(
+    service: RouterService, source: ConfigSource | None, certificates: Sequence[Certificate]
+) -> AsyncIterator[None]:
+    """Read the configuration again on SIGHUP, and files that are watched when they change."""
+    jobs: list[Coroutine[Any, Any, None]] = [keep_fresh(certificates)]
+    if source is not None:
+        reloader = Reloader(source.read, service.reconfigure, service.metrics)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+        jobs.append(reloader.run())
+        if source.watched is not None:
+            jobs.append(reloader.watch(source.watched))
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
         yield

@@ -51,6 +51,7 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
+from router.tls import replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
@@ -79,7 +80,8 @@ class RouterService:
             indexes: Makes the index of each model; None: as configured.
             reserved_files_from: File descriptors from this number on are not for requests.
         Raises:
-            ConfigError: A tokenizer or chat template cannot be used, or the configured index.
+            ConfigError: A tokenizer, chat template or certificate cannot be used, or the configured
+                index.
             PolicyError: The policy cannot be made.
         """
         self.config = config
@@ -95,7 +97,10 @@ class RouterService:
         limits = PoolLimits(
             max_connections=server.max_upstream_connections, reserved_from=reserved_files_from
         )
-        self._upstream = UpstreamClient(limits, on_shortage=self.shortages.note)
+        self.replica_certificate = replica_certificate(server.replica_tls)
+        self._upstream = UpstreamClient(
+            limits, self.replica_certificate.context, on_shortage=self.shortages.note
+        )
         self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
         self._make_caches(indexes or configured_index(config))
         planner = self._make_routing()

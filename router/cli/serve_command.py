@@ -15,6 +15,7 @@ from router.scoring import PolicySettings, make_policy
 from router.serve import ConfigSource
 from router.serve import run as run_server
 from router.service import configured_index
+from router.tls import listener_certificate, replica_certificate
 
 
 def add_to(commands: Any) -> None:
@@ -116,9 +117,12 @@ def _load(config: RouterConfig) -> None:
     """Load what a start would load, and let it go again.
 
     Raises:
-        ConfigError: A tokenizer or a chat template cannot be used, or the compiled index.
+        ConfigError: A tokenizer, chat template or certificate cannot be used, or the compiled
+            index.
         PolicyError: The policy cannot be made.
     """
+    listener_certificate(config.server.tls)
+    replica_certificate(config.server.replica_tls)
     ModelSet(config.models, _no_replica, configured_index(config)).close()
     make_policy(config.policy.name, PolicySettings(config.policy.weights, config.policy.options))
 

@@ -10,6 +10,7 @@ The files; each imports only what is listed above it:
     section.py    what all mappings have in common
     replica.py    one replica
     discovery.py  where more of them come from
+    tls.py        certificates
     schema.py     everything else, and the rules between its values
 """
 
@@ -41,6 +42,7 @@ from router.config.schema import (
     StoreConfig,
     TimeoutsConfig,
 )
+from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 
 __all__ = [
     "DiscoveryConfig",
@@ -52,12 +54,14 @@ __all__ = [
     "HealthConfig",
     "KubernetesDiscovery",
     "LayoutConfig",
+    "ListenerTlsConfig",
     "ModelConfig",
     "ObservabilityConfig",
     "Overrides",
     "PolicyConfig",
     "ReplicaConfig",
     "ReplicaOptions",
+    "ReplicaTlsConfig",
     "RouterConfig",
     "ServerConfig",
     "StoreConfig",

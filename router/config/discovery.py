@@ -10,7 +10,7 @@ from pydantic import Field
 from router.config.document import Location
 from router.config.replica import ReplicaOptions
 from router.config.section import Section
-from router.config.values import PLAIN, FilePath, Items, Seconds, Url, UrlPath
+from router.config.values import PLAIN, Items, PlacedPath, Seconds, Url, UrlPath
 
 DnsName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), PLAIN]
 NameServer = Annotated[str, Field(pattern=r"^[0-9A-Fa-f.:]{2,45}(#\d{1,5})?$"), PLAIN]
@@ -25,7 +25,7 @@ Scheme = Literal["http", "https"]
 class FileDiscovery(Section, frozen=True):
     """A file with a list of replicas, read again when it changes."""
 
-    path: FilePath
+    path: PlacedPath
     """YAML or JSON: `replicas:` as in the configuration, or the list alone."""
     interval_s: Seconds = 1.0
     """How often the file is looked at."""
@@ -92,9 +92,9 @@ class KubernetesDiscovery(Section, frozen=True):
     """Before the pod's name, to tell namespaces or clusters apart."""
     api_server: Url | None = None
     """Null: as the pod's environment says."""
-    token_file: FilePath | None = None
+    token_file: PlacedPath | None = None
     """Null: the service account's, where there is one."""
-    ca_file: FilePath | None = None
+    ca_file: PlacedPath | None = None
     """Null: the service account's, where there is one."""
     replica: ReplicaOptions = ReplicaOptions()
     """What is true of every one of them. A pod's annotation `kvroute.io/replica` overrides it: the

@@ -32,6 +32,7 @@ from router.config.document import (
 )
 from router.config.replica import ReplicaConfig
 from router.config.section import Section
+from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 from router.config.values import (
     PLAIN,
     Bytes,
@@ -173,6 +174,8 @@ class ServerConfig(Section, frozen=True):
     max_upstream_connections: Count = 16_384
     extra_paths: Items[ProxiedPathPattern] = ()
     """More paths that go to a replica as they are, by load."""
+    tls: ListenerTlsConfig = ListenerTlsConfig()
+    replica_tls: ReplicaTlsConfig = ReplicaTlsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetriesConfig = RetriesConfig()
 
@@ -586,12 +589,7 @@ class RouterConfig(Section, frozen=True):
 
     def _relative_to(self, directory: Path) -> RouterConfig:
         models = tuple(_model_relative_to(model, directory) for model in self.models)
-        files = tuple(
-            file.model_copy(update={"path": str(directory / file.path)})
-            for file in self.discovery.files
-        )
-        discovery = self.discovery.model_copy(update={"files": files})
-        return self.model_copy(update={"models": models, "discovery": discovery})
+        return self.model_copy(update={"models": models})
 
 
 def _model_relative_to(model: ModelConfig, directory: Path) -> ModelConfig:

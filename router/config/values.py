@@ -106,6 +106,12 @@ def _variable(name: str, context: Mapping[str, Mapping[str, str]]) -> str:
     return value
 
 
+def _placed(path: str, info: ValidationInfo) -> str:
+    """A path as the process finds it: relative ones start at the configuration's own directory."""
+    directory = (info.context or {}).get("directory")
+    return path if directory is None else str(directory / path)
+
+
 def _check_url(url: str) -> str:
     try:
         Origin.parse(url)
@@ -175,6 +181,8 @@ PolicyName = Annotated[
     str, Field(min_length=1, max_length=256), PLAIN, AfterValidator(_check_policy)
 ]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096), PLAIN]
+PlacedPath = Annotated[FilePath, AfterValidator(_placed)]
+"""Of a file; relative to the configuration's own."""
 UrlPath = Annotated[str, Field(pattern=r"^/[!-~]{0,255}$"), PLAIN]
 ProxiedPathPattern = Annotated[
     str, Field(max_length=256), PLAIN, AfterValidator(_check_proxied_path)

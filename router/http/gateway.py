@@ -72,6 +72,7 @@ class Gateway:
         self.guard = guard
         self._trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
+        self._scheme = b"http" if server.tls.certificate is None else b"https"
         # The router's key is for the router only: replicas do not get to see it.
         self._dropped = frozenset(
             (
@@ -203,7 +204,7 @@ class Gateway:
         given = dict(exchange.headers) if is_trusted else {}
         before = given.get(b"x-forwarded-for")
         chain = (before + b", " if before else b"") + peer.encode("ascii", "replace")
-        proto = given.get(b"x-forwarded-proto", b"http")
+        proto = given.get(b"x-forwarded-proto", self._scheme)
         return [(b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)]
 
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -332,6 +333,8 @@ class EngineStub:
     """What else it has, and what a request there meets."""
     model_details: dict[str, Any] = field(default_factory=dict)
     """What it says of its model beside the name."""
+    tls: ssl.SSLContext | None = None
+    """What it shows and asks for; None: plain HTTP."""
     silent_paths: tuple[str, ...] = ()
     """Paths whose requests are accepted and never responded to."""
 
@@ -360,7 +363,7 @@ class EngineStub:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def sources(self) -> int:
@@ -383,7 +386,7 @@ class EngineStub:
         """Listen, at the previous address if there was one."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096
+            lambda: _Connection(self), "127.0.0.1", self.port, backlog=4096, ssl=self.tls
         )
         self.port = self._server.sockets[0].getsockname()[1]
         if self.has_events:

@@ -23,7 +23,7 @@ from tests.support.http_client import DEADLINE_S, Answer, ask, eventually
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "router.cli.main", "serve")
-_ANNOUNCEMENT = re.compile(rb'listens on (http://\S+?:(\d+))["\n]')
+_ANNOUNCEMENT = re.compile(rb'listens on (https?://\S+?:(\d+))["\n]')
 
 QUICK_HEALTH = {
     "interval_s": 0.25,
