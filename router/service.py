@@ -30,7 +30,7 @@ from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
-from router.observability.self_repair import CacheFacts, SelfRepair
+from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
 from router.observability.shortages import Shortages
 from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
@@ -133,7 +133,7 @@ class RouterService:
             self.feed.rebuild,
             self._is_judged,
             self._cache_facts,
-            config.events.rebuild_cool_down_s,
+            _repair_times(config),
             config.events.self_repair,
         )
 
@@ -462,6 +462,15 @@ def _proxy_settings(config: RouterConfig) -> ProxySettings:
 def _patient_timeouts(config: RouterConfig) -> Timeouts:
     connect_s = config.server.timeouts.connect_s
     return Timeouts(connect_s, config.health.timeout_s + 5.0, connect_s)
+
+
+def _repair_times(config: RouterConfig) -> RepairTimes:
+    events = config.events
+    return RepairTimes(
+        wrong_for_s=events.self_repair_after_s,
+        cool_down_s=events.rebuild_cool_down_s,
+        quiet_s=events.self_repair_quiet_s,
+    )
 
 
 def _subscriber_options(config: RouterConfig) -> SubscriberOptions:

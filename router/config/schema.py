@@ -452,6 +452,10 @@ class EventsConfig(Section, frozen=True):
     was lost."""
     self_repair: bool = True
     """Rebuild a source whose hits are predicted wrongly for long in quiet moments."""
+    self_repair_after_s: Seconds = 60.0
+    """How long: from the first wrong prediction to the last."""
+    self_repair_quiet_s: Seconds = 1.0
+    """A moment is quiet this long after the last request at a replica."""
     rebuild_cool_down_s: Seconds = 600.0
     """The least time between two such rebuilds of one source."""
 

@@ -274,7 +274,7 @@ class TrustView(View, frozen=True, kw_only=True):
     rebuilds: int
     """Times the source was rebuilt since its hits were predicted wrongly for long."""
     cause: str | None
-    """The likely one, while they stay wrong after a rebuild."""
+    """The likely one, while they are wrong and a rebuild did not help or has to wait."""
 
 
 class SourceView(EventSource, frozen=True, kw_only=True):

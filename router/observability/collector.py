@@ -16,7 +16,7 @@ from router.discovery import ProviderStatistics, ReplicaKeeper
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.mirror import Mirror
-from router.observability.self_repair import SelfRepair, Trust, TrustStatistics
+from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
@@ -244,9 +244,9 @@ def _trust_metrics(
     )
     yield _gauge(
         "kvroute_source_mispredicted",
-        "1 while a source's hits stay mispredicted after a rebuild.",
+        "1 while a source's hits are mispredicted and a rebuild did not help or has to wait.",
         _SOURCE,
-        ((labels, bool(found and found.state is Trust.LASTING)) for labels, found in labelled),
+        ((labels, bool(found and found.cause)) for labels, found in labelled),
     )
 
 

@@ -55,7 +55,7 @@ class SourceSummary(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: int
     """Events that break the format, left out of their batches."""
     mispredicted: str | None = None
-    """What its hits stay mispredicted by, after a rebuild."""
+    """What its hits are mispredicted by, where a rebuild did not help or has to wait."""
 
 
 def summarize_source(

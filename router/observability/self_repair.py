@@ -29,10 +29,18 @@ WINDOW = 16
 """Comparisons that count, the last ones."""
 WRONG_ENOUGH = 4
 """Wrong ones among them that are no chance."""
-WRONG_FOR_S = 60.0
-"""From the first of them to the last: an engine whose cache was reset is wrong once or twice."""
-SETTLED_S = 1.0
-"""Since the last request at a replica: by then its events have arrived."""
+
+
+class RepairTimes(NamedTuple):
+    """How long is long, in seconds."""
+
+    wrong_for_s: float = 60.0
+    """From the first wrong comparison to the last: an engine whose cache was reset is wrong once or
+    twice."""
+    cool_down_s: float = 600.0
+    """The least time between two rebuilds of one source."""
+    quiet_s: float = 1.0
+    """Since the last request at a replica: by then its events have arrived."""
 
 
 class Trust(str, Enum):
@@ -110,19 +118,21 @@ class TrustStatistics:
     state: Trust
     rebuilds: int
     cause: Cause | None
-    """The likely one, while they stay wrong."""
+    """The likely one, while they stay wrong and no rebuild is to come, or none yet."""
 
 
 @dataclass(slots=True)
 class SourceTrust:
     """The evidence on one source. Pure: the time comes with each comparison."""
 
-    cool_down_s: float
+    times: RepairTimes
     state: Trust = Trust.TRUSTED
     rebuilds: int = 0
     cause: Cause | None = None
     _rebuilt_at: float = -math.inf
     _last: deque[Comparison] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _wrong_since: float | None = None
+    """The first of the wrong ones, since there are enough of them; it may have left the window."""
 
     def add(self, comparison: Comparison, facts: Callable[[], CacheFacts]) -> bool:
         """Count one comparison; returns whether the source is to be rebuilt now.
@@ -137,14 +147,17 @@ class SourceTrust:
         finding = self._finding()
         if finding is None:
             return False
-        if self.state is Trust.LASTING and finding is Finding.WRONG:
-            self.cause = likely_cause(self._last, facts())
         after = TABLE.get((self.state, finding), self.state)
-        if after is self.state or (after is Trust.REBUILT and self._is_cooling(comparison.at)):
+        is_rebuilt = after is Trust.REBUILT and self.state is not after
+        is_cooling = is_rebuilt and self._is_cooling(comparison.at)
+        # A rebuild may repair it; what no rebuild repairs, or none does for now, is shown.
+        is_shown = finding is Finding.WRONG and (is_cooling or not is_rebuilt)
+        self.cause = likely_cause(self._last, facts()) if is_shown else None
+        if after is self.state or is_cooling:
             return False
         self.state = after
-        self.cause = likely_cause(self._last, facts()) if after is Trust.LASTING else None
         self._last.clear()
+        self._wrong_since = None
         if after is Trust.REBUILT:
             self.rebuilds += 1
             self._rebuilt_at = comparison.at
@@ -155,13 +168,17 @@ class SourceTrust:
         return TrustStatistics(self.state, self.rebuilds, self.cause)
 
     def _is_cooling(self, now: float) -> bool:
-        return now - self._rebuilt_at < self.cool_down_s
+        return now - self._rebuilt_at < self.times.cool_down_s
 
     def _finding(self) -> Finding | None:
         wrong = [each for each in self._last if each.is_wrong]
-        if len(wrong) >= WRONG_ENOUGH:
-            return Finding.WRONG if wrong[-1].at - wrong[0].at >= WRONG_FOR_S else None
-        return Finding.RIGHT if len(self._last) == WINDOW and len(wrong) <= 1 else None
+        if len(wrong) < WRONG_ENOUGH:
+            self._wrong_since = None
+            return Finding.RIGHT if len(self._last) == WINDOW and len(wrong) <= 1 else None
+        if self._wrong_since is None:
+            self._wrong_since = wrong[0].at
+        lasts_s = wrong[-1].at - self._wrong_since
+        return Finding.WRONG if lasts_s >= self.times.wrong_for_s else None
 
 
 def likely_cause(comparisons: Sequence[Comparison], facts: CacheFacts) -> Cause:
@@ -179,7 +196,8 @@ def likely_cause(comparisons: Sequence[Comparison], facts: CacheFacts) -> Cause:
             return cause
     if all(each.predicted == 0 for each in wrong) and facts.has_unplaced:
         return Cause.HASH_SEED
-    if all(0 in (each.predicted, each.actual) for each in wrong) and not right:
+    has_hits = any(each.actual for each in wrong)
+    if has_hits and all(0 in (each.predicted, each.actual) for each in wrong) and not right:
         return Cause.TOKENIZER
     return _by_difference(wrong, facts.block_size)
 
@@ -222,9 +240,14 @@ class Moment(NamedTuple):
 
 class QuietMoments:
     """Which requests had a replica to themselves. The caller passes the time, in seconds on a
-    monotonic clock."""
+    monotonic clock.
 
-    def __init__(self) -> None:
+    Args:
+        quiet_s: Between the end of one request and the beginning of the next.
+    """
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
         self._replicas: dict[str, _Requests] = {}
 
     def began(self, replica_id: str, now: float) -> Moment:
@@ -237,7 +260,7 @@ class QuietMoments:
         requests = self._replicas.setdefault(replica_id, _Requests())
         requests.under_way += 1
         requests.begun += 1
-        is_alone = requests.under_way == 1 and now - requests.ended_at >= SETTLED_S
+        is_alone = requests.under_way == 1 and now - requests.ended_at >= self._quiet_s
         return Moment(replica_id, requests.begun if is_alone else None)
 
     def ended(self, moment: Moment, now: float) -> bool:
@@ -267,7 +290,7 @@ class SelfRepair:
         is_judged: Whether predictions of a source of a model must be right now: its stream is live,
             and it tokenises as the router does.
         facts_of: What the index says of a source of a model.
-        cool_down_s: The least time between two rebuilds of one source.
+        times: How long is long.
         is_on: Whether sources are rebuilt; what is wrong is found and shown in any case.
     """
 
@@ -276,14 +299,14 @@ class SelfRepair:
         rebuild: Callable[[SourceId], None],
         is_judged: Callable[[str, SourceId], bool],
         facts_of: Callable[[str, SourceId], CacheFacts],
-        cool_down_s: float,
+        times: RepairTimes,
         is_on: bool = True,
     ) -> None:
-        self.quiet = QuietMoments()
+        self.quiet = QuietMoments(times.quiet_s)
         self._rebuild = rebuild
         self._is_judged = is_judged
         self._facts_of = facts_of
-        self._cool_down_s = cool_down_s
+        self._times = times
         self._is_on = is_on
         self._trusts: dict[SourceId, SourceTrust] = {}
 
@@ -297,7 +320,7 @@ class SelfRepair:
         """
         if not self._is_judged(model, source):
             return
-        trust = self._trusts.setdefault(source, SourceTrust(self._cool_down_s))
+        trust = self._trusts.setdefault(source, SourceTrust(self._times))
         if trust.add(comparison, lambda: self._facts_of(model, source)) and self._is_on:
             self._rebuild(source)
 

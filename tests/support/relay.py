@@ -1,4 +1,5 @@
-"""Relays that lose things: one for live messages, one for the byte streams of replays."""
+"""Relays that lose things, one for live messages, one for the byte streams of replays; and one that
+loses nothing and does not tell the truth."""
 
 from __future__ import annotations
 
@@ -6,10 +7,15 @@ import random
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
 import zmq
+
+from kvevents.codec import decode, encode
+from kvevents.events import EventBatch
+from kvevents.messages import END_MARKER, SNAPSHOT_START
 
 
 @dataclass(frozen=True)
@@ -203,3 +209,84 @@ class CuttingRelay:
             for each in (end, other):
                 self._selector.unregister(each)
                 each.close()
+
+
+class TamperingRelay:
+    """Between a publisher's two sockets and a router. Every batch passes, under its own number;
+    while `change` is set it says something else, and the ring says the same later. A snapshot ends
+    that and is the truth, unless `tampers_with_snapshots`.
+
+    Args:
+        endpoint: The publisher's PUB socket.
+        replay_endpoint: Its ROUTER socket.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+        self.change: Callable[[EventBatch], EventBatch] | None = None
+        self.tampers_with_snapshots = False
+        self._upstream = replay_endpoint
+        self._changed: dict[bytes, bytes] = {}
+        self._askers: dict[bytes, tuple[zmq.Socket[bytes], bool]] = {}
+        self._context = zmq.Context()
+        self._context.linger = 0
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.subscribe(b"")
+        self._sub.connect(endpoint)
+        self._pub, self._router = (self._context.socket(kind) for kind in (zmq.PUB, zmq.ROUTER))
+        self._pub.bind("tcp://127.0.0.1:0")
+        self._router.bind("tcp://127.0.0.1:0")
+        self.endpoint = self._pub.last_endpoint.decode()
+        self.replay_endpoint = self._router.last_endpoint.decode()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def __enter__(self) -> TamperingRelay:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_closing = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            if self._sub.poll(1):
+                topic, seq, payload = self._sub.recv_multipart()
+                said = self._said(payload)
+                if said != payload:
+                    self._changed[seq] = said
+                self._pub.send_multipart([topic, seq, said])
+            if self._router.poll(1):
+                self._ask(self._router.recv_multipart())
+            for client, (asker, is_snapshot) in list(self._askers.items()):
+                while not asker.closed and asker.poll(0):
+                    self._reply(client, asker.recv_multipart(), is_snapshot)
+        self._context.destroy(linger=0)
+
+    def _ask(self, frames: list[bytes]) -> None:
+        client, empty, start = frames
+        asker = self._context.socket(zmq.DEALER)
+        asker.connect(self._upstream)
+        self._askers[client] = asker, start == SNAPSHOT_START
+        if start == SNAPSHOT_START and not self.tampers_with_snapshots:
+            self.change = None
+        asker.send_multipart([empty, start])
+
+    def _reply(self, client: bytes, frames: list[bytes], is_snapshot: bool) -> None:
+        *head, seq, payload = frames
+        if is_snapshot and seq != END_MARKER:
+            payload = self._said(payload)
+        else:
+            payload = self._changed.get(seq, payload)
+        self._router.send_multipart([client, *head, seq, payload])
+        if seq == END_MARKER:
+            self._askers.pop(client)[0].close()
+
+    def _said(self, payload: bytes) -> bytes:
+        change = self.change
+        return payload if change is None else encode(change(decode(payload)))

@@ -13,7 +13,7 @@ from router.index import SourceId
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObserver, RequestObservers
-from router.observability.self_repair import CacheFacts, SelfRepair, Trust
+from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair, Trust
 from router.observability.shortages import Shortages
 from router.proxy import End, Failure
 from router.replicas import EventSource, ReplicaRegistry
@@ -48,7 +48,7 @@ class Observed:
         self.now = 100.0
         self.rebuilt: list[SourceId] = []
         self.repair = SelfRepair(
-            self.rebuilt.append, lambda *_: True, lambda *_: CacheFacts(), cool_down_s=600.0
+            self.rebuilt.append, lambda *_: True, lambda *_: CacheFacts(), RepairTimes()
         )
         self.observers = RequestObservers(
             self.load,

@@ -8,23 +8,22 @@ import pytest
 
 from router.index import SourceId
 from router.observability.self_repair import (
-    SETTLED_S,
     TABLE,
     WINDOW,
     WRONG_ENOUGH,
-    WRONG_FOR_S,
     CacheFacts,
     Cause,
     Comparison,
     Finding,
     QuietMoments,
+    RepairTimes,
     SelfRepair,
     SourceTrust,
     Trust,
     likely_cause,
 )
 
-COOL_DOWN_S = 600.0
+TIMES = RepairTimes()
 STEP_S = 25.0
 FACTS = CacheFacts(16)
 R0 = SourceId("r0")
@@ -33,15 +32,16 @@ R0 = SourceId("r0")
 class Source:
     """One source's evidence, a comparison every 25 s."""
 
-    def __init__(self) -> None:
-        self.trust = SourceTrust(COOL_DOWN_S)
+    def __init__(self, step_s: float = STEP_S) -> None:
+        self.trust = SourceTrust(TIMES)
+        self._step_s = step_s
         self.now = 0.0
 
     def see(self, predicted: int, actual: int, times: int = 1) -> int:
         """Returns how often the source was to be rebuilt."""
         rebuilds = 0
         for _ in range(times):
-            self.now += STEP_S
+            self.now += self._step_s
             rebuilds += self.trust.add(Comparison(self.now, predicted, actual), lambda: FACTS)
         return rebuilds
 
@@ -62,8 +62,23 @@ def test_a_burst_of_wrong_predictions_is_not_enough() -> None:
     source = Source()
     moments = [Comparison(0.001 * number, 64, 0) for number in range(WINDOW)]
     assert not any(source.trust.add(each, lambda: FACTS) for each in moments)
-    late = Comparison(WRONG_FOR_S + 1, 64, 0)
+    late = Comparison(TIMES.wrong_for_s + 1, 64, 0)
     assert source.trust.add(late, lambda: FACTS), "but it lasts"
+
+
+def test_a_source_asked_every_second_is_rebuilt_as_well() -> None:
+    """The last comparisons then span less than a minute, however long it has been wrong."""
+    source = Source(step_s=1.0)
+    assert source.see(64, 0, int(TIMES.wrong_for_s)) == 0
+    assert source.see(64, 0) == 1
+
+
+def test_wrong_predictions_with_a_right_time_between_are_not_one_fault() -> None:
+    """What was over does not count as lasting."""
+    source = Source(step_s=1.0)
+    for _ in range(10):
+        assert source.see(64, 0, 2 * WRONG_ENOUGH) == 0
+        assert source.see(64, 64, WINDOW) == 0
 
 
 def test_a_few_wrong_among_many_right_are_forgotten() -> None:
@@ -89,10 +104,10 @@ def test_a_rebuild_that_helped_restores_the_trust_and_may_be_repeated_after_the_
     assert source.see(64, 0, WRONG_ENOUGH) == 1
     source.see(64, 64, WINDOW)
     assert source.trust.state is Trust.TRUSTED
-    assert source.now < COOL_DOWN_S
+    assert source.now < TIMES.cool_down_s
     assert source.see(64, 0, WRONG_ENOUGH) == 0
-    assert source.trust.state is Trust.TRUSTED, "within the cool-down nothing is concluded"
-    assert source.trust.cause is None
+    assert source.trust.state is Trust.TRUSTED, "a rebuild may still help"
+    assert source.trust.cause is Cause.MISSING_GROUP, "until then an operator wants to know"
     assert source.see(64, 0, 30) == 1
     assert source.trust.rebuilds == 2
 
@@ -114,8 +129,8 @@ def test_what_stays_wrong_is_named_and_what_becomes_right_is_trusted_again() -> 
     source = Source()
     source.see(80, 64, 2 * WRONG_ENOUGH)
     assert (source.trust.state, source.trust.cause) == (Trust.LASTING, Cause.EAGLE)
-    source.see(64, 0, WRONG_ENOUGH)
-    source.see(96, 0, WINDOW)
+    source.see(0, 64, WRONG_ENOUGH)
+    source.see(0, 96, WINDOW)
     assert source.trust.cause is Cause.TOKENIZER, "by the last comparisons"
     source.see(64, 64, WINDOW)
     assert (source.trust.state, source.trust.cause) == (Trust.TRUSTED, None)
@@ -127,6 +142,16 @@ def test_the_table_never_leads_from_a_lasting_fault_to_a_rebuild() -> None:
     assert [pair for pair, after in TABLE.items() if after is Trust.REBUILT] == [
         (Trust.TRUSTED, Finding.WRONG)
     ]
+
+
+def test_the_times_are_the_operators() -> None:
+    """An engine that answers once an hour is judged by other times than a busy one."""
+    hasty = SourceTrust(RepairTimes(wrong_for_s=3.0, cool_down_s=5.0))
+    seen = [hasty.add(Comparison(float(second), 64, 0), lambda: FACTS) for second in range(4)]
+    assert seen == [False, False, False, True]
+    quiet = QuietMoments(0.25)
+    quiet.ended(quiet.began("r0", 0.0), 1.0)
+    assert quiet.ended(quiet.began("r0", 1.25), 2.0)
 
 
 # --- causes ---------------------------------------------------------------------------------------
@@ -147,7 +172,7 @@ RIGHT = wrong((64, 64))
         (RIGHT + wrong((64, 16), has_media=True), FACTS, Cause.MEDIA),
         (wrong((0, 64), (0, 32)), CacheFacts(16, has_unplaced=True), Cause.HASH_SEED),
         (wrong((0, 64), (0, 32)), FACTS, Cause.TOKENIZER),
-        (wrong((64, 0), (32, 0), has_salt=True), FACTS, Cause.TOKENIZER),
+        (wrong((64, 0), (32, 0), has_salt=True), FACTS, Cause.MISSING_GROUP),
         (wrong((64, 0), (0, 32)), CacheFacts(16, has_unplaced=True), Cause.TOKENIZER),
         (RIGHT + wrong((113, 112), (65, 64)), FACTS, Cause.MISSING_GROUP),
         (RIGHT + wrong((80, 64), (32, 16)), FACTS, Cause.EAGLE),
@@ -179,13 +204,13 @@ def test_salts_are_not_to_blame_where_salted_prompts_are_right_too() -> None:
 
 def moments() -> Iterator[tuple[str, float, float, bool]]:
     yield "the first request", 0.0, 1.0, True
-    yield "one at once after it", 1.0 + SETTLED_S / 2, 2.0, False
-    yield "one after a pause", 2.0 + SETTLED_S, 4.0, True
+    yield "one at once after it", 1.0 + TIMES.quiet_s / 2, 2.0, False
+    yield "one after a pause", 2.0 + TIMES.quiet_s, 4.0, True
 
 
 def test_a_request_is_quiet_if_it_runs_alone_and_after_a_pause() -> None:
     """The events about the request before must have arrived."""
-    quiet = QuietMoments()
+    quiet = QuietMoments(TIMES.quiet_s)
     for what, begins, ends, expected in moments():
         moment = quiet.began("r0", begins)
         assert quiet.ended(moment, ends) is expected, what
@@ -193,7 +218,7 @@ def test_a_request_is_quiet_if_it_runs_alone_and_after_a_pause() -> None:
 
 def test_overlapping_requests_are_not_quiet_and_other_replicas_do_not_matter() -> None:
     """Each changes the cache that the other was predicted for."""
-    quiet = QuietMoments()
+    quiet = QuietMoments(TIMES.quiet_s)
     first = quiet.began("r0", 0.0)
     elsewhere = quiet.began("r1", 0.1)
     second = quiet.began("r0", 0.2)
@@ -204,18 +229,18 @@ def test_overlapping_requests_are_not_quiet_and_other_replicas_do_not_matter() -
 
 def test_a_request_that_begins_beside_an_older_one_is_not_quiet_after_any_pause() -> None:
     """The older one may run for an hour."""
-    quiet = QuietMoments()
+    quiet = QuietMoments(TIMES.quiet_s)
     older = quiet.began("r0", 0.0)
     quiet.ended(quiet.began("r0", 0.1), 0.2)
-    late = quiet.began("r0", 0.2 + SETTLED_S)
+    late = quiet.began("r0", 0.2 + TIMES.quiet_s)
     assert not quiet.ended(late, 3.0)
     assert not quiet.ended(older, 4.0)
-    assert quiet.ended(quiet.began("r0", 4.0 + SETTLED_S), 6.0)
+    assert quiet.ended(quiet.began("r0", 4.0 + TIMES.quiet_s), 6.0)
 
 
 def test_a_replica_that_is_removed_meanwhile_is_not_known_again() -> None:
     """Its requests end later."""
-    quiet = QuietMoments()
+    quiet = QuietMoments(TIMES.quiet_s)
     moment = quiet.began("r0", 0.0)
     quiet.forget("r0")
     assert not quiet.ended(moment, 1.0)
@@ -231,7 +256,7 @@ class Judged:
         self.rebuilt: list[SourceId] = []
         self.is_live = True
         self.repair = SelfRepair(
-            self.rebuilt.append, lambda *_: self.is_live, lambda *_: FACTS, COOL_DOWN_S, is_on
+            self.rebuilt.append, lambda *_: self.is_live, lambda *_: FACTS, TIMES, is_on
         )
 
     def see_wrong(self, times: int) -> None:
@@ -264,4 +289,4 @@ def test_switched_off_it_still_finds_what_is_wrong() -> None:
     judged = Judged(is_on=False)
     judged.see_wrong(2 * WRONG_ENOUGH)
     assert judged.rebuilt == []
-    assert judged.repair.statistics()[R0].cause is Cause.TOKENIZER
+    assert judged.repair.statistics()[R0].cause is Cause.MISSING_GROUP
