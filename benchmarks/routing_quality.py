@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--policy", nargs="+", choices=ALL, help="in place of the set's")
     parser.add_argument("--seeds", help="in place of the set's, such as 0-4")
-    parser.add_argument("--requests", type=int, help="to count in each run")
+    parser.add_argument("--requests", type=int, help="to count in each run, roughly")
     parser.add_argument("--results", type=Path, default=Path("routing_quality.jsonl"))
     parser.add_argument(
         "--trace", type=Path, help="recorded requests: JSON lines as Mooncake's, plain or .gz"
@@ -122,7 +122,7 @@ def mine(runs: Iterator[tuple[str, str, int]], shard: str) -> Iterator[tuple[str
 
 def measure(name: str, policy: str, seed: int, options: argparse.Namespace) -> Line:
     """Run one simulation."""
-    requests = options.requests or SETS[options.set].requests
+    requests = options.requests or (None if options.situation else SETS[options.set].requests)
     situation: Situation = SITUATIONS[name]
     if requests:
         situation = replace(situation, requests=requests)

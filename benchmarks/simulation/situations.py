@@ -115,7 +115,7 @@ class Situation:
 
 
 _CHATS = Situation("chats", 80_000, 1.2)
-_SLOW = Situation("chats, slow", 150_000, 0.6)
+_SLOW = Situation("chats, slow", 80_000, 0.6)
 _DOCUMENTS = Situation("documents", 100_000, 1.0)
 _AGENTS = Situation("agents", 300_000, 2.5, requests=3400)
 _MIXED = Situation("mixed", 60_000, 0.8)
@@ -140,6 +140,7 @@ SITUATIONS: dict[str, Situation] = {
     "chats, mamba-hybrid": replace(_CHATS, layout="mamba-hybrid"),
     "documents, full": replace(_DOCUMENTS, layout="full"),
     "documents, gemma": replace(_DOCUMENTS, layout="gemma"),
+    "documents, mamba-hybrid": replace(_DOCUMENTS, layout="mamba-hybrid"),
     "chats, Poisson": replace(_CHATS, variation=1.0),
     "chats, bursts": replace(_CHATS, variation=4.0),
     "chats, late events": replace(_CHATS, event_delay_s=0.05),
