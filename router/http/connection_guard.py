@@ -113,7 +113,7 @@ class GuardedHttpProtocol(DirectHttpProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused_at is not None or self._deferred is not None:
             return
-        self._unset_keepalive_if_required()
+        self.idle_since = None
         if self._receiving_since is None:
             self._receiving_since = self.loop.time()
         self._unframed_bytes += len(data)
@@ -152,6 +152,8 @@ class GuardedHttpProtocol(DirectHttpProtocol):
         sending: nothing is read from it any more that would tell."""
         if self._has_left_half and _is_reset(self._raw_transport):
             self.abort()
+        if self.idle_since is not None and now - self.idle_since > self.timeout_keep_alive:
+            self.transport.close()
         reason = None if self._is_cut else self._overdue(now)
         if reason is not None:
             if self._refused_at is None:
@@ -267,17 +269,16 @@ class GuardedHttpProtocol(DirectHttpProtocol):
 
     def _check_head(self) -> None:
         """Raise `_OverBound` for a head that must be refused before anyone sees it."""
-        codings = [
-            coding.strip().lower()
-            for name, value in self.headers
-            if name == b"transfer-encoding"
-            for coding in value.split(b",")
-        ]
-        if any(coding != b"chunked" for coding in codings):
-            # RFC 9112 6.1: only chunks are decoded here.
-            self._violation = UNKNOWN_CODING
-            raise _OverBound
-        hosts = sum(name == b"host" for name, _ in self.headers)
+        hosts = 0
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding" and any(
+                coding.strip().lower() != b"chunked" for coding in value.split(b",")
+            ):
+                # RFC 9112 6.1: only chunks are decoded here.
+                self._violation = UNKNOWN_CODING
+                raise _OverBound
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             # RFC 9112 3.2: two readers of one message may take two hosts for the one meant.
             self._violation = BAD_HOST

@@ -20,7 +20,7 @@ import asyncio
 import functools
 import re
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 from urllib.parse import unquote
 
 import httptools
@@ -221,9 +221,9 @@ class Exchange:
         """Status line and headers; None if one of them would break the framing."""
         lines = [STATUS_LINE[status]]
         closes = False
+        if _UNSAFE.search(b"".join([value for _, value in headers])) is not None:
+            return None
         for name, value in headers:
-            if _UNSAFE.search(value) is not None:
-                return None
             if name == b"content-length":
                 self._left_bytes = int(value)
             elif name == b"connection":
@@ -342,6 +342,10 @@ class JoiningTransport:
         self._transport.set_protocol(protocol)
 
 
+_Opening: TypeAlias = "tuple[Callable[[Exchange], ExchangeServer] | None, str, str, bytes]"
+"""What serves a request, its method, its path, and both path and query as on the wire."""
+
+
 class DirectHttpProtocol(HttpToolsProtocol):
     """Serves requests outside ASGI where `handler` takes them. Joins what others write.
 
@@ -364,9 +368,14 @@ class DirectHttpProtocol(HttpToolsProtocol):
         if self.is_of_reserve:
             type(self).on_reserve()
         self._running: RequestResponseCycle | Exchange | None = None
+        self._last_opening: tuple[tuple[bytes, bytes], _Opening | None] = (b"", b""), None
+        self.idle_since: float | None = None
+        """When the last response was complete, while nothing has come since; on the loop's clock.
+        Whoever owns the connection closes it after `timeout_keep_alive`."""
         super().connection_made(cast(asyncio.Transport, JoiningTransport(transport, self.loop)))
 
     def data_received(self, data: bytes) -> None:
+        self.idle_since = None
         super().data_received(data)
         self._proceed()
 
@@ -425,7 +434,13 @@ class DirectHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._running = self.pipeline[-1][0] if self.pipeline else None
-        super().on_response_complete()
+        if self._running is not None or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        # uvicorn's own would set a timer for each response.
+        self.server_state.total_requests += 1
+        self.idle_since = self.loop.time()
+        self.flow.resume_reading()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -433,23 +448,31 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """The request whose head has arrived, if it is to be served outside ASGI."""
         if self.handler is None:
             return None
-        url = httptools.parse_url(self.url)
-        path = url.path.decode("ascii")
-        if "%" in path:
-            path = unquote(path)
-        method = self.parser.get_method().decode("ascii")
-        opens = self.handler.opens(method, path, url.query or b"")
+        opens, method, path, target = self._opening(self.handler, self.parser.get_method())
         if opens is None:
             return None
         version = self.parser.get_http_version()
         self.scope["method"] = method
         self.scope["path"] = path
         self.scope["http_version"] = version
-        target = url.path + b"?" + url.query if url.query else url.path
         keep_alive = version != "1.0" and self.parser.should_keep_alive()
         exchange = Exchange(self, method, path, target, keep_alive)
         exchange.server = opens(exchange)
         return exchange
+
+    def _opening(self, handler: ExchangeHandler, method: bytes) -> _Opening:
+        """What is to be done with the request; most have the method and URL of the one before."""
+        asked, found = self._last_opening
+        if found is None or asked != (method, self.url):
+            url = httptools.parse_url(self.url)
+            path = url.path.decode("ascii")
+            if "%" in path:
+                path = unquote(path)
+            name, query = method.decode("ascii"), url.query or b""
+            target = url.path + b"?" + query if query else url.path
+            found = handler.opens(name, path, query), name, path, target
+            self._last_opening = (method, self.url), found
+        return found
 
     def _proceed(self) -> None:
         """Let the running exchange look at what has arrived."""

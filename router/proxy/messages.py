@@ -3,6 +3,7 @@ broken event stream."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 
@@ -82,7 +83,7 @@ def client_headers(
         request: The client's.
     """
     added = attempt.response_headers + request.response_headers
-    dropped = HOP_BY_HOP.union([name for name, _ in added])
+    dropped = _hop_by_hop_and(tuple([name for name, _ in added]))
     if response.status in _WITHOUT_BODY:
         # A 304 may carry the length of the body it leaves out; uvicorn, which counts the bytes
         # sent, would find it wrong.
@@ -93,6 +94,11 @@ def client_headers(
     ]
     kept += added
     return kept
+
+
+@functools.lru_cache(maxsize=64)
+def _hop_by_hop_and(names: tuple[bytes, ...]) -> frozenset[bytes]:
+    return HOP_BY_HOP.union(names)
 
 
 def takes_events(headers: Iterable[Header]) -> bool:

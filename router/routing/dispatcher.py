@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import msgspec
+
 from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.index import HashedPrompt, SourceId
 from router.proxy import Attempt
@@ -59,8 +61,7 @@ class TenantSalt:
     """The fields of the body that engines read a salt from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request should go, and why; all that is needed to send it there."""
 
     model: Model | None
@@ -80,14 +81,18 @@ class Decision:
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
-    obstacle_of: Callable[[Replica], str | None] = field(repr=False)
+    obstacle_of: Callable[[Replica], str | None]
     """Why a replica cannot take the request at this moment; None if it can."""
-    body: bytes = field(repr=False)
+    body: bytes
     """What to send: the client's body, without the report mode and with the salt of its key."""
     tokenization_s: float | None = None
     """From the parsed request to its token ids."""
     routing_s: float
     """From there to the ranking."""
+
+    def __repr__(self) -> str:
+        # Bodies and prompts stay out of logs.
+        return f"Decision({self.model_name}, {self.policy}, {len(self.ranking)} ranked)"
 
     @property
     def has_report_mode(self) -> bool:

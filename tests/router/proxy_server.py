@@ -150,7 +150,7 @@ class ProxyServer:
         assert self.server is not None
         return len(self.server.server_state.connections)
 
-    def opens(self, method: str, path: str) -> Callable[[Exchange], Proxied]:
+    def opens(self, method: str, path: str, query: bytes) -> Callable[[Exchange], Proxied]:
         return lambda exchange: Proxied(self, exchange)
 
     def start(self, exchange: Exchange, body: bytes) -> Relay:

@@ -102,6 +102,7 @@ async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
         ws="none",
         lifespan="off",
         log_config=None,
+        timeout_keep_alive=75,
     )
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -212,6 +213,28 @@ async def test_a_finished_response_that_is_never_read_is_ended() -> None:
         assert not app.refusals
         app.look(LIMITS.stall_s + LIMITS.slack_s + 2)
         assert app.refusals == ["response_not_read"]
+
+
+async def test_a_connection_that_sends_nothing_more_is_closed_after_a_while() -> None:
+    """Each costs a file descriptor, and clients that are gone without a word are never heard of
+    again. A request, or a response that is under way, keeps it open."""
+    async with guarded_server() as server, connect(server.port) as client:
+        server.go.set()
+        await client.write(request_bytes("GET", "/one"))
+        assert (await client.read_answer()).status == 200
+        await eventually(lambda: server.connection.idle_since is not None, "it is idle")
+        server.look(70)
+        await client.write(request_bytes("GET", "/two"))
+        assert (await client.read_answer()).status == 200
+        server.go.clear()
+        await client.write(request_bytes("GET", "/three"))
+        await eventually(lambda: len(server.requests) == 3, "it is under way")
+        server.look(100)
+        server.go.set()
+        assert (await client.read_answer()).status == 200
+        await eventually(lambda: server.connection.idle_since is not None, "it is idle again")
+        server.look(76)
+        assert await client.is_closed()
 
 
 async def test_a_response_that_is_read_slowly_is_not_ended() -> None:
