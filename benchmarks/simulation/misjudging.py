@@ -63,17 +63,17 @@ class _Misled:
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
         """Rank with one estimate wrong."""
-        if self._what == "reuse_probability":
-            return self._policy.rank(request, [self._overvalued(each) for each in candidates])
-        value = getattr(request.traffic, self._what) * self._factor
-        traffic = msgspec.structs.replace(request.traffic, **{self._what: value})
-        if self._what == _NO_RATE:
-            candidates = [self._further(candidate) for candidate in candidates]
-        return self._policy.rank(msgspec.structs.replace(request, traffic=traffic), candidates)
+        if self._what != _NO_RATE:
+            return self._policy.rank(request, [self._mistaken(each) for each in candidates])
+        rate = request.prefill_tokens_per_s * self._factor
+        slow_or_fast = msgspec.structs.replace(request, prefill_tokens_per_s=rate)
+        return self._policy.rank(slow_or_fast, [self._further(each) for each in candidates])
 
-    def _overvalued(self, candidate: Candidate) -> Candidate:
-        probability = min(candidate.reuse_probability * self._factor, 1.0)
-        return msgspec.structs.replace(candidate, reuse_probability=probability)
+    def _mistaken(self, candidate: Candidate) -> Candidate:
+        value = getattr(candidate, self._what) * self._factor
+        if self._what == "reuse_probability":
+            value = min(value, 1.0)
+        return msgspec.structs.replace(candidate, **{self._what: value})
 
     def _further(self, candidate: Candidate) -> Candidate:
         # What is believed to be done of a prefill follows from the rate.

@@ -89,7 +89,7 @@ class SimulatedRouter:
         count, source = len(token_ids), SourceId(chosen.replica_id)
         uncached = uncached_tokens(count, chosen)
         self._planner.remember(prompts, source)
-        visit = self._planner.visit(MODEL, self.index, prompts, source, count, uncached)
+        visit = self._planner.visit(MODEL, self.index, prompts, source, count, chosen)
         in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
         return chosen.replica_id, chosen.cached_tokens, in_flight
 

@@ -21,8 +21,9 @@ from kvevents.layout import GroupKind
 from router.index import HashedPrompt, PrefixIndex, SourceId
 from router.mirror.ownership import Ownership, Use
 from router.mirror.traffic import FadingRate, ModelTraffic
-from router.scoring import Traffic
 
+FADE_S = 30.0
+"""How long what was sent to a cache counts in its rates."""
 STEP = 64
 """Tokens between two keys of a prefix; the same for all prompts of a model."""
 
@@ -38,6 +39,8 @@ class CacheOutlook(NamedTuple):
     """Of what it evicts next."""
     uncached_tokens_per_s: float = 0.0
     """That it was given to compute lately."""
+    arrivals_per_s: float = 0.0
+    """Requests that were sent to it lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,22 @@ class MirrorStatistics:
     """Ended ones that still own something."""
 
 
+class _Layout(NamedTuple):
+    """What matters of a cache's layout."""
+
+    hit_tokens: int
+    """Hits are multiples of it."""
+    has_states: bool
+    """A hit needs a state (Mamba), which is kept at the end of a prompt only."""
+    has_gaps: bool
+    """A prompt may be reusable as a whole and not in part: windows move on."""
+    blocks_per_key: float
+    """That `STEP` tokens take in all groups when they are computed."""
+
+
+_UNKNOWN = _Layout(1, has_states=False, has_gaps=False, blocks_per_key=0.0)
+
+
 @dataclass(eq=False, slots=True)
 class _Cache:
     """One cache."""
@@ -59,6 +78,7 @@ class _Cache:
     index: PrefixIndex
     since: float
     work: FadingRate
+    arrivals: FadingRate
     speed: float = 1.0
     content: Ownership = field(default_factory=Ownership)
     prefilling: dict[Visit, None] = field(default_factory=dict)
@@ -72,8 +92,7 @@ class _Cache:
     """When the oldest request was looked at last."""
     had_content: bool = False
     """It holds what was there before the first request."""
-    state_tokens: int | None = None
-    """Between two states, where a hit needs one (Mamba); None: at every block."""
+    layout: _Layout = field(default_factory=lambda: _UNKNOWN)
     looks: int = 0
 
 
@@ -84,9 +103,10 @@ class Visit:
     __slots__ = (
         "_cache",
         "_mirror",
-        "_model",
+        "expected_tokens",
         "keys",
         "known_until",
+        "model",
         "reuse",
         "started_at",
         "tokens",
@@ -105,12 +125,14 @@ class Visit:
         now: float,
     ) -> None:
         self._mirror: Mirror | None = mirror
-        self._model = model
+        self.model = model
         self._cache = cache
         self.started_at = now
         self.tokens = tokens
         self.uncached_tokens = uncached_tokens
         self.keys: Sequence[int] = prompts[0].prefix_keys(STEP) if len(prompts) == 1 else ()
+        self.expected_tokens = 0
+        """Of the prompt, those that will be cached when the engine admits it."""
         self.known_until = math.inf
         """When its prompt no longer counts as being computed."""
         self.uses = []
@@ -118,14 +140,12 @@ class Visit:
             use, _ = cache.content.begin(prompt.prefix_keys(STEP))
             use.prompt = prompt
             self.uses.append(use)
-        self.reuse = [
-            model.began(use.keys, uncached_tokens // len(prompts), now) for use in self.uses
-        ]
+        self.reuse = [model.began(use.keys, now) for use in self.uses]
 
     def first_token(self) -> None:
         """Its prefill is done."""
         if self._mirror is not None:
-            self._mirror.end_prefill(self, self._cache, self._model)
+            self._mirror.end_prefill(self, self._cache, self.model)
 
     def ended(self, was_served: bool = True) -> None:
         """It is over.
@@ -135,7 +155,7 @@ class Visit:
         """
         mirror, self._mirror = self._mirror, None
         if mirror is not None:
-            mirror.end(self, self._cache, self._model, was_served)
+            mirror.end(self, self._cache, self.model, was_served)
 
 
 class Mirror:
@@ -182,6 +202,7 @@ class Mirror:
         prompts: Sequence[HashedPrompt],
         prompt_tokens: int,
         uncached_tokens: int,
+        hit_tokens: int = 0,
         speed: float = 1.0,
     ) -> Visit:
         """A request is sent to a cache.
@@ -193,16 +214,22 @@ class Mirror:
             prompts: The request's, as far as they are known.
             prompt_tokens: Of all of them.
             uncached_tokens: Of these, those that have to be computed there.
+            hit_tokens: Of these, those that are cached there now.
             speed: Of the replica, relative to others.
         """
         now = self._clock()
         cache = self._cache(source, index, now)
+        expected = hit_tokens
+        if len(prompts) == 1:
+            expected = self.expected(source, prompts[0], prompt_tokens, hit_tokens)
         cache.speed = speed
         cache.work.add(uncached_tokens, now)
+        cache.arrivals.add(1.0, now)
         if not cache.prefilling:
             cache.first_since = now
-        traffic = self._model(model, now)
+        traffic = self._model(model)
         visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, now)
+        visit.expected_tokens = expected
         cache.prefilling[visit] = None
         self._forget_computed(now)
         if visit.keys:
@@ -258,10 +285,9 @@ class Mirror:
 
     # --- what a decision asks ---------------------------------------------------------------------
 
-    def traffic(self, model: str) -> Traffic:
-        """What is known of a model's requests."""
-        now = self._clock()
-        return self._model(model, now).now(now)
+    def prefill_tokens_per_s(self, model: str) -> float:
+        """Of a replica of this model at speed 1."""
+        return self._model(model).prefill_tokens_per_s
 
     def outlook(
         self, model: str, source: SourceId, capacity_blocks: int | None = None
@@ -277,17 +303,11 @@ class Mirror:
         if cache is None:
             return IDLE
         now = self._clock()
-        traffic = self._model(model, now)
-        progress = 0.0
-        if cache.prefilling:
-            first = next(iter(cache.prefilling))
-            progress = min(
-                (now - cache.first_since) * traffic.prefill_tokens_per_s * cache.speed,
-                first.uncached_tokens * self.MAX_PROGRESS,
-            )
+        traffic = self._model(model)
+        progress = self._progress(cache, now)
         age = self._eviction_age_s(cache, capacity_blocks, now)
         reuse = 0.0 if age is None else traffic.reuse_probability(age)
-        return CacheOutlook(progress, age, reuse, cache.work.per_s(now))
+        return CacheOutlook(progress, age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now))
 
     def in_prefill(self, keys: Sequence[int]) -> dict[SourceId, int]:
         """How many leading tokens of a prompt each cache is computing for another one now.
@@ -306,6 +326,57 @@ class Mirror:
                 found[cache.source] = tokens
         return found
 
+    def expected(
+        self,
+        source: SourceId,
+        prompt: HashedPrompt,
+        prompt_tokens: int,
+        hit_tokens: int,
+        capacity_blocks: int | None = None,
+    ) -> int:
+        """How many tokens of a prompt will be cached when the engine admits it, if it were sent
+        now: those in prefill there come first. They store their prompts, and evict others.
+
+        Args:
+            source: The cache.
+            prompt: One that is to be sent.
+            prompt_tokens: Its length.
+            hit_tokens: That are cached now.
+            capacity_blocks: What the engine says of the size of its cache.
+        """
+        cache, keys = self._caches.get(source), prompt.prefix_keys(STEP)
+        if cache is None or not keys or not cache.prefilling:
+            return hit_tokens
+        left = min(hit_tokens, self._kept(cache, keys, hit_tokens, capacity_blocks))
+        shared = 0
+        for visit in cache.prefilling:
+            if visit.keys and visit.keys[0] == keys[0]:
+                shared = _tokens_shared(keys, visit, cache, shared)
+        unit = cache.layout.hit_tokens
+        return max(left, min(shared, prompt_tokens - 1) // unit * unit)
+
+    def _kept(
+        self, cache: _Cache, keys: Sequence[int], hit_tokens: int, capacity_blocks: int | None
+    ) -> int:
+        """How much of a hit is left when those in prefill have been given their blocks."""
+        held, content = cache.index.blocks_held(cache.source), cache.content
+        capacity = capacity_blocks or cache.most_blocks
+        now = self._clock()
+        ahead = sum(visit.uncached_tokens for visit in cache.prefilling)
+        computed = self._progress(cache, now)
+        needed = (ahead - computed) / STEP * cache.layout.blocks_per_key - max(capacity - held, 0)
+        if needed <= 0 or not content:
+            return hit_tokens
+        evicted = content.oldest_keys(needed * len(content) / held)
+        for start, end, use in content.segments(keys[: -(-hit_tokens // STEP)]):
+            if use in evicted:
+                left_of_it = len(use.keys) - evicted[use]
+                if left_of_it < end:
+                    unit = cache.layout.hit_tokens
+                    at = start if cache.layout.has_gaps else max(left_of_it, start)
+                    return at * STEP // unit * unit
+        return hit_tokens
+
     def statistics(self) -> MirrorStatistics:
         """Sizes."""
         return MirrorStatistics(
@@ -316,20 +387,30 @@ class Mirror:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _model(self, name: str, now: float) -> ModelTraffic:
+    def _model(self, name: str) -> ModelTraffic:
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = ModelTraffic(now, self._max_keys // 4)
+            model = self._models[name] = ModelTraffic(self._max_keys // 4)
         return model
 
     def _cache(self, source: SourceId, index: PrefixIndex, now: float) -> _Cache:
         cache = self._caches.get(source)
         if cache is None or cache.index is not index:
-            cache = _Cache(source, index, now, FadingRate(60.0, now))
+            cache = _Cache(source, index, now, FadingRate(FADE_S, now), FadingRate(FADE_S, now))
             self._caches[source] = cache
             cache.removals = index.removals(source)
             cache.had_content = index.blocks_held(source) > 0
         return cache
+
+    def _progress(self, cache: _Cache, now: float) -> float:
+        """How many tokens of the first prompt in prefill are computed."""
+        if not cache.prefilling:
+            return 0.0
+        first = next(iter(cache.prefilling))
+        return min(
+            (now - cache.first_since) * first.model.prefill_tokens_per_s * cache.speed,
+            first.uncached_tokens * self.MAX_PROGRESS,
+        )
 
     def _leave_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
         if visit not in cache.prefilling:
@@ -368,7 +449,7 @@ class Mirror:
         """Forget what has been evicted since the last look."""
         index, source = cache.index, cache.source
         if cache.looks % 256 == 0:
-            cache.state_tokens = _state_tokens(index, source)
+            cache.layout = _layout_of(index, source)
         cache.looks += 1
         cache.most_blocks = max(cache.most_blocks, index.blocks_held(source))
         removals = index.removals(source)
@@ -396,12 +477,18 @@ def _is_gone(use: Use, index: PrefixIndex, source: SourceId) -> bool:
     return index.match_source(use.prompt, source).gpu_cached_tokens <= use.owned_from * STEP
 
 
-def _state_tokens(index: PrefixIndex, source: SourceId) -> int | None:
+def _layout_of(index: PrefixIndex, source: SourceId) -> _Layout:
     cache = index.statistics().get(source)
     layout = None if cache is None else cache.layout
-    if layout is None or all(group.kind is not GroupKind.MAMBA for group in layout.groups):
-        return None
-    return layout.scheduler_block_size
+    if layout is None:
+        return _UNKNOWN
+    groups = [group for group in layout.groups if group.kind is not GroupKind.NOT_CACHED]
+    return _Layout(
+        layout.scheduler_block_size,
+        any(group.kind is GroupKind.MAMBA for group in groups),
+        any(group.kind is not GroupKind.FULL for group in groups),
+        sum(STEP / group.block_size for group in groups),
+    )
 
 
 def _tokens_shared(keys: Sequence[int], visit: Visit, cache: _Cache, known: int) -> int:
@@ -410,10 +497,10 @@ def _tokens_shared(keys: Sequence[int], visit: Visit, cache: _Cache, known: int)
     most = min(len(keys), len(theirs))
     if low >= most or keys[low] != theirs[low]:
         return known
-    if cache.state_tokens is None:
+    if not cache.layout.has_states:
         return _equal(keys, theirs, low + 1, most) * STEP
     # A state is kept only at the end of what the request computes.
-    end = visit.tokens // cache.state_tokens * cache.state_tokens
+    end = visit.tokens // cache.layout.hit_tokens * cache.layout.hit_tokens
     whole = -(-end // STEP)
     return end if 0 < whole <= most and keys[whole - 1] == theirs[whole - 1] else known
 

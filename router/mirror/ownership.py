@@ -13,6 +13,7 @@ So ownership is one dict from key to request, written in bulk, and a number for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -45,8 +46,6 @@ class Taken:
 
     use: Use
     keys: int
-    is_whole: bool
-    """Whether the other's prompt is contained in that of the request as a whole."""
 
 
 class Ownership:
@@ -110,23 +109,20 @@ class Ownership:
         for use in list(self._ended.values()):
             self.drop(use)
 
-    def _take(self, use: Use) -> list[Taken]:
-        """Make *use* the owner of all its keys."""
-        taken = []
-        for start, end, before in self._segments(use.keys):
-            if before is use:
-                continue
-            is_whole = end == len(before.keys)
-            taken.append(Taken(before, end - start, is_whole))
-            before.owned_from = max(before.owned_from, end)
-            if is_whole:
-                self._ended.pop(before.number, None)
-        self._owners.update(dict.fromkeys(use.keys, use))
-        use.owned_from = 0
-        return taken
+    def oldest_keys(self, count: float) -> dict[Use, int]:
+        """Whose keys are the *count* that were used longest ago, and how many of each: all of
+        whoever ended first, and of the last of them those at the end."""
+        found: dict[Use, int] = {}
+        for use in self._ended.values():
+            if count <= 0:
+                break
+            found[use] = min(use.owned, math.ceil(count))
+            count -= use.owned
+        return found
 
-    def _segments(self, keys: Sequence[int]) -> Iterator[tuple[int, int, Use]]:
-        """The stretches of *keys* that one request each owns."""
+    def segments(self, keys: Sequence[int]) -> Iterator[tuple[int, int, Use]]:
+        """The stretches of *keys* that one request each owns: where one begins and ends, and who
+        that is."""
         start, owners = 0, self._owners
         while start < len(keys):
             use = owners.get(keys[start])
@@ -136,6 +132,20 @@ class Ownership:
             end = _end_of_run(owners, keys, use, start + 1, most)
             yield start, end, use
             start = end
+
+    def _take(self, use: Use) -> list[Taken]:
+        """Make *use* the owner of all its keys."""
+        taken = []
+        for start, end, before in self.segments(use.keys):
+            if before is use:
+                continue
+            taken.append(Taken(before, end - start))
+            before.owned_from = max(before.owned_from, end)
+            if end == len(before.keys):
+                self._ended.pop(before.number, None)
+        self._owners.update(dict.fromkeys(use.keys, use))
+        use.owned_from = 0
+        return taken
 
 
 def _end_of_run(owners: dict[int, Use], keys: Sequence[int], use: Use, low: int, high: int) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from router.mirror.ownership import Ownership, Taken, Use
-from router.scoring import Traffic
 
 # --- sums that forget -----------------------------------------------------------------------------
 
@@ -177,24 +176,18 @@ class ModelTraffic:
     """What the requests of one model show, over all caches.
 
     Args:
-        now: Seconds, the time of the start.
         max_keys: Bound on the keys of which the last use is remembered.
     """
 
-    FADE_S = 60.0
-    REQUESTS = 200
     PREFILLS = 32
     LEAST_PREFILL = 1024
     """A shorter one says more about the cost of a step than of its tokens."""
     FIRST_GUESS_TOKENS_PER_S = 10_000.0
     HALVE_EVERY = 20_000
 
-    def __init__(self, now: float, max_keys: int) -> None:
+    def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
-        self._arrivals = FadingRate(self.FADE_S, now)
         self._speed = FadingRatio(self.FIRST_GUESS_TOKENS_PER_S, 0.1, self.PREFILLS)
-        self._uncached = FadingRatio(0.0, 1.0, self.REQUESTS)
-        self._continued = FadingRatio(0.5, 2.0, self.REQUESTS)
         self._uses = Ownership()
         self._reuse = ReuseIntervals()
         self._requests = self._estimated_at = 0
@@ -204,19 +197,15 @@ class ModelTraffic:
         """Of a replica at speed 1."""
         return self._speed.value
 
-    def began(self, keys: Sequence[int], uncached_tokens: int, now: float) -> Use:
+    def began(self, keys: Sequence[int], now: float) -> Use:
         """A request is sent; the result is for `ended`.
 
         Args:
             keys: Of its prefixes.
-            uncached_tokens: Of its prompt.
             now: Seconds.
         """
         self._requests += 1
-        self._arrivals.add(1.0, now)
-        self._uncached.add(uncached_tokens, 1.0)
         use, taken = self._uses.begin(keys[REUSE_STEP - 1 :: REUSE_STEP])
-        self._continued.add(float(any(each.is_whole for each in taken)), 1.0)
         for each in taken:
             self._note_reuse(each, now)
         if self._requests % self.HALVE_EVERY == 0:
@@ -251,15 +240,6 @@ class ModelTraffic:
     def reuse_probability(self, idle_s: float) -> float:
         """That what has been idle for so long will be used again."""
         return self._reuse.probability(idle_s)
-
-    def now(self, now: float) -> Traffic:
-        """What a policy may know of it at a time."""
-        return Traffic(
-            prefill_tokens_per_s=self._speed.value,
-            arrivals_per_s=self._arrivals.per_s(now),
-            uncached_tokens=self._uncached.value,
-            continued=self._continued.value,
-        )
 
     def _note_reuse(self, taken: Taken, now: float) -> None:
         ended_at = taken.use.ended_at

@@ -164,7 +164,7 @@ class RequestObserver(ProxyObserver):
         uncached = uncached_tokens(self._decision.prompt_tokens, ranked.candidate)
         source = self._decision.certain_source_of(ranked.candidate)
         dp_rank = ranked.candidate.dp_rank if source is not None else None
-        visit = None if source is None else self._visit(source, uncached, ranked.candidate.speed)
+        visit = None if source is None else self._visit(source, ranked.candidate)
         if self._in_flight is None:
             self._in_flight = self._of_all.load.started(
                 replica_id, uncached, self._decision.prompt_tokens, dp_rank, visit
@@ -229,7 +229,7 @@ class RequestObserver(ProxyObserver):
             self._compare(was_quiet, served)
         self._of_all.log.finish(self.request)
 
-    def _visit(self, source: SourceId, uncached: int, speed: float) -> Visit | None:
+    def _visit(self, source: SourceId, candidate: Candidate) -> Visit | None:
         """Let the planner know that the request is sent to a cache."""
         decision = self._decision
         self._of_all.planner.remember(decision.prompts, source)
@@ -241,8 +241,7 @@ class RequestObserver(ProxyObserver):
             decision.prompts,
             source,
             decision.prompt_tokens,
-            uncached,
-            speed,
+            candidate,
         )
 
     def _label(self) -> str:

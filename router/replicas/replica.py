@@ -162,6 +162,7 @@ class Replica:
             eviction_age_s=outlook.eviction_age_s,
             reuse_probability=outlook.reuse_probability,
             uncached_tokens_per_s=outlook.uncached_tokens_per_s,
+            arrivals_per_s=outlook.arrivals_per_s,
         )
 
     def _load(

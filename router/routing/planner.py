@@ -154,8 +154,7 @@ class RoutePlanner:
         prompts: Sequence[HashedPrompt],
         source: SourceId,
         prompt_tokens: int,
-        uncached: int,
-        speed: float = 1.0,
+        candidate: Candidate,
     ) -> Visit | None:
         """A request is about to be sent to a cache: follow it there.
 
@@ -165,14 +164,22 @@ class RoutePlanner:
             prompts: From `prepare`.
             source: Where it is sent.
             prompt_tokens: Of all its prompts.
-            uncached: From `uncached_tokens`.
-            speed: Of the replica.
+            candidate: That it is, as it was ranked.
         Returns:
             What wants to hear of the request's first token and end; None without a mirror.
         """
         if self._mirror is None:
             return None
-        return self._mirror.begin(model, index, source, prompts, prompt_tokens, uncached, speed)
+        return self._mirror.begin(
+            model,
+            index,
+            source,
+            prompts,
+            prompt_tokens,
+            uncached_tokens(prompt_tokens, candidate),
+            candidate.cached_tokens,
+            candidate.speed,
+        )
 
     def forget(self, replica_id: str) -> None:
         """Count no longer on what was sent to this replica, at any of its ranks."""
@@ -194,7 +201,9 @@ class RoutePlanner:
         choice: RankChoice,
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         if self._mirror is not None:
-            request = replace(request, traffic=self._mirror.traffic(request.model))
+            request = replace(
+                request, prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model)
+            )
         candidates = [
             self._best_rank(replica, found, request, choice)
             if len(replica.sources) > 1

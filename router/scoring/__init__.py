@@ -24,7 +24,6 @@ from router.scoring.types import (
     Policy,
     Ranked,
     RouteRequest,
-    Traffic,
     Weights,
 )
 
@@ -36,7 +35,6 @@ __all__ = [
     "PolicySettings",
     "Ranked",
     "RouteRequest",
-    "Traffic",
     "Weights",
     "empty_reason",
     "estimate",

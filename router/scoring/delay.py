@@ -9,7 +9,7 @@ from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
-from router.scoring.types import Candidate, Ranked, RouteRequest, Traffic, Weights
+from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
 
 MOST_BUSY = 0.9
 """Queues have no length in the mean when a server is always busy: at most this share counts."""
@@ -23,17 +23,25 @@ class Delays(NamedTuple):
     own: float
     """This prompt's uncached tokens."""
     behind: float
-    """What later requests wait longer."""
-    decoding: float
-    """What the responses under way there wait longer."""
+    """What later requests wait longer there."""
     evicted: float
     """What will be computed again since this prompt takes its place."""
-    follow_up: float
-    """What the requests that continue this one will wait, since they will come here too."""
 
 
 class LeastDelayPolicy:
-    """The replica where this request, and all others for its sake, wait least."""
+    """The replica where this request, and all others for its sake, wait least.
+
+    For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
+    computed per second, and the share b of the time is busy:
+
+        cost = u + x + k * (x**2 + 2 * u * x) + evicted * S       k = r / (2 * R * (1 - b))
+
+    The third part is what this prompt adds to the waiting of those that arrive before the queue is
+    empty again (of an M/G/1 queue; one step of policy iteration): r and b are those of the replica,
+    so that a prefix that everybody asks for gets a second home before its first one is overrun. S
+    is the probability that what is evicted will be used again. Nothing in it is a tuned weight.
+    Among equals the one with the fewest requests, then at random.
+    """
 
     def __init__(self, weights: Weights, random: Random) -> None:
         self._weights = weights
@@ -43,16 +51,14 @@ class LeastDelayPolicy:
         """Order by the delay that a placement causes.
 
         Args:
-            request: Its prompt's length, and what is known of the model's requests.
+            request: Its prompt's length, and the speed of a replica.
             candidates: With their hits and loads, and what they evict next.
         """
-        weights, tokens = self._weights, request.prompt_tokens
-        delay = congestion(request.traffic, len(candidates))
+        weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
         order = []
         for candidate in candidates:
-            delays = delays_of(tokens, candidate, request.traffic, delay, weights)
-            why = partial(_reason, tokens, candidate, delays)
-            found = Ranked(candidate, sum(delays), why)
+            delays = delays_of(tokens, candidate, speed, weights)
+            found = Ranked(candidate, sum(delays), partial(_reason, tokens, candidate, delays))
             order.append((found.cost, candidate.load.requests, self._random(), found))
         order.sort(key=_BEFORE_THE_RANKED)
         return [found for *_, found in order]
@@ -61,31 +67,16 @@ class LeastDelayPolicy:
 _BEFORE_THE_RANKED = itemgetter(0, 1, 2)
 
 
-def congestion(traffic: Traffic, replicas: int) -> float:
-    """How many tokens of delay a token of work causes to later requests, for each token that it
-    lengthens a queue: the `k` of `k * (x**2 + 2 * u * x)`, which is what x tokens behind u others
-    add to the waiting of those that arrive before the queue is empty again.
-
-    Args:
-        traffic: What is known of the model's requests.
-        replicas: How many they are spread over.
-    """
-    speed, arrivals = traffic.prefill_tokens_per_s, traffic.arrivals_per_s / max(replicas, 1)
-    busy = min(arrivals * traffic.uncached_tokens / speed, MOST_BUSY)
-    return arrivals / (2 * speed * (1 - busy))
-
-
 def delays_of(
-    prompt_tokens: int, candidate: Candidate, traffic: Traffic, k: float, weights: Weights
+    prompt_tokens: int, candidate: Candidate, prefill_tokens_per_s: float, weights: Weights
 ) -> Delays:
     """What it costs to send a prompt to a candidate.
 
     Args:
         prompt_tokens: Length of the prompt; hits beyond it do not count.
         candidate: Where it would go.
-        traffic: What is known of the model's requests.
-        k: From `congestion`.
-        weights: What else costs how much.
+        prefill_tokens_per_s: Of a replica at speed 1.
+        weights: What decoding, foreign and waiting requests and lower tiers cost.
     """
     load, speed = candidate.load, candidate.speed
     trust = weights.suspect_trust if candidate.suspect else 1.0
@@ -105,30 +96,22 @@ def delays_of(
     return Delays(
         ahead,
         own,
-        k * own * (own + 2 * ahead),
-        own * load.decoding_requests * DECODE_DELAY,
+        congestion(candidate, prefill_tokens_per_s) * own * (own + 2 * ahead),
         new * candidate.reuse_probability / speed,
-        follow_ups(candidate, traffic),
     )
 
 
-DECODE_DELAY = 0.0
-FOLLOW_UPS = 0.0
-
-
-def follow_ups(candidate: Candidate, traffic: Traffic) -> float:
-    """What the turns that will follow this request wait at the candidate.
+def congestion(candidate: Candidate, prefill_tokens_per_s: float) -> float:
+    """The `k` of the cost: what a token of work adds to the waiting of later requests, for each
+    token that is in the queue with it.
 
     Args:
-        candidate: How busy it was lately.
-        traffic: What is known of the model's requests.
+        candidate: What was sent there lately.
+        prefill_tokens_per_s: Of a replica at speed 1.
     """
-    if not FOLLOW_UPS:
-        return 0.0
-    busy = candidate.uncached_tokens_per_s / (traffic.prefill_tokens_per_s * candidate.speed)
-    busy = min(busy, MOST_BUSY)
-    turns = traffic.continued / max(1 - traffic.continued, 0.02)
-    return FOLLOW_UPS * turns * traffic.uncached_tokens * busy / (1 - busy) / candidate.speed
+    speed = prefill_tokens_per_s * candidate.speed
+    busy = min(candidate.uncached_tokens_per_s / speed, MOST_BUSY)
+    return candidate.arrivals_per_s / (2 * speed * (1 - busy))
 
 
 def _reason(prompt_tokens: int, candidate: Candidate, delays: Delays) -> str:
@@ -146,7 +129,5 @@ _TERMS = (
     "ahead of it",
     "to compute",
     "for those behind it",
-    "for responses under way",
     "for what it evicts",
-    "for the turns that follow",
 )

@@ -92,19 +92,6 @@ class Weights:
         return sum(count * self.of_tier(name) for name, count in by_tier) / tokens
 
 
-class Traffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned of the requests of a model."""
-
-    prefill_tokens_per_s: float = 10_000.0
-    """Of a replica at speed 1."""
-    arrivals_per_s: float = 0.0
-    """At all replicas together."""
-    uncached_tokens: float = 0.0
-    """That a request brings, in the mean."""
-    continued: float = 0.0
-    """Share of the prompts that continue an earlier one."""
-
-
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know of a request."""
 
@@ -114,7 +101,8 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the prompt; 0 if it could not be tokenised."""
     session: str | None = None
     """What the client says its conversation is; None if it says nothing."""
-    traffic: Traffic = Traffic()
+    prefill_tokens_per_s: float = 10_000.0
+    """Of a replica at speed 1, as it was learned."""
 
     def __repr__(self) -> str:
         # A session may be a user's name: it stays out of logs.
@@ -165,6 +153,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """That what it would evict next will be used again."""
     uncached_tokens_per_s: float = 0.0
     """That it was given to compute lately."""
+    arrivals_per_s: float = 0.0
+    """Requests that were sent there lately."""
     suspect: bool = False
     """Events of it were lost, so its hits are doubtful."""
     load: CandidateLoad = CandidateLoad()

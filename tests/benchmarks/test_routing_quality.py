@@ -17,7 +17,7 @@ from benchmarks.simulation.misjudging import Misjudgment, misjudged_names
 from benchmarks.simulation.results import Results, latest
 from benchmarks.simulation.routing import LEAST_DELAY
 from benchmarks.simulation.situations import SITUATIONS
-from router.scoring import Candidate, PolicySettings, RouteRequest, Traffic, Weights, make_policy
+from router.scoring import Candidate, PolicySettings, RouteRequest, Weights, make_policy
 
 ARGUMENTS = [
     "--situation",
@@ -167,15 +167,18 @@ def test_a_run_with_newer_code_replaces_the_older_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", misjudged_names(LEAST_DELAY))
 def test_a_misjudged_estimate_reaches_the_policy(name: str) -> None:
     """A row of the table that changes nothing would say that nothing matters."""
-    request = RouteRequest(
-        model="m",
-        prompt_tokens=4000,
-        traffic=Traffic(prefill_tokens_per_s=8000.0, arrivals_per_s=8.0, uncached_tokens=2000.0),
-    )
+    request = RouteRequest(model="m", prompt_tokens=4000, prefill_tokens_per_s=8000.0)
     load = Candidate(replica_id="x").load.__class__(
         queued_prefill_tokens=3000, decoding_requests=4, decode_context_tokens=9000
     )
-    candidate = Candidate(replica_id="a", progress_tokens=500.0, reuse_probability=0.3, load=load)
+    candidate = Candidate(
+        replica_id="a",
+        progress_tokens=500.0,
+        reuse_probability=0.3,
+        arrivals_per_s=1.0,
+        uncached_tokens_per_s=2000.0,
+        load=load,
+    )
     costs = []
     for spelled in (LEAST_DELAY, name):
         misjudgment = Misjudgment(spelled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.timeline import Timeline
 from kvevents.events import EventBatch
 from offload.engine.core.build import EngineConfig
-from offload.engine.core.requests import EngineRequest, SamplingParams
+from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
 from router.mirror import Mirror, Visit
 from router.mirror.mirror import STEP
@@ -136,7 +137,11 @@ class Engine:
         self.index = create_index()
         self.mirror = Mirror(clock=self.timeline.now)
         self.visits: dict[str, Visit] = {}
-        self.begun: set[str] = set()
+        self.hits: dict[str, int] = {}
+        self.predictions: list[tuple[int, int, int]] = []
+        """Of each request: what was cached when it was sent, what was expected, what was found."""
+        self.then: Callable[[], None] = lambda: None
+        """Called when a request has ended."""
         config = EngineConfig(
             preset=preset, simulate=True, num_blocks=400, block_size=16, max_num_seqs=4
         )
@@ -147,8 +152,9 @@ class Engine:
     def send(self, name: str, ids: list[int], answer: int) -> None:
         prompt = self.index.prepare(array("I", ids), extra_steps=(STEP,))
         hit = self.index.match_source(prompt, R0).gpu_cached_tokens
+        self.hits[name] = hit
         self.visits[name] = self.mirror.begin(
-            "m", self.index, R0, [prompt], len(ids), len(ids) - hit
+            "m", self.index, R0, [prompt], len(ids), len(ids) - hit, hit
         )
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
         self.replica.add(EngineRequest(name, ids, sampling))
@@ -172,14 +178,17 @@ class Engine:
     def _events(self, replica_id: str, batch: EventBatch) -> None:
         self.index.apply(SourceId(replica_id), batch)
 
-    def _outputs(self, outputs: object) -> None:
-        for output in outputs:  # type: ignore[attr-defined]
-            visit = self.visits[output.request_id]
-            if output.request_id not in self.begun:
-                self.begun.add(output.request_id)
+    def _outputs(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            name = output.request_id
+            visit = self.visits[name]
+            if name in self.hits:
+                found = output.num_cached_tokens
+                self.predictions.append((self.hits.pop(name), visit.expected_tokens, found))
                 visit.first_token()
             if output.finish_reason:
                 visit.ended()
+                self.then()
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -213,3 +222,53 @@ def test_the_oldest_content_is_what_the_engine_will_evict(preset: str, window: i
             surely = now - engine.oldest_end(ends, prompts, window + STEP)
             assert surely - 1e-9 <= age <= oldest + 1e-9
     assert evicting > 20, "the cache must have been full most of the time"
+
+
+def test_what_a_cache_was_given_lately_is_known_by_cache(mirrored: Mirrored) -> None:
+    """A replica that holds what everybody asks for is busier than the others."""
+    for second in range(120):
+        mirrored.clock.now = float(second)
+        mirrored.begin(IDS, R0, uncached=100).ended()
+        if second % 10 == 0:
+            mirrored.begin(IDS, R1, uncached=500).ended()
+    busy, idle = mirrored.mirror.outlook("m", R0), mirrored.mirror.outlook("m", R1)
+    assert busy.arrivals_per_s == pytest.approx(1.0, rel=0.1)
+    assert busy.uncached_tokens_per_s == pytest.approx(100, rel=0.1)
+    assert idle.arrivals_per_s == pytest.approx(0.1, rel=0.3)
+
+
+def test_a_prompt_behind_one_that_shares_its_beginning_will_find_it_cached(
+    mirrored: Mirrored,
+) -> None:
+    """It is admitted later: what is missing now is there then."""
+    prompt = mirrored.prompt([*IDS[:500], *range(7000, 7100)])
+    assert mirrored.mirror.expected(R0, prompt, 600, 16) == 16
+    mirrored.begin(IDS)
+    assert mirrored.mirror.expected(R0, prompt, 600, 16) == 448
+    assert mirrored.mirror.expected(R0, mirrored.prompt(IDS[:64]), 64, 0) == 63
+
+
+@pytest.mark.parametrize("preset", ["full", "gptoss", "mamba-hybrid"])
+def test_the_prediction_for_admission_is_right_more_often(preset: str) -> None:
+    """Six requests at a time, in a cache that holds a few: those ahead store their prompts, and
+    evict what the present says is cached."""
+    engine, random = Engine(preset), Random(11)
+    roots = [[random.randrange(50_000) for _ in range(random.randint(200, 500))] for _ in range(12)]
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        if sent < 300:
+            new = [random.randrange(50_000) for _ in range(random.randint(20, 300))]
+            engine.send(f"request-{sent}", [*random.choice(roots), *new], answer=8)
+            sent += 1
+
+    engine.then = send
+    for _ in range(6):
+        send()
+    engine.timeline.run()
+    now = sum(hit == actual for hit, _, actual in engine.predictions)
+    later = sum(expected == actual for _, expected, actual in engine.predictions)
+    print(preset, now, later)
+    assert len(engine.predictions) == 300
+    assert later > now

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from router.scoring import Candidate, CandidateLoad, RouteRequest, Traffic, Weights
-from router.scoring.delay import LeastDelayPolicy, congestion, delays_of
+from router.scoring import Candidate, CandidateLoad, RouteRequest, Weights
+from router.scoring.delay import MOST_BUSY, LeastDelayPolicy, congestion, delays_of
 
-BUSY = Traffic(prefill_tokens_per_s=8000, arrivals_per_s=16, uncached_tokens=2000, continued=0.5)
-QUIET = Traffic(prefill_tokens_per_s=8000, arrivals_per_s=0.1, uncached_tokens=2000)
+SPEED = 8000.0
+BUSY = {"arrivals_per_s": 2.0, "uncached_tokens_per_s": 4000.0}
 
 
 def candidate(name: str, cached: int = 0, **fields: Any) -> Candidate:
@@ -21,9 +21,9 @@ def candidate(name: str, cached: int = 0, **fields: Any) -> Candidate:
     )
 
 
-def best(*candidates: Candidate, tokens: int = 4000, traffic: Traffic = QUIET) -> str:
+def best(*candidates: Candidate) -> str:
     policy = LeastDelayPolicy(Weights(), Random(1))
-    request = RouteRequest(model="m", prompt_tokens=tokens, traffic=traffic)
+    request = RouteRequest(model="m", prompt_tokens=4000, prefill_tokens_per_s=SPEED)
     return policy.rank(request, candidates)[0].candidate.replica_id
 
 
@@ -68,11 +68,14 @@ def test_a_burst_of_equal_prompts_is_split_once_waiting_costs_more() -> None:
     assert best(computing, candidate("b")) == "b"
 
 
-def test_under_load_a_long_prompt_avoids_the_queue_that_a_short_one_joins() -> None:
-    """Work behind work delays all that come after it."""
-    one = candidate("a", load={"queued_prefill_tokens": 100})
-    assert delays_of(4000, one, BUSY, congestion(BUSY, 8), Weights()).behind > 500
-    assert delays_of(4000, one, QUIET, congestion(QUIET, 8), Weights()).behind < 20
+def test_at_a_busy_replica_a_long_prompt_avoids_the_queue_that_a_short_one_joins() -> None:
+    """Work behind work delays all that come after it; where few come, it does not matter."""
+    queue = {"queued_prefill_tokens": 1000, "prefilling_requests": 1}
+    busy, quiet = candidate("a", 500, load=queue, **BUSY), candidate("b", load=queue)
+    assert best(busy, quiet) == "b"
+    assert best(candidate("a", 500, load=queue), quiet) == "a"
+    short = Candidate(replica_id="a", gpu_cached_tokens=3900, cached_tokens=3900, **BUSY)
+    assert best(short, candidate("b", 3000)) == "a"
 
 
 def test_content_that_will_be_used_again_is_not_evicted_for_a_cold_prompt() -> None:
@@ -97,20 +100,23 @@ def test_a_suspect_hit_counts_in_part() -> None:
 def test_a_lower_tier_costs_its_transfer_and_its_place_on_the_gpu() -> None:
     """Bringing back is cheaper than computing, and evicts just as much."""
     tier = Candidate(replica_id="a", cached_tokens=3000, by_tier=(("CPU", 3000),))
-    delays = delays_of(4000, tier, QUIET, 0.0, Weights())
+    delays = delays_of(4000, tier, SPEED, Weights())
     assert delays.own == pytest.approx(1000 + 300)
     full = Candidate(
         replica_id="a", cached_tokens=3000, by_tier=(("CPU", 3000),), reuse_probability=0.5
     )
-    assert delays_of(4000, full, QUIET, 0.0, Weights()).evicted == pytest.approx(2000)
+    assert delays_of(4000, full, SPEED, Weights()).evicted == pytest.approx(2000)
 
 
 def test_congestion_is_bounded_and_grows_with_the_load() -> None:
-    """A system beyond what it can serve must not make costs infinite."""
-    drowned = Traffic(prefill_tokens_per_s=8000, arrivals_per_s=1e6, uncached_tokens=2000)
-    values = [congestion(traffic, 8) for traffic in (Traffic(), QUIET, BUSY, drowned)]
-    assert values == sorted(values)
-    assert values[-1] < 1e3
+    """A replica beyond what it can serve must not make costs infinite."""
+    rates = (0.0, 0.5, 2.0, 3.9, 100.0)
+    values = [
+        congestion(candidate("a", arrivals_per_s=rate, uncached_tokens_per_s=rate * 2000), SPEED)
+        for rate in rates
+    ]
+    assert values == sorted(set(values))
+    assert values[-1] == pytest.approx(100 / (2 * SPEED * (1 - MOST_BUSY)))
 
 
 def test_equals_go_to_the_one_with_the_fewest_requests() -> None:
@@ -129,11 +135,18 @@ def test_the_reason_names_every_part_of_the_delay() -> None:
         500,
         load={"queued_prefill_tokens": 800, "decoding_requests": 2},
         reuse_probability=0.3,
+        **BUSY,
     )
     policy = LeastDelayPolicy(Weights(), Random(1))
-    (ranked,) = policy.rank(RouteRequest(model="m", prompt_tokens=4000, traffic=BUSY), [full])
-    for words in ("500 of 4,000 tokens cached", "ahead of it", "3,500 to compute", "evicts"):
-        assert words in ranked.reason
-    assert ranked.cost == pytest.approx(
-        sum(delays_of(4000, full, BUSY, congestion(BUSY, 1), Weights()))
+    (ranked,) = policy.rank(
+        RouteRequest(model="m", prompt_tokens=4000, prefill_tokens_per_s=SPEED), [full]
     )
+    for words in (
+        "500 of 4,000 tokens cached",
+        "ahead of it",
+        "3,500 to compute",
+        "behind",
+        "evicts",
+    ):
+        assert words in ranked.reason
+    assert ranked.cost == pytest.approx(sum(delays_of(4000, full, SPEED, Weights())))
