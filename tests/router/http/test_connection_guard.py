@@ -25,6 +25,7 @@ from router.http.connection_guard import (
 from tests.support.http_client import HttpClient, connect, eventually, request_bytes
 
 LIMITS = ClientLimits(head_bytes=4096, request_s=10, stall_s=20, slack_s=5)
+KEEP_ALIVE_S = 3000
 CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -102,7 +103,7 @@ async def guarded_server(body: bytes = b"ok") -> AsyncIterator[GuardedServer]:
         ws="none",
         lifespan="off",
         log_config=None,
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -223,17 +224,17 @@ async def test_a_connection_that_sends_nothing_more_is_closed_after_a_while() ->
         await client.write(request_bytes("GET", "/one"))
         assert (await client.read_answer()).status == 200
         await eventually(lambda: server.connection.idle_since is not None, "it is idle")
-        server.look(70)
+        server.look(KEEP_ALIVE_S - 100)
         await client.write(request_bytes("GET", "/two"))
         assert (await client.read_answer()).status == 200
         server.go.clear()
         await client.write(request_bytes("GET", "/three"))
         await eventually(lambda: len(server.requests) == 3, "it is under way")
-        server.look(100)
+        server.look(KEEP_ALIVE_S + 100)
         server.go.set()
         assert (await client.read_answer()).status == 200
         await eventually(lambda: server.connection.idle_since is not None, "it is idle again")
-        server.look(76)
+        server.look(KEEP_ALIVE_S + 1)
         assert await client.is_closed()
 
 
