@@ -1,0 +1,188 @@
+"""The Helm chart, rendered by helm itself: what comes out is valid, agrees with the router, and
+wrong values are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from router.config import RouterConfig
+from tests.deploy.files import DEPLOY, KEYS, PROMETHEUS, load, run, succeeds, tool, version
+
+CHART = DEPLOY / "chart"
+BASIC: dict[str, Any] = {"keys": {"client": "a", "operator": "b"}}
+FULL: dict[str, Any] = {
+    "image": {"digest": "sha256:" + "a" * 64},
+    "autoscaling": {"enabled": True},
+    "engines": {"labels": {"app": "sglang", "tier": "gpu"}, "autoscaling": {"enabled": True}},
+    "keys": {"existingSecret": "router-keys"},
+    "tls": {"secret": "router-tls", "clientCA": "clients"},
+    "ingress": {"enabled": True, "host": "llm.example", "className": "nginx", "tlsSecret": "t"},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
+    "networkPolicy": {"guardEngines": True},
+    "monitoring": {
+        "podMonitor": True,
+        "serviceMonitor": True,
+        "prometheusRule": True,
+        "dashboard": True,
+        "labels": {"release": "prometheus"},
+    },
+    "config": {"models": [{"name": "llama"}], "server": {"max_concurrent_requests": 7}},
+    "extraVolumes": [{"name": "models", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],
+    "extraEnv": [{"name": "X", "value": "1"}],
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "llm"},
+    "nodeSelector": {"pool": "cpu"},
+}
+ALL_VALUES = pytest.mark.parametrize("values", [BASIC, FULL], ids=["basic", "full"])
+
+
+def helm() -> str:
+    return tool("helm", "none; make test-deploy")
+
+
+def rendered(directory: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+    path = directory / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    done = run(helm(), "template", "r", str(CHART), "--namespace", "models", "-f", str(path))
+    assert done.returncode == 0, done.stderr
+    (directory / "all.yaml").write_text(done.stdout)
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+def one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+def config_of(objects: list[dict[str, Any]]) -> RouterConfig:
+    (made,) = [each for each in objects if "kvroute.yaml" in (each.get("data") or {})]
+    return RouterConfig.from_yaml(made["data"]["kvroute.yaml"], KEYS)
+
+
+@ALL_VALUES
+def test_the_chart_renders_to_what_kubernetes_takes(tmp_path: Path, values: dict[str, Any]) -> None:
+    """By the schemas of its release; kinds of other projects have none there."""
+    rendered(tmp_path, values)
+    succeeds(helm(), "lint", "--strict", str(CHART), "--values", str(tmp_path / "values.yaml"))
+    validate = tool("kubernetes-validate", "none; make test-deploy")
+    said = run(validate, "--strict", str(tmp_path / "all.yaml"))
+    unknown = re.findall(r"Couldn't find schema for kind (\w+)", said.stdout + said.stderr)
+    assert set(unknown) <= {
+        "HTTPRoute",
+        "PodMonitor",
+        "ServiceMonitor",
+        "PrometheusRule",
+        "ScaledObject",
+    }
+    assert "FAIL" not in said.stdout + said.stderr
+    assert "ERROR" not in said.stdout + said.stderr
+    assert "passed for resource deployment/r-kvroute" in said.stdout + said.stderr
+
+
+@ALL_VALUES
+def test_the_router_takes_the_configuration_that_is_made(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """And finds the engines that the values name."""
+    objects = rendered(tmp_path, values)
+    config = config_of(objects)
+    labels = values.get("engines", {}).get("labels", {})
+    expected = {"app": "vllm", **labels}
+    (found_by,) = config.discovery.kubernetes
+    assert dict(pair.split("=") for pair in (found_by.selector or "").split(",")) == expected
+    assert found_by.port == 8000
+    container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert config.server.port == container["ports"][0]["containerPort"]
+    assert container["args"][:3] == ["serve", "--config", "/etc/kvroute/kvroute.yaml"]
+    named = {each["name"] for each in container["env"] if "valueFrom" in each}
+    assert named == set(KEYS)
+
+
+def test_what_the_user_says_is_merged_over_what_the_chart_knows(tmp_path: Path) -> None:
+    """One option of a section does not remove the others."""
+    config = config_of(rendered(tmp_path, FULL))
+    assert config.server.max_concurrent_requests == 7
+    assert config.server.host == "0.0.0.0"
+    assert [model.name for model in config.models] == ["llama"]
+    assert config.server.tls.certificate == "/etc/kvroute-tls/tls.crt"
+    assert config.server.tls.client_ca == "/etc/kvroute-client-ca/ca.crt"
+
+
+@ALL_VALUES
+def test_the_pod_may_do_no_more_than_it_needs(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Everything that is mounted is read-only but a small directory for temporary files."""
+    objects = rendered(tmp_path, values)
+    spec = one(objects, "Deployment")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable - {"models"} == {"tmp"}
+    rules = one(objects, "Role")["rules"]
+    assert {verb for rule in rules for verb in rule["verbs"]} == {"list", "watch"}
+    grace = config_of(objects).server.timeouts.shutdown_grace_s
+    assert spec["terminationGracePeriodSeconds"] > grace + 10
+
+
+def test_nothing_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
+    """A cluster without the Prometheus operator, KEDA or a gateway takes the defaults, and nobody
+    is shut out of engines that run already."""
+    objects = rendered(tmp_path, BASIC)
+    assert {each["apiVersion"].partition("/")[0] for each in objects} == {
+        "v1",
+        "apps",
+        "policy",
+        "rbac.authorization.k8s.io",
+        "networking.k8s.io",
+    }
+    (policy,) = [each for each in objects if each["kind"] == "NetworkPolicy"]
+    router = one(objects, "Deployment")["spec"]["selector"]["matchLabels"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == router
+
+
+def test_alerts_and_dashboard_are_those_of_the_repository(tmp_path: Path) -> None:
+    """Unchanged: their own braces are not the chart's."""
+    objects = rendered(tmp_path, FULL)
+    assert one(objects, "PrometheusRule")["spec"] == load(PROMETHEUS / "alerts.yml")
+    (board,) = [each for each in objects if "kvroute.json" in (each.get("data") or {})]
+    own = (DEPLOY / "grafana/dashboards/kvroute.json").read_text()
+    assert board["data"]["kvroute.json"] == own
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "keys.client or keys.existingSecret"),
+        ({**BASIC, "replcas": 3}, "replcas is not allowed"),
+        ({**BASIC, "replicas": 0}, "replicas: Must be greater than or equal to 1"),
+        ({**BASIC, "image": {"digest": "latest"}}, "image.digest"),
+        ({**BASIC, "engines": {"port": "http"}}, "engines.port"),
+        ({**BASIC, "ingress": {"enabled": True}}, "ingress.host"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_place(
+    tmp_path: Path, values: dict[str, Any], said: str
+) -> None:
+    """By the chart's schema, before anything reaches a cluster."""
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    done = run(helm(), "template", "r", str(CHART), "-f", str(path))
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_chart_carries_this_version() -> None:
+    """The default tag of the image is the one that the commands at the head of the Dockerfile
+    build."""
+    chart = load(CHART / "Chart.yaml")
+    assert chart["appVersion"] == chart["version"] == version()
