@@ -124,8 +124,14 @@ class Backoff:
         self._delay_s = self._first_s
 
 
+_MAX_GRACES = 3
+
+
 class SilenceTimer:
     """When to look whether something was lost at the tail: ever later, until a batch comes.
+
+    A look that is due waits for a moment more. A process that got no processor for a while has
+    batches to read first: a look would find them at the publisher and take them for lost.
 
     Args:
         first_s: Seconds of silence before the first look.
@@ -137,21 +143,36 @@ class SilenceTimer:
         self._since = math.inf
         self._delay_s = 0.0
         self._is_first = False
+        self._grace_s = first_s / 8
+        self._graces = 0
 
     @property
     def left_s(self) -> float:
         """Seconds until the next look; 0 or less if it is due, infinite before the first call."""
         return self._since + self._delay_s - monotonic()
 
+    def is_over(self) -> bool:
+        """Whether to look now."""
+        left_s = self.left_s
+        if left_s > 0:
+            return False
+        # A moment that took much longer was none in which anything could be read.
+        if not self._graces or (left_s < -self._grace_s and self._graces < _MAX_GRACES):
+            self._since, self._delay_s = monotonic(), self._grace_s
+            self._graces += 1
+            return False
+        return True
+
     def looked(self) -> None:
         """Wait longer for the next look."""
         self._since = monotonic()
         self._delay_s = self._backoff.next_delay()
         self._is_first = False
+        self._graces = 0
 
     def heard(self) -> None:
         """Begin with the first silence again."""
-        if self._is_first:
+        if self._is_first and not self._graces:
             self._since = monotonic()
             return
         self._backoff.reset()

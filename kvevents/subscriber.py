@@ -254,12 +254,12 @@ class Subscriber:
     async def _look_or_wait(
         self, recovery: Recovery, live: LiveStream, idle: _Intake | None
     ) -> None:
-        left_s = self._silence.left_s
         if not self._stream.is_connected:
             return
-        if left_s <= 0:
+        if self._silence.is_over():
             await recovery.look(live)
         elif idle is not None:
+            left_s = max(self._silence.left_s, 0.0)
             await idle.wait(min(left_s, self._options.max_probe_s))
 
 
