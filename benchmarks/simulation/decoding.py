@@ -3,51 +3,99 @@
 Most steps of an engine only append a token to each of a few sequences: no block is begun, filled,
 cached or given back, so there is no event either. How many of them follow each other is known
 beforehand. Their tokens are those that the engine would choose, and so is the state that they leave
-behind.
+behind. In steps in which something does happen, sequences to which nothing happens are not asked
+about.
 
     block of 32     |................................|................................|
-    steps           ^ normal: the first token of a block and the last
-                     ------------ at one stroke -----
+    steps           ^^ normal: the first token of a block, and the last
+                      ----------- at one stroke -----
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from typing_extensions import override
+
+from offload.cache_manager import AllocatedBlocks, CacheManager
+from offload.coordinator import ComputedBlocks
 from offload.engine.core.engine import Engine
 from offload.engine.core.requests import StepOutput
-from offload.engine.core.scheduler import _Sequence, _State
+from offload.engine.core.scheduler import _Sequence
 from offload.engine.core.simulated import SimulatedRunner
-from offload.groups.base import GroupManager
 from offload.request import CacheRequest
+
+_NOTHING = AllocatedBlocks(())
+
+
+class QuietCache(CacheManager):
+    """A cache manager that knows when a sequence in decode needs it next."""
+
+    quiet_until: dict[str, int]
+    """By request, the length at which something happens again; a lower one may be left out."""
+
+    @override
+    def allocate_slots(
+        self,
+        request: CacheRequest,
+        num_new_tokens: int,
+        computed: ComputedBlocks | None = None,
+        **options: Any,
+    ) -> AllocatedBlocks | None:
+        length = request.num_tokens
+        is_decode = num_new_tokens == 1 and request.num_computed_tokens == length - 1
+        if is_decode and length < self.quiet_until.get(request.request_id, 0):
+            return _NOTHING
+        allocated = super().allocate_slots(request, num_new_tokens, computed, **options)
+        if is_decode and allocated is not None:
+            self.quiet_until[request.request_id] = self._next_change(length)
+        return allocated
+
+    @override
+    def free(self, request_id: str) -> None:
+        self.quiet_until.pop(request_id, None)
+        super().free(request_id)
+
+    def _next_change(self, length: int) -> int:
+        """The next length behind this one at which a block begins, is full, or is not needed any
+        more."""
+        change = length + self.config.scheduler_block_size
+        for manager in self.coordinator.managers:
+            size = manager.block_size
+            within = (length + 1) % size
+            change = min(change, length + 1 if within < 2 else length + 1 + size - within)
+            skipped = manager.num_skipped_tokens(length - 1) // size
+            while manager.num_skipped_tokens(change - 2) // size != skipped:
+                change -= 1
+        return change
+
+
+def make_quiet(engine: Engine) -> None:
+    """Let an engine pass over what changes nothing. Not for one with lower tiers: they look at
+    every step."""
+    assert engine.connector is None
+    engine.cache.__class__ = QuietCache
+    assert isinstance(engine.cache, QuietCache)
+    engine.cache.quiet_until = {}
 
 
 def quiet_steps(engine: Engine) -> int:
     """How many steps follow in which every running sequence gets a token and nothing else happens;
     0 if the next one is not like that."""
-    scheduler = engine.scheduler
-    if engine.connector is not None or scheduler._waiting or not scheduler._running:
+    scheduler, cache = engine.scheduler, engine.cache
+    if scheduler._waiting or not scheduler._running or not isinstance(cache, QuietCache):
         return 0
-    managers = engine.cache.coordinator.managers
-    return min(_quiet_steps(sequence, managers) for sequence in scheduler._running)
+    return min(_quiet_steps(sequence, cache.quiet_until) for sequence in scheduler._running)
 
 
-def _quiet_steps(sequence: _Sequence, managers: tuple[GroupManager, ...]) -> int:
+def _quiet_steps(sequence: _Sequence, quiet_until: dict[str, int]) -> int:
     cached = sequence.cache
-    length = cached.num_tokens
-    if sequence.state is not _State.RUNNING or cached.num_computed_tokens != length - 1:
+    length = len(cached.token_ids)
+    if cached.num_computed_tokens != length - 1:
         return 0
-    if not sequence.output:
-        return 0
-    steps = sequence.max_tokens - length - 1  # the last token ends the request
-    for manager in managers:
-        size = manager.block_size
-        within = length % size
-        steps = min(steps, size - within)
-        if within < 2 or steps <= 0 or manager.skipped_blocks(cached.request_id, length - 1):
-            return 0
-        skipped = manager.num_skipped_tokens(length - 1) // size
-        while steps and manager.num_skipped_tokens(length - 2 + steps) // size != skipped:
-            steps -= 1
-    return steps
+    # The last token ends the request.
+    until = min(quiet_until.get(cached.request_id, 0), sequence.max_tokens - 1)
+    return max(until - length, 0)
 
 
 def take_quiet_steps(engine: Engine, steps: int) -> list[StepOutput]:

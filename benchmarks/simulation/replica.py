@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulation.decoding import quiet_steps, take_quiet_steps
+from benchmarks.simulation.decoding import make_quiet, quiet_steps, take_quiet_steps
 from benchmarks.simulation.layouts import ReplicaConfig
 from benchmarks.simulation.time_model import AcceleratorTime
 from benchmarks.simulation.timeline import Timeline
@@ -106,7 +106,9 @@ class SimulatedReplica:
         publisher.publish([announce(self.engine.cache.config.layout, HashChain.from_seed())])
         assert isinstance(config.time_model, AcceleratorTime)
         self._time_model = config.time_model
-        self._single_steps = single_steps
+        self._single_steps = single_steps or self.engine.connector is not None
+        if not self._single_steps:
+            make_quiet(self.engine)
         self._is_stepping = False
         self._idle_steps = 0
         self._stroke: _Stroke | None = None

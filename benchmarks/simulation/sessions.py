@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from benchmarks.simulation.workload import Arrival, Texts, WorkloadSize, arrival_times
 
 _SAMPLES = 600
-_WARM_START_SHARE = 0.1
+_WARM_START_SHARE = 0.2
 """Sessions that are under way when the simulation begins resume within this share of its time."""
 
 
