@@ -349,6 +349,8 @@ class ModelConfig(Section, frozen=True):
     it came."""
     tokenizer: FilePath = TOKENIZER_AT_REPLICA
     """A directory with the model's tokenizer files, or `replica`: ask a replica's /tokenize."""
+    tokenizer_library: Literal["auto", "tokenizers"] = "auto"
+    """`auto`: fastokens where it gives the same ids as tokenizers; else never fastokens."""
     chat_template: FilePath | None = None
     """A file that replaces the model's own template."""
     lora_adapters: Items[Name] = ()

@@ -258,7 +258,9 @@ def _local_tokenizer(config: ModelConfig) -> LocalTokenizer | None:
     if config.tokenized_at_replica:
         return None
     return LocalTokenizer(
-        read_model_files(Path(config.tokenizer)), chat=_chat_settings(config.chat_template)
+        read_model_files(Path(config.tokenizer)),
+        chat=_chat_settings(config.chat_template),
+        use_native=config.tokenizer_library == "auto",
     )
 
 

@@ -120,7 +120,7 @@ class LocalTokenizer:
         self._rules = _rules_of(files)
         self._ends = find_ends(backend)
         self._segmenter, self._obstacle = choose_segmenter(backend, self._rules)
-        native = self._load_native(backend) if use_native else "not_wanted"
+        native = self._load_native(backend) if use_native else "configured"
         self._native: NativeTokenizer | None = None
         self._library: SegmentedTokenizer | None = None
         self._why_not_native: str | None = None

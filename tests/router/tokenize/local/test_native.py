@@ -238,16 +238,19 @@ async def test_metrics_overview_and_log_say_what_tokenises_and_why(
         (tmp_path / name).mkdir()
         build_tokenizer(name).save(str(tmp_path / name / "tokenizer.json"))
     models = [{"name": name, "tokenizer": str(tmp_path / name)} for name in ("qwen", "bert")]
+    models.append({**models[0], "name": "careful", "tokenizer_library": "tokenizers"})
     config = RouterConfig.model_validate({"models": [*models, {"name": "other"}]})
     with caplog.at_level("INFO", "router.routing.models"):
         service = RouterService(config)
     assert caplog.messages == [
         "model qwen: tokenised by fastokens",
         "model bert: tokenised by tokenizers (model)",
+        "model careful: tokenised by tokenizers (configured)",
     ]
     assert service.models.tokenizers() == {
         "qwen": "fastokens",
         "bert": "tokenizers (model)",
+        "careful": "tokenizers (configured)",
         "other": "replica",
     }
     async with service.lifespan(None):
@@ -258,7 +261,11 @@ async def test_metrics_overview_and_log_say_what_tokenises_and_why(
         for sample in family.samples
         if sample.name == "kvroute_tokenizer_info"
     }
-    assert found == {("qwen", "fastokens", ""), ("bert", "tokenizers", "model")}
+    assert found == {
+        ("qwen", "fastokens", ""),
+        ("bert", "tokenizers", "model"),
+        ("careful", "tokenizers", "configured"),
+    }
     assert 'kvroute_token_cache_hits_total{model="bert"}' in text
     assert 'kvroute_token_cache_hits_total{model="qwen"}' not in text
 
