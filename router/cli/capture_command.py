@@ -46,7 +46,14 @@ def add_to(commands: Any) -> None:
     origin.add_argument("--endpoint", help="a publisher's address, as tcp://host:5557")
     origin.add_argument("--url", help="a running router that allows it: serve --allow-capture")
     parser.add_argument(
-        "--replay-endpoint", help="of --endpoint: start with every batch it can still replay"
+        "--replay-endpoint",
+        help="of --endpoint: start with a snapshot, where the engine makes them "
+        "there, or else with every batch it can still replay",
+    )
+    parser.add_argument(
+        "--snapshot-endpoint",
+        help="of --endpoint, where the engine has an address for snapshots alone: start with the "
+        "whole cache as it is now",
     )
     parser.add_argument("--topic", help="of --endpoint; default: every topic")
     parser.add_argument("--replica", help="of --url; needed where the router has several")
@@ -95,7 +102,12 @@ async def _capture(arguments: argparse.Namespace) -> Captured:
     limits = CaptureLimits(arguments.batches, arguments.queries, arguments.seconds)
     if arguments.url is not None:
         return await _capture_router(arguments, limits, progress, done)
-    address = StreamAddress(arguments.endpoint, arguments.replay_endpoint, arguments.topic)
+    address = StreamAddress(
+        arguments.endpoint,
+        arguments.replay_endpoint,
+        arguments.topic,
+        arguments.snapshot_endpoint,
+    )
     return await capture(address, limits, arguments.output, progress, done)
 
 
@@ -179,6 +191,8 @@ class StreamAddress:
     """Its ROUTER address; with it the recording starts with every batch the engine can replay."""
     topic: str | None = None
     """The topic to subscribe to; None takes every topic."""
+    snapshot_endpoint: str | None = None
+    """Its address for snapshots alone; with it the recording starts with the whole cache."""
 
 
 class _Output:
@@ -284,7 +298,11 @@ async def capture(
     with _Output(output, header) as file:
         recorder = _Recorder(file, limits, progress, done or asyncio.Event())
         subscriber = Subscriber(
-            address.endpoint, recorder, replay_endpoint=address.replay_endpoint, topic=address.topic
+            address.endpoint,
+            recorder,
+            replay_endpoint=address.replay_endpoint,
+            snapshot_endpoint=address.snapshot_endpoint,
+            topic=address.topic,
         )
         following = asyncio.create_task(subscriber.run(), name="capture")
         limit = asyncio.create_task(recorder.done.wait(), name="capture limit")

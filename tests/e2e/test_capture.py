@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.actual_hits import until_told
@@ -19,6 +21,7 @@ from tests.support.engine_process import EngineProcess, engine_processes, simula
 from tests.support.http_client import eventually
 from tests.support.router_process import RouterProcess, router_process
 from tests.support.signals import heed_signals
+from tests.support.vllm_publisher import VllmPublisher
 
 COMMAND = [sys.executable, "-m", "router.cli.main"]
 ALLOWED = {"observability": {"allow_capture": True}}
@@ -140,6 +143,34 @@ async def test_there_are_few_recordings_at_a_time(tmp_path: Path) -> None:
             again = await recording(router, tmp_path / "again.jsonl", "--seconds", "1")
             await finish(again)
     assert (tmp_path / "again.jsonl").exists()
+
+
+# --- from a publisher -----------------------------------------------------------------------------
+
+
+async def test_a_recording_of_a_running_engine_begins_with_its_snapshot(tmp_path: Path) -> None:
+    """Its ring has long forgotten how the cache came to be."""
+    output, process_name = tmp_path / "stream.jsonl", bytes(range(16))
+    state, later = (msgspec.msgpack.encode([0.0, [], 0, what]) for what in ("state", process_name))
+
+    def snapshot(publisher: VllmPublisher) -> list[bytes]:
+        return [b"", publisher.last_seq.to_bytes(8, "big", signed=True), process_name, state]
+
+    with VllmPublisher(ring=5, snapshots=snapshot) as publisher:
+        for _ in range(100):
+            publisher.publish(later)
+        publisher.flush()
+        process = start(
+            *("capture", "--endpoint", publisher.endpoint, "-o", str(output), "--batches", "2"),
+            *("--snapshot-endpoint", publisher.snapshot_endpoint),
+        )
+        await eventually(lambda: output.exists() or process.poll() is not None, "the snapshot")
+        await eventually(lambda: publisher.subscribers, "the subscription")
+        publisher.publish(later)
+        assert f"2 batches in {output}" in await finish(process)
+    _header, *lines = output.read_text().splitlines()
+    frames = [base64.b64decode(json.loads(line)["frame"]) for line in lines]
+    assert frames == [state, later]
 
 
 # --- nothing to record ----------------------------------------------------------------------------
