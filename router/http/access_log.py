@@ -97,6 +97,7 @@ class AccessLine:
                 "replica": routed.replica,
                 "prompt_tokens": routed.prompt_tokens,
                 "predicted_tokens": routed.cached_tokens,
+                "expected_tokens": routed.expected_tokens,
                 "cached_tokens": routed.actual_tokens,
                 "first_byte_seconds": routed.first_byte_s,
                 "attempts": routed.attempts,

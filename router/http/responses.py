@@ -142,6 +142,7 @@ def route_view(decision: Decision, explains: bool = False) -> RouteView:
         prompt_tokens=decision.prompt_tokens,
         cost=round(best.cost, 3),
         hit=_hit(best.candidate),
+        expected_tokens=decision.expected_tokens(best.candidate),
         reason=best.reason,
         routing_seconds=round(decision.routing_s, 6),
     )
@@ -268,6 +269,7 @@ def _request(request: RoutedRequest) -> RequestView:
             by_tier=dict(request.by_tier),
             suspect=request.suspect,
         ),
+        expected=request.expected_tokens,
         actual=request.actual_tokens,
         verdict=request.verdict,
         failed=request.has_failed,

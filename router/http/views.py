@@ -126,6 +126,9 @@ class RouteView(View, frozen=True, kw_only=True):
     cost: float
     """For the default policy, prefill tokens to wait for."""
     hit: HitView
+    expected_tokens: int
+    """Prompt tokens that would be cached there when the engine admits the request: those ahead of
+    it store their prompts and evict others."""
     reason: str
     routing_seconds: float
     """Hashing, matching and ranking."""
@@ -186,6 +189,10 @@ class RequestView(View, frozen=True, kw_only=True):
     last_failure: str | None
     """Of an attempt that another one followed, or the end."""
     predicted: HitView
+    """By what was cached when it was sent."""
+    expected: int | None
+    """Tokens predicted to be cached when the engine admits it: requests ahead of it store their
+    prompts and evict others. Null where that is not known."""
     actual: int | None
     """Cached tokens as the engine reported them; null where it did not."""
     verdict: Literal["exact", "over", "under"] | None
@@ -414,6 +421,7 @@ _ROUTE = RouteView(
     prompt_tokens=1024,
     cost=20.8,
     hit=_HIT,
+    expected_tokens=1008,
     reason="1008 of 1024 tokens cached, 48 of them in a lower tier",
     routing_seconds=0.000412,
     prompts=[PromptView(tokens=1024, coverage="whole", reason=None, lora_name=None)],
@@ -447,6 +455,7 @@ _REQUEST = RequestView(
     attempts=1,
     last_failure=None,
     predicted=_HIT,
+    expected=1008,
     actual=1008,
     verdict="exact",
     failed=False,

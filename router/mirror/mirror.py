@@ -305,7 +305,8 @@ class Mirror:
         now = self._clock()
         traffic = self._model(model)
         progress = self._progress(cache, now)
-        age = self._eviction_age_s(cache, capacity_blocks, now)
+        cache.capacity_blocks = capacity_blocks
+        age = self._eviction_age_s(cache, now)
         reuse = 0.0 if age is None else traffic.reuse_probability(age)
         return CacheOutlook(progress, age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now))
 
@@ -332,7 +333,6 @@ class Mirror:
         prompt: HashedPrompt,
         prompt_tokens: int,
         hit_tokens: int,
-        capacity_blocks: int | None = None,
     ) -> int:
         """How many tokens of a prompt will be cached when the engine admits it, if it were sent
         now: those in prefill there come first. They store their prompts, and evict others.
@@ -342,12 +342,11 @@ class Mirror:
             prompt: One that is to be sent.
             prompt_tokens: Its length.
             hit_tokens: That are cached now.
-            capacity_blocks: What the engine says of the size of its cache.
         """
         cache, keys = self._caches.get(source), prompt.prefix_keys(STEP)
         if cache is None or not keys or not cache.prefilling:
             return hit_tokens
-        left = min(hit_tokens, self._kept(cache, keys, hit_tokens, capacity_blocks))
+        left = min(hit_tokens, self._kept(cache, keys, hit_tokens))
         shared = 0
         for visit in cache.prefilling:
             if visit.keys and visit.keys[0] == keys[0]:
@@ -355,12 +354,10 @@ class Mirror:
         unit = cache.layout.hit_tokens
         return max(left, min(shared, prompt_tokens - 1) // unit * unit)
 
-    def _kept(
-        self, cache: _Cache, keys: Sequence[int], hit_tokens: int, capacity_blocks: int | None
-    ) -> int:
+    def _kept(self, cache: _Cache, keys: Sequence[int], hit_tokens: int) -> int:
         """How much of a hit is left when those in prefill have been given their blocks."""
         held, content = cache.index.blocks_held(cache.source), cache.content
-        capacity = capacity_blocks or cache.most_blocks
+        capacity = cache.capacity_blocks or cache.most_blocks
         now = self._clock()
         ahead = sum(visit.uncached_tokens for visit in cache.prefilling)
         computed = self._progress(cache, now)
@@ -430,14 +427,13 @@ class Mirror:
             if not same_root:
                 del self._by_root[visit.keys[0]]
 
-    def _eviction_age_s(
-        self, cache: _Cache, capacity_blocks: int | None, now: float
-    ) -> float | None:
+    def _eviction_age_s(self, cache: _Cache, now: float) -> float | None:
         held = cache.index.blocks_held(cache.source)
         if cache.index.removals(cache.source):
             is_full = held >= cache.most_blocks * self.EMPTIED
         else:
-            is_full = capacity_blocks is not None and held >= capacity_blocks * self.FULL
+            capacity = cache.capacity_blocks
+            is_full = capacity is not None and held >= capacity * self.FULL
         if not is_full:
             return None
         if cache.had_content:

@@ -202,6 +202,17 @@ _COUNTERS = {
         "Predictions by outcome: exact, over (promised too much) or under.",
         ("model", "replica", "outcome"),
     ),
+    "expected": _Spec(
+        "kvroute_expected_cached_tokens",
+        "Prompt tokens predicted to be cached when the engine admits the request, over the same "
+        "requests.",
+        ("model", "replica"),
+    ),
+    "expectations": _Spec(
+        "kvroute_admission_predictions",
+        "These predictions by outcome.",
+        ("model", "replica", "outcome"),
+    ),
     "bad_requests": _Spec(
         "kvroute_rejected_requests",
         "Requests the router itself refused, by error code.",
@@ -278,6 +289,8 @@ class RouterMetrics:
     lower_tiers: WrittenCounter
     actual: WrittenCounter
     predictions: WrittenCounter
+    expected: WrittenCounter
+    expectations: WrittenCounter
     bad_requests: WrittenCounter
     wrong_keys: WrittenCounter
     reloads: WrittenCounter
@@ -427,5 +440,19 @@ class ServedMetrics:
         predicted_tokens.inc(predicted)
         actual_tokens.inc(actual)
         errors.observe(abs(predicted - actual))
-        outcome = "exact" if predicted == actual else "over" if predicted > actual else "under"
-        metrics.predictions.labels(model, replica, outcome).inc()
+        metrics.predictions.labels(model, replica, _outcome(predicted, actual)).inc()
+
+    def compare_expected(self, expected: int, actual: int) -> None:
+        """Compare a prediction for the moment of admission with what the engine reported.
+
+        Args:
+            expected: Prompt tokens that were to be cached there by then.
+            actual: Prompt tokens the engine reported as cached.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        metrics.expected.labels(model, replica).inc(expected)
+        metrics.expectations.labels(model, replica, _outcome(expected, actual)).inc()
+
+
+def _outcome(predicted: int, actual: int) -> str:
+    return "exact" if predicted == actual else "over" if predicted > actual else "under"

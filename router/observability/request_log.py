@@ -52,6 +52,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     """Predicted to be cached there in any tier."""
     by_tier: tuple[tuple[str, int], ...] = ()
     """Of these, what each lower tier or shared store adds."""
+    expected_tokens: int | None = None
+    """Predicted to be cached there when the engine admits it; None where nobody knows."""
     suspect: bool = False
     why: str | Callable[[], str] = ""
     """The reason, as `Ranked.why` has it."""
@@ -75,6 +77,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         self.gpu_cached_tokens = candidate.gpu_cached_tokens
         self.cached_tokens = candidate.cached_tokens
         self.by_tier = candidate.by_tier
+        self.expected_tokens = None
         self.suspect = candidate.suspect
         self.why = ranked.why
 

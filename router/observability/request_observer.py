@@ -175,6 +175,8 @@ class RequestObserver(ProxyObserver):
         self._end_moment()
         self._moment = self._of_all.repair.quiet.began(replica_id, self._of_all.clock())
         self.request.sent_to(ranked)
+        if visit is not None:
+            self.request.expected_tokens = visit.expected_tokens
         self._of_all.log.update(self.request)
 
     @override
@@ -269,6 +271,8 @@ class RequestObserver(ProxyObserver):
             for tap, number in self._queries:
                 tap.hit(number, actual)
             served.compare(self.request.cached_tokens, actual, self.request.by_tier)
+            if self.request.expected_tokens is not None:
+                served.compare_expected(self.request.expected_tokens, actual)
         source = self._decision.certain_source_of(candidate)
         if actual is not None and was_quiet and source is not None and not candidate.suspect:
             self._of_all.repair.compare(self._decision.model_name, source, self._comparison(actual))

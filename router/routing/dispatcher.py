@@ -81,6 +81,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Mapping[str, Replica]
     """All that serve the model, by id. One may be removed while the request is under way: it is
     tried all the same."""
+    expects: Callable[[Sequence[HashedPrompt], SourceId, int, int], int]
+    """How much of the prompts will be cached when the engine admits the request."""
     obstacle_of: Callable[[Replica], str | None]
     """Why a replica cannot take the request at this moment; None if it can."""
     body: bytes
@@ -137,6 +139,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def source_of(self, candidate: Candidate) -> SourceId:
         """The cache whose hit *candidate* stands for."""
         return source_of(self.replicas[candidate.replica_id], candidate.dp_rank)
+
+    def expected_tokens(self, candidate: Candidate) -> int:
+        """Prompt tokens that will be cached at *candidate* when the engine admits the request."""
+        source, hit = self.source_of(candidate), candidate.cached_tokens
+        return self.expects(self.prompts, source, self.prompt_tokens, hit)
 
     def attempts(self, shows_hit: bool = True) -> Iterator[Attempt]:
         """Yield where to send the request, and with which headers; best first.
@@ -361,6 +368,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
+            expects=self._planner.expected,
             body=asked.body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,
@@ -422,6 +430,7 @@ class Dispatcher:
             excluded=excluded,
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
+            expects=self._planner.expected,
             body=body,
             routing_s=time.perf_counter() - started,
         )

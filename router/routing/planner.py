@@ -181,6 +181,21 @@ class RoutePlanner:
             candidate.speed,
         )
 
+    def expected(
+        self, prompts: Sequence[HashedPrompt], source: SourceId, prompt_tokens: int, hit: int
+    ) -> int:
+        """How many tokens will be cached when the engine admits the request.
+
+        Args:
+            prompts: From `prepare`.
+            source: Where it would be sent.
+            prompt_tokens: Of all its prompts.
+            hit: Those cached there now.
+        """
+        if self._mirror is None or len(prompts) != 1:
+            return hit
+        return self._mirror.expected(source, prompts[0], prompt_tokens, hit)
+
     def forget(self, replica_id: str) -> None:
         """Count no longer on what was sent to this replica, at any of its ranks."""
         if self._recent is not None:

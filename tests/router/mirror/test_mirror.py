@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from benchmarks.simulation.layouts import TIME_MODEL
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.timeline import Timeline
 from kvevents.events import EventBatch
@@ -143,7 +144,12 @@ class Engine:
         self.then: Callable[[], None] = lambda: None
         """Called when a request has ended."""
         config = EngineConfig(
-            preset=preset, simulate=True, num_blocks=400, block_size=16, max_num_seqs=4
+            preset=preset,
+            simulate=True,
+            num_blocks=400,
+            block_size=16,
+            max_num_seqs=4,
+            time_model=TIME_MODEL,
         )
         self.replica = SimulatedReplica(
             "r0", config, self.timeline, event_delay_s, self._events, self._outputs
@@ -178,7 +184,7 @@ class Engine:
     def _events(self, replica_id: str, batch: EventBatch) -> None:
         self.index.apply(SourceId(replica_id), batch)
 
-    def _outputs(self, outputs: Sequence[StepOutput]) -> None:
+    def _outputs(self, outputs: Sequence[StepOutput], _step_s: float) -> None:
         for output in outputs:
             name = output.request_id
             visit = self.visits[name]
