@@ -9,7 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from benchmarks.figures import report
 from benchmarks.peers.contestants import (
@@ -38,6 +39,8 @@ from benchmarks.peers.publishing import (
     stored,
 )
 from router.index import LayoutHints, SourceId, choose_index
+
+_Made = TypeVar("_Made")
 
 _RUN_BLOCKS = 64
 """Blocks of one prompt."""
@@ -139,22 +142,32 @@ def _wait_for(server: IndexServer, tokens: Sequence[int], blocks: int) -> None:
 
 def apply_in_process(settings: Settings) -> None:
     """Blocks applied per second of CPU time, by the bytes of an event batch."""
-    for blocks_per_event in settings.blocks_per_event:
+    for count in settings.blocks_per_event:
+        makes: dict[str, Callable[[], float]] = {
+            "kvroute": partial(_apply_ours, settings, count),
+            "Dynamo's RadixTree": partial(_apply_dynamo, settings, count),
+        }
         for _ in range(settings.rounds):
-            for name, apply in (("kvroute", _apply_ours), ("Dynamo's RadixTree", _apply_dynamo)):
-                if name != "kvroute" and not settings.with_peers:
-                    continue
-                try:
-                    per_second = apply(settings, blocks_per_event)
-                except Missing as missing:
-                    report("apply", of=name, skipped=str(missing))
-                    continue
+            for name, per_second in _in_process(settings, "apply", makes):
                 report(
                     "apply",
                     of=name,
-                    blocks_per_event=blocks_per_event,
+                    blocks_per_event=count,
                     million_blocks_per_cpu_second=round(per_second / 1e6, 3),
                 )
+
+
+def _in_process(
+    settings: Settings, row: str, makes: dict[str, Callable[[], _Made]]
+) -> Iterator[tuple[str, _Made]]:
+    """What ours and, where it is installed, the peer make."""
+    for name, make in makes.items():
+        if not name.startswith("kvroute") and not settings.with_peers:
+            continue
+        try:
+            yield name, make()
+        except Missing as missing:
+            report(row, of=name, skipped=str(missing))
 
 
 def _runs(settings: Settings) -> list[list[int]]:
@@ -225,24 +238,14 @@ def match_in_process(settings: Settings) -> None:
     and a branch leaves it every 16 blocks."""
     for replicas in settings.match_replicas:
         for tokens in settings.prompt_tokens:
-            for name, matcher in (
-                ("kvroute, 2 groups", lambda r, t: _our_match(settings, r, t)),
-                ("Dynamo's RadixTree, group-blind", _dynamo_match),
-            ):
-                if not name.startswith("kvroute") and not settings.with_peers:
-                    continue
-                try:
-                    match = matcher(replicas, tokens)
-                except Missing as missing:
-                    report("match", of=name, skipped=str(missing))
-                    continue
-                report(
-                    "match",
-                    of=name,
-                    replicas=replicas,
-                    tokens=tokens,
-                    cpu_us=round(_median_cpu_us(match, settings.rounds), 1),
-                )
+            makes: dict[str, Callable[[], Callable[[], object]]] = {
+                "kvroute, 2 groups": partial(_our_match, settings, replicas, tokens),
+                "Dynamo's RadixTree, group-blind": partial(_dynamo_match, replicas, tokens),
+            }
+            for name, match in _in_process(settings, "match", makes):
+                us = _median_cpu_us(match, settings.rounds)
+                where = {"replicas": replicas, "tokens": tokens}
+                report("match", of=name, **where, cpu_us=round(us, 1))
 
 
 def _held(replicas: int, tokens: int) -> Iterator[tuple[int, list[int]]]:

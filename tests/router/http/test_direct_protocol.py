@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.http.uvicorn_protocol import Exchange
-from tests.support.http_client import connect, eventually, request_bytes
+from tests.support.http_client import HttpClient, connect, eventually, request_bytes
 
 
 class Echo:
@@ -94,6 +94,18 @@ async def direct_server() -> AsyncIterator[DirectServer]:
         await eventually(lambda: not app.state.connections, "nothing is left")
 
 
+@contextlib.asynccontextmanager
+async def under_way(
+    *paths: str,
+) -> AsyncIterator[tuple[DirectServer, HttpClient, Echo]]:
+    """A server, a client that has asked for *paths*, and the first of them as it is served."""
+    async with direct_server() as app, connect(app.port) as client:
+        app.go.clear()
+        await client.write(b"".join(request_bytes("GET", path) for path in paths))
+        await eventually(lambda: app.waiting, "the first one is under way")
+        yield app, client, app.waiting[0]
+
+
 async def test_both_kinds_of_requests_share_a_connection_in_order() -> None:
     """A response that overtakes another would be taken for it."""
     paths = ["/a", "/asgi", "/b", "/b", "/asgi", "/asgi", "/c"]
@@ -145,40 +157,28 @@ async def test_a_client_that_waits_for_it_is_asked_for_its_body() -> None:
 
 async def test_only_the_running_request_hears_that_its_client_left() -> None:
     """Those behind it have not begun."""
-    async with direct_server() as app, connect(app.port) as client:
-        app.go.clear()
-        await client.write(request_bytes("GET", "/first") + request_bytes("GET", "/second"))
-        await eventually(lambda: app.waiting, "the first one is under way")
+    async with under_way("/first", "/second") as (app, client, _):
         client.leave()
         await eventually(lambda: app.left == ["/first"], "it hears of it")
 
 
 async def test_a_body_that_breaks_its_announced_length_ends_the_connection() -> None:
     """The client could not tell where it ends, and the next response would be a part of it."""
-    async with direct_server() as app, connect(app.port) as client:
-        app.go.clear()
-        await client.write(request_bytes("GET", "/a"))
-        await eventually(lambda: app.waiting, "it is under way")
-        app.waiting[0].exchange.respond(200, [(b"content-length", b"3")], b"four", True)
+    async with under_way("/a") as (_, client, served):
+        served.exchange.respond(200, [(b"content-length", b"3")], b"four", True)
         assert await client.is_closed()
 
 
 async def test_a_header_that_would_break_the_framing_ends_the_connection() -> None:
     """A line break in a value of the engine's would begin a header of its choice."""
-    async with direct_server() as app, connect(app.port) as client:
-        app.go.clear()
-        await client.write(request_bytes("GET", "/a"))
-        await eventually(lambda: app.waiting, "it is under way")
-        app.waiting[0].exchange.respond(200, [(b"x-a", b"1\r\nx-b: 2")], b"", True)
+    async with under_way("/a") as (_, client, served):
+        served.exchange.respond(200, [(b"x-a", b"1\r\nx-b: 2")], b"", True)
         assert await client.is_closed()
 
 
 async def test_what_runs_is_cut_at_the_end_of_the_grace_period() -> None:
     """There is no task that the server could cancel."""
-    async with direct_server() as app, connect(app.port) as client:
-        app.go.clear()
-        await client.write(request_bytes("GET", "/a"))
-        await eventually(lambda: app.waiting, "it is under way")
+    async with under_way("/a") as (app, client, _):
         (connection,) = app.state.connections
         connection.cut()  # type: ignore[union-attr]
         assert app.cancelled == ["/a"]
@@ -217,11 +217,8 @@ async def test_a_body_that_nobody_took_goes_with_its_response() -> None:
 
 async def test_what_waits_behind_a_request_is_bounded_all_together() -> None:
     """Each of 64 bodies below the bound on one would be megabytes for a single connection."""
-    async with direct_server() as app, connect(app.port) as client:
-        app.go.clear()
+    async with under_way("/first") as (app, client, served):
         bodies = [b"%d" % index + b"x" * 60_000 for index in range(40)]
-        await client.write(request_bytes("GET", "/first"))
-        await eventually(lambda: app.waiting, "the first one is under way")
         (connection,) = app.state.connections
         writing = asyncio.create_task(
             client.write(b"".join(request_bytes("POST", "/x", body) for body in bodies))
@@ -229,7 +226,7 @@ async def test_what_waits_behind_a_request_is_bounded_all_together() -> None:
         await eventually(lambda: connection.flow.read_paused, "enough is here")  # type: ignore[union-attr]
         assert len(connection.pipeline) < 10  # type: ignore[union-attr]
         app.go.set()
-        app.waiting[0].respond()
+        served.respond()
         await client.read_answer()
         assert [(await client.read_answer()).body for _ in bodies] == bodies
         await writing
