@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvevents.events import BlockHash
-from router.index.base import Hit, SourceId
+from router.index.base import ApplyResult, Hit, SourceId
 
 core_version: int
 
@@ -36,7 +36,14 @@ class HitMap(Mapping[SourceId, Hit]):
 class Core:
     """All sources of one model, by slot."""
 
-    def __init__(self, point: int, fold: int, limits: Sequence[int], no_hit: Hit) -> None: ...
+    def __init__(
+        self,
+        point: int,
+        fold: int,
+        limits: Sequence[int],
+        no_hit: Hit,
+        result: type[ApplyResult],
+    ) -> None: ...
     def add(self, tier_units: Sequence[tuple[str, int, int]]) -> int: ...
     def drop(self, slot: int) -> None: ...
     def set_layout(
@@ -53,7 +60,7 @@ class Core:
     def unset_layout(self, slot: int, is_announced: bool, lookahead: int) -> None: ...
     def apply(
         self, slot: int, payload: bytes
-    ) -> tuple[Any, ...] | list[tuple[Any, ...]] | None: ...
+    ) -> ApplyResult | tuple[Any, ...] | list[tuple[Any, ...]] | None: ...
     def apply_told(
         self, slot: int, payload: bytes, is_canonical: bool, opaque: Sequence[int]
     ) -> tuple[Any, ...] | None: ...

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from kvevents.events import EventBatch
 from kvevents.hashing import DEFAULT_SEED
 from kvevents.layout import KVCacheGroup, KVCacheLayout
@@ -116,8 +118,7 @@ class HashedPrompt(Protocol):
 # --- what an index returns ------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class ApplyResult:
+class ApplyResult(msgspec.Struct, gc=False):
     """What one batch did to its source, in blocks unless it says otherwise."""
 
     stored: int = 0

@@ -224,7 +224,7 @@ class NativeIndex(PrefixIndex):
             limits.waiting_batches,
             limits.forgotten,
         ]
-        return Core(point, fold, bounds, NO_HIT)
+        return Core(point, fold, bounds, NO_HIT, ApplyResult)
 
     # --- feeding ----------------------------------------------------------------------------------
 
@@ -244,14 +244,11 @@ class NativeIndex(PrefixIndex):
     @override
     def apply(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
         known = self._sources.get(source)
-        if known is None and self._sharing.holds(source):
-            return self._sharing.apply(source, payload)
         if known is None or isinstance(payload, EventBatch):
-            batch = payload if isinstance(payload, EventBatch) else decode(payload)
-            if known is None:
-                self.add(source)
-            return self._apply_decoded(source, self._sources[source], batch)
+            return self._apply_slowly(source, payload)
         done = self.core.apply(known.slot, payload)
+        if isinstance(done, ApplyResult):
+            return done
         if done is None:
             return self._apply_decoded(source, known, decode(payload))
         if isinstance(done, tuple):
@@ -265,6 +262,14 @@ class NativeIndex(PrefixIndex):
         result = self._result(source, known, done, payload)
         result.layout_changed = known.learner.layout != before
         return result
+
+    def _apply_slowly(self, source: SourceId, payload: bytes | EventBatch) -> ApplyResult:
+        if self._sharing.holds(source):
+            return self._sharing.apply(source, payload)
+        batch = payload if isinstance(payload, EventBatch) else decode(payload)
+        if source not in self._sources:
+            self.add(source)
+        return self._apply_decoded(source, self._sources[source], batch)
 
     def _apply_decoded(
         self, source: SourceId, known: _NativeSource, batch: EventBatch

@@ -160,10 +160,11 @@ nb::object tuple_of(const NamedShares& shares) {
     return nb::tuple(found);
 }
 
-// What Python needs to give hits back.
-struct HitTypes {
+// What results are made of.
+struct ResultTypes {
     nb::object hit;     // the class
     nb::object no_hit;  // one for all
+    nb::object result;  // the class of what a batch did
     nb::object no_tiers = nb::make_tuple();
 };
 
@@ -175,7 +176,7 @@ public:
     std::vector<std::pair<u32, NamedShares>> shares;  // of those that have any
 
     // `slots`: `{source: slot}`, which nobody changes any more.
-    HitMap(nb::dict slots, HitTypes types) : slots_(std::move(slots)), types_(std::move(types)) {}
+    HitMap(nb::dict slots, ResultTypes types) : slots_(std::move(slots)), types_(std::move(types)) {}
 
     // Null where the source is not known, with no exception set, or where something failed.
     PyObject* find(PyObject* source) const {
@@ -210,7 +211,7 @@ private:
     }
 
     nb::dict slots_;
-    HitTypes types_;
+    ResultTypes types_;
     nb::object all_;
 };
 
@@ -276,9 +277,10 @@ using ComputedTuple = std::tuple<u32, bool, nb::list>;
 
 class Core {
 public:
-    // `no_hit`: an instance of the class of all hits.
-    Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits, nb::object no_hit)
-        : types_{nb::borrow(no_hit.type()), no_hit}, index_({first_secret, second_secret},
+    // `no_hit`: an instance of the class of all hits. `result`: the class of what a batch did.
+    Core(u64 first_secret, u64 second_secret, const std::vector<u64>& limits, nb::object no_hit,
+         nb::object result)
+        : types_{nb::borrow(no_hit.type()), no_hit, std::move(result)}, index_({first_secret, second_secret},
                  Limits{limits.at(0), limits.at(1), limits.at(2), limits.at(3), limits.at(4),
                         limits.at(5)}),
           matcher_(index_) {}
@@ -327,10 +329,10 @@ public:
         index_.unset_layout(slot, is_announced, lookahead);
     }
 
-    // A tuple of what the batch did; a list of news to tell the layout learner, with nothing applied
-    // yet; None where the batch is odd.
+    // What the batch did: an `ApplyResult` where nothing needs Python's attention, else a tuple. A
+    // list of news to tell the layout learner, with nothing applied yet; None where the batch is odd.
     nb::object apply(u32 slot, nb::bytes payload) {
-        Applied result;
+        Done done;
         std::vector<News> news;
         Index::Outcome outcome;
         {
@@ -340,10 +342,13 @@ public:
             ReleasedIf released(is_large);
             Locked locked(mutex_, !is_large);
             check(slot);
-            outcome = index_.apply(slot, bytes, result, news);
+            outcome = index_.apply(slot, bytes, done.result, news);
+            if (outcome == Index::Outcome::applied) look_at(index_.source(slot), done);
         }
         if (outcome == Index::Outcome::odd) return nb::none();
-        if (outcome == Index::Outcome::applied) return as_tuple(slot, result);
+        if (outcome == Index::Outcome::applied) {
+            return done.is_plain() ? plain(done) : as_tuple(done);
+        }
         nb::list told;
         for (const News& each : news) told.append(as_tuple(each));
         return told;
@@ -351,7 +356,7 @@ public:
 
     nb::object apply_told(u32 slot, nb::bytes payload, bool is_canonical,
                           const std::vector<u32>& opaque) {
-        Applied result;
+        Done done;
         bool is_applied;
         {
             const bool is_large = payload.size() > kLargePayload;
@@ -360,9 +365,10 @@ public:
             ReleasedIf released(is_large);
             Locked locked(mutex_, !is_large);
             check(slot);
-            is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, result);
+            is_applied = index_.apply_told(slot, bytes, is_canonical, opaque, done.result);
+            if (is_applied) look_at(index_.source(slot), done);
         }
-        return is_applied ? as_tuple(slot, result) : nb::none();
+        return is_applied ? as_tuple(done) : nb::none();
     }
 
     void note(u32 slot, bool has_chain, bool shows_extra_keys, bool has_lost_removals) {
@@ -427,7 +433,9 @@ public:
     u64 unplaced(u32 slot) {
         Locked locked(mutex_);
         check(slot);
-        return index_.source(slot).unplaced;
+        Source& of = index_.source(slot);
+        of.told_unplaced = of.unplaced > 0;
+        return of.unplaced;
     }
 
     nb::dict statistics(u32 slot) {
@@ -546,16 +554,41 @@ private:
         if (!index_.has_source(slot)) throw nb::index_error("no such source");
     }
 
-    nb::object as_tuple(u32 slot, const Applied& result) {
-        Locked locked(mutex_);
-        if (!index_.has_source(slot)) return nb::none();
-        const Source& of = index_.source(slot);
-        const bool may_show_function =
-            result.has_root_sample && (of.unplaced || of.hides_extra_keys());
+    // What a batch did, and how its source stands since.
+    struct Done {
+        Applied result;
+        bool has_lower_tiers = false, may_show_function = false, is_news = false;
+        u64 unplaced = 0;
+
+        // Blocks came and went, and that is all.
+        bool is_plain() const {
+            return !(result.waiting | result.skipped | result.given_up) && !result.cleared &&
+                   !result.is_incomplete && !may_show_function && !is_news;
+        }
+    };
+
+    static void look_at(Source& of, Done& done) {
+        done.has_lower_tiers = of.has_lower_tiers();
+        done.unplaced = of.unplaced;
+        done.may_show_function =
+            done.result.has_root_sample && (of.unplaced || of.hides_extra_keys());
+        done.is_news = of.told_unplaced != (of.unplaced > 0) || of.told_chain != of.has_chain;
+        of.told_unplaced = of.unplaced > 0;
+        of.told_chain = of.has_chain;
+    }
+
+    nb::object plain(const Done& done) const {
+        if (!done.has_lower_tiers) return types_.result(done.result.stored, done.result.removed);
+        return types_.result(done.result.stored, done.result.removed,
+                             nb::arg("has_lower_tiers") = true);
+    }
+
+    static nb::object as_tuple(const Done& done) {
+        const Applied& result = done.result;
         return nb::make_tuple(result.stored, result.removed, result.waiting, result.skipped,
                               result.overflow, result.given_up, result.cleared,
-                              result.is_incomplete, of.has_lower_tiers(), may_show_function,
-                              of.unplaced);
+                              result.is_incomplete, done.has_lower_tiers, done.may_show_function,
+                              done.unplaced);
     }
 
     NamedShares named(u32 slot, const Shares& shares) {
@@ -591,7 +624,7 @@ private:
         return found;
     }
 
-    HitTypes types_;
+    ResultTypes types_;
     std::mutex mutex_;
     Index index_;
     Matcher matcher_;
@@ -612,7 +645,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 5;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 6;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 
@@ -647,7 +680,7 @@ NB_MODULE(_core, module) {
     hit_map.attr("__hash__") = nb::none();
 
     nb::class_<Core>(module, "Core")
-        .def(nb::init<u64, u64, const std::vector<u64>&, nb::object>())
+        .def(nb::init<u64, u64, const std::vector<u64>&, nb::object, nb::object>())
         .def("add", &Core::add)
         .def("drop", &Core::drop)
         .def("set_layout", &Core::set_layout)

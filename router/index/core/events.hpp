@@ -149,7 +149,7 @@ private:
     bool read_map(u64 pairs) {
         std::string_view name, type;
         if (!reader_.text(name) || name != "type" || !reader_.text(type)) return false;
-        Event event;
+        Event& event = batch_.events.emplace_back();
         bool is_tier_clear;
         if (!type_named(type, event, is_tier_clear)) return false;
         u32 seen = 0;
@@ -176,7 +176,7 @@ private:
         static constexpr Field kRemoved[] = {Field::hashes, Field::medium, Field::group};
         static constexpr Field kTierCleared[] = {Field::medium};
         std::string_view type;
-        Event event;
+        Event& event = batch_.events.emplace_back();
         bool is_tier_clear;
         if (!reader_.text(type) || !type_named(type, event, is_tier_clear)) return false;
         std::span<const Field> fields;
@@ -198,13 +198,19 @@ private:
         return finish(event, is_tier_clear);
     }
 
+    // Whether a name of the length of `text` is it.
+    template <std::size_t kSize>
+    static bool is(std::string_view name, const char (&text)[kSize]) {
+        return std::memcmp(name.data(), text, kSize - 1) == 0;
+    }
+
     static bool type_named(std::string_view name, Event& event, bool& is_tier_clear) {
-        is_tier_clear = name == "TierBlocksCleared";
-        if (name == "BlockStored") {
+        is_tier_clear = name.size() == 17 && is(name, "TierBlocksCleared");
+        if (name.size() == 11 && is(name, "BlockStored")) {
             event.type = EventType::stored;
-        } else if (name == "BlockRemoved") {
+        } else if (name.size() == 12 && is(name, "BlockRemoved")) {
             event.type = EventType::removed;
-        } else if (name == "AllBlocksCleared" || is_tier_clear) {
+        } else if (is_tier_clear || (name.size() == 16 && is(name, "AllBlocksCleared"))) {
             event.type = EventType::cleared;
         } else {
             return false;
@@ -222,27 +228,47 @@ private:
         return is_tier_clear ? kMedium : 0;
     }
 
+    static constexpr u32 set_of(std::initializer_list<Field> fields) {
+        u32 flags = 0;
+        for (Field field : fields) flags |= 1u << static_cast<u32>(field);
+        return flags;
+    }
+
     static Field field_named(std::string_view name, EventType type) {
-        if (name == "medium") return Field::medium;
-        if (type == EventType::cleared) return Field::unknown;
-        if (name == "block_hashes") return Field::hashes;
-        if (name == "group_idx") return Field::group;
-        if (name == "locality") return Field::locality;
-        if (name == "ownership") return Field::ownership;
-        if (type == EventType::removed) {
-            return name == "remaining_copy_counts" ? Field::counts : Field::unknown;
+        constexpr u32 kOfRemoved = set_of({Field::hashes, Field::medium, Field::group,
+                                           Field::locality, Field::ownership, Field::counts});
+        constexpr u32 kOfStored = ~set_of({Field::counts});
+        const Field field = field_named(name);
+        const u32 fields = type == EventType::stored    ? kOfStored
+                           : type == EventType::removed ? kOfRemoved
+                                                        : set_of({Field::medium});
+        return fields >> static_cast<u32>(field) & 1 ? field : Field::unknown;
+    }
+
+    static Field field_named(std::string_view name) {
+        switch (name.size()) {
+        case 6: return is(name, "medium") ? Field::medium : Field::unknown;
+        case 7: return is(name, "lora_id") ? Field::lora_id : Field::unknown;
+        case 8: return is(name, "locality") ? Field::locality : Field::unknown;
+        case 9:
+            return is(name, "token_ids")   ? Field::tokens
+                   : is(name, "group_idx") ? Field::group
+                   : is(name, "lora_name") ? Field::lora
+                   : is(name, "ownership") ? Field::ownership
+                                           : Field::unknown;
+        case 10:
+            return is(name, "block_size")   ? Field::block_size
+                   : is(name, "extra_keys") ? Field::extra_keys
+                   : is(name, "cache_salt") ? Field::salt
+                                            : Field::unknown;
+        case 12: return is(name, "block_hashes") ? Field::hashes : Field::unknown;
+        case 17: return is(name, "parent_block_hash") ? Field::parent : Field::unknown;
+        case 18: return is(name, "kv_cache_spec_kind") ? Field::kind : Field::unknown;
+        case 19: return is(name, "lookahead_token_ids") ? Field::lookahead : Field::unknown;
+        case 21: return is(name, "remaining_copy_counts") ? Field::counts : Field::unknown;
+        case 28: return is(name, "kv_cache_spec_sliding_window") ? Field::window : Field::unknown;
+        default: return Field::unknown;
         }
-        if (name == "parent_block_hash") return Field::parent;
-        if (name == "token_ids") return Field::tokens;
-        if (name == "block_size") return Field::block_size;
-        if (name == "lora_id") return Field::lora_id;
-        if (name == "lora_name") return Field::lora;
-        if (name == "extra_keys") return Field::extra_keys;
-        if (name == "kv_cache_spec_kind") return Field::kind;
-        if (name == "kv_cache_spec_sliding_window") return Field::window;
-        if (name == "lookahead_token_ids") return Field::lookahead;
-        if (name == "cache_salt") return Field::salt;
-        return Field::unknown;
     }
 
     bool read_field(Field field, Event& event) {
@@ -298,7 +324,6 @@ private:
         event.is_on_gpu = event.tier.empty() ? !is_tier_clear : is_same(event.tier, "gpu");
         event.has_root_sample &= event.type == EventType::stored && event.is_on_gpu &&
                                  !event.parent && event.hashes && event.lora.value_or("").empty();
-        batch_.events.push_back(event);
         return true;
     }
 
@@ -328,6 +353,8 @@ private:
     }
 
     bool read_hash(u64& out, u8& is_int) {
+        is_int = true;
+        if (reader_.long_number(out)) return true;
         msgpack::Head head;
         if (!reader_.head(head)) return false;
         if (!is_integer(head) && head.kind != msgpack::Kind::binary) return false;
@@ -425,10 +452,13 @@ private:
     }
 
     static bool is_ascii(std::string_view text) {
-        return std::all_of(text.begin(), text.end(), [](char c) { return !(c & 0x80); });
+        u8 all = 0;
+        for (char c : text) all |= static_cast<u8>(c);
+        return all < 0x80;
     }
 
     static bool is_utf8(std::string_view text) {
+        if (is_ascii(text)) return true;
         for (std::size_t i = 0; i < text.size();) {
             const u8 first = static_cast<u8>(text[i]);
             const std::size_t more = first < 0x80   ? 0

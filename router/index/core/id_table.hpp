@@ -8,6 +8,7 @@
 // segment (some 100 microseconds), and memory follows the number of entries both ways.
 #pragma once
 
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -16,11 +17,45 @@
 
 #include "keys.hpp"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace kvroute {
 
 constexpr u32 kNone = 0xFFFFFFFF;
 
-// `HashOf` has `u64 hash_of(u32 id) const`: the mixed hash of an entry.
+// 16 tags at a time, as sets of places: bit i is the tag at `from + i`.
+struct TagGroup {
+    static constexpr u32 kSize = 16;
+
+#if defined(__SSE2__)
+    explicit TagGroup(const u8* from)
+        : tags_(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))) {}
+
+    u32 equal(u8 tag) const {
+        const __m128i wanted = _mm_set1_epi8(static_cast<char>(tag));
+        return static_cast<u32>(_mm_movemask_epi8(_mm_cmpeq_epi8(tags_, wanted)));
+    }
+
+private:
+    __m128i tags_;
+#else
+    explicit TagGroup(const u8* from) : from_(from) {}
+
+    u32 equal(u8 tag) const {
+        u32 found = 0;
+        for (u32 i = 0; i < kSize; ++i) found |= u32{from_[i] == tag} << i;
+        return found;
+    }
+
+private:
+    const u8* from_;
+#endif
+};
+
+// `HashOf` has `u64 hash_of(u32 id) const`, the mixed hash of an entry, and `prefetch(id)`, which
+// fetches what that reads.
 template <class HashOf>
 class IdTable {
 public:
@@ -39,12 +74,18 @@ public:
     template <class IsIt>
     u32 find(u64 hash, IsIt&& is_it) const {
         const Segment* segment = segment_of(hash);
-        const u8* tags = segment->tags();
         const u32 mask = segment->capacity - 1;
         const u8 tag = tag_of(hash);
-        for (u32 at = place_of(hash) & mask;; at = (at + 1) & mask) {
-            if (tags[at] == tag && is_it(segment->ids()[at])) return segment->ids()[at];
-            if (tags[at] == kEmpty) return kNone;
+        for (u32 at = place_of(hash) & mask;; at = (at + TagGroup::kSize) & mask) {
+            const TagGroup group(segment->tags() + at);
+            const u32 empty = group.equal(kEmpty);
+            // What lies behind an empty place belongs to others.
+            u32 equal = group.equal(tag) & (empty ? (empty & -empty) - 1 : ~u32{0});
+            for (; equal; equal &= equal - 1) {
+                const u32 place = (at + static_cast<u32>(std::countr_zero(equal))) & mask;
+                if (is_it(segment->ids()[place])) return segment->ids()[place];
+            }
+            if (empty) return kNone;
         }
     }
 
@@ -78,7 +119,7 @@ public:
         const u32 mask = segment->capacity - 1;
         const u32 at = place_holding(segment, hash, id);
         const bool ends_chain = segment->tags()[(at + 1) & mask] == kEmpty;
-        segment->tags()[at] = ends_chain ? kEmpty : kGone;
+        segment->set_tag(at, ends_chain ? kEmpty : kGone);
         segment->used -= 1;
         segment->gone += !ends_chain;
         size_ -= 1;
@@ -108,15 +149,22 @@ private:
         const u32* ids() const { return reinterpret_cast<const u32*>(this + 1); }
         u8* tags() { return reinterpret_cast<u8*>(ids() + capacity); }
         const u8* tags() const { return reinterpret_cast<const u8*>(ids() + capacity); }
+        // The first tags are there again behind the last, so that a group never wraps around.
+        void set_tag(u32 at, u8 tag) {
+            tags()[at] = tag;
+            if (at < TagGroup::kSize) tags()[capacity + at] = tag;
+        }
     };
 
-    static std::size_t bytes_of(u32 capacity) { return sizeof(Segment) + capacity * 5u; }
+    static std::size_t bytes_of(u32 capacity) {
+        return sizeof(Segment) + capacity * 5u + TagGroup::kSize;
+    }
 
     static Segment* new_segment(u32 capacity, u32 depth) {
         void* memory = std::malloc(bytes_of(capacity));
         if (memory == nullptr) throw std::bad_alloc();
         auto* segment = new (memory) Segment{capacity, 0, 0, depth};
-        std::memset(segment->tags(), kEmpty, capacity);
+        std::memset(segment->tags(), kEmpty, capacity + TagGroup::kSize);
         return segment;
     }
 
@@ -131,19 +179,28 @@ private:
 
     u32 place_holding(Segment* segment, u64 hash, u32 id) const {
         const u32 mask = segment->capacity - 1;
-        u32 at = place_of(hash) & mask;
-        while (segment->tags()[at] < 2 || segment->ids()[at] != id) at = (at + 1) & mask;
-        return at;
+        for (u32 at = place_of(hash) & mask;; at = (at + TagGroup::kSize) & mask) {
+            u32 equal = TagGroup(segment->tags() + at).equal(tag_of(hash));
+            for (; equal; equal &= equal - 1) {
+                const u32 place = (at + static_cast<u32>(std::countr_zero(equal))) & mask;
+                if (segment->ids()[place] == id) return place;
+            }
+        }
     }
 
     static void put(Segment* segment, u64 hash, u32 id) {
         const u32 mask = segment->capacity - 1;
-        u32 at = place_of(hash) & mask;
-        while (segment->tags()[at] >= 2) at = (at + 1) & mask;
-        segment->gone -= segment->tags()[at] == kGone;
-        segment->tags()[at] = tag_of(hash);
-        segment->ids()[at] = id;
-        segment->used += 1;
+        for (u32 first = place_of(hash) & mask;; first = (first + TagGroup::kSize) & mask) {
+            const TagGroup group(segment->tags() + first);
+            const u32 free = group.equal(kEmpty) | group.equal(kGone);
+            if (!free) continue;
+            const u32 at = (first + static_cast<u32>(std::countr_zero(free))) & mask;
+            segment->gone -= segment->tags()[at] == kGone;
+            segment->set_tag(at, tag_of(hash));
+            segment->ids()[at] = id;
+            segment->used += 1;
+            return;
+        }
     }
 
     Segment* roomy_segment_of(u64 hash) {
@@ -161,11 +218,18 @@ private:
         }
     }
 
-    // Calls `visit(id)` for every entry of a segment.
+    // Calls `visit(id, hash)` for every entry of a segment. Hashes are read where the entries are,
+    // all over the memory: each is fetched well ahead.
     template <class Visit>
-    static void for_each(const Segment* segment, Visit&& visit) {
+    void for_each(const Segment* segment, Visit&& visit) const {
+        constexpr u32 kAhead = 16;
+        const u32* ids = segment->ids();
+        const u8* tags = segment->tags();
         for (u32 at = 0; at < segment->capacity; ++at) {
-            if (segment->tags()[at] >= 2) visit(segment->ids()[at]);
+            if (at + kAhead < segment->capacity && tags[at + kAhead] >= 2) {
+                hashes_.prefetch(ids[at + kAhead]);
+            }
+            if (tags[at] >= 2) visit(ids[at], hashes_.hash_of(ids[at]));
         }
     }
 
@@ -187,7 +251,7 @@ private:
 
     void rebuild(Segment* old, u32 capacity, u64 hash) {
         Segment* segment = new_segment(capacity, old->depth);
-        for_each(old, [&](u32 id) { put(segment, hashes_.hash_of(id), id); });
+        for_each(old, [&](u32 id, u64 of_entry) { put(segment, of_entry, id); });
         auto [first, count] = places_of(old, hash);
         std::fill_n(directory_.begin() + first, count, segment);
         std::free(old);
@@ -203,8 +267,7 @@ private:
         auto [first, count] = places_of(old, hash);
         Segment* halves[2] = {new_segment(kLargest, old->depth + 1),
                               new_segment(kLargest, old->depth + 1)};
-        for_each(old, [&](u32 id) {
-            const u64 of_entry = hashes_.hash_of(id);
+        for_each(old, [&](u32 id, u64 of_entry) {
             put(halves[of_entry >> (63 - old->depth) & 1], of_entry, id);
         });
         std::fill_n(directory_.begin() + first, count / 2, halves[0]);
@@ -227,7 +290,7 @@ private:
         while (capacity / 2 < segment->used + other->used) capacity *= 2;
         Segment* both = new_segment(capacity, segment->depth - 1);
         for (Segment* half : {segment, other}) {
-            for_each(half, [&](u32 id) { put(both, hashes_.hash_of(id), id); });
+            for_each(half, [&](u32 id, u64 of_entry) { put(both, of_entry, id); });
         }
         auto [first, count] = places_of(both, hash);
         std::fill_n(directory_.begin() + first, count, both);

@@ -177,8 +177,11 @@ public:
     }
 
 public:
+    // A residue hangs on a secret in every bit: spreading it is enough.
     static u64 hash_of_key(Key key) {
-        return mixed(key.residue, 0x5851F42D4C957F2Du + key.length);
+        const u128 product = static_cast<u128>(key.residue + (u64{key.length} << 32)) *
+                             0x9E3779B97F4A7C15u;
+        return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
     }
 
 private:
@@ -191,10 +194,12 @@ private:
         const NodeStore* nodes;
         u64 secret;
         u64 hash_of(u32 id) const { return mixed((*nodes)[id].hash, secret); }
+        void prefetch(u32 id) const { __builtin_prefetch(&(*nodes)[id]); }
     };
     struct KeyHashes {
         const NodeStore* nodes;
         u64 hash_of(u32 id) const { return hash_of_key((*nodes)[id].key()); }
+        void prefetch(u32 id) const { __builtin_prefetch(&(*nodes)[id]); }
     };
 
     u64 hash_of(u64 hash) const { return mixed(hash, hash_hashes_.secret); }
@@ -247,6 +252,7 @@ private:
         of.batches += 1;
         for (u32 i = 0; i < batch_.events.size(); ++i) {
             const Event& event = batch_.events[i];
+            if (i + 1 < batch_.events.size()) prefetch(batch_.events[i + 1]);
             if (event.type == EventType::stored) {
                 const bool is_opaque = std::binary_search(opaque.begin(), opaque.end(), i);
                 store(of, event, is_opaque, result);
@@ -257,6 +263,12 @@ private:
             }
         }
         result.given_up = of.waiting.trim(limits_, of.batches);
+    }
+
+    // Fetches what the look-ups of an event's first hashes will read.
+    void prefetch(const Event& event) const {
+        const u64* hashes = batch_.hashes.data() + event.first_hash;
+        for (u32 i = 0; i < std::min(event.hashes, kAhead); ++i) by_hash_.prefetch(hash_of(hashes[i]));
     }
 
     void clear_tier(Source& of, const Event& event, Applied& result) {
@@ -289,7 +301,10 @@ private:
         const u64* hashes = batch_.hashes.data() + event.first_hash;
         bool needs_placing = taken < event.hashes || has_ghosts || of.waiting.runs;
         for (u32 i = 0; i < taken; ++i) {
-            if (i + kAhead < taken) by_hash_.prefetch(hash_of(hashes[i + kAhead]));
+            if (i + kAhead < taken) {
+                by_hash_.prefetch(hash_of(hashes[i + kAhead]));
+                if (is_placed) by_key_.prefetch(hash_of_key(keys_[i + kAhead]));
+            }
             const Key* key = is_placed && !has_ghosts ? &keys_[i] : nullptr;
             needs_placing |= !add(of, plane, hashes[i], batch_.is_int[event.first_hash + i], 1, key);
         }
@@ -660,7 +675,7 @@ private:
             residue = space_.extended(residue, {tokens + std::size_t{i} * block_size, block_size},
                                       block_size);
             keys_[i] = {residue, (parent.length + (i + 1) * block_size) & kMaxLength};
-            if (i + 1 == event.hashes || i % 8 == 0) by_key_.prefetch(hash_of_key(keys_[i]));
+            if (i < kAhead) by_key_.prefetch(hash_of_key(keys_[i]));
         }
         return true;
     }

@@ -45,7 +45,12 @@ public:
         return true;
     }
 
+    // The readers of one kind know its short form; anything else goes through `head`.
     bool array(u32& count) {
+        if (at_ != end_ && *at_ >> 4 == 0x9 && (*at_ & 0x0F) < end_ - at_) {
+            count = *at_++ & 0x0F;
+            return true;
+        }
         Head found;
         if (!head(found) || found.kind != Kind::array) return false;
         count = static_cast<u32>(found.value);
@@ -53,6 +58,12 @@ public:
     }
 
     bool text(std::string_view& out) {
+        if (at_ != end_ && *at_ >> 5 == 0x5 && (*at_ & 0x1F) < end_ - at_) {
+            const std::size_t size = *at_++ & 0x1F;
+            out = {reinterpret_cast<const char*>(at_), size};
+            at_ += size;
+            return true;
+        }
         Head found;
         if (!head(found) || found.kind != Kind::text) return false;
         out = {reinterpret_cast<const char*>(at_), found.value};
@@ -62,9 +73,21 @@ public:
 
     // An integer of at most `most`, not negative.
     bool number(u64& out, u64 most) {
+        if (at_ != end_ && *at_ < 0x80 && *at_ <= most) {
+            out = *at_++;
+            return true;
+        }
         Head found;
         if (!head(found) || found.kind != Kind::unsigned_int || found.value > most) return false;
         out = found.value;
+        return true;
+    }
+
+    // An integer of eight bytes without a sign, as hashes are; false, and nothing read, otherwise.
+    bool long_number(u64& out) {
+        if (end_ - at_ < 9 || *at_ != 0xCF) return false;
+        out = big_endian<u64>(at_ + 1);
+        at_ += 9;
         return true;
     }
 

@@ -490,6 +490,8 @@ struct Source {
     bool has_lost_removals = false;
     u64 batches = 0;
 
+    bool told_chain = false;       // `has_chain`, and whether any block is not placed, as Python
+    bool told_unplaced = false;    // was told last
     std::vector<ToldGroup> told;   // by group * 2, + 1 for lower tiers
     std::optional<u32> told_lookahead;
 

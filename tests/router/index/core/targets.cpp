@@ -439,6 +439,7 @@ void read_state(Input in) {
 struct Numbers {
     std::vector<u64> hashes;
     u64 hash_of(u32 id) const { return hashes[id]; }
+    void prefetch(u32) const {}
 };
 
 // Numbers with hashes of which many agree where the table looks, beside a set that is surely right.

@@ -42,9 +42,9 @@ def stored(number: int, blocks: int) -> tuple[bytes, list[int]]:
 def main(path: Path) -> None:
     """Apply in one thread, hash and match in three, until the one is done."""
     module = load(path)
-    from router.index.base import NO_HIT  # noqa: PLC0415  # after the module is in its place
+    from router.index.base import NO_HIT, ApplyResult  # noqa: PLC0415  # after the module
 
-    core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192], NO_HIT)
+    core = module.Core(1, 2, [1 << 22, 8, 4096, 1 << 22, 10_000, 8192], NO_HIT, ApplyResult)
     for _ in range(SOURCES):
         add_source(core)
     batches = [stored(number, blocks) for number, blocks in enumerate(BLOCKS, 1)]
