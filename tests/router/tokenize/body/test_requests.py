@@ -208,6 +208,38 @@ def test_token_ids_are_the_same_packed_by_the_compiled_index(form: Endpoint, tex
             _read(form, body)
 
 
+LONG = "[" + "12345, " * 1000 + "1]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"model": "m", "prompt": {LONG}, "user": "me"}}',
+        f'{{"user": "[1, 2]", "prompt": {LONG}}}',
+        f'{{"user": "{LONG}", "prompt": "text"}}',
+        f'{{"metadata": {{"a": {LONG}}}, "prompt": "text"}}',
+        f'{{"metadata": {{"a": [1, 2]}}, "prompt": {LONG}}}',
+        f'{{"prompt": {LONG}, "prompt": "text"}}',
+        f'{{"prompt": "text", "prompt": {LONG}}}',
+        f'{{"prompt": {LONG}, "prompt": [7]}}',
+        f'{{"prompt": {LONG}, "token_ids": [7]}}',
+        f'{{"prompt": {LONG}, "user": "half',
+        f'{{"prompt": {LONG}, "user": [\t \t \n\t]}}',
+        f'{{"prompt": [\t \t \n\t], "user": {LONG}}}',
+        f'{{"prompt": {LONG}, "model": 7}}',
+        f'{{"prompt": [{LONG}, [7]]}}',
+        f'["{LONG}", {LONG}]',
+        LONG,
+        f'{{"prompt": {LONG[:-2]} 4294967296]}}',
+    ],
+)
+@pytest.mark.parametrize("form", [Endpoint.COMPLETIONS, Endpoint.ROUTE])
+def test_token_ids_that_are_read_before_all_else_are_the_same(form: Endpoint, body: str) -> None:
+    """What stands in their place meanwhile must be taken for nothing that a client sent."""
+    with suppress(RequestBodyError):
+        _read(form, body.encode())
+
+
 @pytest.mark.parametrize(
     ("body", "is_light"),
     [
