@@ -665,6 +665,12 @@ UNBOUNDED: dict[str, bytes] = {
 }
 
 
+def test_a_layout_may_have_as_many_groups_as_there_are_numbers() -> None:
+    """0 to 255."""
+    event = CacheLayout("p", ONE_GROUP * 256, 16, 16)
+    assert decode(wire(event_map(event))).events == [event]
+
+
 @pytest.mark.parametrize("payload", UNBOUNDED.values(), ids=UNBOUNDED.keys())
 def test_what_the_router_would_have_to_keep_is_bounded(payload: bytes) -> None:
     """Counting groups and sources bounds memory only if their names are bounded, too."""

@@ -184,6 +184,8 @@ def test_workers_can_join_and_the_count_can_be_reset() -> None:
     aggregator.reset_workers()
     assert aggregator.get_number_of_workers() == 1
     assert aggregator.get_common_events() == [STORED]
+    aggregator.increment_workers()
+    assert aggregator.get_number_of_workers() == 2
 
 
 def test_clearing_forgets_every_event() -> None:
@@ -387,6 +389,7 @@ def test_a_tier_has_one_spelling_whatever_an_engine_writes(medium: str | None, t
     """A removal must find a block whose store spelled the tier differently."""
     assert BlockStored([1], None, [], medium).tier == tier
     assert BlockRemoved([1], medium).tier == tier
+    assert AllBlocksCleared(medium).tier == tier
 
 
 # --- packed tokens --------------------------------------------------------------------------------

@@ -50,6 +50,14 @@ def test_every_block_is_held_while_the_request_runs() -> None:
     )
 
 
+def test_every_table_that_lists_a_block_refers_to_it() -> None:
+    """Against these sums the pool's own counts are checked."""
+    group = manager()
+    group.allocate_new_blocks("a", need(10))
+    group.adopt_computed_blocks("b", list(group.block_table("a"))[:2], 8)
+    assert group.references() == {1: 2, 2: 2, 3: 1}
+
+
 def test_only_the_missing_blocks_are_given() -> None:
     """The scheduler passes only these on to the worker."""
     group = manager()

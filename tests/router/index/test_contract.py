@@ -919,6 +919,14 @@ def test_a_group_alone_may_allow_more_than_all_together(index: PrefixIndex) -> N
     )
 
 
+def test_the_shortest_prompt_that_can_have_a_hit_is_explained(index: PrefixIndex) -> None:
+    """Two tokens, of which the last is always computed."""
+    apply(index, PROMPT.stored(0, dataclasses.replace(FULL, block_size=1), 0, 4))
+    prompt = index.prepare(PROMPT.tokens[:2])
+    assert index.match_prompt(prompt) == {SOURCE: Hit(1, 1)}
+    assert index.explain(prompt, SOURCE) == (GroupHit(0, "full_attention", 1),)
+
+
 def test_there_is_nothing_to_explain_of_an_unknown_source_or_layout(index: PrefixIndex) -> None:
     """A replica may be asked about before its first event."""
     prompt = index.prepare(PROMPT.tokens)

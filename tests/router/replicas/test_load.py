@@ -17,7 +17,8 @@ def test_a_request_counts_as_prefill_until_its_first_token_and_as_decode_until_i
     assert load.load_of("a") == ReplicaLoad(prefilling_requests=1, prefill_tokens=300)
     flight.first_token()
     assert load.load_of("a") == ReplicaLoad(decoding_requests=1, context_tokens=1000)
-    flight.generated(20)
+    flight.generated(19)
+    flight.generated(1)
     assert load.load_of("a") == ReplicaLoad(decoding_requests=1, context_tokens=1020)
     flight.ended()
     assert load.load_of("a") == ReplicaLoad()
@@ -81,9 +82,21 @@ def test_negative_predictions_count_as_nothing() -> None:
     flight = load.started("a", -5, -1)
     assert load.load_of("a") == ReplicaLoad(prefilling_requests=1)
     flight.retried("b", -3)
+    assert load.load_of("b") == ReplicaLoad(prefilling_requests=1)
     flight.first_token()
     flight.generated(-10)
     assert load.load_of("b") == ReplicaLoad(decoding_requests=1)
+
+
+def test_requests_for_token_ids_count_while_they_run() -> None:
+    """They go to the replica that has the fewest; afterwards nothing is left of them."""
+    load = LoadTracker()
+    with load.tokenizing("a"):
+        assert load.load_of("a") == ReplicaLoad(tokenizing_requests=1)
+        with load.tokenizing("a"):
+            assert load.load_of("a").tokenizing_requests == 2
+    assert load.load_of("a") == ReplicaLoad()
+    assert load.statistics().replicas == {}
 
 
 def test_each_rank_has_a_load_of_its_own_and_shares_what_has_none() -> None:

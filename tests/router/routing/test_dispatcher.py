@@ -89,6 +89,8 @@ async def test_an_attempt_carries_the_replicas_own_headers_and_what_the_client_i
     assert attempt.request_headers == ((b"authorization", b"Bearer secret"),)
     assert attempt.response_headers == ((b"x-kv-replica", b"r0"), (b"x-kv-hit-tokens", b"0"))
     assert decision.prompt_tokens == 3
+    assert decision.model_name == "m"
+    assert 0 <= decision.tokenization_s < 60
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, None])
@@ -264,8 +266,51 @@ async def test_a_request_without_a_prompt_is_timed_and_routed_without_tokens(
     decision = await setting.dispatcher.dispatch(None, body)
     assert (decision.spec, decision.tokenization_s) == (None, None)
     assert not decision.is_comparable_at(decision.ranked("r0").candidate)
-    assert decision.routing_s > 0
+    assert 0 < decision.routing_s < 60
     assert (decision.model.name, decision.body) == ("m", body)
+
+
+async def test_a_session_is_named_by_the_header_or_else_by_the_body(setting: Setting) -> None:
+    """Either alone keeps a conversation at one replica, and the header goes first."""
+    for number in range(8):
+        setting.add(f"r{number}")
+    planner = RoutePlanner(make_policy("session"), setting.load, RecentPrefixes(), lambda _: False)
+    dispatcher = Dispatcher(
+        *(setting.models, setting.registry, planner, "session"),
+        *(setting.responses, setting.large_work),
+    )
+
+    async def replica_of(header: str | None, user: str) -> str:
+        body = b'{"model": "m", "prompt": [1], "user": "%s"}' % user.encode()
+        decision = await dispatcher.dispatch(Endpoint.COMPLETIONS, body, header)
+        return decision.ranking[0].candidate.replica_id
+
+    names = [f"conversation {number}" for number in range(8)]
+    by_body = [await replica_of(None, name) for name in names]
+    assert [await replica_of(name, "someone") for name in names] == by_body
+    assert len(set(by_body)) > 1
+
+
+async def test_a_request_about_a_stored_response_is_of_the_model_that_its_holder_serves(
+    setting: Setting,
+) -> None:
+    """Its metrics and logs have no other source for the name."""
+    for name in ("r0", "r1"):
+        setting.add(name).served = ServedModels(("m",))
+    setting.holders.add(("r1", "resp_1"))
+    decision = await setting.dispatcher.dispatch_to_holder("resp_1", b"")
+    assert (list(decision.replicas), decision.model_name) == (["r1"], "m")
+    unknown = await setting.dispatcher.dispatch_to_holder("resp_2", b"")
+    assert (list(unknown.replicas), unknown.model) == (["r0", "r1"], None)
+
+
+async def test_where_one_model_is_served_a_request_without_a_model_is_for_it(
+    setting: Setting,
+) -> None:
+    """Only among several is there nothing to go by."""
+    setting.add("r0")
+    decision = setting.dispatcher.dispatch_by_load(None, b"", needs_model=False)
+    assert decision.model is not None
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, None])
