@@ -27,6 +27,7 @@ The files; each imports only what is listed above it:
     stream_state.py       how a followed stream is repaired, as a table; the states of a source
     sequence.py           what a sequence number means
     messages.py           the frames of a ZMQ message
+    curve.py              keys at both ends of a stream, which encrypt it
     endpoints.py          addresses: checked, moved along by rank, opened
     publisher_config.py   the configuration of a publisher
     replay_ring.py        the last batches of a stream
@@ -45,6 +46,7 @@ The files; each imports only what is listed above it:
 """
 
 from kvevents.codec import decode, encode
+from kvevents.curve import CurveClient, CurveKeys, CurveServer
 from kvevents.delivery import Consumer, Effect
 from kvevents.errors import (
     EndpointError,
@@ -107,6 +109,9 @@ __all__ = [
     "BlockStored",
     "CacheLayout",
     "Consumer",
+    "CurveClient",
+    "CurveKeys",
+    "CurveServer",
     "Effect",
     "EndpointError",
     "Event",

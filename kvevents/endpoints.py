@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from kvevents.curve import ZAP_DOMAIN
 from kvevents.errors import EndpointError
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -130,7 +131,7 @@ def open_socket(socket: Socket, place: str, endpoint: ZmqEndpoint, may_connect: 
     # With a ZAP domain libzmq refuses peers that speak ZMTP 1 or 2 (before 2012), and everything
     # else that does not begin with a greeting. Without one it mistakes an HTTP error for such a
     # peer, and aborts the process if the socket is closed meanwhile.
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, "kvevents")
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     try:
         socket.bind(str(endpoint))
     except zmq.ZMQError as error:

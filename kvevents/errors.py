@@ -5,6 +5,7 @@
     ├── MalformedReply        a replay or snapshot reply that breaks the protocol
     ├── LayoutError           a cache layout that contradicts itself
     ├── HashAlgorithmError    an unknown hash algorithm, or one whose library is missing
+    ├── CurveError            a key file that cannot be used
     ├── EndpointError         an address that no socket can bind or connect to
     ├── NoConnection          no peer at an endpoint, for now
     ├── NoAnswer              a replay endpoint that stays silent, hangs up or sends without end
@@ -37,6 +38,10 @@ class HashAlgorithmError(KVEventsError):
     """An unknown hash algorithm, or one whose library is not installed."""
 
 
+class CurveError(KVEventsError):
+    """A file of keys that cannot be used, or a libzmq without CURVE."""
+
+
 class EndpointError(KVEventsError):
     """An address that no socket can bind or connect to."""
 
@@ -47,6 +52,10 @@ class NoConnection(KVEventsError):
 
 class ForeignAddress(NoConnection):
     """The host's addresses are none that may be connected to."""
+
+
+class HandshakeFailed(NoConnection):
+    """The peer speaks another protocol, or has not the keys that it should."""
 
 
 class NoAnswer(KVEventsError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from kvevents.curve import CurveServer
 from kvevents.endpoints import ZmqEndpoint
 
 
@@ -60,6 +61,8 @@ class PublisherConfig:
     with_block_size: bool = False
     """Stored events carry `block_size` and every other field, for readers that require them. They
     must still pass over a batch with a `CacheLayout`, an event that only ours have."""
+    curve: CurveServer | None = None
+    """Encrypts both addresses, for subscribers with a key; None: plain text."""
 
     def __post_init__(self) -> None:
         ZmqEndpoint.parse("endpoint", self.endpoint)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvevents.curve import CurveClient
 from kvevents.endpoints import Context, Socket, ZmqEndpoint
-from kvevents.errors import EndpointError, ForeignAddress, NoConnection
+from kvevents.errors import EndpointError, ForeignAddress, HandshakeFailed, NoConnection
 from kvevents.messages import MAX_FRAMES
 
 # Plain numbers, which pyzmq takes faster than members of its enums.
@@ -30,7 +31,11 @@ _DOWN = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-
+_BROKEN_OFF = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 
 _NEVER_MS = 10**9
 
@@ -48,6 +53,8 @@ class SocketLimits:
     """Whether an address may be connected to, asked with its digits whenever one is made: a name
     may lead elsewhere by then. What is on this machine is asked about as 127.0.0.1. None: every
     address."""
+    curve: CurveClient | None = None
+    """The keys of both ends; None: plain text."""
 
 
 class SocketConnection:
@@ -75,6 +82,8 @@ class SocketConnection:
         """The peer has sent a message that is not three frames."""
         self._wake = asyncio.Event()
         self._is_up = False
+        self._failed = 0
+        """Which events said that a connection went down, all together."""
         self.is_down = False
         """True once the peer is gone; what it sent before can still be received."""
         self.on_readable: Callable[[], None] | None = None
@@ -86,15 +95,14 @@ class SocketConnection:
 
         Raises:
             NoConnection: None of the host's addresses answered in time.
+            HandshakeFailed: One did, and does not have the keys that it should, or wants some.
             ForeignAddress: None of them may be connected to.
             EndpointError: A socket cannot connect to the endpoint.
         """
         for address in await _addresses(self._endpoint, self._limits):
             if await self._connect(address):
                 return
-        raise NoConnection(
-            f"{self._endpoint}: no ZMQ peer answered within {self._limits.connect_timeout_s:g} s"
-        )
+        raise self._why_not_up()
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Queue a message for the peer.
@@ -224,6 +232,16 @@ class SocketConnection:
         self.close()
         return False
 
+    def _why_not_up(self) -> NoConnection:
+        """What kept every connection from coming up."""
+        where, limits = self._endpoint, self._limits
+        if self._failed & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return HandshakeFailed(f"{where}: the peer does not know our public key")
+        if self._failed & _BROKEN_OFF:
+            other = "has another key, or none" if limits.curve else "wants CURVE keys"
+            return HandshakeFailed(f"{where}: the handshake failed: the peer {other}, or is no ZMQ")
+        return NoConnection(f"{where}: no ZMQ peer answered within {limits.connect_timeout_s:g} s")
+
     def _make_sockets(self, watched: bool) -> None:
         loop = asyncio.get_running_loop()
         self._socket = self._new_socket()
@@ -259,6 +277,8 @@ class SocketConnection:
         ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        if self._limits.curve is not None:
+            self._limits.curve.protect(socket)
         if self._kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, self._topic)
         return socket
@@ -282,6 +302,7 @@ class SocketConnection:
             except zmq.Again:
                 return
             self._is_up |= bool(event & _UP)
+            self._failed |= event & _DOWN
             self.is_down |= bool(event & _DOWN)
             self._wake.set()
 

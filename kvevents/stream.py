@@ -332,6 +332,8 @@ class _Sockets:
         self.router: Socket | None = (
             self._context.socket(zmq.ROUTER) if config.replay_endpoint else None
         )
+        curve = config.curve
+        self._authenticator = None if curve is None else curve.start_authenticator(self._context)
         try:
             self.endpoint = _open_pub(self.pub, config, rank)
             self.replay_endpoint = _open_router(self.router, config, rank) if self.router else None
@@ -345,6 +347,8 @@ class _Sockets:
         self.pub.close(linger=int(linger_s * 1000))
         if self.router is not None:
             self.router.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
         if self._own_context is not None:
             self._own_context.term()
 
@@ -352,6 +356,8 @@ class _Sockets:
 def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
     pub.setsockopt(zmq.SNDHWM, config.hwm)
     pub.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    if config.curve is not None:
+        config.curve.protect(pub)
     endpoint = ZmqEndpoint.parse("endpoint", config.endpoint).for_rank(rank)
     opened = open_socket(pub, "endpoint", endpoint, may_connect=True)
     logger.info(
@@ -363,5 +369,7 @@ def _open_pub(pub: Socket, config: PublisherConfig, rank: int) -> Opened:
 def _open_router(router: Socket, config: PublisherConfig, rank: int) -> Opened:
     assert config.replay_endpoint is not None
     prepare_router(router, config.reply_limits)
+    if config.curve is not None:
+        config.curve.protect(router)
     endpoint = ZmqEndpoint.parse("replay_endpoint", config.replay_endpoint).for_rank(rank)
     return open_socket(router, "replay_endpoint", endpoint, may_connect=False)

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from kvevents.delivery import Consumer, Delivery, StreamCounters
-from kvevents.errors import ForeignAddress, MalformedBatch, NoConnection
+from kvevents.errors import ForeignAddress, HandshakeFailed, MalformedBatch, NoConnection
 from kvevents.live import BacklogLimits, LiveStream
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
@@ -193,7 +193,7 @@ class Subscriber:
     async def _open(self, live: LiveStream) -> None:
         try:
             await live.open()
-        except ForeignAddress as problem:
+        except (ForeignAddress, HandshakeFailed) as problem:
             self._delivery.report(problem)
             raise
 

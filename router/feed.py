@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from kvevents.curve import CurveClient, CurveKeys
 from kvevents.delivery import Effect
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.messages import Batch
@@ -68,13 +69,22 @@ class Feed:
     """Follows every source with a task of its own. Belongs to one event loop."""
 
     def __init__(
-        self, index_of: Callable[[str], PrefixIndex], options: SubscriberOptions | None = None
+        self,
+        index_of: Callable[[str], PrefixIndex],
+        options: SubscriberOptions | None = None,
+        keys: CurveKeys | None = None,
+        server_key: str | None = None,
     ) -> None:
         """
         Args:
             index_of: The index of a model.
             options: Of all subscribers.
+            keys: Our own, for sources that are encrypted.
+            server_key: The public key of the sources that are added without one; None: those are
+                plain text.
         """
+        self._keys = keys
+        self._server_key = server_key
         self.taps = Taps()
         self._index_of = index_of
         self._options = options or SubscriberOptions()
@@ -94,6 +104,7 @@ class Feed:
         hints: LayoutHints | None = None,
         snapshot_endpoint: str | None = None,
         allows: Callable[[str], bool] | None = None,
+        server_key: str | None = None,
     ) -> None:
         """Follow a source. Until it is live, its hits are not to be trusted.
 
@@ -107,6 +118,7 @@ class Feed:
             hints: What the configuration says of its cache.
             snapshot_endpoint: Where it makes snapshots, if there is an address for these alone.
             allows: Whether an address may be connected to; None: every address.
+            server_key: The publisher's public key, where it has one of its own.
         Raises:
             EndpointError: A socket cannot connect to such an endpoint.
             ValueError: The source is followed already.
@@ -115,7 +127,9 @@ class Feed:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
         feed = _SourceFeed(source, model, index, self._complain, self.taps)
-        sockets = replace(self._options.socket, allows=allows)
+        key = server_key or self._server_key
+        curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
+        sockets = replace(self._options.socket, allows=allows, curve=curve)
         subscriber = Subscriber(
             endpoint,
             feed,

@@ -8,12 +8,14 @@ import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from random import Random
 
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from kvevents.errors import KVEventsError
+from kvevents.curve import CurveKeys, read_keys
+from kvevents.errors import CurveError, KVEventsError
 from kvevents.live import BacklogLimits
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
@@ -119,7 +121,12 @@ class RouterService:
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
         self.models = ModelSet(config.models, tokenizers.ask_one_of, indexes, self._large_work)
-        self.feed = Feed(self.models.index_of, _subscriber_options(config))
+        self.feed = Feed(
+            self.models.index_of,
+            _subscriber_options(config),
+            _curve_keys(config),
+            config.events.curve_server_key,
+        )
         self.keeper = ReplicaKeeper(self.registry, config.discovery.linger_s)
         self.readiness = Readiness(
             self.admission,
@@ -407,6 +414,7 @@ class _ReplicaFollower(ReplicaListener):
             model.hints_of(replica.id),
             source.snapshot_endpoint,
             replica.origin.allows,
+            source.server_key,
         )
 
     async def _keep_feed(self) -> None:
@@ -471,6 +479,19 @@ def _repair_times(config: RouterConfig) -> RepairTimes:
         cool_down_s=events.rebuild_cool_down_s,
         quiet_s=events.self_repair_quiet_s,
     )
+
+
+def _curve_keys(config: RouterConfig) -> CurveKeys | None:
+    """Our own keys for encrypted streams.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    path = config.events.curve_keys
+    try:
+        return None if path is None else read_keys(Path(path))
+    except CurveError as error:
+        raise ConfigError([ConfigProblem("events.curve_keys", str(error))]) from error
 
 
 def _subscriber_options(config: RouterConfig) -> SubscriberOptions:

@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvevents.errors import KVEventsError
+from kvevents.curve import CurveServer, read_clients, read_keys
+from kvevents.errors import CurveError, KVEventsError
 from kvevents.publisher import ZmqEventPublisher
 from offload.engine.core.build import EngineConfig, build_engine
 from offload.engine.core.engine import Engine
@@ -227,6 +228,18 @@ def _add_events(group: Any) -> None:
         metavar="ADDRESS",
         help="where subscribers ask for batches they lost",
     )
+    group.add_argument(
+        "--kv-events-keys",
+        type=Path,
+        metavar="FILE",
+        help="encrypt both: the file NAME.key_secret that `kvroute keys NAME` made",
+    )
+    group.add_argument(
+        "--kv-events-clients",
+        type=Path,
+        metavar="DIRECTORY",
+        help="with the public keys of those who may subscribe (default: all who know this one's)",
+    )
     group.add_argument("--kv-events-topic", default=_DEFAULTS.kv_events_topic, metavar="TOPIC")
     group.add_argument(
         "--data-parallel-rank",
@@ -301,6 +314,7 @@ def _engine_config(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Engin
         promote=not arguments.no_promote,
         kv_events_endpoint=arguments.kv_events_endpoint,
         kv_events_replay_endpoint=arguments.kv_events_replay_endpoint,
+        kv_events_curve=_curve(arguments),
         kv_events_topic=arguments.kv_events_topic,
         data_parallel_rank=arguments.data_parallel_rank,
         device=arguments.device,
@@ -351,6 +365,20 @@ def _served_model(
         adapters=tuple(arguments.lora),
         group_kinds=tuple(group.kind.value for group in engine.cache.config.layout.groups),
     )
+
+
+def _curve(arguments: argparse.Namespace) -> CurveServer | None:
+    """What encrypts the events.
+
+    Raises:
+        CurveError: A file cannot be used.
+    """
+    keys, clients = arguments.kv_events_keys, arguments.kv_events_clients
+    if keys is None:
+        if clients is not None:
+            raise CurveError("--kv-events-clients: there must be --kv-events-keys for that")
+        return None
+    return CurveServer(read_keys(keys), None if clients is None else read_clients(clients))
 
 
 def _event_endpoints(config: EngineConfig, engine: Engine) -> tuple[KVEventEndpoint, ...]:

@@ -28,6 +28,7 @@ _BUILT_IN = {
     "top": ("router.cli.top_command", "live view of a running router"),
     "capture": ("router.cli.capture_command", "record a live event stream"),
     "replay": ("router.cli.replay_command", "feed recordings to the index and compare"),
+    "keys": ("router.cli.keys_command", "make keys for encrypted event streams"),
     "demo": ("router.cli.demo_command", "hybrid engines behind a real router, and what it gained"),
 }
 """Module and help by name."""

@@ -10,7 +10,17 @@ from pydantic import Field, SecretStr, ValidationError
 
 from router.config.document import Location, parse_document, problems_in, read_text
 from router.config.section import Section
-from router.config.values import PLAIN, Count, Items, Name, ReplicaId, Secret, Url, ZmqAddress
+from router.config.values import (
+    PLAIN,
+    Count,
+    CurvePublicKey,
+    Items,
+    Name,
+    ReplicaId,
+    Secret,
+    Url,
+    ZmqAddress,
+)
 from router.errors import BadRequest, ConfigError
 from router.upstream.origin import Origin
 
@@ -23,6 +33,9 @@ class EventSourceConfig(Section, frozen=True):
     replay_endpoint: ZmqAddress | None = None
     snapshot_endpoint: ZmqAddress | None = None
     """Where it makes snapshots, if there is an address for these alone."""
+    server_key: CurvePublicKey | None = None
+    """The publisher's public key, if the stream is encrypted and events.curve_server_key is another
+    one."""
     topic: Annotated[str, Field(max_length=1024), PLAIN] = ""
     dp_rank: Annotated[int, Field(ge=0, le=65_535), PLAIN] = 0
 

@@ -38,6 +38,7 @@ from router.config.values import (
     Bytes,
     Checks,
     Count,
+    CurvePublicKey,
     FilePath,
     HeaderName,
     HostName,
@@ -45,6 +46,7 @@ from router.config.values import (
     KeyName,
     Name,
     Network,
+    PlacedPath,
     PolicyName,
     Port,
     ProxiedPathPattern,
@@ -452,6 +454,11 @@ class EventsConfig(Section, frozen=True):
     silent_after_s: Seconds = 60.0
     """Without any message for this long, the replay endpoint is asked whether the end of the stream
     was lost."""
+    curve_keys: PlacedPath | None = None
+    """The router's own keys, for encrypted streams: the file `NAME.key_secret` that `kvroute keys`
+    made."""
+    curve_server_key: CurvePublicKey | None = None
+    """The public key of the engines whose `kv_events` name none; null: those are plain text."""
     self_repair: bool = True
     """Rebuild a source whose hits are predicted wrongly for long in quiet moments."""
     self_repair_after_s: Seconds = 60.0
@@ -575,8 +582,19 @@ class RouterConfig(Section, frozen=True):
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """What asks for a key that is not there."""
         if self.observability.metrics_need_key and not self.server.operator_keys:
-            place = ("observability", "metrics_need_key")
+            place: Location = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
+        if self.events.curve_keys is None:
+            yield from self._keys_without_ours()
+
+    def _keys_without_ours(self) -> Iterator[tuple[Location, str]]:
+        rule = "there must be events.curve_keys for that"
+        if self.events.curve_server_key is not None:
+            yield ("events", "curve_server_key"), rule
+        for index, replica in enumerate(self.replicas):
+            for number, source in enumerate(replica.kv_events or ()):
+                if source.server_key is not None:
+                    yield ("replicas", index, "kv_events", number, "server_key"), rule
 
     @property
     def weights(self) -> Weights:

@@ -21,6 +21,8 @@ from pydantic import (
     ValidationInfo,
 )
 
+from kvevents.curve import parse_public_key
+from kvevents.errors import CurveError
 from router.config.document import broken_rule
 from router.scoring.policies import BUILT_IN, policy_names
 from router.upstream.origin import Origin, OriginError
@@ -120,6 +122,14 @@ def _check_url(url: str) -> str:
     return url
 
 
+def _check_public_key(text: str) -> str:
+    try:
+        parse_public_key(text)
+    except CurveError as error:
+        raise broken_rule(str(error)) from None
+    return text
+
+
 def _check_network(text: str) -> str:
     try:
         ipaddress.ip_network(text)
@@ -191,6 +201,7 @@ Url = Annotated[str, Field(max_length=2048), PLAIN, AfterValidator(_check_url)]
 ZmqAddress = Annotated[str, Field(max_length=1024), PLAIN, AfterValidator(_check_endpoint)]
 Network = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_network)]
 HostName = Annotated[str, Field(pattern=r"^([A-Za-z0-9_.-]{1,253}|\*)$"), PLAIN]
+CurvePublicKey = Annotated[str, Field(max_length=64), PLAIN, AfterValidator(_check_public_key)]
 KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$"), PLAIN]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]{1,64}$"), PLAIN]
 ReplicaId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$"), PLAIN]

@@ -192,6 +192,7 @@ def configured_sources(entries: Iterable[EventSourceConfig], host: str) -> tuple
             None if entry.replay_endpoint is None else reachable(entry.replay_endpoint, host),
             entry.topic,
             None if entry.snapshot_endpoint is None else reachable(entry.snapshot_endpoint, host),
+            entry.server_key,
         )
         for entry in sorted(entries, key=lambda entry: entry.dp_rank)
     )

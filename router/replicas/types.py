@@ -38,6 +38,8 @@ class EventSource(msgspec.Struct, frozen=True):
     replay_endpoint: str | None = None
     topic: str = ""
     snapshot_endpoint: str | None = None
+    server_key: str | None = None
+    """The publisher's public key, where it is its own."""
 
 
 class ServedModels(msgspec.Struct, frozen=True):

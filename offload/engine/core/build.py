@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from kvevents.curve import CurveServer
 from kvevents.hashing import HashChain
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import EventPublisher, NullEventPublisher, create_publisher
@@ -65,6 +66,8 @@ class EngineConfig:
     """Whether what a load brought back is stored in the tiers that lack it."""
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
+    kv_events_curve: CurveServer | None = None
+    """Encrypts them; None: plain text."""
     kv_events_topic: str = "kv-events"
     data_parallel_rank: int = 0
     device: str | None = None
@@ -207,6 +210,7 @@ def _publisher(config: EngineConfig, layout: KVCacheLayout, chain: HashChain) ->
         endpoint=config.kv_events_endpoint,
         replay_endpoint=config.kv_events_replay_endpoint,
         topic=config.kv_events_topic,
+        curve=config.kv_events_curve,
     )
     return create_publisher(addresses, layout, chain, config.data_parallel_rank)
 

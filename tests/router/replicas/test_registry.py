@@ -1030,6 +1030,7 @@ async def test_the_view_shows_everything_and_can_be_written_as_json() -> None:
             "replay_endpoint": "tcp://127.0.0.1:6557",
             "topic": "kv-events",
             "snapshot_endpoint": None,
+            "server_key": None,
         }
         assert view["load"] == {
             "prefilling_requests": 1,
