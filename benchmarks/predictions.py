@@ -1,7 +1,8 @@
 """How many predictions are exact while requests overlap, and how far off are the others?
 
 Simulated small engines run as processes, with a router in front of them and real sockets. The
-requests are the demo's conversations and documents, with a growing number of them in flight. With
+requests are conversations with shared system prompts, and questions about documents, with a growing
+number of them in flight. With
 one request at a time but no pause, a request may overtake the events of the previous one. With
 several, what a request finds is determined after the router has made its prediction. The peer in
 the same run is an index that ignores groups, with the same policy.
@@ -11,12 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 
 from benchmarks.figures import report
 from offload.engine.core.presets import preset as model_preset
-from router.demo.phase import PhaseResult
+from router.demo.phase import PhaseResult, PlayPhase
 from router.demo.play import MODES, DemoSettings, play
-from router.demo.workload import WorkloadSizes
+from router.demo.workload import VOCABULARY, Workload
+
+SYSTEM_PROMPTS, SYSTEM_PROMPT_TOKENS = 3, 320
+TURNS, TURN_TOKENS = 4, 90
+DOCUMENT_TOKENS, QUESTIONS, QUESTION_TOKENS = 900, 4, 30
+ANSWER_TOKENS = 8
 
 
 def main() -> None:
@@ -49,23 +56,56 @@ def _measure(preset: str, at_a_time: int, options: argparse.Namespace) -> None:
     settings = DemoSettings(
         replicas=options.replicas,
         engine_arguments=engine,
-        at_a_time=at_a_time,
-        sizes=WorkloadSizes(conversations=options.conversations, documents=options.documents),
-        modes=[mode for mode in MODES if mode.policy == "prefix"],
+        workload=lambda _play: conversations_and_questions(
+            options.conversations, options.documents
+        ),
+        phases=[PlayPhase(f"{at_a_time} at a time", at_a_time)],
+        modes=[mode for mode in MODES if mode.policy is None],
+        plays=1,
+        policy="prefix",
     )
     scene = asyncio.run(play(settings, lambda _scene: None))
-    for result in scene.results:
-        _report(preset, at_a_time, result)
+    for found in scene.plays:
+        _report(preset, at_a_time, found.way, found.phases[0])
 
 
-def _report(preset: str, at_a_time: int, result: PhaseResult) -> None:
+def conversations_and_questions(conversations: int, documents: int, seed: int = 1) -> Workload:
+    """Turns that extend the last ones, and questions that directly follow a document; everyone has
+    a turn before anyone has the next."""
+    chance = random.Random(seed)
+    systems = [_tokens(chance, SYSTEM_PROMPT_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    turns = [
+        _turns(chance, systems[index % SYSTEM_PROMPTS], TURNS, TURN_TOKENS)
+        for index in range(conversations)
+    ]
+    for _ in range(documents):
+        document = _tokens(chance, DOCUMENT_TOKENS)
+        turns += [_turns(chance, document, 1, QUESTION_TOKENS) for _ in range(QUESTIONS)]
+    chance.shuffle(turns)
+    prompts = [taken[turn] for turn in range(TURNS) for taken in turns if turn < len(taken)]
+    return Workload(prompts, ANSWER_TOKENS)
+
+
+def _turns(chance: random.Random, head: list[int], turns: int, tokens: int) -> list[list[int]]:
+    prompts = []
+    for _ in range(turns):
+        head = [*head, *_tokens(chance, tokens)]
+        prompts.append(head)
+    return prompts
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _report(preset: str, at_a_time: int, way: str, result: PhaseResult) -> None:
     over = [error for error in result.errors if error > 0]
     under = [-error for error in result.errors if error < 0]
     report(
         "predictions",
         preset=preset,
         at_a_time=at_a_time,
-        routed_by=result.name,
+        routed_by=way,
         requests=result.requests,
         exact_share=round(1 - result.mispredicted / result.requests, 3),
         over=len(over),

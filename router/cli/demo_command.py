@@ -4,9 +4,8 @@ gains."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,42 +14,60 @@ from rich.table import Table
 from rich.text import Text
 
 from router.cli.signals import EndedBySignal, run_until_signal
+from router.demo.comparison import Play, chance, mean, mean_ttft_s, of_way, reused_tokens
 from router.demo.fleet import EVICTED, HIT_TOKENS, SLID_OUT, EngineCache
-from router.demo.phase import PhaseResult, ReplicaResult, percentile
+from router.demo.phase import PhaseResult, ReplicaResult
 from router.demo.play import DemoSettings, Scene, play
-from router.demo.workload import WorkloadSizes
+from router.demo.workload import WorkloadSizes, questions_about_documents
 from router.observability.labels import group_label
 
-_CACHE_BLOCKS = 600
+_CACHE_BLOCKS = 140
+_INTRODUCTION = """\
+The same questions about shared documents, routed in four ways. Every document is longer
+than the model's sliding window, and the caches are too small for all of them. To reuse
+one, a replica needs all of it in full attention, and its end in the window.
+
+  kvroute               knows what each replica holds in every KV cache group
+  blind, any copy       ignores groups: a block is held while any group has it
+  blind, first removal  ignores groups: a block is gone when any group drops it
+  round robin           does not look at caches
+"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser's others."""
+    sizes = WorkloadSizes()
     parser = commands.add_parser(
         "demo",
-        description="Runs three small engines with a sliding window and caches too small for the "
-        "workload, and sends the same workload through the router, through a router that does not "
-        "know KV cache groups, and round robin.",
+        description="Runs small engines with a sliding window and caches too small for the "
+        "documents that are asked about. Sends the same questions through the router, through two "
+        "routers that do not know KV cache groups, and round robin; each twice.",
     )
     parser.add_argument(
-        "--replicas", type=int, default=3, help="number of engines (default: %(default)s)"
+        "--replicas", type=int, default=5, help="number of engines (default: %(default)s)"
     )
     parser.add_argument(
-        "--preset", default="gemma", help="the engines' model; see `kvroute engine --help`"
+        "--preset", default="gptoss", help="the engines' model; see `kvroute engine --help`"
     )
     parser.add_argument(
         "--num-blocks", type=int, default=_CACHE_BLOCKS, help="size of each engine's cache"
     )
     parser.add_argument(
-        "--conversations", type=int, default=12, help="number of conversations, of four turns each"
+        "--rounds",
+        type=int,
+        default=sizes.rounds,
+        help="rounds of questions (default: %(default)s)",
     )
     parser.add_argument(
-        "--documents", type=int, default=6, help="number of documents, with four questions each"
+        "--plays", type=int, default=2, help="times that each way is played (default: %(default)s)"
     )
     parser.add_argument(
-        "--simulate",
-        action="store_true",
-        help="engines without tensors; implied where torch is not installed",
+        "--policy",
+        default="least_delay",
+        help="the policy of the first three ways (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--torch", action="store_true", help="engines that compute; by default they only wait"
     )
     parser.add_argument(
         "--keep", action="store_true", help="keep engines and router running until Ctrl-C"
@@ -76,12 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
     except EndedBySignal as ended:
         return 0 if settings.keep else ended.exit_code
     if arguments.json:
-        print(json.dumps([_figures(result) for result in scene.results]))
-    return 0 if scene.results[0].requests else 1
+        print(json.dumps(_figures(scene)))
+    return 0 if any(found.requests for found in scene.plays) else 1
 
 
 def _settings(arguments: argparse.Namespace) -> DemoSettings:
-    simulate = arguments.simulate or importlib.util.find_spec("torch") is None
     engine = [
         "--preset",
         arguments.preset,
@@ -90,16 +106,21 @@ def _settings(arguments: argparse.Namespace) -> DemoSettings:
         "--log-level",
         "error",
     ]
+    sizes = WorkloadSizes(rounds=arguments.rounds)
     return DemoSettings(
         replicas=arguments.replicas,
-        engine_arguments=[*engine, *(["--simulate"] if simulate else [])],
-        sizes=WorkloadSizes(conversations=arguments.conversations, documents=arguments.documents),
+        engine_arguments=[*engine, *([] if arguments.torch else ["--simulate"])],
+        workload=lambda _play: questions_about_documents(sizes),
+        plays=arguments.plays,
+        policy=arguments.policy,
         keep=arguments.keep or arguments.open,
     )
 
 
 def _play_live(settings: DemoSettings) -> Scene:
-    with Live(console=Console(), refresh_per_second=4) as live:
+    console = Console()
+    console.print(Text(_INTRODUCTION))
+    with Live(console=console, refresh_per_second=4) as live:
         return run_until_signal(play(settings, lambda scene: live.update(_view(scene))))
 
 
@@ -107,9 +128,12 @@ def _play_live(settings: DemoSettings) -> Scene:
 
 
 def _view(scene: Scene) -> Group:
-    parts: list[Table | Text] = [_replicas(scene), _comparison(scene.results)]
+    parts: list[Table | Text] = []
+    if not scene.is_over:
+        parts.append(_replicas(scene))
+    parts.append(_comparison(scene))
     if scene.is_over:
-        parts.append(Text(_verdict(scene.results)))
+        parts.append(Text(_verdict(scene)))
     if scene.router_url and (not scene.is_over or scene.settings.keep):
         parts.append(
             Text(
@@ -120,10 +144,13 @@ def _view(scene: Scene) -> Group:
 
 
 def _replicas(scene: Scene) -> Table:
-    result = scene.results[-1] if scene.results else None
-    title = "starting engines"
+    result, title = scene.present, "starting engines"
     if result:
-        title = f"{result.name}: {result.requests} of {scene.requests} requests"
+        number = f"play {len(scene.plays)} of {scene.settings.plays * len(scene.settings.modes)}"
+        title = (
+            f"{number}: {scene.plays[-1].way}, {result.name}: "
+            f"{result.requests} of {scene.requests} requests"
+        )
     table = Table(title=title, title_justify="left")
     table.add_column("replica / group", no_wrap=True)
     for heading in ("blocks", "slid out", "evicted", "sent", "predicted", "cached", "TTFT"):
@@ -144,7 +171,7 @@ def _replica_row(name: str, replica: ReplicaResult) -> tuple[str, ...]:
         str(replica.requests),
         f"{replica.predicted_tokens:,}",
         f"{replica.cached_tokens:,}",
-        _ms(percentile(replica.ttfts_s, 50)),
+        _ms(replica.mean_ttft_s),
     )
 
 
@@ -160,46 +187,124 @@ def _group_rows(cache: EngineCache, before: EngineCache | None) -> Iterator[tupl
         yield label, str(group.blocks), str(slid_out), str(evicted), "", "", f"{hits:,}"
 
 
-def _comparison(results: list[PhaseResult]) -> Table:
-    table = Table(title="the same workload", title_justify="left")
+def _comparison(scene: Scene) -> Table:
+    table = Table(
+        title="what the engines reused, of the same prompts; a / b: first and second play",
+        title_justify="left",
+    )
     table.add_column("routed by", no_wrap=True)
-    for heading in ("requests", "reused", "of all", "TTFT p50", "p99", "mispredicted"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(
-            result.name,
-            str(result.requests),
-            f"{result.cached_tokens:,}",
-            f"{result.hit_share:.0%}",
-            _ms(result.ttft_s(50)),
-            _ms(result.ttft_s(99)),
-            str(result.mispredicted),
-        )
+    for phase in scene.settings.phases:
+        table.add_column(f"{phase.name}:\nreused", justify="right", no_wrap=True)
+        table.add_column("\nexact", justify="right", no_wrap=True)
+    table.add_column("TTFT\nmean", justify="right", no_wrap=True)
+    for way in dict.fromkeys(found.way for found in scene.plays):
+        table.add_row(*_way_row(way, scene))
     return table
 
 
-def _verdict(results: list[PhaseResult]) -> str:
-    ours, *others = results
-    exact = f"{ours.requests - ours.mispredicted} of {ours.requests} predictions exact"
-    gains = [
-        f"{ours.cached_tokens / max(other.cached_tokens, 1):.2f} times the tokens reused by "
-        f"{other.name}, TTFT p50 {ours.ttft_s(50) / max(other.ttft_s(50), 1e-9):.2f} of its"
-        for other in others
+def _way_row(way: str, scene: Scene) -> Iterator[str]:
+    plays = of_way(scene.plays, way)
+    yield way
+    for index in range(len(scene.settings.phases)):
+        results = [found.phases[index] for found in plays if index < len(found.phases)]
+        yield " / ".join(f"{result.hit_share:.1%}" for result in results)
+        yield _exact(results)
+    yield " / ".join(_ms(found.mean_ttft_s) for found in plays)
+
+
+def _exact(results: Sequence[PhaseResult]) -> str:
+    """How many predictions were exact; those of the moment of admission behind them."""
+    requests = sum(result.requests for result in results)
+    exact = requests - sum(result.mispredicted for result in results)
+    errors = [error for result in results for error in result.admission_errors]
+    at_admission = f" ({sum(error == 0 for error in errors)})" if errors else ""
+    return f"{exact}{at_admission} of {requests}"
+
+
+def _verdict(scene: Scene) -> str:
+    """The figures in sentences."""
+    plays = scene.plays
+    ours, *others = dict.fromkeys(found.way for found in plays)
+    lines = [_prediction_sentence(of_way(plays, ours), others, plays)]
+    reused = mean(plays, ours, reused_tokens)
+    of_all = reused / max(of_way(plays, ours)[0].prompt_tokens, 1)
+    lines.append(f"{ours} reused {reused:,.0f} prompt tokens a play, {of_all:.0%} of all:")
+    lines += [f"  {_gain(plays, ours, other)}" for other in others]
+    return "\n".join([*lines, *_noise(plays)])
+
+
+def _prediction_sentence(ours: Sequence[Play], others: Sequence[str], plays: Sequence[Play]) -> str:
+    serial = [found.phases[0] for found in ours]
+    requests = sum(result.requests for result in serial)
+    wrong = sum(result.mispredicted for result in serial)
+    exact = "all" if not wrong else f"{requests - wrong} of"
+    blind = [
+        f"{sum(found.phases[0].mispredicted for found in of_way(plays, other))} with '{other}'"
+        for other in others[:-1]
     ]
-    return "; ".join([exact, *gains]) + "."
+    return (
+        f"{serial[0].name.capitalize()}, {exact} {requests} predictions were exact to the token"
+        + (f"; wrong were {' and '.join(blind)}." if blind else ".")
+    )
+
+
+def _gain(plays: Sequence[Play], ours: str, other: str) -> str:
+    """One way compared with ours, and whether chance explains the difference."""
+    return (
+        f"{_ratio(plays, ours, other, reused_tokens)} the tokens of '{other}', "
+        f"{_ratio(plays, ours, other, mean_ttft_s)} its mean TTFT"
+    )
+
+
+def _ratio(plays: Sequence[Play], ours: str, other: str, measure: Any) -> str:
+    left, right = (mean(plays, way, measure) for way in (ours, other))
+    limit = chance(plays, measure)
+    within = limit is not None and abs(left - right) <= limit
+    return f"{left / max(right, 1e-9):.2f} times" + (" (within chance)" if within else "")
+
+
+def _noise(plays: Sequence[Play]) -> list[str]:
+    """What two plays of the same way say about chance."""
+    tokens, ttft_s = chance(plays, reused_tokens), chance(plays, mean_ttft_s)
+    if tokens is None or ttft_s is None:
+        return ["Each way was played once, so chance cannot be told from a difference."]
+    return [
+        f"Each way was played more than once. By how far its own plays differ, up to {tokens:,.0f} "
+        f"tokens and\n{_ms(ttft_s)} between two ways would be chance (95 %)."
+    ]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.0f} ms"
 
 
-def _figures(result: PhaseResult) -> dict[str, Any]:
+def _figures(scene: Scene) -> dict[str, Any]:
+    plays = scene.plays
+    limit_s = chance(plays, mean_ttft_s)
     return {
-        "routed_by": result.name,
-        "requests": result.requests,
-        "prompt_tokens": result.prompt_tokens,
-        "reused_tokens": result.cached_tokens,
-        "ttft_p50_ms": round(result.ttft_s(50) * 1000, 1),
-        "ttft_p99_ms": round(result.ttft_s(99) * 1000, 1),
-        "mispredicted": result.mispredicted,
+        "plays": [_play_figures(found) for found in plays],
+        "chance_reused_tokens": chance(plays, reused_tokens),
+        "chance_ttft_mean_ms": None if limit_s is None else round(limit_s * 1000, 1),
+    }
+
+
+def _play_figures(found: Play) -> dict[str, Any]:
+    return {
+        "routed_by": found.way,
+        "requests": found.requests,
+        "prompt_tokens": found.prompt_tokens,
+        "reused_tokens": found.reused_tokens,
+        "ttft_mean_ms": round(found.mean_ttft_s * 1000, 1),
+        "phases": [
+            {
+                "name": result.name,
+                "requests": result.requests,
+                "reused_tokens": result.cached_tokens,
+                "mispredicted": result.mispredicted,
+                "mispredicted_at_admission": sum(error != 0 for error in result.admission_errors)
+                if result.admission_errors
+                else None,
+            }
+            for result in found.phases
+        ],
     }

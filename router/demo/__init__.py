@@ -3,10 +3,11 @@
 The files; each imports only what is listed above it:
 
     workload.py       the prompts of the demo
-    blind.py          an index that knows no groups
+    blind.py          indexes that know no groups
     processes.py      engines and a router as processes
     client.py         an HTTP client; a streamed completion, timed
-    phase.py          one run of the workload, and its results
+    phase.py          one part of a play, and its results
+    comparison.py     the ways of routing beside each other, and what is chance
     fleet.py          caches of the engines, states of their streams
     play.py           the demo from start to end
 """

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import zmq
+import zmq.asyncio
+from async_timeout import timeout
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvevents.messages import encode_start, read_reply
 from kvevents.stream_state import SourceState
 from router.demo.client import Client
 from router.demo.processes import DemoFailed, Running
-from router.http.views import ReplicaList
+from router.http.views import ReplicaDetails, ReplicaList
 from router.upstream import UpstreamError
 
 _LIVE_S = 30.0
@@ -113,6 +117,42 @@ async def _all_live(router: Client, replicas: int) -> bool:
     return len(feeds) == replicas and all(
         feed is not None and feed.state is SourceState.LIVE for feed in feeds
     )
+
+
+async def until_read(router: Client, replica: str) -> None:
+    """Wait until the router has read everything that a replica has published.
+
+    The replica sends what it has published before it replies to a request for later batches. So if
+    there is none after the last one that the router has read, the router is up to date.
+
+    Args:
+        router: A client of it.
+        replica: Its id.
+    Raises:
+        DemoFailed: It has not read everything in time.
+    """
+    deadline = time.monotonic() + _LIVE_S
+    while True:
+        found = msgspec.json.decode(await router.get(f"/replicas/{replica}"), type=ReplicaDetails)
+        (source,) = found.sources
+        if source.feed is not None and source.replay_endpoint is not None:
+            last_seq = source.feed.stream.last_seq
+            after = -1 if last_seq is None else last_seq
+            if not await _has_published(source.replay_endpoint, after):
+                return
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"{replica}: its events were not read within {_LIVE_S:.0f} s")
+
+
+async def _has_published(replay_endpoint: str, after: int) -> bool:
+    """Whether there is a batch with a higher number."""
+    context: zmq.asyncio.Context = zmq.asyncio.Context.instance()
+    with context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(replay_endpoint)
+        await socket.send_multipart([b"", encode_start(after + 1)])
+        async with timeout(_LIVE_S):
+            return read_reply(await socket.recv_multipart(), None) is not None
 
 
 async def empty_caches(engines: Sequence[Client]) -> None:

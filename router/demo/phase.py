@@ -1,15 +1,27 @@
-"""One run of the workload under one routing mode: tokens reused, times to the first token,
-mispredictions."""
+"""One part of a play: tokens reused, times to the first token, mispredictions."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from router.demo.client import Client, TimedCompletion
-from router.demo.workload import Dialogue, Workload
+from router.demo.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class PlayPhase:
+    """How the requests are sent."""
+
+    name: str
+    clients: int
+    """Each sends a request when the one before has ended."""
+    pause_s: float = 0.0
+    """What a client waits between two requests."""
+    is_settled: bool = False
+    """Whether each request waits until the router has read all events of the one before."""
 
 
 @dataclass(slots=True)
@@ -20,6 +32,11 @@ class ReplicaResult:
     predicted_tokens: int = 0
     cached_tokens: int = 0
     ttfts_s: list[float] = field(default_factory=list)
+
+    @property
+    def mean_ttft_s(self) -> float:
+        """0 without requests."""
+        return statistics.fmean(self.ttfts_s) if self.ttfts_s else 0.0
 
 
 @dataclass(slots=True)
@@ -33,11 +50,13 @@ class PhaseResult:
     cached_tokens: int = 0
     errors: list[int] = field(default_factory=list)
     """Of each completion, the tokens predicted to be cached minus the tokens reported as cached."""
+    admission_errors: list[int] = field(default_factory=list)
+    """The same for what was predicted of the moment at which the engine admits the request."""
     ttfts_s: list[float] = field(default_factory=list)
 
     def add(self, completion: TimedCompletion) -> None:
         """Count one completion."""
-        replica = self.replicas[completion.replica]
+        replica = self.replicas.setdefault(completion.replica, ReplicaResult())
         replica.requests += 1
         replica.predicted_tokens += completion.predicted_tokens
         replica.cached_tokens += completion.cached_tokens
@@ -46,6 +65,8 @@ class PhaseResult:
         self.prompt_tokens += completion.prompt_tokens
         self.cached_tokens += completion.cached_tokens
         self.errors.append(completion.predicted_tokens - completion.cached_tokens)
+        if completion.admission_tokens is not None:
+            self.admission_errors.append(completion.admission_tokens - completion.cached_tokens)
         self.ttfts_s.append(completion.ttft_s)
 
     @property
@@ -58,53 +79,37 @@ class PhaseResult:
         """Share of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def ttft_s(self, percent: int) -> float:
-        """A percentile of the time to the first token."""
-        return percentile(self.ttfts_s, percent)
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """A percentile, interpolated between neighbours; 0 if there are no values.
-
-    Args:
-        values: In any order.
-        percent: From 1 to 99.
-    """
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
-
 
 async def run_phase(
+    phase: PlayPhase,
     result: PhaseResult,
     client: Client,
     model: str,
     workload: Workload,
-    at_a_time: int,
-    show: Callable[[], None],
+    completed: Callable[[TimedCompletion], Awaitable[None]],
 ) -> None:
     """Send the whole workload.
 
     Args:
+        phase: How.
         result: Where completions are counted.
         client: Of the router.
         model: The model's name.
         workload: What to send.
-        at_a_time: Requests under way at any time.
-        show: Called after every completion.
+        completed: Called after every completion; the client waits for it.
     """
-    under_way: dict[asyncio.Task[TimedCompletion], Dialogue] = {}
-    while True:
-        while len(under_way) < at_a_time and (dialogue := workload.next()):
-            under_way[
-                asyncio.create_task(
-                    client.complete(model, dialogue.prompt(), workload.answer_tokens)
-                )
-            ] = dialogue
-        if not under_way:
-            return
-        done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            workload.answered(under_way.pop(task))
-            result.add(task.result())
-        show()
+
+    async def ask() -> None:
+        while prompt := workload.next():
+            completion = await client.complete(model, prompt, workload.answer_tokens)
+            result.add(completion)
+            await completed(completion)
+            await asyncio.sleep(phase.pause_s)
+
+    asking = [asyncio.create_task(ask()) for _ in range(phase.clients)]
+    try:
+        await asyncio.gather(*asking)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)

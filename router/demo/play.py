@@ -1,5 +1,5 @@
 """The demo: hybrid engines with small caches, a router and a workload; then the same workload under
-routing modes that know less."""
+routing modes that know less, and all of it again in the opposite order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.demo.client import Client
-from router.demo.fleet import EngineCache, empty_caches, look_at_all, until_live
-from router.demo.phase import PhaseResult, ReplicaResult, run_phase
+from router.demo.client import Client, TimedCompletion
+from router.demo.comparison import Play
+from router.demo.fleet import EngineCache, empty_caches, look_at_all, until_live, until_read
+from router.demo.phase import PhaseResult, PlayPhase, ReplicaResult, run_phase
 from router.demo.processes import Running, engines, router
-from router.demo.workload import Workload, WorkloadSizes
+from router.demo.workload import Workload, WorkloadSizes, questions_about_documents
+from router.upstream import Origin
 
 _LOOK_EVERY_S = 0.5
-_RECENT_TTL_S = 0.3
+_RECENT_TTL_S = 0.1
 """How long the router remembers what it has just sent where; shorter than its default in every
-routing mode, since these clients do not think for half a minute between turns as people do."""
+routing mode, since here a document is not asked about again after half a minute but after a
+fraction of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,22 @@ class RoutingMode:
     """How the router chooses a replica."""
 
     name: str
-    policy: str
-    module: str = "router.cli.main"
+    policy: str | None = None
+    """None: the one of the settings."""
+    blind_index: str | None = None
+    """The name of an index of `router.demo.blind`; None: the router's own."""
 
 
 MODES = (
-    RoutingMode("kvroute", "prefix"),
-    RoutingMode("group-blind index", "prefix", "router.demo.blind"),
+    RoutingMode("kvroute"),
+    RoutingMode("blind, any copy", blind_index="group-blind-any-copy"),
+    RoutingMode("blind, first removal", blind_index="group-blind"),
     RoutingMode("round robin", "round_robin"),
+)
+
+PHASES = (
+    PlayPhase("one at a time", clients=1, is_settled=True),
+    PlayPhase("three at a time", clients=3, pause_s=0.15),
 )
 
 
@@ -42,12 +53,17 @@ MODES = (
 class DemoSettings:
     """What to play."""
 
-    replicas: int = 3
+    replicas: int = 5
     engine_arguments: Sequence[str] = ()
-    at_a_time: int = 4
-    """Requests under way."""
-    sizes: WorkloadSizes = field(default_factory=WorkloadSizes)
+    workload: Callable[[int], Workload] = lambda _play: questions_about_documents(WorkloadSizes())
+    """The requests of a phase; takes which play of a mode it is, from 0."""
+    phases: Sequence[PlayPhase] = PHASES
+    """In each play, one after the other; each begins with empty caches."""
     modes: Sequence[RoutingMode] = MODES
+    plays: int = 2
+    """Of each mode; the order of the modes is reversed from one to the next."""
+    policy: str = "least_delay"
+    """Of the modes that name none."""
     keep: bool = False
     """Leave the engines running afterwards, behind a router in the first mode."""
 
@@ -58,13 +74,25 @@ class Scene:
 
     settings: DemoSettings
     router_url: str = ""
-    results: list[PhaseResult] = field(default_factory=list)
+    """The same for every router of the demo, so that a page that is open stays up to date."""
+    plays: list[Play] = field(default_factory=list)
+    present: PhaseResult | None = None
     caches: list[EngineCache] = field(default_factory=list)
     caches_before: list[EngineCache] = field(default_factory=list)
-    """Before the present mode: the engines' counts go on from mode to mode."""
+    """Before the present phase: the engines' counts go on from one to the next."""
     requests: int = 0
-    """In one phase."""
+    """In the present phase."""
     is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """The engines, and where the routers' configuration goes."""
+
+    replicas: Sequence[Running]
+    clients: Sequence[Client]
+    model: str
+    configuration: Path
 
 
 async def play(settings: DemoSettings, show: Callable[[Scene], None]) -> Scene:
@@ -83,62 +111,85 @@ async def play(settings: DemoSettings, show: Callable[[Scene], None]) -> Scene:
             _clients(replicas) as clients,
         ):
             model = (await clients[0].get_json("/v1/models"))["data"][0]["id"]
-            for mode in settings.modes:
-                await _play_mode(mode, scene, replicas, clients, model, Path(directory), show)
+            await _warm_up(clients, model)
+            fleet = _Fleet(replicas, clients, model, Path(directory) / "kvroute.yaml")
+            for number in range(settings.plays):
+                for mode in settings.modes[:: -1 if number % 2 else 1]:
+                    await _play_mode(mode, number, scene, fleet, show)
             scene.is_over = True
             show(scene)
             if settings.keep:
-                async with router(
-                    Path(directory) / "kvroute.yaml", _configuration(MODES[0], replicas)
-                ) as process:
-                    scene.router_url = process.url
+                async with _router(settings.modes[0], scene, fleet):
                     show(scene)
                     await asyncio.Event().wait()
     return scene
 
 
+async def _warm_up(engines: Sequence[Client], model: str) -> None:
+    """Let every engine compute once: what the first request costs is no matter of routing."""
+    request = {"model": model, "prompt": [1] * 300, "max_tokens": 2}
+    await asyncio.gather(*(engine.post("/v1/completions", request) for engine in engines))
+
+
 async def _play_mode(
     mode: RoutingMode,
+    number: int,
     scene: Scene,
-    replicas: Sequence[Running],
-    clients: Sequence[Client],
-    model: str,
-    directory: Path,
+    fleet: _Fleet,
     show: Callable[[Scene], None],
 ) -> None:
-    await empty_caches(clients)
-    scene.caches_before = await look_at_all(replicas, clients)
-    workload = Workload(scene.settings.sizes)
-    result = PhaseResult(mode.name, {replica.name: ReplicaResult() for replica in replicas})
-    scene.results.append(result)
-    scene.requests = workload.requests
-    async with router(
-        directory / "kvroute.yaml", _configuration(mode, replicas), mode.module
-    ) as process:
-        scene.router_url = process.url
+    results: list[PhaseResult] = []
+    scene.plays.append(Play(mode.name, results))
+    await empty_caches(fleet.clients)
+    async with _router(mode, scene, fleet) as process:
         client = Client(process.url)
-        watching = asyncio.create_task(_watch(scene, replicas, clients, show))
+        watching = asyncio.create_task(_watch(scene, fleet, show))
         try:
-            await until_live(client, len(replicas))
-            await run_phase(
-                result, client, model, workload, scene.settings.at_a_time, lambda: show(scene)
-            )
+            await until_live(client, len(fleet.replicas))
+            for phase in scene.settings.phases:
+                results.append(_begin(phase, scene, fleet))
+                workload = scene.settings.workload(number)
+                await _play_phase(phase, workload, scene, fleet, client, show)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await client.close()
-    scene.caches = await look_at_all(replicas, clients)
+
+
+def _begin(phase: PlayPhase, scene: Scene, fleet: _Fleet) -> PhaseResult:
+    replicas = {replica.name: ReplicaResult() for replica in fleet.replicas}
+    scene.present = PhaseResult(phase.name, replicas)
+    return scene.present
+
+
+async def _play_phase(
+    phase: PlayPhase,
+    workload: Workload,
+    scene: Scene,
+    fleet: _Fleet,
+    client: Client,
+    show: Callable[[Scene], None],
+) -> None:
+    assert scene.present is not None
+    await empty_caches(fleet.clients)
+    for replica in fleet.replicas:
+        await until_read(client, replica.name)
+    scene.caches_before = await look_at_all(fleet.replicas, fleet.clients)
+    scene.requests = workload.requests
+
+    async def completed(completion: TimedCompletion) -> None:
+        show(scene)
+        if phase.is_settled:
+            await until_read(client, completion.replica)
+
+    await run_phase(phase, scene.present, client, fleet.model, workload, completed)
+    scene.caches = await look_at_all(fleet.replicas, fleet.clients)
     show(scene)
 
 
-async def _watch(
-    scene: Scene,
-    replicas: Sequence[Running],
-    clients: Sequence[Client],
-    show: Callable[[Scene], None],
-) -> None:
+async def _watch(scene: Scene, fleet: _Fleet, show: Callable[[Scene], None]) -> None:
     while True:
-        scene.caches = await look_at_all(replicas, clients)
+        scene.caches = await look_at_all(fleet.replicas, fleet.clients)
         show(scene)
         await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -153,12 +204,26 @@ async def _clients(replicas: Sequence[Running]) -> AsyncIterator[list[Client]]:
             await client.close()
 
 
-def _configuration(mode: RoutingMode, replicas: Sequence[Running]) -> str:
+@asynccontextmanager
+async def _router(mode: RoutingMode, scene: Scene, fleet: _Fleet) -> AsyncIterator[Running]:
+    text = _configuration(mode, scene, fleet.replicas)
+    command = (
+        ("router.cli.main",)
+        if mode.blind_index is None
+        else ("router.demo.blind", mode.blind_index)
+    )
+    async with router(fleet.configuration, text, *command) as process:
+        scene.router_url = process.url
+        yield process
+
+
+def _configuration(mode: RoutingMode, scene: Scene, replicas: Sequence[Running]) -> str:
+    port = Origin.parse(scene.router_url).port if scene.router_url else 0
     lines = [
-        "server: {port: 0}",
+        f"server: {{port: {port}}}",
         "health: {interval_s: 2, timeout_s: 2}",
         "observability: {log_level: error}",
-        f"policy: {{name: {mode.policy}, recent_ttl_s: {_RECENT_TTL_S}}}",
+        f"policy: {{name: {mode.policy or scene.settings.policy}, recent_ttl_s: {_RECENT_TTL_S}}}",
         "replicas:",
         *(f"  - {{id: {replica.name}, url: '{replica.url}'}}" for replica in replicas),
     ]

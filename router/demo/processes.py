@@ -90,20 +90,21 @@ async def engines(count: int, arguments: Sequence[str]) -> AsyncIterator[list[Ru
 
 @asynccontextmanager
 async def router(
-    config: Path, text: str, module: str = "router.cli.main"
+    config: Path, text: str, module: str = "router.cli.main", *arguments: str
 ) -> AsyncIterator[Running]:
     """Run a router until the block ends.
 
     Args:
         config: Where to write its configuration.
         text: The configuration, in YAML.
-        module: `kvroute`, or a module that takes the configuration's path as its only argument.
+        module: `kvroute`, or a module whose first argument is the configuration's path.
+        arguments: What follows it.
     Raises:
         DemoFailed: It did not start.
     """
     config.write_text(text)
     options = ("serve", "--config") if module == "router.cli.main" else ()
-    async with running("router", module, *options, str(config)) as process:
+    async with running("router", module, *options, str(config), *arguments) as process:
         yield process
 
 

@@ -1,11 +1,21 @@
-"""The prompts of the demo: conversations with shared system prompts, and questions about long
-documents."""
+"""The prompts of the demo: questions about shared documents, which fall out of use and come back.
+
+Every document is longer than the window, so the window has slid past most of it when its first
+answer begins. In each round most of the documents are in use, more than fit side by side, and each
+is asked about several times; before the next round, some fall out of use and others come.
+
+    round   in use      new or back
+      1     A B C D     all
+      2     A B E D     E, which takes the place of C in some cache
+      3     A C E D     C: where it was, full attention still holds the beginning of it
+"""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 VOCABULARY = 256
 """Token ids are below this: the small engine's tokenizer starts with the 256 bytes."""
@@ -15,80 +25,66 @@ VOCABULARY = 256
 class WorkloadSizes:
     """The size of the workload. All lengths in tokens."""
 
-    system_prompts: int = 3
-    system_prompt_tokens: int = 320
-    conversations: int = 12
-    turns: int = 4
-    turn_tokens: int = 90
-    documents: int = 6
-    document_tokens: int = 900
-    questions: int = 4
-    question_tokens: int = 30
-    answer_tokens: int = 8
+    documents: int = 12
+    document_tokens: Sequence[int] = (210, 700)
+    """The documents take these lengths in turn."""
+    in_use: int = 9
+    """Documents that are asked about in a round."""
+    swapped: int = 1
+    """Of these, documents that fall out of use before the next round."""
+    rounds: int = 4
+    questions: int = 3
+    """About each document in use, in a round."""
+    question_tokens: int = 40
+    answer_tokens: int = 4
     seed: int = 1
 
 
-@dataclass(slots=True)
-class Dialogue:
-    """One client, whose next prompt extends its last one."""
-
-    name: str
-    history: list[int]
-    turns_left: int
-    turn_tokens: int
-    random: random.Random = field(repr=False)
-
-    def prompt(self) -> list[int]:
-        """Take the next turn: the history so far, extended by new tokens."""
-        self.history += [self.random.randrange(VOCABULARY) for _ in range(self.turn_tokens)]
-        self.turns_left -= 1
-        return list(self.history)
-
-
 class Workload:
-    """Dialogues that take turns; the prompts are the same whichever replica responds first."""
+    """Prompts in a fixed order: the same whichever replica responds first.
 
-    def __init__(self, sizes: WorkloadSizes) -> None:
-        chance = random.Random(sizes.seed)
-        systems = [_tokens(chance, sizes.system_prompt_tokens) for _ in range(sizes.system_prompts)]
-        documents = [_tokens(chance, sizes.document_tokens) for _ in range(sizes.documents)]
-        found = [
-            Dialogue(
-                f"conversation-{index}",
-                list(systems[index % len(systems)]),
-                sizes.turns,
-                sizes.turn_tokens,
-                _own(chance),
-            )
-            for index in range(sizes.conversations)
-        ]
-        for index, document in enumerate(documents):
-            # Each question follows the document directly: earlier questions and their answers are
-            # not part of its prompt.
-            found += [
-                Dialogue(
-                    f"document-{index}", list(document), 1, sizes.question_tokens, _own(chance)
-                )
-                for _ in range(sizes.questions)
-            ]
-        chance.shuffle(found)
-        self.answer_tokens = sizes.answer_tokens
-        self.requests = sum(dialogue.turns_left for dialogue in found)
-        self._ready = deque(found)
+    Args:
+        prompts: In the order in which they are sent.
+        answer_tokens: Generated for each.
+    """
 
-    def next(self) -> Dialogue | None:
-        """The dialogue whose turn it is; None if every one is under way or over."""
-        return self._ready.popleft() if self._ready else None
+    def __init__(self, prompts: Sequence[list[int]], answer_tokens: int) -> None:
+        self.requests = len(prompts)
+        self.answer_tokens = answer_tokens
+        self._waiting = deque(prompts)
 
-    def answered(self, dialogue: Dialogue) -> None:
-        """Queue a dialogue for its next turn, if it has one."""
-        if dialogue.turns_left:
-            self._ready.append(dialogue)
+    def next(self) -> list[int] | None:
+        """Take the prompt whose turn it is; None if all were taken."""
+        return self._waiting.popleft() if self._waiting else None
+
+
+def questions_about_documents(sizes: WorkloadSizes) -> Workload:
+    """The demo's workload."""
+    chance = random.Random(sizes.seed)
+    lengths = sizes.document_tokens
+    documents = [_tokens(chance, lengths[index % len(lengths)]) for index in range(sizes.documents)]
+    asked = list(_asked(chance, sizes))
+    prompts = [[*documents[index], *_tokens(chance, sizes.question_tokens)] for index in asked]
+    return Workload(prompts, sizes.answer_tokens)
+
+
+def _asked(chance: random.Random, sizes: WorkloadSizes) -> Iterator[int]:
+    """Which document each question is about."""
+    in_use = list(range(min(sizes.in_use, sizes.documents)))
+    for number in range(sizes.rounds):
+        if number:
+            _swap(chance, in_use, sizes)
+        for _ in range(sizes.questions):
+            yield from chance.sample(in_use, len(in_use))
+
+
+def _swap(chance: random.Random, in_use: list[int], sizes: WorkloadSizes) -> None:
+    for _ in range(sizes.swapped):
+        away = [index for index in range(sizes.documents) if index not in in_use]
+        if away:
+            in_use.remove(chance.choice(in_use))
+            in_use.append(chance.choice(away))
 
 
 def _tokens(chance: random.Random, count: int) -> list[int]:
     return [chance.randrange(VOCABULARY) for _ in range(count)]
-
-
-def _own(chance: random.Random) -> random.Random:
-    return random.Random(chance.random())
