@@ -92,6 +92,9 @@ class _Cache:
     """When the oldest request was looked at last."""
     had_content: bool = False
     """It holds what was there before the first request."""
+    outlook: CacheOutlook | None = None
+    """The last one that was given, without progress; None: something has happened since."""
+    outlook_until: float = 0.0
     layout: _Layout = field(default_factory=lambda: _UNKNOWN)
     looks: int = 0
 
@@ -171,6 +174,8 @@ class Mirror:
     """From here on a cache is taken for full."""
     EMPTIED = 0.75
     """Below this share of what it once held it evicts nothing, though it did."""
+    OUTLOOK_S = 0.05
+    """How long what was said of a cache holds while nothing begins or ends there."""
     EVENTS_S = 0.25
     """After a prompt's first token, until events have told of its blocks for sure."""
 
@@ -225,6 +230,7 @@ class Mirror:
         cache.speed = speed
         cache.work.add(uncached_tokens, now)
         cache.arrivals.add(1.0, now)
+        cache.outlook = None
         if not cache.prefilling:
             cache.first_since = now
         traffic = self._model(model)
@@ -290,7 +296,11 @@ class Mirror:
         return self._model(model).prefill_tokens_per_s
 
     def outlook(
-        self, model: str, source: SourceId, capacity_blocks: int | None = None
+        self,
+        model: str,
+        source: SourceId,
+        capacity_blocks: int | None = None,
+        now: float | None = None,
     ) -> CacheOutlook:
         """What a new request would find at a cache.
 
@@ -298,17 +308,26 @@ class Mirror:
             model: Of the request.
             source: The cache; an unknown one is idle and empty.
             capacity_blocks: What the engine says of its size.
+            now: On the mirror's clock, where the caller knows it.
         """
         cache = self._caches.get(source)
         if cache is None:
             return IDLE
-        now = self._clock()
-        traffic = self._model(model)
-        progress = self._progress(cache, now)
-        cache.capacity_blocks = capacity_blocks
+        now = self._clock() if now is None else now
+        known = cache.outlook
+        if known is None or now > cache.outlook_until:
+            cache.capacity_blocks = capacity_blocks
+            known = cache.outlook = self._look(self._model(model), cache, now)
+            cache.outlook_until = now + self.OUTLOOK_S
+        if not cache.prefilling:
+            return known
+        _, age, reuse, work, arrivals = known
+        return CacheOutlook(self._progress(cache, now), age, reuse, work, arrivals)
+
+    def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> CacheOutlook:
         age = self._eviction_age_s(cache, now)
-        reuse = 0.0 if age is None else traffic.reuse_probability(age)
-        return CacheOutlook(progress, age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now))
+        reuse = 0.0 if age is None else model.reuse_probability(age)
+        return CacheOutlook(0.0, age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now))
 
     def in_prefill(self, keys: Sequence[int]) -> dict[SourceId, int]:
         """How many leading tokens of a prompt each cache is computing for another one now.
@@ -444,6 +463,7 @@ class Mirror:
     def _look_at_oldest(self, cache: _Cache) -> None:
         """Forget what has been evicted since the last look."""
         index, source = cache.index, cache.source
+        cache.outlook = None
         if cache.looks % 256 == 0:
             cache.layout = _layout_of(index, source)
         cache.looks += 1

@@ -48,11 +48,9 @@ class _Found(NamedTuple):
 
     hits: Mapping[SourceId, Hit]
     recent: Mapping[SourceId, int]
-    is_remembered: bool
+    now: float
+    is_remembered: bool = False
     """Whether the next prompt like it will be found where this one goes."""
-
-
-_NOTHING_FOUND = _Found({}, {}, False)
 
 
 class RoutePlanner:
@@ -129,7 +127,7 @@ class RoutePlanner:
         Raises:
             PolicyError: A plug-in broke the rules of a policy.
         """
-        return self._rank(request, _NOTHING_FOUND, replicas, UNREAD_RANK)
+        return self._rank(request, _Found({}, {}, self._clock()), replicas, UNREAD_RANK)
 
     def obstacle(self, replica: Replica) -> str | None:
         """Why a replica cannot take a request at this moment; None if it can."""
@@ -237,7 +235,7 @@ class RoutePlanner:
             for source, tokens in self._expected(keys, now).items():
                 recent[source] = recent.get(source, 0) + tokens
         hits = _sum([index.match_prompt(prompt) for prompt in prompts])
-        return _Found(hits, recent, is_remembered)
+        return _Found(hits, recent, now, is_remembered)
 
     def _expected(self, keys: Sequence[int], now: float) -> Mapping[SourceId, int]:
         """How many leading tokens each cache will have, though no event says so yet."""
@@ -288,12 +286,12 @@ class RoutePlanner:
         dp_rank: int | None = None,
         rank_load: ReplicaLoad | None = None,
     ) -> Candidate:
-        outlook = IDLE
+        outlook, now = IDLE, found.now
         if self._mirror is not None:
-            outlook = self._mirror.outlook(request.model, source, replica.cache_blocks)
+            outlook = self._mirror.outlook(request.model, source, replica.cache_blocks, now)
         return replica.candidate(
             self._load.look_at(replica.id),
-            self._clock(),
+            now,
             self._engine_load_stale_after_s,
             found.hits.get(source, NO_HIT),
             recent_tokens=found.recent.get(source, 0),

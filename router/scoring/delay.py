@@ -34,12 +34,15 @@ class LeastDelayPolicy:
     For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
     computed per second, and the share b of the time is busy:
 
-        cost = u + x + k * (x**2 + 2 * u * x) + evicted * S       k = r / (2 * R * (1 - b))
+        cost = u + x + k * (x**2 + 2 * u * x) + (x + k * x**2) * S
+
+        k = r / (2 * R * (1 - b))
 
     The third part is what this prompt adds to the waiting of those that arrive before the queue is
     empty again (of an M/G/1 queue; one step of policy iteration): r and b are those of the replica,
     so that a prefix that everybody asks for gets a second home before its first one is overrun. S
-    is the probability that what is evicted will be used again. Nothing in it is a tuned weight.
+    is the probability that what is evicted will be used again: then it will be computed again, and
+    delay others then. Nothing in it is a tuned weight.
     Among equals the one with the fewest requests, then at random.
     """
 
@@ -55,16 +58,21 @@ class LeastDelayPolicy:
             candidates: With their hits and loads, and what they evict next.
         """
         weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
+        draw = self._random
         order = []
         for candidate in candidates:
-            delays = delays_of(tokens, candidate, speed, weights)
-            found = Ranked(candidate, sum(delays), partial(_reason, tokens, candidate, delays))
-            order.append((found.cost, candidate.load.requests, self._random(), found))
-        order.sort(key=_BEFORE_THE_RANKED)
-        return [found for *_, found in order]
+            ahead, own, behind, evicted = _delays(tokens, candidate, speed, weights)
+            load = candidate.load
+            requests = load.prefilling_requests + load.decoding_requests + load.foreign_requests
+            order.append((ahead + own + behind + evicted, requests, draw(), candidate))
+        order.sort(key=_BEFORE_THE_CANDIDATE)
+        return [
+            Ranked(candidate, cost, partial(_reason, tokens, candidate, speed, weights))
+            for cost, _, _, candidate in order
+        ]
 
 
-_BEFORE_THE_RANKED = itemgetter(0, 1, 2)
+_BEFORE_THE_CANDIDATE = itemgetter(0, 1, 2)
 
 
 def delays_of(
@@ -78,27 +86,38 @@ def delays_of(
         prefill_tokens_per_s: Of a replica at speed 1.
         weights: What decoding, foreign and waiting requests and lower tiers cost.
     """
+    return Delays(*_delays(prompt_tokens, candidate, prefill_tokens_per_s, weights))
+
+
+def _delays(
+    prompt_tokens: int, candidate: Candidate, prefill_tokens_per_s: float, weights: Weights
+) -> tuple[float, float, float, float]:
+    """The parts of `Delays`, without a name for each: this runs for every replica."""
     load, speed = candidate.load, candidate.speed
-    trust = weights.suspect_trust if candidate.suspect else 1.0
-    gpu = max(candidate.gpu_cached_tokens * trust, candidate.recent_tokens)
-    gpu = min(gpu, max(prompt_tokens - 1, 0))
-    lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
-    new = prompt_tokens - gpu
-    own = new - lower + (lower * weights.of_lower(candidate.by_tier) if lower else 0.0)
+    gpu: float = candidate.gpu_cached_tokens
+    total: float = candidate.cached_tokens
+    if candidate.suspect:
+        gpu, total = gpu * weights.suspect_trust, total * weights.suspect_trust
+    if candidate.recent_tokens > gpu:
+        gpu = candidate.recent_tokens
+    if gpu >= prompt_tokens:
+        gpu = max(prompt_tokens - 1, 0)
+    own = new = prompt_tokens - gpu
+    if total > gpu:
+        lower = min(total - gpu, new)
+        own += lower * (weights.of_lower(candidate.by_tier) - 1)
+    queued = load.queued_prefill_tokens - candidate.progress_tokens
     ahead = (
-        max(load.queued_prefill_tokens - candidate.progress_tokens, 0.0)
+        (queued if queued > 0 else 0.0)
         + load.decoding_requests * weights.decode_request
         + load.decode_context_tokens * weights.decode_context_token
         + load.foreign_requests * weights.foreign_request
         + load.waiting_requests * weights.waiting_request
-    ) / speed
-    own /= speed
-    return Delays(
-        ahead,
-        own,
-        congestion(candidate, prefill_tokens_per_s) * own * (own + 2 * ahead),
-        new * candidate.reuse_probability / speed,
     )
+    if speed != 1.0:
+        ahead, own, new = ahead / speed, own / speed, new / speed
+    k, reuse = congestion(candidate, prefill_tokens_per_s), candidate.reuse_probability
+    return ahead, own, k * own * (own + 2 * ahead), reuse * (new + k * new * new)
 
 
 def congestion(candidate: Candidate, prefill_tokens_per_s: float) -> float:
@@ -110,11 +129,14 @@ def congestion(candidate: Candidate, prefill_tokens_per_s: float) -> float:
         prefill_tokens_per_s: Of a replica at speed 1.
     """
     speed = prefill_tokens_per_s * candidate.speed
-    busy = min(candidate.uncached_tokens_per_s / speed, MOST_BUSY)
-    return candidate.arrivals_per_s / (2 * speed * (1 - busy))
+    busy = candidate.uncached_tokens_per_s / speed
+    return candidate.arrivals_per_s / (2 * speed * (1 - (busy if busy < MOST_BUSY else MOST_BUSY)))
 
 
-def _reason(prompt_tokens: int, candidate: Candidate, delays: Delays) -> str:
+def _reason(
+    prompt_tokens: int, candidate: Candidate, prefill_tokens_per_s: float, weights: Weights
+) -> str:
+    delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights)
     cached, expected = candidate.cached_tokens, candidate.recent_tokens
     parts = [f"{cached:,} of {prompt_tokens:,} tokens cached"]
     if expected > candidate.gpu_cached_tokens:
