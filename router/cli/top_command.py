@@ -24,7 +24,14 @@ from rich.text import Text
 
 from router.cli.running_router import OPERATOR_KEY_VARIABLE, Name, QueryFailed, RunningRouter, plain
 from router.cli.signals import EndedBySignal, run_until_signal
-from router.http.views import LastMinute, Overview, ReplicaSummary, RequestsView, RequestView
+from router.http.views import (
+    LastMinute,
+    Overview,
+    ReplicaSummary,
+    RequestsView,
+    RequestView,
+    StoreSummary,
+)
 from router.observability.problems import Level
 from router.upstream import Timeouts
 
@@ -225,6 +232,7 @@ _STYLES = {Level.BAD: "bold red", Level.WARN: "yellow", Level.GOOD: "green"}
 _VERDICTS = {"over": "bold red", "under": "yellow"}
 _ALL = 10**9
 _REQUESTS_AT_LEAST = 5
+_STORES = 3
 _REQUESTS_AT_ONCE = 10
 _HEADS = 3
 """Lines of the tables' heads, and between the tables."""
@@ -251,7 +259,8 @@ def render(glance: Glance, width: int, height: int | None) -> RenderableType:
     """
     replicas = glance.overview.replicas
     problems = _problems(replicas, _ALL if height is None else height // 4)
-    above = [_headline(glance), *problems, *_totals(glance.overview), Text()]
+    stores = [_store(store) for store in glance.overview.stores]
+    above = [_headline(glance), *problems, *_totals(glance.overview), *stores[:_STORES], Text()]
     shown, count = len(replicas), _REQUESTS_AT_ONCE
     if height is not None:
         _crop(above)
@@ -294,6 +303,12 @@ def _headline(glance: Glance) -> Text:
     headline = glance.overview.headline
     has_problems = any(replica.problems for replica in glance.overview.replicas)
     return plain(headline.text + (":" if has_problems else ""), _STYLES[headline.level])
+
+
+def _store(store: StoreSummary) -> Text:
+    """What several replicas share is no replica's own, so it is not in their table."""
+    who = "1 replica" if store.replicas == 1 else f"{store.replicas:,} replicas"
+    return plain(f"store {store.name}: {store.blocks:,} blocks of {store.model}, shared by {who}")
 
 
 def _problems(replicas: Sequence[ReplicaSummary], most: int) -> list[Text]:

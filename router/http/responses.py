@@ -32,6 +32,7 @@ from router.http.views import (
     RequestView,
     RouteView,
     SourceView,
+    StoreSummary,
     TrustView,
 )
 from router.index import SourceId, SourceStatistics
@@ -57,7 +58,7 @@ from router.routing.replica_tokenizers import TokenizerCheck
 from router.scoring import Candidate, Ranked
 
 MAX_MODELS = 100
-"""In an overview."""
+"""In an overview; as many stores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -395,14 +396,33 @@ def overview(
             :MAX_MODELS
         ],
         tokenizers=dict(list((tokenizers or {}).items())[:MAX_MODELS]),
-        tiers=sorted(
-            {tier for replica in replicas for group in replica.groups for tier in group.blocks}
-            | {"GPU"},
-            key=tier_order,
-        ),
+        tiers=_tiers(replicas),
+        stores=_stores(fleet)[:MAX_MODELS],
         kinds=KIND_LABELS,
         replicas=replicas,
     )
+
+
+def _tiers(replicas: Sequence[ReplicaSummary]) -> list[str]:
+    held = {tier for replica in replicas for group in replica.groups for tier in group.blocks}
+    return sorted(held | {"GPU"}, key=tier_order)
+
+
+def _stores(fleet: Fleet) -> list[StoreSummary]:
+    """Each store once, whichever of the sources that share it is asked."""
+    shared_by: dict[tuple[str, str], set[str]] = {}
+    blocks: dict[tuple[str, str], int] = {}
+    for source, cache in fleet.caches.items():
+        if source not in fleet.feeds:
+            continue
+        for name, held in cache.stores.items():
+            place = fleet.feeds[source].model, name
+            shared_by.setdefault(place, set()).add(source.replica)
+            blocks[place] = sum(held.values())
+    return [
+        StoreSummary(name=name, model=model, blocks=blocks[model, name], replicas=len(replicas))
+        for (model, name), replicas in sorted(shared_by.items())
+    ]
 
 
 def _by_replica(disagreements: Mapping[tuple[str, str], int]) -> dict[str, int]:

@@ -352,6 +352,17 @@ class GroupSummary(View, frozen=True, kw_only=True):
     """By tier, over all ranks."""
 
 
+class StoreSummary(View, frozen=True, kw_only=True):
+    """One store that several replicas share, as the index of one model knows it."""
+
+    name: str
+    model: str
+    blocks: int
+    """Over all KV cache groups, whoever wrote them."""
+    replicas: int
+    """That share it and are followed."""
+
+
 class ReplicaSummary(View, frozen=True, kw_only=True):
     """One replica in brief."""
 
@@ -404,6 +415,8 @@ class Overview(View, frozen=True, kw_only=True):
     reason why it is not fastokens, or `replica`. The first hundred."""
     tiers: list[str]
     """That any replica has, the fastest first."""
+    stores: list[StoreSummary] = []
+    """What replicas share, by model and name. The first hundred."""
     kinds: dict[str, str]
     """Words for the kinds of KV cache groups."""
     replicas: list[ReplicaSummary]

@@ -32,6 +32,7 @@ export function startReplicas() {
 export function showReplicas(overview) {
   ({ replicas, tiers } = overview);
   draw();
+  drawStores(overview.stores ?? []);
 }
 
 export function showOnlyProblems() {
@@ -201,6 +202,17 @@ function drawProblems(row, problems) {
   problems.forEach((problem, index) => {
     write(items[index], problem.text);
     mark(items[index], "level", problem.level);
+  });
+}
+
+// What several replicas share is no replica's own, so it has no bar in the table.
+function drawStores(stores) {
+  const list = byId("stores");
+  show(list, stores.length > 0);
+  const items = resize(list, stores.length, () => element("li"));
+  stores.forEach(({ name, model, blocks, replicas: sharing }, index) => {
+    const who = sharing === 1 ? "1 replica" : `${count(sharing)} replicas`;
+    writeWhole(items[index], `Store ${name}: ${count(blocks)} blocks of ${model}, shared by ${who}`);
   });
 }
 

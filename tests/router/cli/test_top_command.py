@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from router.http.views import (
     ReplicaSummary,
     RequestsView,
     RequestView,
+    StoreSummary,
 )
 from router.observability.labels import KIND_LABELS
 from router.observability.problems import Level, ReplicaProblem, SourceSummary
@@ -120,6 +122,15 @@ def shown(seen: Glance, width: int = 120, height: int | None = None) -> list[str
     with console.capture() as capture:
         console.print(render(seen, width, height))
     return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_what_replicas_share_has_a_line() -> None:
+    """It is in nobody's row."""
+    seen = glance(replica(1))
+    store = StoreSummary(name="bucket", model="m", blocks=1200, replicas=2)
+    overview = msgspec.structs.replace(seen.overview, stores=[store])
+    lines = shown(dataclasses.replace(seen, overview=overview))
+    assert "store bucket: 1,200 blocks of m, shared by 2 replicas" in lines
 
 
 def test_everything_is_there_in_words() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from kvevents.events import EventBatch
 from kvevents.layout import KVCacheLayout
 from kvevents.publisher import announce
 from router.http.responses import Fleet, overview
-from router.http.views import Overview
-from router.index import SourceId, create_index
+from router.http.views import Overview, StoreSummary
+from router.index import LayoutHints, SourceId, StoreHint, create_index
 from router.observability.problems import Level
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.replicas import EventSource, ReplicaView
@@ -112,6 +113,21 @@ def test_blocks_are_summed_over_ranks_by_group_and_tier() -> None:
         ("window 64", {"GPU": 8, "CPU": 2}),
     ]
     assert found.tiers == ["GPU", "CPU"]
+
+
+def test_a_store_is_listed_once_with_those_who_share_it() -> None:
+    """It belongs to none of them; without a line of its own only the reasons named it."""
+    index, places = create_index(), [SourceId(name) for name in ("r-0", "r-1", "r-2")]
+    hints = LayoutHints(stores=(StoreHint("bucket", ("STORAGE",)),))
+    prefix = Prefix(list(range(64)))
+    for place in places:
+        index.add(place, None if place.replica == "r-2" else hints)
+        stored = [prefix.stored(0, FULL), prefix.stored(0, FULL, end=32, medium="STORAGE")]
+        index.apply(place, EventBatch(0.0, stored))
+    found = overview_of(
+        caches=index.statistics(), feeds={place: SimpleNamespace(model="m") for place in places}
+    )
+    assert found.stores == [StoreSummary(name="bucket", model="m", blocks=2, replicas=2)]
 
 
 def test_blocks_of_an_unknown_layout_have_a_line() -> None:
