@@ -31,6 +31,7 @@ from router.upstream.errors import (
 )
 from router.upstream.origin import Origin, Timeouts
 from router.upstream.response import Header, UpstreamResponse
+from router.upstream.turns import LoopTurns
 
 # The parser would have to be told about both: a response to HEAD has no body whatever its headers
 # say, and CONNECT makes a tunnel.
@@ -149,6 +150,7 @@ class UpstreamClient:
         self._connecting = 0
         self._all_closed = asyncio.Event()
         self._counts = UpstreamStatistics()
+        self.turns = LoopTurns()
 
     def start(
         self,

@@ -19,6 +19,7 @@ from router.upstream.errors import (
 )
 from router.upstream.origin import Origin
 from router.upstream.response import UpstreamResponse
+from router.upstream.turns import LoopTurns
 
 MAX_HEADERS = 256
 # Bytes that may arrive without one byte of body among them: headers, interim responses, chunk
@@ -31,6 +32,8 @@ HIGH_WATER_BYTES = 64 * 1024
 
 class ConnectionPool(Protocol):
     """What a connection needs of the client that pools it."""
+
+    turns: LoopTurns
 
     def connection_opened(self, connection: HttpConnection) -> None:
         """The socket is open."""
@@ -56,6 +59,7 @@ class HttpConnection(asyncio.Protocol):
     __slots__ = (
         "_in_head",
         "_interim",
+        "_is_held",
         "_is_kept",
         "_keep_alive",
         "_parser",
@@ -82,6 +86,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._violation = ""
         self._paused = False
+        self._is_held = False
         self._unwanted = False
         self._is_kept = False
         self._in_head = self._interim = self._keep_alive = self._until_close = False
@@ -126,9 +131,14 @@ class HttpConnection(asyncio.Protocol):
 
     def resume(self) -> None:
         """Continue to read from the socket, now that the buffer is empty."""
-        if self._paused and self._transport is not None:
+        if self._paused:
             self._paused = False
-            self._transport.resume_reading()
+            self._read_on()
+
+    def release(self) -> None:
+        """The event loop has got around to what was scheduled."""
+        self._is_held = False
+        self._read_on()
 
     def cut(self) -> None:
         """Close the socket; the rest of the response is not wanted."""
@@ -165,6 +175,8 @@ class HttpConnection(asyncio.Protocol):
         elif response.buffered_bytes >= HIGH_WATER_BYTES and not self._paused:
             self._pause()
         response.wake()
+        if self._pool.turns.is_overdue() and not self._is_held:
+            self._hold()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -280,9 +292,23 @@ class HttpConnection(asyncio.Protocol):
         self.cut()
 
     def _pause(self) -> None:
-        if self._transport is not None:
-            self._paused = True
+        self._stop_reading()
+        self._paused = True
+
+    def _hold(self) -> None:
+        self._stop_reading()
+        self._is_held = True
+        self._pool.turns.hold(self)
+
+    def _stop_reading(self) -> None:
+        is_read = not (self._paused or self._is_held or self._unwanted or self.closed)
+        if is_read and self._transport is not None:
             self._transport.pause_reading()
+
+    def _read_on(self) -> None:
+        is_read = not (self._paused or self._is_held or self._unwanted or self.closed)
+        if is_read and self._transport is not None:
+            self._transport.resume_reading()
 
 
 def _is_plain(response: UpstreamResponse) -> bool:

@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from router.upstream import (
     UpstreamResponse,
 )
 from router.upstream.connection import HttpConnection
+from router.upstream.turns import MAX_TURN_S, LoopTurns
 from tests.router.raw_http import (
     RawConnection,
     answer,
@@ -953,3 +954,86 @@ async def test_an_https_origin_is_reached_over_verified_tls(certificate: Path) -
             await post(distrusting, origin)
         await client.close()
         await distrusting.close()
+
+
+# --- turns of the event loop ----------------------------------------------------------------------
+
+
+class LateLoop:
+    """An event loop that gets around to what was scheduled when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._scheduled: list[Callable[[], object]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        self._scheduled.append(call)
+
+    def get_around(self) -> None:
+        scheduled, self._scheduled = self._scheduled, []
+        for call in scheduled:
+            call()
+
+
+async def test_a_stream_is_not_read_while_the_event_loop_does_not_get_around_to_the_rest(
+    client: UpstreamClient,
+) -> None:
+    """With a thousand streams that are always ready, libuv does nothing but read them for seconds:
+    new connections and time limits waited for 14 s."""
+    loop, go = LateLoop(), asyncio.Event()
+    client.turns = LoopTurns(loop)  # type: ignore[arg-type]
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(CHUNKED)
+        for piece in (b"one", b"two", b"three"):
+            await connection.send_chunk(piece)
+            await go.wait()
+            go.clear()
+        await connection.send_chunk(b"")
+        await connection.wait_closed()
+
+    async with raw_server(handle) as server:
+        response = await client.send(server.origin, b"POST", b"/", (), b"", PATIENT)
+        source = response.source
+        assert isinstance(source, HttpConnection)
+        transport = source._transport
+        assert isinstance(transport, asyncio.Transport)
+        assert await response.read_chunk() == b"one"
+        assert transport.is_reading(), "a turn was asked for, and may still come in time"
+        loop.now += 2 * MAX_TURN_S
+        go.set()
+        assert await response.read_chunk() == b"two"
+        assert not transport.is_reading()
+        go.set()
+        loop.get_around()
+        assert transport.is_reading()
+        assert await response.read_chunk() == b"three"
+        assert transport.is_reading(), "turns come again"
+        go.set()
+        assert await response.read_chunk() is None
+
+
+async def test_a_connection_that_is_held_when_it_is_closed_is_left_alone(
+    client: UpstreamClient,
+) -> None:
+    """The turn comes after the end, and a closed socket must not be read."""
+    loop = LateLoop()
+    client.turns = LoopTurns(loop)  # type: ignore[arg-type]
+
+    async def handle(connection: RawConnection) -> None:
+        await connection.read_request()
+        await connection.send(CHUNKED)
+        await connection.send_chunk(b"one")
+        await connection.wait_closed()
+
+    async with raw_server(handle) as server:
+        assert not client.turns.is_overdue()
+        loop.now += 2 * MAX_TURN_S
+        response = await client.send(server.origin, b"POST", b"/", (), b"", PATIENT)
+        response.abort()
+        await eventually(lambda: server.closed, "it is closed")
+        loop.get_around()
