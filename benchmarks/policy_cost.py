@@ -9,11 +9,12 @@ and evicts.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-import tracemalloc
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 from benchmarks.figures import report
@@ -122,15 +123,18 @@ def _replica(name: str) -> Replica:
 def _report_memory() -> None:
     """Bytes for each key, with a cache full of prompts that share nothing."""
     random, index, mirror = Random(2), create_index(), Mirror()
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for _ in range(500):
+    before = _resident_bytes()
+    for _ in range(2000):
         prompt = index.prepare(_tokens(random), extra_steps=(STEP,))
         mirror.begin(MODEL, index, SourceId("r0"), [prompt], PROMPT_TOKENS, PROMPT_TOKENS).ended()
     del prompt
-    taken, keys = tracemalloc.get_traced_memory()[0] - before, mirror.statistics().keys
-    tracemalloc.stop()
+    taken, keys = _resident_bytes() - before, mirror.statistics().keys
     report("policy_cost", mirror_keys=keys, bytes_per_key=round(taken / keys))
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -391,7 +391,7 @@ class PolicyConfig(Section, frozen=True):
     recent_ttl_s: Seconds = 5.0
     """How long a prefix that was sent somewhere counts as cached there before any event says so."""
     recent_max_entries: Annotated[int, Field(ge=1, le=100_000_000), PLAIN] = 262_144
-    mirror_max_keys: Annotated[int, Field(ge=1, le=1_000_000_000), PLAIN] = 4_194_304
+    mirror_max_keys: Annotated[int, Field(ge=1, le=1_000_000_000), PLAIN] = 1_048_576
     """Bound on what is remembered of the use of caches: keys, one for 64 tokens."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For a plug-in; it checks them."""

@@ -164,8 +164,8 @@ class Visit:
 class Mirror:
     """Follows what this router sends. The caller passes no time: the clock is given once.
 
-    Memory: some 250 bytes for each 64 tokens that the caches hold, and the prompts of the requests
-    that were the last to use something.
+    Memory: some 650 bytes for each 64 tokens that the caches hold. Most of it are the prompts of
+    the requests that were the last to use something: their token ids, twice.
     """
 
     MAX_PROGRESS = 0.95
@@ -180,7 +180,7 @@ class Mirror:
     """After a prompt's first token, until events have told of its blocks for sure."""
 
     def __init__(
-        self, max_keys: int = 4_194_304, clock: Callable[[], float] = time.monotonic
+        self, max_keys: int = 1_048_576, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """
         Args:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from kvevents.events import BlockStored, EventBatch
 from router.config import HealthConfig, ModelConfig, ReplicaConfig
 from router.index import SourceId
+from router.mirror import Mirror
 from router.observability.metrics import RouterMetrics
 from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObserver, RequestObservers
@@ -34,12 +35,19 @@ USAGE = b'{"usage": {"prompt_tokens": 129, "prompt_tokens_details": {"cached_tok
 class Observed:
     """Everything behind an observer, with replicas that are never asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "prefix") -> None:
         self.load = LoadTracker()
+        self.mirror = Mirror(clock=lambda: self.now)
         self.metrics = CollectorRegistry()
         self.registry = ReplicaRegistry(_no_response, HealthConfig(), self.load)
         self.models = ModelSet([ModelConfig(name="m")], _no_response)
-        planner = RoutePlanner(make_policy("prefix"), self.load, RecentPrefixes(), lambda _: False)
+        planner = RoutePlanner(
+            make_policy(policy),
+            self.load,
+            RecentPrefixes() if policy == "prefix" else None,
+            lambda _: False,
+            mirror=self.mirror,
+        )
         responses = StoredResponses(_has_no_response)
         self.large_work = LargeWork()
         self.dispatcher = Dispatcher(
@@ -94,9 +102,9 @@ async def _has_no_response(*_arguments: object) -> bool:
     return False
 
 
-@pytest.fixture
-async def observed() -> AsyncIterator[Observed]:
-    made = Observed()
+@pytest.fixture(params=["prefix"])
+async def observed(request: pytest.FixtureRequest) -> AsyncIterator[Observed]:
+    made = Observed(request.param)
     yield made
     await made.registry.close()
     made.models.close()
@@ -118,6 +126,50 @@ async def test_a_failed_attempt_voids_what_was_remembered_of_the_replica(
     assert (await observed.recent())[first.replica_id] == 0
     observer.on_attempt(second)
     assert await observed.recent() == {first.replica_id: 0, second.replica_id: 128}
+
+
+@pytest.mark.parametrize("observed", ["least_delay"], indirect=True)
+async def test_what_is_expected_at_admission_is_logged_and_compared(observed: Observed) -> None:
+    """An equal prompt behind one that is being computed finds it cached: both predictions show,
+    each with its verdict."""
+    observed.add("r0")
+    decision, first = await observed.observe()
+    (attempt,) = decision.attempts()
+    first.on_attempt(attempt)
+    assert first.request.expected_tokens == 0
+    decision, second = await observed.observe()
+    (attempt,) = decision.attempts()
+    second.on_attempt(attempt)
+    assert (second.request.cached_tokens, second.request.expected_tokens) == (0, 128)
+    assert decision.expected_tokens(decision.ranking[0].candidate) == 128
+    for observer, cached in ((first, 0), (second, 128)):
+        observer.on_first_byte(attempt, 0.1)
+        observer.on_chunk(USAGE % cached)
+        observer.on_end(End.COMPLETED, 200, 0.2)
+    labels = {"model": "m", "replica": "r0"}
+    for name, outcomes in (
+        ("kvroute_predictions_total", {"exact": 1, "under": 1}),
+        ("kvroute_admission_predictions_total", {"exact": 2}),
+    ):
+        for outcome, count in outcomes.items():
+            found = observed.metrics.get_sample_value(name, {**labels, "outcome": outcome})
+            assert found == count
+    assert observed.mirror.statistics().keys == 2
+    assert observed.load.statistics().in_flight == 0
+
+
+@pytest.mark.parametrize("observed", ["least_delay"], indirect=True)
+async def test_a_prompt_follows_its_like_while_that_is_in_prefill(observed: Observed) -> None:
+    """Without a memory of seconds: when the response has begun, events take over."""
+    observed.add("r0")
+    observed.add("r1")
+    decision, observer = await observed.observe()
+    attempt = next(iter(decision.attempts()))
+    observer.on_attempt(attempt)
+    assert (await observed.recent())[attempt.replica_id] == 128
+    observer.on_first_byte(attempt, 0.1)
+    observed.now += 1.0
+    assert set((await observed.recent()).values()) == {0}
 
 
 async def test_a_request_counts_at_the_rank_that_gets_it(observed: Observed) -> None:
