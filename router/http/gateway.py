@@ -201,10 +201,11 @@ class Gateway:
         """Who asks; what a client says of that itself goes on only from a trusted proxy."""
         peer = exchange.client
         is_trusted = self._trusts_proxies and peer in self._trusted_proxies
-        given = dict(exchange.headers) if is_trusted else {}
-        before = given.get(b"x-forwarded-for")
-        chain = (before + b", " if before else b"") + peer.encode("ascii", "replace")
-        proto = given.get(b"x-forwarded-proto", self._scheme)
+        given = exchange.headers if is_trusted else ()
+        # Lines of one name are the same as commas in one (RFC 9110, 5.3).
+        hops = [value for name, value in given if name == b"x-forwarded-for" and value]
+        chain = b", ".join([*hops, peer.encode("ascii", "replace")])
+        proto = dict(given).get(b"x-forwarded-proto", self._scheme)
         return [(b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)]
 
 

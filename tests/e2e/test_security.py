@@ -21,7 +21,7 @@ from router.http.access import WrongKeys
 from router.tokenize import RequestBodyError, with_tenant_salt
 from tests.support.browser import browser_page, needs_browser
 from tests.support.engine_stub import Exchange, always, engines, prompt_ids
-from tests.support.http_client import Answer, HttpClient, eventually
+from tests.support.http_client import Answer, HttpClient, connect, eventually, request_bytes
 from tests.support.router_process import (
     COMMAND,
     QUICK_HEALTH,
@@ -709,3 +709,20 @@ async def test_what_clients_say_of_their_address_is_not_passed_on(locked: Router
         assert "x-request-id" in headers
         assert not {"x-real-ip", "forwarded"} & set(headers)
         await locked.delete(f"/replicas/{added.json['id']}", OPERATOR)
+
+
+async def test_every_line_of_a_trusted_proxys_chain_is_passed_on() -> None:
+    """A proxy may add its own line instead of a comma; the lines together are the chain."""
+    with router_process({"server": {"trusted_proxies": ["127.0.0.0/8"]}}) as trusting:
+        async with engines(1) as (stub,), trusting.serving(stub):
+            body = json.dumps({"model": stub.model, "prompt": [1]}).encode()
+            request = request_bytes(
+                "POST", "/v1/completions", body, {"x-forwarded-for": "203.0.113.7"}
+            )
+            head, _, rest = request.partition(b"\r\n\r\n")
+            request = head + b"\r\nx-forwarded-for: 10.0.0.1, 10.0.0.2\r\n\r\n" + rest
+            async with connect(trusting.port) as client:
+                await client.write(request)
+                assert await client.read_head() == 200
+            chain = stub.requests[-1].headers["x-forwarded-for"]
+            assert chain == "203.0.113.7, 10.0.0.1, 10.0.0.2, 127.0.0.1"
