@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.simulation.comparison import Ratio, pooled, ratio
 from benchmarks.simulation.results import Line, Results, latest
 from benchmarks.simulation.tables import (
     BEFORE,
+    BLIND,
     MEAN,
     OURS,
     P99,
@@ -54,8 +56,10 @@ def main() -> None:
         options.document,
         {
             "pooled": pooled_table(plain),
+            "exact": pooled_table(plain, BEFORE, BLIND),
             "claims": claims_table(plain),
             "sensitivity": sensitivity_table(lines),
+            "extent": extent(plain),
             "all": "\n\n".join(
                 f"### {situation}\n\n{situation_table(within(plain, situation))}"
                 for situation in situations(plain)
@@ -105,6 +109,20 @@ def claims_table(lines: Sequence[Line]) -> str:
         "p99",
     ]
     return markdown(heads, rows)
+
+
+def extent(lines: Sequence[Line]) -> str:
+    """How much was run."""
+    counts = sorted({line["requests"] for line in lines})
+    ours = [line for line in lines if line["policy"] == OURS]
+    seeds = sorted({len(within(ours, situation)) for situation in situations(ours)})
+    spread = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    found = (
+        f"On this page: {len(lines)} runs with {counts[0]:,} to {counts[-1]:,} counted requests "
+        f"each; {spread} seeds a situation with `{OURS}`. The tables say how many "
+        "the others have."
+    )
+    return "\n".join(textwrap.wrap(found, 100))
 
 
 def _cell(lines: Sequence[Line], other: str | None, figure: str) -> str:

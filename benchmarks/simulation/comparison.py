@@ -57,14 +57,14 @@ def pooled(groups: Sequence[Sequence[tuple[float, float]]]) -> Ratio:
     """
     if not groups:
         raise ValueError("ratio: 0 situations; there must be some")
-    variance, means, degrees = 0.0, list[float](), 0
-    for pairs in groups:
-        logs = [math.log(first / second) for first, second in pairs]
-        means.append(math.fsum(logs) / len(logs))
-        variance += _variance(logs) / len(logs)
-        degrees += len(logs) - 1
+    logs = [[math.log(first / second) for first, second in pairs] for pairs in groups]
+    degrees = sum(len(each) - 1 for each in logs)
+    # A single pair does not show how much it varies: it is taken to vary as the others do.
+    common = sum(_variance(each) * (len(each) - 1) for each in logs) / max(degrees, 1)
+    variance = sum((_variance(each) if each[1:] else common) / len(each) for each in logs)
+    means = [math.fsum(each) / len(each) for each in logs]
     mean = math.fsum(means) / len(means)
-    half = quantile(degrees) * math.sqrt(variance) / len(groups)
+    half = quantile(degrees) * math.sqrt(variance) / len(groups) if degrees else math.inf
     return _ratio(mean, half, sum(map(len, groups)))
 
 

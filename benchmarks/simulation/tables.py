@@ -71,18 +71,24 @@ def compared(lines: Sequence[Line], first: str, second: str, figure: str) -> Rat
     return pooled(found) if found else None
 
 
-def pooled_table(lines: Sequence[Line]) -> str:
-    """Our policy relative to every other one, over all situations."""
+def pooled_table(lines: Sequence[Line], ours: str = OURS, others: Sequence[str] = ()) -> str:
+    """One policy relative to others, over all situations.
+
+    Args:
+        lines: Of all situations.
+        ours: The policy.
+        others: Those it is compared with; empty: all.
+    """
     rows = []
-    for policy in policies(lines):
-        if policy != OURS:
-            found = [compared(lines, OURS, policy, each) for each in (MEAN, AVOIDABLE, P99)]
+    for policy in others or policies(lines):
+        if policy != ours:
+            found = [compared(lines, ours, policy, each) for each in (MEAN, AVOIDABLE, P99)]
             if found[0]:
                 here = {line["situation"] for line in lines if line["policy"] == policy}
                 cells = [shown(each) for each in found if each]
                 rows.append([policy, str(len(here)), str(found[0].pairs), *cells])
     heads = [
-        f"`{OURS}` relative to",
+        f"`{ours}` relative to",
         "Situations",
         "Pairs",
         "Mean TTFT",

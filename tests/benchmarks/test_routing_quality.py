@@ -137,6 +137,15 @@ def test_pooled_situations_count_the_same_whatever_their_seeds() -> None:
     assert math.log(pooled([first, second]).high) == pytest.approx(2.447 * spread)
 
 
+def test_a_situation_with_one_seed_does_not_pass_for_certain() -> None:
+    """It is taken to vary as much as the others do."""
+    several = [(math.exp(value), 1.0) for value in (-0.1, 0.1, -0.1, 0.1)]
+    spread = math.sqrt(0.04 / 3 / 4 + 0.04 / 3) / 2
+    found = pooled([several, [(1.0, 1.0)]])
+    assert math.log(found.high) == pytest.approx(3.182 * spread)
+    assert pooled([[(2.0, 1.0)], [(3.0, 1.0)]]).low == 0
+
+
 def test_tables_pair_runs_by_seed() -> None:
     """The workload of one seed differs from that of another by more than policies do."""
     lines = [
