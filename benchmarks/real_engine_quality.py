@@ -32,12 +32,12 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=10, choices=sorted(_T_95))
     parser.add_argument("--preset", default="gptoss")
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--num-blocks", type=int, default=162, help="of each engine's cache")
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--in-use", type=int, default=6, help="documents in use at a time")
-    parser.add_argument("--document-tokens", type=int, nargs="+", default=[270, 900])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--replicas", type=int, default=5)
+    parser.add_argument("--num-blocks", type=int, default=140, help="of each engine's cache")
+    parser.add_argument("--documents", type=int, default=12)
+    parser.add_argument("--in-use", type=int, default=9, help="documents in use at a time")
+    parser.add_argument("--document-tokens", type=int, nargs="+", default=[210, 700])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", type=int, default=1, help="requests at a time")
     parser.add_argument("--pause-s", type=float, default=0.0, help="between a client's requests")
     parser.add_argument("--policy", default="least_delay")
@@ -55,7 +55,6 @@ def _settings(options: argparse.Namespace) -> DemoSettings:
             documents=options.documents,
             document_tokens=options.document_tokens,
             in_use=options.in_use,
-            swapped=2,
             rounds=options.rounds,
             seed=100 + number,
         )

@@ -29,6 +29,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
         "--documents",
         "6",
     ),
+    ("benchmarks.real_engine_quality", "--repetitions", "2", "--rounds", "1"),
     ("benchmarks.soak", "--requests", "20000"),
     ("benchmarks.http_clients", "--requests", "2000"),
     ("benchmarks.stalls", "--megabytes", "4", "--repeats", "3"),

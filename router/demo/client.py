@@ -14,7 +14,6 @@ from router.upstream import Origin, Timeouts, UpstreamClient
 
 _TIMEOUTS = Timeouts(connect_s=5, first_byte_s=120, idle_s=120)
 _MAX_RESPONSE_BYTES = 64 * 1024 * 1024
-_AT_ADMISSION = b"x-kv-admission-tokens"
 _JSON = ((b"content-type", b"application/json"),)
 
 
@@ -25,9 +24,6 @@ class TimedCompletion:
     replica: str
     predicted_tokens: int
     """Prompt tokens that the router predicted to be cached."""
-    admission_tokens: int | None
-    """Prompt tokens that the router predicted to be cached once the engine admits the request; None
-    if it did not say."""
     cached_tokens: int
     """Prompt tokens that the engine reported as cached."""
     prompt_tokens: int
@@ -133,12 +129,10 @@ def _completion(stream: bytes, headers: dict[bytes, bytes], ttft_s: float) -> Ti
     ]
     chunks = [msgspec.json.decode(event) for event in events]
     usage = next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage"))
-    at_admission = headers.get(_AT_ADMISSION)
     return TimedCompletion(
         replica=headers[b"x-kv-replica"].decode(),
         predicted_tokens=int(headers[b"x-kv-hit-tokens"]),
-        admission_tokens=int(at_admission) if at_admission else None,
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         prompt_tokens=usage["prompt_tokens"],
         ttft_s=ttft_s,
     )

@@ -155,6 +155,18 @@ async def _has_published(replay_endpoint: str, after: int) -> bool:
             return read_reply(await socket.recv_multipart(), None) is not None
 
 
+async def admission_predictions(router: Client) -> tuple[int, int]:
+    """How many of the router's predictions for the moment of admission were exact, and how many
+    were compared, since it started."""
+    exact, compared = 0, 0
+    for family in text_string_to_metric_families((await router.get("/metrics")).decode()):
+        for sample in family.samples:
+            if sample.name == "kvroute_admission_predictions_total":
+                compared += int(sample.value)
+                exact += int(sample.value) if sample.labels["outcome"] == "exact" else 0
+    return exact, compared
+
+
 async def empty_caches(engines: Sequence[Client]) -> None:
     """Empty the cache of every engine, so that each phase starts from nothing."""
     for engine in engines:

@@ -50,8 +50,10 @@ class PhaseResult:
     cached_tokens: int = 0
     errors: list[int] = field(default_factory=list)
     """Of each completion, the tokens predicted to be cached minus the tokens reported as cached."""
-    admission_errors: list[int] = field(default_factory=list)
-    """The same for what was predicted of the moment at which the engine admits the request."""
+    exact_at_admission: int = 0
+    """Completions for which the router foresaw what would be cached when the engine admits them, by
+    the router's own count."""
+    compared_at_admission: int = 0
     ttfts_s: list[float] = field(default_factory=list)
 
     def add(self, completion: TimedCompletion) -> None:
@@ -65,8 +67,6 @@ class PhaseResult:
         self.prompt_tokens += completion.prompt_tokens
         self.cached_tokens += completion.cached_tokens
         self.errors.append(completion.predicted_tokens - completion.cached_tokens)
-        if completion.admission_tokens is not None:
-            self.admission_errors.append(completion.admission_tokens - completion.cached_tokens)
         self.ttfts_s.append(completion.ttft_s)
 
     @property

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from router.demo.client import Client, TimedCompletion
 from router.demo.comparison import Play
-from router.demo.fleet import EngineCache, empty_caches, look_at_all, until_live, until_read
+from router.demo.fleet import (
+    EngineCache,
+    admission_predictions,
+    empty_caches,
+    look_at_all,
+    until_live,
+    until_read,
+)
 from router.demo.phase import PhaseResult, PlayPhase, ReplicaResult, run_phase
 from router.demo.processes import Running, engines, router
 from router.demo.workload import Workload, WorkloadSizes, questions_about_documents
@@ -45,7 +52,7 @@ MODES = (
 
 PHASES = (
     PlayPhase("one at a time", clients=1, is_settled=True),
-    PlayPhase("three at a time", clients=3, pause_s=0.15),
+    PlayPhase("three at a time", clients=3, pause_s=0.05),
 )
 
 
@@ -182,7 +189,11 @@ async def _play_phase(
         if phase.is_settled:
             await until_read(client, completion.replica)
 
+    exact, compared = await admission_predictions(client)
     await run_phase(phase, scene.present, client, fleet.model, workload, completed)
+    exact_now, compared_now = await admission_predictions(client)
+    scene.present.exact_at_admission = exact_now - exact
+    scene.present.compared_at_admission = compared_now - compared
     scene.caches = await look_at_all(fleet.replicas, fleet.clients)
     show(scene)
 

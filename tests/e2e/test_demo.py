@@ -165,7 +165,7 @@ def played(way: str, *reused: int) -> list[Play]:
     found = []
     for tokens in reused:
         result = PhaseResult("one at a time", {})
-        result.add(TimedCompletion("replica-1", tokens, None, tokens, 1000, tokens / 1e4))
+        result.add(TimedCompletion("replica-1", tokens, tokens, 1000, tokens / 1e4))
         found.append(Play(way, [result]))
     return found
 
