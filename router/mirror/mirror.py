@@ -65,9 +65,11 @@ class _Layout(NamedTuple):
     """A prompt may be reusable as a whole and not in part: windows move on."""
     blocks_per_key: float
     """That `STEP` tokens take in all groups when they are computed."""
+    full_blocks_per_key: float
+    """Of these, those that a request needs until its end."""
 
 
-_UNKNOWN = _Layout(1, has_states=False, has_gaps=False, blocks_per_key=0.0)
+_UNKNOWN = _Layout(1, has_states=False, has_gaps=False, blocks_per_key=0.0, full_blocks_per_key=0.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +94,8 @@ class _Cache:
     """When the oldest request was looked at last."""
     had_content: bool = False
     """It holds what was there before the first request."""
+    decoding_tokens: int = 0
+    """Of the prompts of requests in decode."""
     outlook: CacheOutlook | None = None
     """The last one that was given, without progress; None: something has happened since."""
     outlook_until: float = 0.0
@@ -107,6 +111,7 @@ class Visit:
         "_cache",
         "_mirror",
         "expected_tokens",
+        "is_decoding",
         "keys",
         "known_until",
         "model",
@@ -134,6 +139,7 @@ class Visit:
         self.tokens = tokens
         self.uncached_tokens = uncached_tokens
         self.keys: Sequence[int] = prompts[0].prefix_keys(STEP) if len(prompts) == 1 else ()
+        self.is_decoding = False
         self.expected_tokens = 0
         """Of the prompt, those that will be cached when the engine admits it."""
         self.known_until = math.inf
@@ -256,6 +262,8 @@ class Mirror:
         if next(iter(cache.prefilling)) is visit:
             model.prefilled(visit.uncached_tokens, (now - cache.first_since) * cache.speed)
         self._leave_prefill(visit, cache, now)
+        visit.is_decoding = True
+        cache.decoding_tokens += visit.tokens
         self._look_at_oldest(cache)
 
     def end(self, visit: Visit, cache: _Cache, model: ModelTraffic, was_served: bool) -> None:
@@ -269,6 +277,8 @@ class Mirror:
         """
         now = self._clock()
         self._leave_prefill(visit, cache, now)
+        if visit.is_decoding:
+            cache.decoding_tokens -= visit.tokens
         for use in visit.uses:
             if was_served:
                 cache.content.end(use, now)
@@ -366,12 +376,20 @@ class Mirror:
         if cache is None or not keys or not cache.prefilling:
             return hit_tokens
         left = min(hit_tokens, self._kept(cache, keys, hit_tokens))
-        shared = 0
-        for visit in cache.prefilling:
-            if visit.keys and visit.keys[0] == keys[0]:
+        shared, ahead = 0, 0.0
+        for visit in reversed(cache.prefilling):
+            ahead += visit.uncached_tokens / STEP * cache.layout.blocks_per_key
+            # A window that has moved on within a prompt is the first to go.
+            is_kept = not cache.layout.has_gaps or ahead < self._evictable(cache)
+            if is_kept and visit.keys and visit.keys[0] == keys[0]:
                 shared = _tokens_shared(keys, visit, cache, shared)
         unit = cache.layout.hit_tokens
         return max(left, min(shared, prompt_tokens - 1) // unit * unit)
+
+    def _evictable(self, cache: _Cache) -> float:
+        """Blocks that no running request needs, about: those in full attention are needed."""
+        running = cache.decoding_tokens / STEP * cache.layout.full_blocks_per_key
+        return (cache.capacity_blocks or cache.most_blocks) - running
 
     def _kept(self, cache: _Cache, keys: Sequence[int], hit_tokens: int) -> int:
         """How much of a hit is left when those in prefill have been given their blocks."""
@@ -504,6 +522,7 @@ def _layout_of(index: PrefixIndex, source: SourceId) -> _Layout:
         any(group.kind is GroupKind.MAMBA for group in groups),
         any(group.kind is not GroupKind.FULL for group in groups),
         sum(STEP / group.block_size for group in groups),
+        sum(STEP / group.block_size for group in groups if group.kind is GroupKind.FULL),
     )
 
 
