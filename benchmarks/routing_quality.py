@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.figures import processor_seconds
 from benchmarks.simulation.misjudging import misjudged_names
@@ -66,12 +67,13 @@ SETS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    results = Results(options.results)
-    if not options.tables:
-        for situation, policy, seed in mine(planned(options), options.shard):
-            if not results.has(situation, policy, seed, code_version(policy)):
-                results.add(measure(situation, policy, seed, options))
-    print(tables(latest(results)))
+    with TemporaryDirectory() as folder:
+        results = Results(options.results or Path(folder, "results.jsonl"))
+        if not options.tables:
+            for situation, policy, seed in mine(planned(options), options.shard):
+                if not results.has(situation, policy, seed, code_version(policy)):
+                    results.add(measure(situation, policy, seed, options))
+        print(tables(latest(results)))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,7 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", nargs="+", choices=ALL, help="in place of the set's")
     parser.add_argument("--seeds", help="in place of the set's, such as 0-4")
     parser.add_argument("--requests", type=int, help="to count in each run, roughly")
-    parser.add_argument("--results", type=Path, default=Path("routing_quality.jsonl"))
+    parser.add_argument("--results", type=Path, help="JSON lines; without it nothing is kept")
     parser.add_argument(
         "--trace", type=Path, help="recorded requests: JSON lines as Mooncake's, plain or .gz"
     )
