@@ -34,15 +34,18 @@ class LeastDelayPolicy:
     For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
     computed per second, and the share b of the time is busy:
 
-        cost = u + x + k * (x**2 + 2 * u * x) + (x + k * x**2) * S
+        cost = u + x + 2 * k * u * x + (k + m) / 2 * x**2 + (x + m * x**2) * S
 
         k = r / (2 * R * (1 - b))
 
-    The third part is what this prompt adds to the waiting of those that arrive before the queue is
-    empty again (of an M/G/1 queue; one step of policy iteration): r and b are those of the replica,
-    so that a prefix that everybody asks for gets a second home before its first one is overrun. S
-    is the probability that what is evicted will be used again: then it will be computed again, and
-    delay others then. Nothing in it is a tuned weight.
+    The third and fourth part are what this prompt adds to the waiting of those that arrive before
+    the queue is empty again (of an M/G/1 queue; one step of policy iteration). For k, r and b are
+    those of the replica, so that a prefix that everybody asks for gets a second home before its
+    first one is overrun; for m they are those of the mean replica. What is cold brings its own
+    future there, so it counts halfway between: with k alone an idle replica looks free, and copies
+    of what others hold drive out what they do not. S is the probability that what is evicted will
+    be used again: then it will be computed again, wherever that may be, and delay others there.
+    Nothing in it is a tuned weight.
     Among equals the one with the fewest requests, then at random.
     """
 
@@ -58,16 +61,16 @@ class LeastDelayPolicy:
             candidates: With their hits and loads, and what they evict next.
         """
         weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
-        draw = self._random
+        draw, mean = self._random, mean_congestion(candidates, speed)
         order = []
         for candidate in candidates:
-            ahead, own, behind, evicted = _delays(tokens, candidate, speed, weights)
+            ahead, own, behind, evicted = _delays(tokens, candidate, speed, weights, mean)
             load = candidate.load
             requests = load.prefilling_requests + load.decoding_requests + load.foreign_requests
             order.append((ahead + own + behind + evicted, requests, draw(), candidate))
         order.sort(key=_BEFORE_THE_CANDIDATE)
         return [
-            Ranked(candidate, cost, partial(_reason, tokens, candidate, speed, weights))
+            Ranked(candidate, cost, partial(_reason, tokens, candidate, speed, weights, mean))
             for cost, _, _, candidate in order
         ]
 
@@ -76,7 +79,11 @@ _BEFORE_THE_CANDIDATE = itemgetter(0, 1, 2)
 
 
 def delays_of(
-    prompt_tokens: int, candidate: Candidate, prefill_tokens_per_s: float, weights: Weights
+    prompt_tokens: int,
+    candidate: Candidate,
+    prefill_tokens_per_s: float,
+    weights: Weights,
+    mean: float | None = None,
 ) -> Delays:
     """What it costs to send a prompt to a candidate.
 
@@ -85,12 +92,19 @@ def delays_of(
         candidate: Where it would go.
         prefill_tokens_per_s: Of a replica at speed 1.
         weights: What decoding, foreign and waiting requests and lower tiers cost.
+        mean: `mean_congestion` of all candidates; None: that of this one.
     """
-    return Delays(*_delays(prompt_tokens, candidate, prefill_tokens_per_s, weights))
+    if mean is None:
+        mean = congestion(candidate, prefill_tokens_per_s)
+    return Delays(*_delays(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean))
 
 
 def _delays(
-    prompt_tokens: int, candidate: Candidate, prefill_tokens_per_s: float, weights: Weights
+    prompt_tokens: int,
+    candidate: Candidate,
+    prefill_tokens_per_s: float,
+    weights: Weights,
+    mean: float,
 ) -> tuple[float, float, float, float]:
     """The parts of `Delays`, without a name for each: this runs for every replica."""
     load, speed = candidate.load, candidate.speed
@@ -117,7 +131,8 @@ def _delays(
     if speed != 1.0:
         ahead, own, new = ahead / speed, own / speed, new / speed
     k, reuse = congestion(candidate, prefill_tokens_per_s), candidate.reuse_probability
-    return ahead, own, k * own * (own + 2 * ahead), reuse * (new + k * new * new)
+    behind = own * (2 * k * ahead + (k + mean) / 2 * own)
+    return ahead, own, behind, reuse * (new + mean * new * new)
 
 
 def congestion(candidate: Candidate, prefill_tokens_per_s: float) -> float:
@@ -129,14 +144,40 @@ def congestion(candidate: Candidate, prefill_tokens_per_s: float) -> float:
         prefill_tokens_per_s: Of a replica at speed 1.
     """
     speed = prefill_tokens_per_s * candidate.speed
-    busy = candidate.uncached_tokens_per_s / speed
-    return candidate.arrivals_per_s / (2 * speed * (1 - (busy if busy < MOST_BUSY else MOST_BUSY)))
+    return _congestion(candidate.arrivals_per_s, candidate.uncached_tokens_per_s, speed)
+
+
+def mean_congestion(candidates: Sequence[Candidate], prefill_tokens_per_s: float) -> float:
+    """The `m` of the cost: the same of a replica that gets the mean of what all get.
+
+    Args:
+        candidates: All of them; 0 where there is none.
+        prefill_tokens_per_s: Of a replica at speed 1.
+    """
+    arrivals = uncached = speeds = 0.0
+    for candidate in candidates:
+        arrivals += candidate.arrivals_per_s
+        uncached += candidate.uncached_tokens_per_s
+        speeds += candidate.speed
+    if not candidates:
+        return 0.0
+    count = len(candidates)
+    return _congestion(arrivals / count, uncached / count, prefill_tokens_per_s * speeds / count)
+
+
+def _congestion(arrivals_per_s: float, uncached_tokens_per_s: float, speed: float) -> float:
+    busy = uncached_tokens_per_s / speed
+    return arrivals_per_s / (2 * speed * (1 - (busy if busy < MOST_BUSY else MOST_BUSY)))
 
 
 def _reason(
-    prompt_tokens: int, candidate: Candidate, prefill_tokens_per_s: float, weights: Weights
+    prompt_tokens: int,
+    candidate: Candidate,
+    prefill_tokens_per_s: float,
+    weights: Weights,
+    mean: float,
 ) -> str:
-    delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights)
+    delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean)
     cached, expected = candidate.cached_tokens, candidate.recent_tokens
     parts = [f"{cached:,} of {prompt_tokens:,} tokens cached"]
     if expected > candidate.gpu_cached_tokens:

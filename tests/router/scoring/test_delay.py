@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from router.scoring import Candidate, CandidateLoad, RouteRequest, Weights
-from router.scoring.delay import MOST_BUSY, LeastDelayPolicy, congestion, delays_of
+from router.scoring.delay import (
+    MOST_BUSY,
+    LeastDelayPolicy,
+    congestion,
+    delays_of,
+    mean_congestion,
+)
 
 SPEED = 8000.0
 BUSY = {"arrivals_per_s": 2.0, "uncached_tokens_per_s": 4000.0}
@@ -117,6 +123,31 @@ def test_congestion_is_bounded_and_grows_with_the_load() -> None:
     ]
     assert values == sorted(set(values))
     assert values[-1] == pytest.approx(100 / (2 * SPEED * (1 - MOST_BUSY)))
+
+
+def test_an_idle_replica_is_not_free_where_the_others_are_busy() -> None:
+    """What goes there brings its own future, and drives out what others will compute again: a
+    second copy of what the holder can still serve is not worth it."""
+    others = [candidate(f"r{n}", **BUSY) for n in range(6)]
+    holder = candidate("holder", 3900, load={"queued_prefill_tokens": 4500}, **BUSY)
+    idle = candidate("idle", reuse_probability=0.5)
+    assert best(holder, idle, *others) == "holder"
+    alone = delays_of(4000, idle, SPEED, Weights())
+    among = delays_of(4000, idle, SPEED, Weights(), mean_congestion([holder, idle, *others], SPEED))
+    assert alone.behind == 0
+    assert among.behind > 0
+    assert among.evicted > alone.evicted
+
+
+def test_the_mean_is_that_of_a_replica_that_gets_the_mean_of_everything() -> None:
+    """Of speeds as well; of equals it is that of each."""
+    busy = candidate("a", **BUSY)
+    assert mean_congestion([busy, busy], SPEED) == pytest.approx(congestion(busy, SPEED))
+    idle, fast = candidate("b"), candidate("c", speed=2.0, **BUSY)
+    expected = candidate("d", arrivals_per_s=4 / 3, uncached_tokens_per_s=8000 / 3, speed=4 / 3)
+    found = mean_congestion([busy, idle, fast], SPEED)
+    assert found == pytest.approx(congestion(expected, SPEED))
+    assert mean_congestion([], SPEED) == 0
 
 
 def test_equals_go_to_the_one_with_the_fewest_requests() -> None:
