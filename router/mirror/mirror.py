@@ -399,7 +399,7 @@ class Mirror:
         ahead = sum(visit.uncached_tokens for visit in cache.prefilling)
         computed = self._progress(cache, now)
         needed = (ahead - computed) / STEP * cache.layout.blocks_per_key - max(capacity - held, 0)
-        if needed <= 0 or not content:
+        if needed <= 0 or not content or not held:
             return hit_tokens
         evicted = content.oldest_keys(needed * len(content) / held)
         for start, end, use in content.segments(keys[: -(-hit_tokens // STEP)]):

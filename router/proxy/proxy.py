@@ -261,7 +261,10 @@ class Relay:
                 self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
         except Exception:
             logger.exception("a request could not be passed on")
-            self._cut(End.ABANDONED)
+            if self._status is not None:
+                self._cut(End.ABANDONED)
+            else:
+                self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
 
     # --- the attempts -----------------------------------------------------------------------------
 

@@ -12,11 +12,15 @@ from benchmarks.simulation.layouts import TIME_MODEL
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.timeline import Timeline
 from kvevents.events import EventBatch
+from kvevents.hashing import HashChain
+from kvevents.layout import KVCacheLayout
+from kvevents.publisher import announce
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
 from router.mirror import Mirror, Visit
 from router.mirror.mirror import STEP
+from tests.support.blocks import FULL
 
 R0, R1 = SourceId("r0"), SourceId("r1")
 
@@ -252,6 +256,19 @@ def test_a_prompt_behind_one_that_shares_its_beginning_will_find_it_cached(
     mirrored.begin(IDS)
     assert mirrored.mirror.expected(R0, prompt, 600, 16) == 448
     assert mirrored.mirror.expected(R0, mirrored.prompt(IDS[:64]), 64, 0) == 63
+
+
+def test_a_cache_whose_events_say_nothing_evicts_nothing_that_could_be_predicted(
+    mirrored: Mirrored,
+) -> None:
+    """A replica without events, or one that is just being rebuilt: requests end there and others
+    are in prefill, and its index is empty."""
+    layout = announce(KVCacheLayout.build([FULL]), HashChain.from_seed())
+    mirrored.index.apply(R0, EventBatch(0.0, (layout,)))
+    mirrored.begin([*range(9000, 9500)]).ended()
+    mirrored.begin(IDS)
+    prompt = mirrored.prompt([*range(9000, 9600)])
+    assert mirrored.mirror.expected(R0, prompt, 600, 16) == 16
 
 
 @pytest.mark.parametrize("preset", ["full", "gptoss", "gemma", "mamba-hybrid"])

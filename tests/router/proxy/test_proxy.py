@@ -922,6 +922,25 @@ async def test_a_fault_of_the_observer_ends_the_request_once_and_is_not_hidden(
         await eventually(lambda: replica.closed == 1, "the replica sees its connection closed")
 
 
+async def test_a_fault_before_the_first_byte_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    """The client would find its connection closed, and think that the router is gone."""
+
+    class Faulty(Recorder):
+        def on_attempt(self, attempt: Attempt) -> None:
+            super().on_attempt(attempt)
+            if len(self.attempts) == 2:
+                raise KeyError("bug")
+
+    recorder, reader = Faulty(), Reader()
+    async with raw_server(answering(answer())) as replica, bare_proxy() as (proxy, _):
+        relay = proxy.start([dead(), attempt(replica)], REQUEST, reader, recorder)
+        await eventually(lambda: relay.is_over, "it is over")
+        assert "KeyError: 'bug'" in caplog.text
+        assert (recorder.end, recorder.status) == (End.ABANDONED, 500)
+        assert b"internal_error" in reader.body
+        assert not reader.is_aborted
+
+
 async def test_a_fault_at_the_end_of_a_request_keeps_no_client_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
