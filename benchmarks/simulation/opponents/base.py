@@ -79,6 +79,10 @@ class Opponent(ABC):
         self.loads = {replica_id: Load() for replica_id in replica_ids}
         self.random = Random(seed)
         self.block_tokens = replica.model().block_size
+        self.begin()
+
+    def begin(self) -> None:  # noqa: B027 (optional)
+        """Make what the rule itself keeps, once the rest is there."""
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:  # noqa: B027 (optional)
         """See `Router`; most do not listen."""
@@ -140,14 +144,8 @@ class EventDriven(Opponent):
     """One that hears events, in an index of blocks by replica that knows no groups: the first
     removal of a block deletes it."""
 
-    def __init__(
-        self,
-        replica_ids: Sequence[str],
-        clock: Callable[[], float],
-        replica: ReplicaConfig,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replica_ids, clock, replica, seed)
+    def begin(self) -> None:
+        """See `Opponent`."""
         self._index = GroupBlindIndex()
 
     def take_batch(self, replica_id: str, batch: EventBatch) -> None:

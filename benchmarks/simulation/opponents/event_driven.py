@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from benchmarks.simulation.layouts import TIME_MODEL, ReplicaConfig
+from benchmarks.simulation.layouts import TIME_MODEL
 from benchmarks.simulation.opponents.base import EventDriven
 from benchmarks.simulation.opponents.histories import queue_scores
 
@@ -41,15 +41,10 @@ class LlmD(EventDriven):
 
     PREFIX_WEIGHT, QUEUE_WEIGHT, USAGE_WEIGHT, NO_HIT_WEIGHT = 3.0, 2.0, 2.0, 2.0
 
-    def __init__(
-        self,
-        replica_ids: Sequence[str],
-        clock: Callable[[], float],
-        replica: ReplicaConfig,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replica_ids, clock, replica, seed)
-        self._cold_order = list(replica_ids)
+    def begin(self) -> None:
+        """See `Opponent`."""
+        super().begin()
+        self._cold_order = list(self.loads)
         """Those that were given a cold prompt last stand at the end."""
 
     def choose(self, prompt_tokens: int, hits: Mapping[str, int]) -> str:
@@ -118,21 +113,16 @@ class Preble(EventDriven):
     LITTLE_WORK_S = 1.0
     """No replica is relieved for less than this."""
 
-    def __init__(
-        self,
-        replica_ids: Sequence[str],
-        clock: Callable[[], float],
-        replica: ReplicaConfig,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replica_ids, clock, replica, seed)
+    def begin(self) -> None:
+        """See `Opponent`."""
+        super().begin()
         self._assigned: deque[tuple[float, str, float, bool]] = deque()
         """Of the window: time, replica, seconds of work, whether it hit."""
-        self._work_s = dict.fromkeys(replica_ids, 0.0)
-        self._uses = dict.fromkeys(replica_ids, 0)
-        self._held_tokens = dict.fromkeys(replica_ids, 0)
-        groups = len(replica.model().layer_groups())
-        self._capacity_tokens = replica.num_blocks // groups * self.block_tokens
+        self._work_s = dict.fromkeys(self.loads, 0.0)
+        self._uses = dict.fromkeys(self.loads, 0)
+        self._held_tokens = dict.fromkeys(self.loads, 0)
+        groups = len(self.replica.model().layer_groups())
+        self._capacity_tokens = self.replica.num_blocks // groups * self.block_tokens
 
     def choose(self, prompt_tokens: int, hits: Mapping[str, int]) -> str:
         """See `Opponent`."""

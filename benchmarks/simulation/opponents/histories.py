@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from benchmarks.simulation.layouts import ReplicaConfig
 from benchmarks.simulation.opponents.base import Opponent
 from benchmarks.simulation.seen import STEP, known_marks, marks
 
@@ -15,15 +14,9 @@ class Historical(Opponent):
     """One that remembers every prompt it has sent to a replica, and forgets none of it within an
     hour."""
 
-    def __init__(
-        self,
-        replica_ids: Sequence[str],
-        clock: Callable[[], float],
-        replica: ReplicaConfig,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replica_ids, clock, replica, seed)
-        self.sent_marks: dict[str, set[int]] = {name: set() for name in replica_ids}
+    def begin(self) -> None:
+        """See `Opponent`."""
+        self.sent_marks: dict[str, set[int]] = {name: set() for name in self.loads}
 
     def hits(self, token_ids: Sequence[int]) -> dict[str, int]:
         """See `Opponent`."""
@@ -97,15 +90,9 @@ class GatewayApi(Opponent):
     MAX_PREFIX_BLOCKS = 256
     PREFIX_WEIGHT, QUEUE_WEIGHT, USAGE_WEIGHT = 3.0, 2.0, 2.0
 
-    def __init__(
-        self,
-        replica_ids: Sequence[str],
-        clock: Callable[[], float],
-        replica: ReplicaConfig,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(replica_ids, clock, replica, seed)
-        self._lru: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in replica_ids}
+    def begin(self) -> None:
+        """See `Opponent`."""
+        self._lru: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self.loads}
 
     def hits(self, token_ids: Sequence[int]) -> dict[str, int]:
         """See `Opponent`."""
