@@ -3,6 +3,7 @@
 The files; each imports only what is listed above it:
 
     errors.py        exception tree; what clients get, with status and code
+    files.py         whether a watched file has changed
     upstream/        a small pooled HTTP/1.1 client
     index/           the group-aware prefix index
     scoring/         hits and load -> ranked replicas; pure

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from router.config import RouterConfig
-from router.discovery.file import Stamp, stamp_of
 from router.errors import ConfigError
+from router.files import Stamp, stamp_of
 from router.observability.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)

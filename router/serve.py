@@ -249,7 +249,8 @@ async def serve(
         indexes: Makes the index of each model; None: as configured.
         source: Reads it again; None: nothing does.
     Raises:
-        ConfigError: The address cannot be bound, or a tokenizer cannot be used.
+        ConfigError: The address cannot be bound, or a tokenizer, chat template or certificate
+            cannot be used.
     """
     certificate = listener_certificate(config.server.tls)
     reserved_from = _reserved_files_from()
@@ -269,7 +270,7 @@ async def serve(
         exempt_from_collection()
         scheme = "http" if certificate is None else "https"
         _announce(f"kvroute listens on {scheme}://{_in_url(host)}:{port}", config)
-        certificates = [service.replica_certificate, *filter(None, [certificate])]
+        certificates = list(filter(None, [service.replica_certificate, certificate]))
         async with _reloading(service, source, certificates):
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
@@ -281,7 +282,9 @@ async def _reloading(
     service: RouterService, source: ConfigSource | None, certificates: Sequence[Certificate]
 ) -> AsyncIterator[None]:
     """Read the configuration again on SIGHUP, and files that are watched when they change."""
-    jobs: list[Coroutine[Any, Any, None]] = [keep_fresh(certificates)]
+    jobs: list[Coroutine[Any, Any, None]] = []
+    if any(each.certificate for each in certificates):
+        jobs.append(keep_fresh(certificates))
     if source is not None:
         reloader = Reloader(source.read, service.reconfigure, service.metrics)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
@@ -294,7 +297,7 @@ async def _reloading(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(

@@ -100,9 +100,8 @@ class RouterService:
             max_connections=server.max_upstream_connections, reserved_from=reserved_files_from
         )
         self.replica_certificate = replica_certificate(server.replica_tls)
-        self._upstream = UpstreamClient(
-            limits, self.replica_certificate.context, on_shortage=self.shortages.note
-        )
+        trusted = self.replica_certificate and self.replica_certificate.context
+        self._upstream = UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
         self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
         self._make_caches(indexes or configured_index(config))
         planner = self._make_routing()

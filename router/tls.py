@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from router.config import ListenerTlsConfig, ReplicaTlsConfig
 from router.errors import ConfigError, ConfigProblem
+from router.files import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ class Certificate(NamedTuple):
         except (OSError, ValueError) as error:
             raise _refusal(f"{self.place}.certificate", self.certificate, error) from None
 
-    def stamp(self) -> tuple[float, ...]:
+    def stamp(self) -> list[Stamp | None]:
         """Another one when a file has changed."""
-        return tuple(_changed_at(path) for path in (self.certificate, self.key) if path)
+        return [stamp_of(Path(path)) for path in (self.certificate, self.key) if path]
 
 
 def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
@@ -66,14 +67,18 @@ def listener_certificate(config: ListenerTlsConfig) -> Certificate | None:
     return found
 
 
-def replica_certificate(config: ReplicaTlsConfig) -> Certificate:
-    """What replicas are asked for and shown.
+def replica_certificate(config: ReplicaTlsConfig) -> Certificate | None:
+    """What replicas are asked for and shown; None to trust the system's authorities and to show
+    nothing.
 
     Raises:
         ConfigError: A file cannot be used.
     """
-    context = ssl.create_default_context()
-    if config.ca is not None:
+    if config.ca is None and config.certificate is None:
+        return None
+    if config.ca is None:
+        context = ssl.create_default_context()
+    else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _trust(context, f"{REPLICAS}.ca", config.ca)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -123,10 +128,3 @@ def _refusal(place: str, path: str, error: Exception) -> ConfigError:
 def _no_password() -> str:
     """Asked for by OpenSSL for an encrypted key, which must not wait for a terminal."""
     raise ValueError("the key is encrypted; it must have no password")
-
-
-def _changed_at(path: str) -> float:
-    try:
-        return Path(path).stat().st_mtime_ns
-    except OSError:
-        return 0

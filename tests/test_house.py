@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvevents", "offload", "router")
 MAX_FUNCTION_LINES = 50
-MAX_SINGLE_IMPORTERS = 18
-"""Modules of `router` that only one other module imports. Three are kinds of provider, which one
-list names."""
+MAX_SINGLE_IMPORTERS = 1 / 6
+"""Of the modules of `router`, how many only one other module imports. Some are kinds of one thing,
+such as providers of replicas, which one list names."""
 MAX_REQUEST_VALUES = 12
 """Types of values that a request becomes on its way, from its body to its response."""
 
@@ -93,10 +93,10 @@ def test_no_function_is_long() -> None:
 
 def test_few_modules_of_the_router_have_a_single_importer() -> None:
     """Such a file often belongs to its caller; each one costs a jump."""
-    single = [module for module, users in importers().items() if len(users) == 1]
-    of_router = [module for module in single if module.startswith("router.")]
-    assert of_router, "nothing was found: the count is broken"
-    assert len(of_router) <= MAX_SINGLE_IMPORTERS, sorted(of_router)
+    of_router = {m: users for m, users in importers().items() if m.startswith("router.")}
+    single = [module for module, users in of_router.items() if len(users) == 1]
+    assert single, "nothing was found: the count is broken"
+    assert len(single) <= MAX_SINGLE_IMPORTERS * len(of_router), sorted(single)
 
 
 def importers() -> dict[str, set[str]]:

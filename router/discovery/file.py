@@ -9,19 +9,7 @@ from pathlib import Path
 from router.config import FileDiscovery, read_replicas
 from router.discovery.provider import ProviderListener
 from router.errors import ConfigError
-
-Stamp = tuple[int, int, int]
-"""Of a file's content, without reading it: a change changes one of them. Links are followed, so it
-notices a mounted ConfigMap that changes as well."""
-
-
-def stamp_of(path: Path) -> Stamp | None:
-    """When, how large and which file; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+from router.files import Stamp, stamp_of
 
 
 class FileProvider:

@@ -243,29 +243,16 @@ class KubernetesProvider:
         if not pod.is_ready or pod.status.ip is None:
             return None
         annotation = (pod.metadata.annotations or {}).get(ANNOTATION)
-        port = self._config.port
         named = {
             each.name or "": each.container_port
             for container in pod.spec.containers
             for each in container.ports or ()
         }
-        if isinstance(port, int):
-            ports = (port,)
-        elif isinstance(port, str):
-            ports = tuple(filter(None, (named.get(port),)))
-        elif not ports and len(set(named.values())) == 1:
-            ports = tuple(named.values())[:1]
-        return _PodPlace(pod.metadata.name, pod.status.ip, tuple(ports), annotation)
+        found = self._ports(named, ports)
+        return _PodPlace(pod.metadata.name, pod.status.ip, found, annotation)
 
     def _places(self, found: _EndpointSlice) -> Iterator[_PodPlace]:
-        named = {each.name or "": each.port for each in found.ports or () if each.port}
-        port = self._config.port
-        if isinstance(port, int):
-            ports: tuple[int, ...] = (port,)
-        elif isinstance(port, str):
-            ports = tuple(filter(None, (named.get(port),)))
-        else:
-            ports = tuple(named.values()) if len(named) == 1 else ()
+        ports = self._ports({each.name or "": each.port for each in found.ports or () if each.port})
         for endpoint in found.endpoints or ():
             conditions = endpoint.conditions
             # An unknown readiness counts as ready: discovery.k8s.io/v1, EndpointConditions.
@@ -273,6 +260,18 @@ class KubernetesProvider:
                 address = endpoint.addresses[0] if endpoint.addresses else ""
                 name = endpoint.target_ref.name if endpoint.target_ref else ""
                 yield _PodPlace(name or address.replace(":", "-"), address, ports)
+
+    def _ports(self, named: Mapping[str, int], given: Sequence[int] = ()) -> tuple[int, ...]:
+        """The configured one, else those that a pool gives, else the only one there is."""
+        port = self._config.port
+        if isinstance(port, int):
+            return (port,)
+        if isinstance(port, str):
+            return (named[port],) if port in named else ()
+        if given:
+            return tuple(given)
+        distinct = set(named.values())
+        return tuple(distinct) if len(distinct) == 1 else ()
 
     def _report(
         self, places: Iterable[_PodPlace], unreadable: Mapping[str, str], listener: ProviderListener
