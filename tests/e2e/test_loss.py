@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 
 import pytest
@@ -121,8 +121,8 @@ async def test_a_long_ring_makes_up_for_every_loss(seed: int) -> None:
     async with router() as routing:
         with (
             VllmPublisher(with_topic=seed % 2 == 0) as publisher,
-            LossyRelay(publisher.endpoint, seed, Faults()) as relay,
-            CuttingRelay(publisher.replay_endpoint, seed, 0.05) as replays,
+            closing(LossyRelay(publisher.endpoint, seed, Faults())) as relay,
+            closing(CuttingRelay(publisher.replay_endpoint, seed, 0.05)) as replays,
         ):
             engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
             routing.follow(relay.endpoint, replays.endpoint)
@@ -144,8 +144,8 @@ async def test_a_snapshot_makes_up_for_what_the_ring_has_forgotten(seed: int) ->
         short = replace(LOOPBACK, buffer_steps=10)
         with (
             ZmqEventPublisher(short, LAYOUT, CHAIN) as publisher,
-            LossyRelay(publisher.endpoint, seed, Faults()) as relay,
-            CuttingRelay(publisher.replay_endpoint or "", seed, 0.02) as replays,
+            closing(LossyRelay(publisher.endpoint, seed, Faults())) as relay,
+            closing(CuttingRelay(publisher.replay_endpoint or "", seed, 0.02)) as replays,
         ):
             routing.follow(relay.endpoint, replays.endpoint)
             last = await run_ours(publisher, engine, routing.true, STEPS)
@@ -211,7 +211,7 @@ async def test_plain_vllm_with_a_short_ring_is_suspect_until_its_cache_is_cleare
     async with router() as routing:
         with (
             VllmPublisher(ring=5) as publisher,
-            LossyRelay(publisher.endpoint, seed, Faults()) as relay,
+            closing(LossyRelay(publisher.endpoint, seed, Faults())) as relay,
         ):
             engine = VllmEngine(publisher, RandomEngine(seed, with_cpu=False), routing.true)
             routing.follow(relay.endpoint, publisher.replay_endpoint)
@@ -264,7 +264,7 @@ async def test_a_restarted_engine_is_known_again_through_a_lossy_relay(
     async with router() as routing:
         with VllmPublisher() as publisher:
             relay = LossyRelay(publisher.endpoint, seed, Faults())
-            with relay:
+            with closing(relay):
                 engine = VllmEngine(publisher, RandomEngine(seed), routing.true)
                 routing.follow(relay.endpoint, publisher.replay_endpoint)
                 await engine.run(200)

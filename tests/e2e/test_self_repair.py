@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import msgspec
@@ -110,7 +110,7 @@ async def followed(
     options = {"served_model_name": model, "num_blocks": 40, "max_model_len": 1024}
     async with engine_processes(1, *simulated("full", **options)) as (engine,):
         told = (await engine.get("/kv_event_sources")).json["0"]
-        with TamperingRelay(told["endpoint"], told["replay_endpoint"]) as relay:
+        with closing(TamperingRelay(told["endpoint"], told["replay_endpoint"])) as relay:
             relay.change, relay.tampers_with_snapshots = lie, lie is not None
             source = {"endpoint": relay.endpoint, "replay_endpoint": relay.replay_endpoint}
             source["topic"] = told["topic"]

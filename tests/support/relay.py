@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import zmq
 
@@ -61,15 +60,7 @@ class LossyRelay:
         """Close and reopen both connections, as a TCP relay does when the engine restarts."""
         self._must_reconnect = True
 
-    def __enter__(self) -> LossyRelay:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._is_closing = True
         self._thread.join()
         self._front.close()
@@ -151,17 +142,6 @@ class CuttingRelay:
         self._is_closing = True
         self._thread.join()
 
-    def __enter__(self) -> CuttingRelay:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _run(self) -> None:
         while not self._is_closing:
             if self._must_cut_all:
@@ -241,15 +221,7 @@ class TamperingRelay:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def __enter__(self) -> TamperingRelay:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._is_closing = True
         self._thread.join()
 
