@@ -137,9 +137,20 @@ def _mean(lines: Sequence[Line], policy: str) -> Line:
 
 
 def best_blind(lines: Sequence[Line]) -> str | None:
-    """The blind index with the lowest mean TTFT in a situation."""
-    found = [policy for policy in policies(lines) if policy in BLIND]
-    return min(found, key=lambda policy: float(_mean(lines, policy)[MEAN]), default=None)
+    """The blind index with the lowest mean TTFT in a situation, over the seeds that all blind
+    indexes have; where they share none, the one with the most seeds."""
+    seeds = {
+        policy: {line["seed"] for line in lines if line["policy"] == policy}
+        for policy in policies(lines)
+        if policy in BLIND
+    }
+    if not seeds:
+        return None
+    common = set.intersection(*seeds.values())
+    if not common:
+        return max(seeds, key=lambda policy: len(seeds[policy]))
+    shared = [line for line in lines if line["seed"] in common]
+    return min(seeds, key=lambda policy: float(_mean(shared, policy)[MEAN]))
 
 
 def shown(found: Ratio) -> str:

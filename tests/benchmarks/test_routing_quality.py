@@ -160,6 +160,29 @@ def test_tables_pair_runs_by_seed() -> None:
     assert tables.compared(lines, "a", "c", "ttft_mean_ms") is None
 
 
+@pytest.mark.parametrize(
+    ("means", "best"),
+    [
+        # The seed 2 is slow for everyone, and only one of them was run with it.
+        ({"group_blind": {1: 5.0}, "group_blind_any_copy": {1: 3.0, 2: 50.0}}, "any_copy"),
+        ({"group_blind": {1: 1.0}, "group_blind_any_copy": {2: 2.0, 3: 2.0}}, "any_copy"),
+        ({}, None),
+    ],
+    ids=["common seeds", "no common seed", "none"],
+)
+def test_the_best_blind_index_is_that_of_the_seeds_that_all_have(
+    means: dict[str, dict[int, float]], best: str | None
+) -> None:
+    """Means over unlike seeds say which seeds are slow."""
+    lines = [
+        {"situation": "s", "policy": policy, "seed": seed, "ttft_mean_ms": mean}
+        for policy, by_seed in means.items()
+        for seed, mean in by_seed.items()
+    ]
+    found = tables.best_blind(lines)
+    assert found == (best and f"group_blind_{best}")
+
+
 def test_a_run_with_newer_code_replaces_the_older_one(tmp_path: Path) -> None:
     """Results of several versions lie in one file."""
     results = Results(tmp_path / "results.jsonl")
