@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvevents.events import EventBatch
 
@@ -22,6 +22,17 @@ class Account(Protocol):
     def ended(self) -> None:
         """Its response is complete."""
         ...
+
+
+class Routed(NamedTuple):
+    """Where a request goes."""
+
+    replica_id: str
+    predicted_tokens: int
+    """Of the prompt, cached there now."""
+    expected_tokens: int
+    """The same when the engine admits it; those cached now where a router does not look ahead."""
+    account: Account
 
 
 class Router(Protocol):
@@ -44,13 +55,11 @@ class Router(Protocol):
         """
         ...
 
-    def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, Account]:
+    def route(self, session: str, token_ids: Sequence[int]) -> Routed:
         """Decide where a request goes.
 
         Args:
             session: What the client calls its conversation.
             token_ids: The prompt.
-        Returns:
-            The replica, the prompt tokens predicted to be reused there, and the request's account.
         """
         ...

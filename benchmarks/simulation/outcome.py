@@ -16,7 +16,9 @@ class RequestRecord:
     arrived_s: float
     prompt_tokens: int
     predicted_tokens: int
-    """Of the prompt, as the router predicted when it decided."""
+    """Of the prompt, cached there when the router decided, as it said."""
+    expected_tokens: int = 0
+    """Of the prompt, cached when the engine would admit it, as the router expected then."""
     turn: int = 0
     """How many requests of its session came before it."""
     alone_s: float = 0.0
@@ -87,6 +89,11 @@ def _reuse(counted: Sequence[RequestRecord]) -> dict[str, float | int]:
         "promised_too_much": round(sum(error > 0 for error in errors) / len(errors), 4),
         "promised_too_little": round(sum(error < 0 for error in errors) / len(errors), 4),
         "mean_error_tokens": round(statistics.fmean(map(abs, errors)), 1),
+        "misexpected": round(
+            sum(record.expected_tokens != record.cached_tokens for record in counted)
+            / len(counted),
+            4,
+        ),
     }
 
 

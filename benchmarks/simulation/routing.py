@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from benchmarks.simulation.blind import BLIND_INDEXES
+from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.misjudging import Misjudgment
 from kvevents.events import EventBatch
 from router.config import ReplicaConfig as RouterReplicaConfig
@@ -14,7 +15,7 @@ from router.index import SourceId, create_index
 from router.mirror import Mirror
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
-from router.replicas.load import InFlight, LoadTracker
+from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
 from router.routing.planner import RECENT_STEP, RoutePlanner, uncached_tokens
 from router.routing.recent_prefixes import RecentPrefixes
@@ -79,9 +80,8 @@ class SimulatedRouter:
             self._clock(),
         )
 
-    def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, InFlight]:
-        """Decide where a request goes; return the replica, the tokens predicted to be reused there,
-        and its share of the load, which counts from now on."""
+    def route(self, session: str, token_ids: Sequence[int]) -> Routed:
+        """Decide where a request goes; its share of the load counts from now on."""
         prompts = [self.index.prepare(token_ids, extra_steps=(RECENT_STEP,))]
         request = RouteRequest(model=MODEL, prompt_tokens=len(token_ids), session=session)
         ranking, _ = self._planner.rank(request, self.index, prompts, self._replicas)
@@ -91,7 +91,8 @@ class SimulatedRouter:
         self._planner.remember(prompts, source)
         visit = self._planner.visit(MODEL, self.index, prompts, source, count, chosen)
         in_flight = self.load.started(chosen.replica_id, uncached, count, visit=visit)
-        return chosen.replica_id, chosen.cached_tokens, in_flight
+        expected = chosen.cached_tokens if visit is None else visit.expected_tokens
+        return Routed(chosen.replica_id, chosen.cached_tokens, expected, in_flight)
 
 
 def _healthy(replica_id: str) -> Replica:

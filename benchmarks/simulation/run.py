@@ -115,21 +115,22 @@ class Simulation:
     def _arrive(self, arrival: Arrival) -> None:
         tokens = self._workload.prompt(arrival)
         router = self.routers[len(self._records) % len(self.routers)]
-        chosen, predicted, account = router.route(arrival.session, tokens)
+        routed = router.route(arrival.session, tokens)
         known = min(self._seen.add(tokens), len(tokens) - 1)
         record = RequestRecord(
             arrival.request_id,
-            chosen,
+            routed.replica_id,
             self.timeline.now_s,
             len(tokens),
-            predicted,
+            routed.predicted_tokens,
+            routed.expected_tokens,
             arrival.turn,
             TIME_MODEL.alone_s(known, len(tokens), STEP_TOKENS),
         )
         self._records.append(record)
-        self._open[arrival.request_id] = _Served(arrival, record, account, tokens)
+        self._open[arrival.request_id] = _Served(arrival, record, routed.account, tokens)
         sampling = SamplingParams(max_tokens=arrival.answer_tokens, ignore_eos=True)
-        self.replicas[chosen].add(EngineRequest(arrival.request_id, tokens, sampling))
+        self.replicas[routed.replica_id].add(EngineRequest(arrival.request_id, tokens, sampling))
 
     def _take_outputs(self, outputs: Sequence[StepOutput], step_s: float) -> None:
         for output in outputs:

@@ -282,6 +282,17 @@ def test_predictions_for_serial_requests_are_exact(layout: str) -> None:
     assert any(record.cached_tokens for record in outcome.records)
 
 
+def test_both_predictions_are_recorded() -> None:
+    """What is cached now is not what will be cached when requests ahead have been computed."""
+    records = simulate("least_delay").outcome.records
+    looked_ahead = [one for one in records if one.expected_tokens != one.predicted_tokens]
+    assert looked_ahead
+    exact = [one for one in looked_ahead if one.expected_tokens == one.cached_tokens]
+    assert len(exact) > len(looked_ahead) / 2
+    figures = simulate("prefix").outcome.figures()
+    assert figures["misexpected"] == figures["mispredicted"] > 0
+
+
 def test_the_group_blind_index_is_right_on_full_attention() -> None:
     """There are no groups to ignore, and the peer must be a fair one."""
     assert not any(errors(simulate("group_blind", "full", rate=SERIAL_RATE).outcome))

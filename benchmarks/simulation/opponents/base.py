@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from benchmarks.simulation.contract import Routed
 from benchmarks.simulation.layouts import ReplicaConfig
 from kvevents.events import EventBatch
 from router.demo.blind import GroupBlindIndex
@@ -98,14 +99,14 @@ class Opponent(ABC):
         self.loads[replica_id].waiting = waiting
         self.loads[replica_id].usage = usage or 0.0
 
-    def route(self, session: str, token_ids: Sequence[int]) -> tuple[str, int, OpponentAccount]:  # noqa: ARG002
+    def route(self, session: str, token_ids: Sequence[int]) -> Routed:  # noqa: ARG002
         """See `Router`."""
         hits = self.hits(token_ids)
         chosen = self.choose(len(token_ids), hits)
         hit = hits.get(chosen, 0)
         self.sent(chosen, token_ids, hit)
         account = OpponentAccount(self.loads[chosen], len(token_ids) - hit, len(token_ids))
-        return chosen, hit, account
+        return Routed(chosen, hit, hit, account)
 
     @abstractmethod
     def hits(self, token_ids: Sequence[int]) -> Mapping[str, int]:
