@@ -51,6 +51,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "router/replicas/load.py": ("tests/router/replicas/test_load.py", "tests/router/routing"),
     "router/scoring/policies.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
     "router/scoring/ranking.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
+    "router/scoring/delay.py": ("tests/router/scoring", "tests/contracts/test_policies.py"),
+    # What caches are doing and will evict next.
+    "router/mirror/mirror.py": ("tests/router/mirror",),
+    "router/mirror/ownership.py": ("tests/router/mirror",),
+    "router/mirror/traffic.py": ("tests/router/mirror",),
     "router/observability/readiness.py": ("tests/router/observability/test_readiness.py",),
     "router/observability/self_repair.py": ("tests/router/observability",),
     # The engine's cache.
