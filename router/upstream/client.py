@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import logging
 import os
 import socket
 import ssl
@@ -32,6 +33,8 @@ from router.upstream.errors import (
 from router.upstream.origin import Origin, Timeouts
 from router.upstream.response import Header, UpstreamResponse
 from router.upstream.turns import LoopTurns
+
+logger = logging.getLogger(__name__)
 
 # The parser would have to be told about both: a response to HEAD has no body whatever its headers
 # say, and CONNECT makes a tunnel.
@@ -375,10 +378,8 @@ class UpstreamClient:
         self._connecting += 1
         try:
             connection = await self._connect(origin)
-        except UpstreamError as error:
-            if isinstance(error, OutOfResources) and self._on_shortage is not None:
-                self._on_shortage(error.resource)
-            response.fail(error)
+        except Exception as error:  # noqa: BLE001 - the reader gets every one
+            response.fail(self._no_connection(error, origin))
             self.exchange_ended(response)
             response.wake()
             return
@@ -402,19 +403,28 @@ class UpstreamClient:
         try:
             await self._connect_to(origin, connection)
             self._keep_reserve(connection)
-        except OSError as error:
-            if resource := self._shortage(error, origin):
-                message = f"{origin}: no connection: the router is out of {resource}"
-                raise OutOfResources(message, resource) from error
-            raise ConnectFailed(
-                f"{origin}: no connection: {error.strerror or type(error).__name__}"
-            ) from error
+        except OSError:
+            raise
         except BaseException:
             connection.abort()
             # uvloop closes the socket of a cancelled attempt without calling the protocol.
             self.connection_closed(connection)
             raise
         return connection
+
+    def _no_connection(self, error: Exception, origin: Origin) -> UpstreamError:
+        """What becomes of *error* for the reader of the response."""
+        if isinstance(error, UpstreamError):
+            return error
+        if resource := self._shortage(error, origin):
+            if self._on_shortage is not None:
+                self._on_shortage(resource)
+            message = f"{origin}: no connection: the router is out of {resource}"
+            return OutOfResources(message, resource)
+        if not isinstance(error, OSError):
+            logger.error("%s: an attempt to connect failed", origin, exc_info=error)
+        why = getattr(error, "strerror", None) or type(error).__name__
+        return ConnectFailed(f"{origin}: no connection: {why}")
 
     async def _connect_to(self, origin: Origin, connection: HttpConnection) -> None:
         assert self._loop is not None
@@ -451,8 +461,12 @@ class UpstreamClient:
             connection.abort()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    def _shortage(self, error: OSError, origin: Origin) -> str | None:
+    def _shortage(self, error: Exception, origin: Origin) -> str | None:
         """What the system ran out of; None where it is the server that cannot be reached."""
+        if isinstance(error, MemoryError):
+            return "memory"
+        if not isinstance(error, OSError):
+            return None
         if error.errno == errno.EADDRNOTAVAIL:
             # Of an origin never reached yet it rather says that its kind of address is not in use.
             return "ports" if origin.key in self._reached else None

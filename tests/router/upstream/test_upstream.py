@@ -607,6 +607,37 @@ async def test_what_the_system_refuses_is_told_from_what_the_server_refuses(
         await client.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "expected", "resource"),
+    [
+        (MemoryError(), OutOfResources, "memory"),
+        (RuntimeError("a fault of our own"), ConnectFailed, None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_whatever_stops_an_attempt_to_connect_is_the_responses_error_at_once(
+    error: Exception,
+    expected: type[Exception],
+    resource: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the client waits for connect_s, and the log speaks of a slow network."""
+    noted: list[str] = []
+    client = UpstreamClient(on_shortage=noted.append)
+
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "create_connection", fail)
+        with pytest.raises(expected) as caught:
+            await client.send(Origin.parse("http://x"), b"POST", b"/", [], b"", PATIENT)
+    assert type(caught.value) is expected
+    assert noted == ([] if resource is None else [resource])
+    assert client.statistics().active == 0
+    await client.close()
+
+
 async def test_a_thousand_requests_at_once_leave_no_connection_at_work(
     client: UpstreamClient,
 ) -> None:
