@@ -364,8 +364,13 @@ class Passage:
         return self._gateway.decide(self._path, self._headers, body, self._salt)
 
     def _decided(self, task: asyncio.Task[Decision]) -> None:
-        if not task.cancelled():
-            self._take(lambda: self._send(task.result()))
+        if self._stage is _Stage.OVER:
+            return
+        if task.cancelled():
+            # Not by `cancel`, which is the end of the request: something it waited for was.
+            self._refuse(RequestError("the router was interrupted as it chose a replica"))
+            return
+        self._take(lambda: self._send(task.result()))
 
     def _send(self, decision: Decision) -> None:
         gateway = self._gateway
