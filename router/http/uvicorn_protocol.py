@@ -31,6 +31,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from router.upstream import Header
+from router.upstream.turns import PacedJobs
 
 _MAX_WAITING_BYTES = 64 * 1024
 """Of a body that nobody takes: its turn has not come, or its request was refused and the refusal is
@@ -354,6 +355,8 @@ class DirectHttpProtocol(HttpToolsProtocol):
     """
 
     handler: ClassVar[ExchangeHandler | None] = None
+    jobs: ClassVar[PacedJobs]
+    """Of all connections together."""
     reserved_from: ClassVar[int | None] = None
     """The first number of the reserve. The system hands out the lowest that is free."""
     on_reserve: ClassVar[Callable[[], None]]
@@ -475,10 +478,17 @@ class DirectHttpProtocol(HttpToolsProtocol):
         return found
 
     def _proceed(self) -> None:
-        """Let the running exchange look at what has arrived."""
+        """Let the running exchange look at what has arrived, now or soon."""
         running = self._running
         if isinstance(running, Exchange) and running.server is not None:
-            running.server.proceed()
+            self.jobs.run(self._proceed_now)
+
+    def _proceed_now(self) -> None:
+        running = self._running
+        if isinstance(running, Exchange) and not running.disconnected:
+            server = running.server
+            if server is not None:
+                server.proceed()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if isinstance(cycle, Exchange):

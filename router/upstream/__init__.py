@@ -28,7 +28,7 @@ The files; each imports only what is listed above it:
     errors.py       exception tree
     origin.py       where a server is; timeouts
     response.py     one response: filled by its connection, read by its caller
-    turns.py        notices that the event loop does not get around to what was scheduled
+    turns.py        keeps turns of the event loop short, and notices those that are overdue
     connection.py   one socket, one exchange at a time
     client.py       the pool, a request's head, and the clock of all deadlines
 """

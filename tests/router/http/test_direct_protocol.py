@@ -13,7 +13,9 @@ from uvicorn.server import ServerState
 
 from router.http.connection_guard import ClientLimits, guarded_protocol
 from router.http.uvicorn_protocol import Exchange
+from router.upstream.turns import MAX_TURN_S, PacedJobs
 from tests.support.http_client import HttpClient, connect, eventually, request_bytes
+from tests.support.late_loop import LateLoop
 
 
 class Echo:
@@ -25,6 +27,7 @@ class Echo:
         self.body = b""
 
     def proceed(self) -> None:
+        self._server.begun.append(self.exchange.path)
         if self.exchange.path == "/ignored":
             self._server.waiting = [self]
             return
@@ -62,8 +65,12 @@ class DirectServer:
         self.cancelled: list[str] = []
         self.state = ServerState()
         self.port = 0
+        self.opened: list[str] = []
+        self.begun: list[str] = []
+        self.protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, self)
 
     def opens(self, method: str, path: str, query: bytes) -> Callable[[Exchange], Echo] | None:
+        self.opened.append(path)
         return None if path == "/asgi" else lambda exchange: Echo(self, exchange)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -77,7 +84,7 @@ class DirectServer:
 async def direct_server() -> AsyncIterator[DirectServer]:
     app = DirectServer()
     app.go.set()
-    protocol = guarded_protocol(ClientLimits(), lambda _refusal: None, app)
+    protocol = app.protocol
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -160,6 +167,24 @@ async def test_only_the_running_request_hears_that_its_client_left() -> None:
     async with under_way("/first", "/second") as (app, client, _):
         client.leave()
         await eventually(lambda: app.left == ["/first"], "it hears of it")
+
+
+async def test_requests_that_a_turn_has_no_time_for_are_served_in_the_next_ones() -> None:
+    """A burst must not stop every stream until its last request is decided. A client that leaves
+    meanwhile is heard of, and its request is not begun."""
+    loop = LateLoop()
+    async with direct_server() as app, connect(app.port) as first, connect(app.port) as second:
+        app.protocol.jobs = jobs = PacedJobs(loop)  # type: ignore[arg-type]
+        jobs.run(lambda: setattr(loop, "now", loop.now + MAX_TURN_S))
+        await first.write(request_bytes("POST", "/left", b"x"))
+        await eventually(lambda: app.opened == ["/left"], "it has arrived")
+        await second.write(request_bytes("POST", "/a", b"mine"))
+        await eventually(lambda: app.opened == ["/left", "/a"], "it has arrived, too")
+        first.leave()
+        await eventually(lambda: app.left == ["/left"], "it has left")
+        loop.get_around()
+        assert (await second.read_answer()).body == b"mine"
+        assert app.begun == ["/a"]
 
 
 async def test_a_body_that_breaks_its_announced_length_ends_the_connection() -> None:

@@ -9,7 +9,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from tests.router.raw_http import (
     full_listener,
     raw_server,
 )
+from tests.support.late_loop import LateLoop
 
 PATIENT = Timeouts(connect_s=5, first_byte_s=5, idle_s=5)
 HASTY = Timeouts(connect_s=0.1, first_byte_s=0.1, idle_s=0.1)
@@ -988,25 +989,6 @@ async def test_an_https_origin_is_reached_over_verified_tls(certificate: Path) -
 
 
 # --- turns of the event loop ----------------------------------------------------------------------
-
-
-class LateLoop:
-    """An event loop that gets around to what was scheduled when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self._scheduled: list[Callable[[], object]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_soon(self, call: Callable[[], object]) -> None:
-        self._scheduled.append(call)
-
-    def get_around(self) -> None:
-        scheduled, self._scheduled = self._scheduled, []
-        for call in scheduled:
-            call()
 
 
 async def test_a_stream_is_not_read_while_the_event_loop_does_not_get_around_to_the_rest(
