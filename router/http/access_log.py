@@ -63,6 +63,7 @@ class AccessLine:
 
     routed: RoutedRequest | None = None
     error: str | None = None
+    trace_id: str | None = None
 
     def __init__(self, scope: MutableMapping[str, Any]) -> None:
         self._started = time.perf_counter()
@@ -87,6 +88,8 @@ class AccessLine:
         fields["status"] = status
         if request_id:
             fields["request_id"] = request_id.decode("latin-1")
+        if self.trace_id is not None:
+            fields["trace_id"] = self.trace_id
         fields["bytes"] = body_bytes
         fields["seconds"] = round(time.perf_counter() - self._started, 6)
         if self.error is not None:

@@ -28,6 +28,7 @@ from router.observability.request_observer import RequestObservers
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
+from router.tracing import TRACEPARENT, TRACESTATE, TraceContext, read_context
 from router.upstream import Header, Timeouts
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Gateway:
         # The router's key is for the router only: replicas do not get to see it.
         self._dropped = frozenset(
             (
-                b"x-request-id",
+                *(b"x-request-id", TRACEPARENT, TRACESTATE),
                 *_FORWARDING,
                 *(KEY_HEADERS if guard.needs_key("client") else ()),
                 *(() if server.trust_client_rank else (RANK_HEADER,)),
@@ -174,17 +175,26 @@ class Gateway:
         task.add_done_callback(self._open.discard)
         return task
 
-    def request(self, exchange: Exchange, decision: Decision, request_id: bytes) -> ProxyRequest:
+    def request(
+        self,
+        exchange: Exchange,
+        decision: Decision,
+        request_id: bytes,
+        context: TraceContext | None = None,
+    ) -> ProxyRequest:
         """What is sent to a replica.
 
         Args:
             exchange: The client's request.
             decision: Where it goes.
             request_id: Ties the logs of client, router and engine together.
+            context: The trace that the client says it belongs to.
         """
         dropped = self._dropped
         headers = [header for header in exchange.headers if header[0] not in dropped]
         headers += (*self._forwarded(exchange), (b"x-request-id", request_id))
+        if context is not None:
+            headers += context.headers()
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream
         return ProxyRequest(
@@ -233,6 +243,7 @@ class Passage:
 
     __slots__ = (
         "_body",
+        "_context",
         "_exchange",
         "_gateway",
         "_headers",
@@ -254,6 +265,8 @@ class Passage:
         self._exchange = exchange
         self._headers = dict(exchange.headers)
         self._request_id = _request_id(self._headers)
+        is_traced = TRACEPARENT in self._headers
+        self._context = read_context(exchange.headers) if is_traced else None
         self._stage = _Stage.NEW
         self._is_admitted = False
         self._held_bytes = 0
@@ -373,16 +386,19 @@ class Passage:
         self._take(lambda: self._send(task.result()))
 
     def _send(self, decision: Decision) -> None:
-        gateway = self._gateway
+        gateway, context = self._gateway, self._context
         observer = gateway.observers.observe(
-            decision, self._exchange.path, self._request_id.decode("latin-1")
+            decision,
+            self._exchange.path,
+            self._request_id.decode("latin-1"),
+            None if context is None else context.trace_id,
         )
         if self._line is not None:
             self._line.routed = observer.request
         self._stage = _Stage.SENT
         relay = gateway.proxy.start(
             decision.attempts(gateway.guard.clients_see_hits),
-            gateway.request(self._exchange, decision, self._request_id),
+            gateway.request(self._exchange, decision, self._request_id, context),
             self._exchange,
             observer,
             self._close,
@@ -432,6 +448,8 @@ class Passage:
         self._exchange.server = None
         if self._line is not None:
             line, self._line = self._line, None
+            if self._context is not None:
+                line.trace_id = self._context.trace_id
             line.write(self._exchange.status, self._exchange.body_bytes, self._request_id)
 
     def _leave(self) -> None:

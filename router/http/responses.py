@@ -253,6 +253,7 @@ def _request(request: RoutedRequest) -> RequestView:
         change=request.change,
         arrived_at=round(request.arrived_at, 3),
         request_id=request.request_id,
+        trace_id=request.trace_id,
         path=request.path,
         model=request.model,
         policy=request.policy,

@@ -174,6 +174,9 @@ class RequestView(View, frozen=True, kw_only=True):
     arrived_at: float
     """Unix time."""
     request_id: str
+    trace_id: str | None
+    """Of the distributed trace that it belongs to (W3C Trace Context); null where the client names
+    none."""
     path: str
     model: str
     policy: str
@@ -456,6 +459,7 @@ _REQUEST = RequestView(
     change=9422,
     arrived_at=1780000000.123,
     request_id="6f1c2b0d",
+    trace_id="0af7651916cd43dd8448eb211c80319c",
     path="/v1/chat/completions",
     model="gemma-3",
     policy="prefix",

@@ -37,6 +37,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     unknown: str | None
     """Why the prompt is not known in full: one of the reasons of
     `kvroute_untokenized_prompts_total`."""
+    trace_id: str | None = None
+    """Of the distributed trace that it belongs to."""
 
     number: int = 0
     change: int = 0

@@ -76,18 +76,21 @@ class RequestObservers:
         self.reporting: set[str] = set()
         """Replicas whose responses have reported cached tokens at least once."""
 
-    def observe(self, decision: Decision, path: str, request_id: str) -> RequestObserver:
+    def observe(
+        self, decision: Decision, path: str, request_id: str, trace_id: str | None = None
+    ) -> RequestObserver:
         """Log a request that has been decided on, and make its observer.
 
         Args:
             decision: Where it should go.
             path: The endpoint's path.
             request_id: Ties the logs of client, router and engine together.
+            trace_id: Of the distributed trace that it belongs to.
         Raises:
             NoReplica: The ranking is empty; the request is logged as refused.
         """
         self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
-        request = _logged(decision, path, request_id)
+        request = _logged(decision, path, request_id, trace_id)
         try:
             decision.require_replica()
         except NoReplica as error:
@@ -312,7 +315,7 @@ class RequestObserver(ProxyObserver):
         return usage.cached_tokens
 
 
-def _logged(decision: Decision, path: str, request_id: str) -> RoutedRequest:
+def _logged(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
     """The request as the log shows it before it is sent."""
     unknown = (prompt.reason for prompt in decision.tokenized if prompt.reason is not None)
     return RoutedRequest(
@@ -323,4 +326,5 @@ def _logged(decision: Decision, path: str, request_id: str) -> RoutedRequest:
         stream=decision.spec is not None and decision.spec.stream,
         prompt_tokens=decision.prompt_tokens,
         unknown=next(unknown, None),
+        trace_id=trace_id,
     )

@@ -67,7 +67,7 @@ function latest() {
 
 function isWanted(request) {
   const words = byId("requests-search").value.toLowerCase();
-  const named = `${request.replica ?? ""} ${request.model} ${request.request_id}`.toLowerCase();
+  const named = `${request.replica ?? ""} ${request.model} ${request.request_id} ${request.trace_id ?? ""}`.toLowerCase();
   return (!words || named.includes(words)) && (!byId("requests-wrong").checked || isWrong(request));
 }
 
@@ -198,6 +198,7 @@ function factsOf(request) {
     ["Predicted", `${split}, of ${plural(request.prompt_tokens, "token")}`],
     ["Reported", actual === null ? "nothing comparable" : plural(actual, "token")],
   ];
+  if (request.trace_id) facts.push(["Trace id", request.trace_id]);
   if (request.dp_rank !== null) facts.push(["Rank", String(request.dp_rank)]);
   if (request.unknown) facts.push(["Prompt not known in full", whyUnknown(request.unknown)]);
   if (failure) {

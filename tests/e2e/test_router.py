@@ -677,7 +677,10 @@ async def test_a_json_log_is_json_in_every_line(locked: RouterProcess) -> None:
 async def test_the_access_log_says_in_fields_what_became_of_a_request(
     locked: RouterProcess,
 ) -> None:
-    """Joined by the request's id with the logs of client and engine; without keys."""
+    """Joined by the request's id and the client's trace with what others say of it; without
+    keys."""
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    parent = f"00-{trace}-b7ad6b7169203331-01"
     async with engines(1, has_events=True) as (stub,):
         added = await locked.post(
             "/replicas", {"url": stub.url, "id": stub.name, "models": [stub.model]}, OPERATOR
@@ -686,9 +689,17 @@ async def test_the_access_log_says_in_fields_what_became_of_a_request(
         while (await locked.get(f"/replicas/{stub.name}", OPERATOR)).json["state"] != "healthy":
             await asyncio.sleep(0.01)
         body = {"model": stub.model, "prompt": [1, 2, 3]}
-        named = {**CLIENT, "x-request-id": "of-the-client"}
+        named = {**CLIENT, "x-request-id": "of-the-client", "traceparent": parent}
         await locked.post("/v1/completions?api_key=in-the-query", body, named)
+        broken = {
+            **CLIENT,
+            "x-request-id": "broken",
+            "traceparent": f"{parent}-x",
+            "tracestate": "a=1",
+        }
+        await locked.post("/v1/completions", body, broken)
         await locked.post("/v1/completions", body, {"x-request-id": "without-a-key"})
+        logged = (await locked.get("/requests", OPERATOR)).json["requests"]
         await locked.delete(f"/replicas/{stub.name}", OPERATOR)
     lines = [json.loads(line) for line in locked.log().splitlines()]
     by_id = {line["request_id"]: line for line in lines if "request_id" in line}
@@ -699,6 +710,12 @@ async def test_the_access_log_says_in_fields_what_became_of_a_request(
     assert (refused["status"], refused["error"]) == (401, "invalid_api_key")
     assert refused["bytes"] > 0
     assert "in-the-query" not in locked.log()
+    assert served["trace_id"] == trace
+    assert "trace_id" not in by_id["broken"]
+    assert [each["trace_id"] for each in logged[:2]] == [None, trace]
+    first, second = stub.requests
+    assert first.headers["traceparent"] == parent
+    assert not {"traceparent", "tracestate"} & second.headers.keys()
 
 
 # --- bounds ---------------------------------------------------------------------------------------
