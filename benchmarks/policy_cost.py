@@ -87,7 +87,7 @@ def _decider(policy: str, count: int) -> Callable[[], object]:
         make_policy(policy, PolicySettings(random=Random(1))),
         load,
         None if is_new else RecentPrefixes(),
-        lambda _source: False,
+        (),
         mirror=mirror if is_new else None,
     )
     for name in names:

@@ -92,6 +92,8 @@ class Feed:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._sources: dict[SourceId, _SourceFeed] = {}
+        self.suspects: set[SourceId] = set()
+        """Those whose hits should be discounted. One that is not followed has no hits."""
         self._complained: set[str] = set()
 
     def add(
@@ -126,7 +128,7 @@ class Feed:
         if source in self._sources:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
-        feed = _SourceFeed(source, model, index, self._complain, self.taps)
+        feed = _SourceFeed(source, model, index, self._complain, self.taps, self.suspects)
         key = server_key or self._server_key
         curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
         sockets = replace(self._options.socket, allows=allows, curve=curve)
@@ -185,8 +187,8 @@ class Feed:
         return source in self._sources and self.state(source) not in _CATCHING_UP
 
     def is_suspect(self, source: SourceId) -> bool:
-        """Whether a source's hits should be discounted; one that is not followed has no hits."""
-        return source in self._sources and self.state(source) is not SourceState.LIVE
+        """Whether a source is one of the `suspects`."""
+        return source in self.suspects
 
     def record(self, source: SourceId) -> Tap:
         """Listen to a source: its state now, and all that happens from now on.
@@ -225,9 +227,11 @@ class _SourceFeed:
         index: PrefixIndex,
         complain: Callable[[SourceId, KVEventsError], None],
         taps: Taps,
+        suspects: set[SourceId],
     ) -> None:
         self.index = index
         self._taps = taps
+        self._suspects = suspects
         self.state = SourceState.CONNECTING
         self._source = source
         self._model = model
@@ -235,11 +239,14 @@ class _SourceFeed:
         self._applied = AppliedEvents()
         self._has_had_lower_tiers = False
         self._is_known_suspect = False
+        self._is_followed = False
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber
+        self._is_followed = True
+        self._enter(SourceState.CONNECTING)
         self._task = asyncio.get_running_loop().create_task(
             subscriber.run(), name=f"feed {self._source}"
         )
@@ -257,6 +264,8 @@ class _SourceFeed:
     def cancel(self) -> None:
         """Apply nothing from now on."""
         assert self._task is not None
+        self._is_followed = False
+        self._suspects.discard(self._source)
         self._task.cancel()
 
     async def ended(self) -> None:
@@ -305,16 +314,25 @@ class _SourceFeed:
         _log.log(
             level, "replica %s rank %d: %s", self._source.replica, self._source.dp_rank, state.value
         )
-        self.state = state
+        self._enter(state)
         if state in (SourceState.SUSPECT, SourceState.LIVE):
             self._is_known_suspect = state is SourceState.SUSPECT
+
+    def _enter(self, state: SourceState) -> None:
+        self.state = state
+        if not self._is_followed:
+            return  # and the source may have been added again
+        if state is SourceState.LIVE:
+            self._suspects.discard(self._source)
+        else:
+            self._suspects.add(self._source)
 
     def report(self, problem: KVEventsError) -> None:
         self._complain(self._source, problem)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """A subscriber ends only when it is cancelled; anything else is our bug, and shows."""
-        self.state = SourceState.DEAD
+        self._enter(SourceState.DEAD)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             # Only our own errors are known not to quote a prompt.

@@ -150,7 +150,7 @@ class RouterService:
             make_policy(config.policy.name, _policy_settings(config)),
             self._load,
             None if config.policy.name == LEAST_DELAY else self._recent,
-            self.feed.is_suspect,
+            self.feed.suspects,
             config.health.engine_load_stale_after_s,
             weights=config.weights,
             mirror=self._mirror,

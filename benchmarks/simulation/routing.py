@@ -60,7 +60,7 @@ class SimulatedRouter:
             chosen,
             self.load,
             None if has_mirror else RecentPrefixes(),
-            lambda _source: False,
+            (),
             clock=clock,
             mirror=Mirror(clock=clock) if has_mirror else None,
         )

@@ -25,6 +25,7 @@ from router.index.base import (
     StoreHint,
     TierHint,
     WaitingStatistics,
+    token_columns,
 )
 from router.index.choice import (
     REFERENCE,
@@ -55,6 +56,7 @@ __all__ = [
     "WaitingStatistics",
     "choose_index",
     "create_index",
+    "token_columns",
 ]
 
 

@@ -160,6 +160,25 @@ class Hit(NamedTuple):
 NO_HIT = Hit(0, 0)
 
 
+def token_columns(
+    hits: Mapping[SourceId, Hit], sources: list[SourceId]
+) -> tuple[list[int], list[int]]:
+    """The `gpu_cached_tokens` and the `cached_tokens` of several sources, 0 for unknown ones.
+
+    Args:
+        hits: From `match_prompt`, or sums of such.
+        sources: Any.
+    """
+    columns = getattr(hits, "columns", None)
+    if columns is not None:  # of the compiled index, which makes no object for each
+        found: tuple[list[int], list[int]] = columns(sources)
+        return found
+    of_sources = [hits.get(source, NO_HIT) for source in sources] if hits else []
+    if not of_sources:
+        return [0] * len(sources), [0] * len(sources)
+    return [hit[0] for hit in of_sources], [hit[1] for hit in of_sources]
+
+
 @dataclass(frozen=True, slots=True)
 class GroupHit:
     """The longest prefix that one group accepts on the GPU, whatever the others hold."""

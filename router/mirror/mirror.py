@@ -334,6 +334,41 @@ class Mirror:
         _, age, reuse, work, arrivals = known
         return CacheOutlook(self._progress(cache, now), age, reuse, work, arrivals)
 
+    def outlooks(
+        self,
+        model: str,
+        sources: Sequence[SourceId],
+        capacity_of: Callable[[int], int | None],
+        now: float,
+    ) -> list[tuple[float, float | None, float, float, float]]:
+        """The same of many caches, without a name for each value.
+
+        Args:
+            model: Of the request.
+            sources: The caches.
+            capacity_of: What the engine says of the size of cache i.
+            now: On the mirror's clock.
+        """
+        caches, traffic = self._caches, self._model(model)
+        known_until = now + self.OUTLOOK_S
+        found: list[tuple[float, float | None, float, float, float]] = []
+        for source in sources:
+            cache = caches.get(source)
+            if cache is None:
+                found.append(IDLE)
+                continue
+            known = cache.outlook
+            if known is None or now > cache.outlook_until:
+                cache.capacity_blocks = capacity_of(len(found))
+                known = cache.outlook = self._look(traffic, cache, now)
+                cache.outlook_until = known_until
+            if cache.prefilling:
+                progress = self._progress(cache, now)
+                found.append((progress, known[1], known[2], known[3], known[4]))
+            else:
+                found.append(known)
+        return found
+
     def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> CacheOutlook:
         age = self._eviction_age_s(cache, now)
         reuse = 0.0 if age is None else model.reuse_probability(age)

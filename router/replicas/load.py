@@ -18,8 +18,8 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-_Place = tuple[str, int | None]
-"""A replica and one of its ranks; None stands for the whole replica."""
+_Place = str | tuple[str, int]
+"""A replica, or one of its ranks."""
 
 
 class ReplicaLoad(msgspec.Struct):
@@ -92,7 +92,13 @@ class LoadTracker:
 
     def look_at(self, replica_id: str) -> ReplicaLoad:
         """The same without a copy, to be read at once and not kept."""
-        return self._loads.get((replica_id, None)) or _NOTHING
+        return self._loads.get(replica_id) or _NOTHING
+
+    @property
+    def loads(self) -> Mapping[_Place, ReplicaLoad]:
+        """What `look_at` returns, by replica id (and by rank): for whoever looks at many. Nothing
+        is in flight where there is no entry."""
+        return self._loads
 
     def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
         """What is in flight at each rank of a replica. Requests whose rank the engine chose are
@@ -103,7 +109,7 @@ class LoadTracker:
             dp_ranks: All its ranks.
         """
         known = [self._loads.get((replica_id, rank)) or _NOTHING for rank in dp_ranks]
-        whole = self._loads.get((replica_id, None)) or _NOTHING
+        whole = self.look_at(replica_id)
         shares = [
             -((sum(getattr(load, name) for load in known) - getattr(whole, name)) // len(known))
             for name in _FIELDS
@@ -118,9 +124,7 @@ class LoadTracker:
     def statistics(self) -> LoadStatistics:
         """Everything in flight."""
         replicas = {
-            replica_id: replace(load)
-            for (replica_id, rank), load in self._loads.items()
-            if rank is None
+            place: replace(load) for place, load in self._loads.items() if isinstance(place, str)
         }
         return LoadStatistics(replicas, self._in_flight, self._started, self._retried)
 
@@ -134,10 +138,9 @@ class LoadTracker:
             self._add_tokenizing(replica_id, -1)
 
     def _add_tokenizing(self, replica_id: str, requests: int) -> None:
-        place = (replica_id, None)
-        load = self._load_at(place)
+        load = self._load_at(replica_id)
         load.tokenizing_requests += requests
-        self._drop_if_empty(place, load)
+        self._drop_if_empty(replica_id, load)
 
     # What an `InFlight` does to the sums.
 
@@ -197,8 +200,7 @@ class LoadTracker:
 
 
 def _places(replica_id: str, dp_rank: int | None) -> tuple[_Place, ...]:
-    whole = (replica_id, None)
-    return (whole,) if dp_rank is None else (whole, (replica_id, dp_rank))
+    return (replica_id,) if dp_rank is None else (replica_id, (replica_id, dp_rank))
 
 
 class Follower(Protocol):

@@ -8,14 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from router.config import ReplicaConfig, key_bytes
-from router.index import NO_HIT, Hit
-from router.mirror import IDLE, CacheOutlook
+from router.index import SourceId
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
 from router.replicas.load import ReplicaLoad
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
-from router.scoring import Candidate, CandidateLoad
+from router.scoring import State
 from router.upstream import Header
 
 
@@ -46,8 +45,7 @@ class Replica:
         self.served = ServedModels(config.models or ())
         self.configured_sources = _configured_sources(config)
         """Its event sources, if they are configured."""
-        self.sources: tuple[EventSource, ...] = ()
-        """Those that were announced; none before its models are known."""
+        self.sources = ()
         self.model_entries: dict[str, dict[str, Any]] = {}
         """What it says of each model in `GET /v1/models`, by name."""
         self.notes: tuple[str, ...] = ()
@@ -74,6 +72,18 @@ class Replica:
         self.headers = _authorization(config)
         self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
+
+    @property
+    def sources(self) -> tuple[EventSource, ...]:
+        """Those that were announced; none before its models are known."""
+        return self._sources
+
+    @sources.setter
+    def sources(self, sources: tuple[EventSource, ...]) -> None:
+        self._sources = sources
+        self.cache = SourceId(self.id, sources[0].dp_rank if sources else 0)
+        """Its only cache, or the first of several."""
+        self.has_ranks = len(sources) > 1
 
     @property
     def state(self) -> ReplicaState:
@@ -119,94 +129,57 @@ class Replica:
             for rank in load.ranks
         }
 
-    def candidate(
+    def standing(
         self,
-        load: ReplicaLoad,
+        load: ReplicaLoad | None,
         now: float,
         engine_load_stale_after_s: float,
-        hit: Hit = NO_HIT,
-        recent_tokens: int = 0,
         suspect: bool = False,
         dp_rank: int | None = None,
-        rank_load: ReplicaLoad | None = None,
-        outlook: CacheOutlook = IDLE,
-    ) -> Candidate:
-        """This replica as scoring sees it, or one of its ranks, for one prompt.
+    ) -> State:
+        """This replica as scoring sees it, or one of its ranks, whatever the prompt.
 
         Args:
-            load: What this router has in flight there.
+            load: What this router has in flight there, or at the rank; None: nothing.
             now: On the registry's clock.
             engine_load_stale_after_s: The engine's own load is left out when it is older.
-            hit: Prompt tokens predicted to be cached there.
-            recent_tokens: Prompt tokens that were sent there just now.
-            suspect: Whether the prediction is doubtful, since events were lost.
-            dp_rank: The rank to ask for, where there is a choice.
-            rank_load: What this router has in flight at the rank that the candidate stands for;
-                None where there is only one. The engine's own load is that of the rank too, or
-                shared out equally where its metrics do not tell ranks apart.
-            outlook: What else is known of the cache.
+            suspect: Whether what is said of its cache is doubtful, since events were lost.
+            dp_rank: One of several ranks; None: the whole replica. The engine's own load is that of
+                the rank too, or shared out equally where its metrics do not tell ranks apart.
         """
-        fresh = now - self.engine_load_at <= engine_load_stale_after_s
-        return Candidate(
-            replica_id=self.id,
-            gpu_cached_tokens=hit.gpu_cached_tokens,
-            cached_tokens=hit.cached_tokens,
-            by_tier=hit.by_tier,
-            recent_tokens=recent_tokens,
-            suspect=suspect,
-            load=self._load(load, rank_load, dp_rank, self.engine_load if fresh else None),
-            speed=self._speed,
-            obstacle=self.obstacle(load),
-            dp_rank=dp_rank,
-            progress_tokens=outlook.progress_tokens,
-            eviction_age_s=outlook.eviction_age_s,
-            reuse_probability=outlook.reuse_probability,
-            uncached_tokens_per_s=outlook.uncached_tokens_per_s,
-            arrivals_per_s=outlook.arrivals_per_s,
+        foreign = waiting = 0
+        engine_load = self.engine_load
+        if engine_load is not None and now - self.engine_load_at <= engine_load_stale_after_s:
+            foreign, waiting = self.foreign_requests, engine_load.waiting
+            if dp_rank is not None:
+                foreign, waiting = self._foreign_and_waiting(engine_load, dp_rank)
+        speed = self._speed
+        if load is None:
+            return self.id, dp_rank, speed, suspect, 0, 0, 0, 0, foreign, waiting
+        return (
+            *(self.id, dp_rank, speed, suspect, load.prefill_tokens, load.prefilling_requests),
+            *(load.decoding_requests, load.context_tokens, foreign, waiting),
         )
 
-    def _load(
-        self,
-        load: ReplicaLoad,
-        rank_load: ReplicaLoad | None,
-        dp_rank: int | None,
-        engine_load: EngineLoad | None,
-    ) -> CandidateLoad:
-        own = load if rank_load is None else rank_load
-        foreign, waiting = self._foreign_and_waiting(
-            engine_load, None if rank_load is None else dp_rank
-        )
-        return CandidateLoad(
-            queued_prefill_tokens=own.prefill_tokens,
-            prefilling_requests=own.prefilling_requests,
-            decoding_requests=own.decoding_requests,
-            decode_context_tokens=own.context_tokens,
-            foreign_requests=foreign,
-            waiting_requests=waiting,
-        )
-
-    def _foreign_and_waiting(
-        self, engine_load: EngineLoad | None, dp_rank: int | None
-    ) -> tuple[int, int]:
-        """Requests of others, and those that wait, at a rank or at the whole replica."""
-        if engine_load is None:
-            return 0, 0
-        if dp_rank is None:
-            return self.foreign_requests, engine_load.waiting
+    def _foreign_and_waiting(self, engine_load: EngineLoad, dp_rank: int) -> tuple[int, int]:
+        """Requests of others, and those that wait, at a rank."""
         rank = engine_load.of_rank(dp_rank)
         if rank is not None:
             return self.foreign_requests_by_rank[dp_rank], rank.waiting
         ranks = len(self.sources)
         return -(-self.foreign_requests // ranks), -(-engine_load.waiting // ranks)
 
-    def obstacle(self, load: ReplicaLoad) -> str | None:
-        """Why it cannot take a request; None if it can."""
-        if not self.is_healthy:
+    def obstacle(self, load: ReplicaLoad | None) -> str | None:
+        """Why it cannot take a request, with what this router has in flight there; None if it
+        can."""
+        if self.record.health is not Health.HEALTHY:
             return "not healthy"
         if self.draining:
             return "draining"
-        full = self._max_requests is not None and load.requests >= self._max_requests
-        return "at its limit of requests" if full else None
+        if self._max_requests is None:
+            return None
+        requests = 0 if load is None else load.requests
+        return "at its limit of requests" if requests >= self._max_requests else None
 
     def view(self, load: ReplicaLoad, now: float) -> ReplicaView:
         """Everything about it.

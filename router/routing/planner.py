@@ -9,18 +9,30 @@ remembered, since the next one like it should find the same rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId
-from router.mirror import IDLE, Mirror, Visit
+from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
+from router.mirror import Mirror, Visit
 from router.replicas import Replica
-from router.replicas.load import LoadTracker, ReplicaLoad
+from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
-from router.scoring import Candidate, Policy, Ranked, RouteRequest, Weights, estimate, rank
+from router.scoring import (
+    IDLE,
+    Candidate,
+    Outlook,
+    Policy,
+    Ranked,
+    Ranker,
+    RouteRequest,
+    Standings,
+    State,
+    Weights,
+    waits,
+)
 from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
@@ -61,7 +73,7 @@ class RoutePlanner:
         policy: Policy,
         load: LoadTracker,
         recent: RecentPrefixes | None,
-        is_suspect: Callable[[SourceId], bool],
+        suspects: Container[SourceId],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         weights: Weights | None = None,
@@ -74,17 +86,18 @@ class RoutePlanner:
             policy: Orders the replicas that can serve the request.
             load: What this router has in flight at each replica.
             recent: Which prefixes were just sent where; None: what the mirror says is in prefill.
-            is_suspect: Whether events of a source were lost, so that its hits are doubtful.
+            suspects: The sources of which events were lost, so that their hits are doubtful; it
+                changes with them.
             engine_load_stale_after_s: Age from which an engine's own load no longer counts.
             clock: A monotonic clock, in seconds.
             weights: What things cost, for the choice among the ranks of a replica.
             random: Decides between equal ranks.
             mirror: What every cache is doing and evicts next; None: nobody knows.
         """
-        self._policy = policy
+        self._ranker = Ranker(policy)
         self._load = load
         self._recent = recent
-        self._is_suspect = is_suspect
+        self._suspects = suspects
         self._engine_load_stale_after_s = engine_load_stale_after_s
         self._clock = clock
         self._weights = weights or Weights()
@@ -213,17 +226,70 @@ class RoutePlanner:
         replicas: Iterable[Replica],
         choice: RankChoice,
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
-        if self._mirror is not None:
+        if self._mirror is not None and self._ranker.needs_outlook:
             request = replace(
                 request, prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model)
             )
-        candidates = [
-            self._best_rank(replica, found, request, choice)
-            if len(replica.sources) > 1
-            else self._candidate(replica, source_of(replica, None), found, request)
+        able: list[Replica] = []
+        unable: list[Replica] = []
+        loads = self._load.loads
+        for replica in replicas:
+            (unable if replica.obstacle(loads.get(replica.id)) else able).append(replica)
+        ranking = self._ranker.rank(request, self._standings(able, found, request, choice))
+        return ranking, self._excluded(unable, found, request, choice) if unable else ()
+
+    def _excluded(
+        self, unable: list[Replica], found: _Found, request: RouteRequest, choice: RankChoice
+    ) -> list[Candidate]:
+        standings, loads = self._standings(unable, found, request, choice), self._load.loads
+        return [
+            replace(standings.candidate(number), obstacle=replica.obstacle(loads.get(replica.id)))
+            for number, replica in enumerate(unable)
+        ]
+
+    def _standings(
+        self, replicas: list[Replica], found: _Found, request: RouteRequest, choice: RankChoice
+    ) -> Standings:
+        """One candidate for each replica."""
+        now, stale_after_s, loads = found.now, self._engine_load_stale_after_s, self._load.loads
+        suspects = self._suspects
+        caches = [replica.cache for replica in replicas]
+        states = [
+            replica.standing(loads.get(replica.id), now, stale_after_s, replica.cache in suspects)
             for replica in replicas
         ]
-        return rank(self._policy, request, candidates)
+        standings = self._with_hits(states, caches, replicas, found, request)
+        for number, replica in enumerate(replicas):
+            if replica.has_ranks:
+                standings.put(number, self._best_rank(replica, found, request, choice))
+        return standings
+
+    def _with_hits(
+        self,
+        states: list[State],
+        caches: list[SourceId],
+        replicas: Sequence[Replica],
+        found: _Found,
+        request: RouteRequest,
+    ) -> Standings:
+        """The candidates whose *states* are known: each stands for one of *caches*."""
+        hits, recent, mirror = found.hits, found.recent, self._mirror
+        gpu, cached = token_columns(hits, caches)
+        outlooks: list[Outlook]
+        if mirror is not None and self._ranker.needs_outlook:
+            outlooks = mirror.outlooks(
+                request.model, caches, lambda number: replicas[number].cache_blocks, found.now
+            )
+        else:
+            outlooks = [IDLE] * len(caches)
+        return Standings(
+            states,
+            gpu,
+            cached,
+            [recent.get(cache, 0) for cache in caches] if recent else [0] * len(caches),
+            outlooks,
+            lambda number: hits.get(caches[number], NO_HIT).by_tier,
+        )
 
     def _find(self, index: PrefixIndex, prompts: Sequence[HashedPrompt]) -> _Found:
         now = self._clock()
@@ -247,59 +313,31 @@ class RoutePlanner:
         self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Candidate:
         """A replica of several ranks as the one where the request would wait least."""
+        now, stale_after_s = found.now, self._engine_load_stale_after_s
         ranks = [source.dp_rank for source in replica.sources]
-        loads = zip(ranks, self._load.loads_of_ranks(replica.id, ranks), strict=True)
-        candidates = [
-            self._candidate(replica, SourceId(replica.id, dp_rank), found, request, dp_rank, load)
-            for dp_rank, load in loads
-            if choice.asked not in ranks or choice.asked == dp_rank
-        ]
-        return self._choose(candidates, found, request, choice)
+        states, caches = [], []
+        for rank, load in zip(ranks, self._load.loads_of_ranks(replica.id, ranks), strict=True):
+            if choice.asked not in ranks or choice.asked == rank:
+                cache = SourceId(replica.id, rank)
+                is_suspect = cache in self._suspects
+                states.append(replica.standing(load, now, stale_after_s, is_suspect, rank))
+                caches.append(cache)
+        standings = self._with_hits(states, caches, [replica] * len(caches), found, request)
+        return self._choose(standings, found, request, choice)
 
     def _choose(
-        self,
-        candidates: Sequence[Candidate],
-        found: _Found,
-        request: RouteRequest,
-        choice: RankChoice,
+        self, standings: Standings, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Candidate:
-        costs = [
-            estimate(request.prompt_tokens, candidate, self._weights).cost
-            for candidate in candidates
-        ]
+        costs, count = waits(request.prompt_tokens, standings, self._weights), len(standings)
         order = [
-            (cost, candidate.load.requests, self._random(), number)
-            for number, (cost, candidate) in enumerate(zip(costs, candidates, strict=True))
+            (cost, standings.requests(number), self._random(), number)
+            for number, cost in enumerate(costs)
         ]
-        best = candidates[min(order)[-1]]
-        if not choice.is_read and len(candidates) > 1:
-            return _worst(best, candidates)
+        best = standings.candidate(min(order)[-1])
+        if not choice.is_read and count > 1:
+            return _worst(best, [standings.candidate(number) for number in range(count)])
         matters = found.is_remembered or len(set(costs)) > 1 or choice.asked == best.dp_rank
         return best if matters else replace(best, dp_rank=None)
-
-    def _candidate(
-        self,
-        replica: Replica,
-        source: SourceId,
-        found: _Found,
-        request: RouteRequest,
-        dp_rank: int | None = None,
-        rank_load: ReplicaLoad | None = None,
-    ) -> Candidate:
-        outlook, now = IDLE, found.now
-        if self._mirror is not None:
-            outlook = self._mirror.outlook(request.model, source, replica.cache_blocks, now)
-        return replica.candidate(
-            self._load.look_at(replica.id),
-            now,
-            self._engine_load_stale_after_s,
-            found.hits.get(source, NO_HIT),
-            recent_tokens=found.recent.get(source, 0),
-            suspect=self._is_suspect(source),
-            dp_rank=dp_rank,
-            rank_load=rank_load,
-            outlook=outlook,
-        )
 
 
 def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
@@ -346,9 +384,7 @@ def source_of(replica: Replica, dp_rank: int | None) -> SourceId:
         replica: The candidate's replica.
         dp_rank: The candidate's rank; None: the replica's first, or its only one.
     """
-    if dp_rank is None:
-        dp_rank = replica.sources[0].dp_rank if replica.sources else 0
-    return SourceId(replica.id, dp_rank)
+    return replica.cache if dp_rank is None else SourceId(replica.id, dp_rank)
 
 
 def uncached_tokens(prompt_tokens: int, candidate: Candidate) -> int:

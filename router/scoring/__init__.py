@@ -5,6 +5,7 @@ Pure: no I/O, no clock, and all randomness comes from the `Random` passed in.
 The files; each imports only what is listed above it:
 
     types.py      what goes in and out; the weights
+    standings.py  the candidates of a decision as columns, and the order that a policy gives them
     delay.py      the least delay for this request and for others
     policies.py   least wait, round robin, random, least loaded, sessions; by name, plug-ins
     ranking.py    leaves out those that cannot serve; holds a policy to its rules
@@ -16,8 +17,18 @@ from router.scoring.policies import (
     estimate,
     make_policy,
     policy_names,
+    waits,
 )
-from router.scoring.ranking import empty_reason, rank
+from router.scoring.ranking import Ranker, empty_reason, rank
+from router.scoring.standings import (
+    IDLE,
+    Order,
+    OrdersStandings,
+    Outlook,
+    Ranking,
+    Standings,
+    State,
+)
 from router.scoring.types import (
     Candidate,
     CandidateLoad,
@@ -28,17 +39,26 @@ from router.scoring.types import (
 )
 
 __all__ = [
+    "IDLE",
     "LEAST_DELAY",
     "Candidate",
     "CandidateLoad",
+    "Order",
+    "OrdersStandings",
+    "Outlook",
     "Policy",
     "PolicySettings",
     "Ranked",
+    "Ranker",
+    "Ranking",
     "RouteRequest",
+    "Standings",
+    "State",
     "Weights",
     "empty_reason",
     "estimate",
     "make_policy",
     "policy_names",
     "rank",
+    "waits",
 ]

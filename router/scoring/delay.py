@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
-from router.scoring.types import Candidate, Ranked, RouteRequest, Weights
+from typing_extensions import override
+
+from router.scoring.standings import Order, RanksByOrder, Standings, fewest_requests
+from router.scoring.types import Candidate, RouteRequest, Weights
 
 MOST_BUSY = 0.9
 """Queues have no length in the mean when a server is always busy: at most this share counts."""
@@ -28,7 +30,7 @@ class Delays(NamedTuple):
     """What will be computed again since this prompt takes its place."""
 
 
-class LeastDelayPolicy:
+class LeastDelayPolicy(RanksByOrder):
     """The replica where this request, and all others for its sake, wait least.
 
     For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
@@ -49,33 +51,22 @@ class LeastDelayPolicy:
     Among equals the one with the fewest requests, then at random.
     """
 
+    needs_outlook = True
+
     def __init__(self, weights: Weights, random: Random) -> None:
         self._weights = weights
         self._random = random.random
 
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Order by the delay that a placement causes.
-
-        Args:
-            request: Its prompt's length, and the speed of a replica.
-            candidates: With their hits and loads, and what they evict next.
-        """
+    @override
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
         weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
-        draw, mean = self._random, mean_congestion(candidates, speed)
-        order = []
-        for candidate in candidates:
-            ahead, own, behind, evicted = _delays(tokens, candidate, speed, weights, mean)
-            load = candidate.load
-            requests = load.prefilling_requests + load.decoding_requests + load.foreign_requests
-            order.append((ahead + own + behind + evicted, requests, draw(), candidate))
-        order.sort(key=_BEFORE_THE_CANDIDATE)
-        return [
-            Ranked(candidate, cost, partial(_reason, tokens, candidate, speed, weights, mean))
-            for cost, _, _, candidate in order
-        ]
-
-
-_BEFORE_THE_CANDIDATE = itemgetter(0, 1, 2)
+        mean = _mean_congestion(standings, speed)
+        found = _delays(tokens, standings, speed, weights, mean)
+        return Order(
+            [ahead + own + behind + evicted for ahead, own, behind, evicted in found],
+            fewest_requests(standings, self._random),
+            partial(_reason, tokens, speed, weights, mean),
+        )
 
 
 def delays_of(
@@ -96,43 +87,52 @@ def delays_of(
     """
     if mean is None:
         mean = congestion(candidate, prefill_tokens_per_s)
-    return Delays(*_delays(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean))
+    alone = Standings.of((candidate,))
+    return Delays(*_delays(prompt_tokens, alone, prefill_tokens_per_s, weights, mean)[0])
 
 
 def _delays(
     prompt_tokens: int,
-    candidate: Candidate,
+    standings: Standings,
     prefill_tokens_per_s: float,
     weights: Weights,
     mean: float,
-) -> tuple[float, float, float, float]:
-    """The parts of `Delays`, without a name for each: this runs for every replica."""
-    load, speed = candidate.load, candidate.speed
-    gpu: float = candidate.gpu_cached_tokens
-    total: float = candidate.cached_tokens
-    if candidate.suspect:
-        gpu, total = gpu * weights.suspect_trust, total * weights.suspect_trust
-    if candidate.recent_tokens > gpu:
-        gpu = candidate.recent_tokens
-    if gpu >= prompt_tokens:
-        gpu = max(prompt_tokens - 1, 0)
-    own = new = prompt_tokens - gpu
-    if total > gpu:
-        lower = min(total - gpu, new)
-        own += lower * (weights.of_lower(candidate.by_tier) - 1)
-    queued = load.queued_prefill_tokens - candidate.progress_tokens
-    ahead = (
-        (queued if queued > 0 else 0.0)
-        + load.decoding_requests * weights.decode_request
-        + load.decode_context_tokens * weights.decode_context_token
-        + load.foreign_requests * weights.foreign_request
-        + load.waiting_requests * weights.waiting_request
-    )
-    if speed != 1.0:
-        ahead, own, new = ahead / speed, own / speed, new / speed
-    k, reuse = congestion(candidate, prefill_tokens_per_s), candidate.reuse_probability
-    behind = own * (2 * k * ahead + (k + mean) / 2 * own)
-    return ahead, own, behind, reuse * (new + mean * new * new)
+) -> list[tuple[float, float, float, float]]:
+    """The parts of `Delays` at each candidate, without a name for each: this is most of what a
+    decision takes."""
+    decode, context_token = weights.decode_request, weights.decode_context_token
+    foreign_one, waiting_one = weights.foreign_request, weights.waiting_request
+    columns = standings.gpu_cached_tokens, standings.cached_tokens, standings.recent_tokens
+    found: list[tuple[float, float, float, float]] = []
+    gpu: float
+    total: float
+    for state, outlook, gpu, total, recent in zip(
+        standings.states, standings.outlooks, *columns, strict=True
+    ):
+        _, _, speed, suspect, queued, _, decoding, context, foreign, waiting = state
+        progress, _, reuse, uncached_per_s, arrivals_per_s = outlook
+        if suspect:
+            gpu, total = gpu * weights.suspect_trust, total * weights.suspect_trust
+        if recent > gpu:
+            gpu = recent
+        if gpu >= prompt_tokens:
+            gpu = max(prompt_tokens - 1, 0)
+        own = new = prompt_tokens - gpu
+        if total > gpu:
+            tiers = standings.tiers_of(len(found))
+            own += min(total - gpu, new) * (weights.of_lower(tiers) - 1)
+        left = queued - progress
+        ahead = (left if left > 0 else 0.0) + decoding * decode + context * context_token
+        if foreign:
+            ahead += foreign * foreign_one
+        if waiting:
+            ahead += waiting * waiting_one
+        if speed != 1.0:
+            ahead, own, new = ahead / speed, own / speed, new / speed
+        k = _congestion(arrivals_per_s, uncached_per_s, prefill_tokens_per_s * speed)
+        behind = own * (2 * k * ahead + (k + mean) / 2 * own)
+        found.append((ahead, own, behind, reuse * (new + mean * new * new)))
+    return found
 
 
 def congestion(candidate: Candidate, prefill_tokens_per_s: float) -> float:
@@ -154,14 +154,16 @@ def mean_congestion(candidates: Sequence[Candidate], prefill_tokens_per_s: float
         candidates: All of them; 0 where there is none.
         prefill_tokens_per_s: Of a replica at speed 1.
     """
-    arrivals = uncached = speeds = 0.0
-    for candidate in candidates:
-        arrivals += candidate.arrivals_per_s
-        uncached += candidate.uncached_tokens_per_s
-        speeds += candidate.speed
-    if not candidates:
+    return _mean_congestion(Standings.of(candidates), prefill_tokens_per_s)
+
+
+def _mean_congestion(standings: Standings, prefill_tokens_per_s: float) -> float:
+    if not standings.states:
         return 0.0
-    count = len(candidates)
+    count = len(standings.states)
+    arrivals = sum([outlook[4] for outlook in standings.outlooks])
+    uncached = sum([outlook[3] for outlook in standings.outlooks])
+    speeds = sum([state[2] for state in standings.states])
     return _congestion(arrivals / count, uncached / count, prefill_tokens_per_s * speeds / count)
 
 
@@ -172,10 +174,11 @@ def _congestion(arrivals_per_s: float, uncached_tokens_per_s: float, speed: floa
 
 def _reason(
     prompt_tokens: int,
-    candidate: Candidate,
     prefill_tokens_per_s: float,
     weights: Weights,
     mean: float,
+    candidate: Candidate,
+    _place: int,
 ) -> str:
     delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean)
     cached, expected = candidate.cached_tokens, candidate.recent_tokens

@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from operator import itemgetter
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
+
+from typing_extensions import override
 
 from kvevents.plugins import PlugIns
 from router.errors import PolicyError
 from router.scoring.delay import LeastDelayPolicy
+from router.scoring.standings import Order, RanksByOrder, Standings, fewest_requests
 from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 
 # --- by the estimated wait, in prefill tokens -----------------------------------------------------
@@ -33,18 +35,63 @@ def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Rank
         candidate: Where it would wait.
         weights: What each part costs.
     """
-    trust = weights.suspect_trust if candidate.suspect else 1.0
-    gpu = max(candidate.gpu_cached_tokens * trust, candidate.recent_tokens * weights.recent_trust)
-    gpu = min(gpu, prompt_tokens)
-    lower = min(max(candidate.cached_tokens * trust - gpu, 0.0), prompt_tokens - gpu)
-    uncached = prompt_tokens - gpu - lower
-    lower_cost = lower * weights.of_lower(candidate.by_tier) if lower else 0.0
-    cost = (uncached + lower_cost + busyness(candidate.load, weights)) / candidate.speed
-    return Ranked(candidate, cost, partial(_parts, prompt_tokens, candidate, uncached, cost))
+    (cost,) = waits(prompt_tokens, Standings.of((candidate,)), weights)
+    return Ranked(candidate, cost, partial(_parts, prompt_tokens, weights, candidate, 0))
 
 
-def _parts(prompt_tokens: int, candidate: Candidate, uncached: float, cost: float) -> str:
+def waits(prompt_tokens: int, standings: Standings, weights: Weights) -> list[float]:
+    """The wait of a prompt at each of several candidates, in prefill tokens.
+
+    Args:
+        prompt_tokens: Length of the prompt; hits beyond it do not count.
+        standings: Where it would wait.
+        weights: What each part costs.
+    """
+    recent_trust, busy = weights.recent_trust, busynesses(standings, weights)
+    columns = standings.gpu_cached_tokens, standings.cached_tokens, standings.recent_tokens
+    found: list[float] = []
+    for state, ahead, gpu, total, recent in zip(standings.states, busy, *columns, strict=True):
+        if state[3] or total > gpu:
+            tiers = standings.tiers_of(len(found)) if total > gpu else ()
+            hit = gpu, total, recent, tiers
+            uncached, lower_cost = _uncached(prompt_tokens, hit, state[3], weights)
+            found.append((uncached + lower_cost + ahead) / state[2])
+            continue
+        # The same of what is on the GPU only, and certain.
+        cached = recent * recent_trust if recent else 0.0
+        if cached < gpu:
+            cached = gpu
+        found.append(
+            ((prompt_tokens - cached if cached < prompt_tokens else 0.0) + ahead) / state[2]
+        )
+    return found
+
+
+_Hit: TypeAlias = tuple[int, int, int, Sequence[tuple[str, int]]]
+"""Of a candidate, `gpu_cached_tokens`, `cached_tokens`, `recent_tokens` and `by_tier`."""
+
+
+def _uncached(
+    prompt_tokens: int, hit: _Hit, is_suspect: bool, weights: Weights
+) -> tuple[float, float]:
+    """How many tokens count as uncached, and what those in lower tiers cost."""
+    gpu_tokens, total, recent, by_tier = hit
+    trust = weights.suspect_trust if is_suspect else 1.0
+    gpu = min(max(gpu_tokens * trust, recent * weights.recent_trust), prompt_tokens)
+    lower = min(max(total * trust - gpu, 0.0), prompt_tokens - gpu)
+    return prompt_tokens - gpu - lower, lower * weights.of_lower(by_tier) if lower else 0.0
+
+
+def _parts(prompt_tokens: int, weights: Weights, candidate: Candidate, _place: int) -> str:
     """The parts of a wait as a sentence."""
+    hit = (
+        candidate.gpu_cached_tokens,
+        candidate.cached_tokens,
+        candidate.recent_tokens,
+        candidate.by_tier,
+    )
+    uncached, _ = _uncached(prompt_tokens, hit, candidate.suspect, weights)
+    (cost,) = waits(prompt_tokens, Standings.of((candidate,)), weights)
     parts = [*_parts_of_hit(prompt_tokens, candidate, uncached), *_parts_of_load(candidate.load)]
     return f"{'; '.join(parts)}: an estimated wait of {cost:,.0f} prefill tokens"
 
@@ -75,26 +122,28 @@ def _parts_of_load(load: CandidateLoad) -> list[str]:
     return [f"{count:,} {what}" for count, what in counts if count] or ["nothing ahead"]
 
 
-def busyness(load: CandidateLoad, weights: Weights) -> float:
-    """The work ahead of any new request at a replica, in prefill tokens at speed 1.
+def busynesses(standings: Standings, weights: Weights) -> list[float]:
+    """The work ahead of any new request at each candidate, in prefill tokens at speed 1.
 
     Args:
-        load: What is there.
+        standings: With what is there.
         weights: What each part costs.
     """
-    return (
-        load.queued_prefill_tokens * weights.queued_prefill_token
-        + load.decoding_requests * weights.decode_request
-        + load.decode_context_tokens * weights.decode_context_token
-        + load.foreign_requests * weights.foreign_request
-        + load.waiting_requests * weights.waiting_request
-    )
+    token, context_token = weights.queued_prefill_token, weights.decode_context_token
+    decode, foreign_one = weights.decode_request, weights.foreign_request
+    waiting_one = weights.waiting_request
+    found = []
+    for _, _, _, _, queued, _, decoding, context, foreign, waiting in standings.states:
+        busy = queued * token + decoding * decode + context * context_token
+        if foreign:
+            busy += foreign * foreign_one
+        if waiting:
+            busy += waiting * waiting_one
+        found.append(busy)
+    return found
 
 
-_BEFORE_THE_ESTIMATE = itemgetter(0, 1, 2)
-
-
-class PrefixPolicy:
+class PrefixPolicy(RanksByOrder):
     """The default: the replica where this request waits least, given its cache and its load.
 
     A hot prefix stays on the replica that has it as long as waiting there is cheaper than computing
@@ -102,28 +151,26 @@ class PrefixPolicy:
     one with the fewest requests, then at random.
     """
 
+    needs_outlook = False
+
     def __init__(self, weights: Weights, random: Random) -> None:
         self._weights = weights
         self._random = random.random
 
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Order by estimated wait.
-
-        Args:
-            request: Only the prompt's length matters.
-            candidates: With their hits and loads.
-        """
-        draw, tokens, weights = self._random, request.prompt_tokens, self._weights
-        estimates = [estimate(tokens, candidate, weights) for candidate in candidates]
-        order = [(found.cost, found.candidate.load.requests, draw(), found) for found in estimates]
-        order.sort(key=_BEFORE_THE_ESTIMATE)
-        return [found for *_, found in order]
+    @override
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        tokens, weights = request.prompt_tokens, self._weights
+        return Order(
+            waits(tokens, standings, weights),
+            fewest_requests(standings, self._random),
+            partial(_parts, tokens, weights),
+        )
 
 
 # --- without a look at the cache ------------------------------------------------------------------
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(RanksByOrder):
     """Each replica in its turn, per model.
 
     With one turn for all models, two whose requests alternate would each always meet the same
@@ -131,25 +178,18 @@ class RoundRobinPolicy:
     """
 
     MAX_MODELS = 1024
+    needs_outlook = False
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Begin with the candidate whose turn it is, by id.
-
-        Args:
-            request: Only its model matters.
-            candidates: In any order.
-        """
-        if not candidates:
-            return []
-        ordered = sorted(candidates, key=_by_id)
-        start = self._next_turn(request.model) % len(ordered)
-        turn = ordered[start:] + ordered[:start]
-        return [
-            Ranked(candidate, index, _turn_reason(index)) for index, candidate in enumerate(turn)
-        ]
+    @override
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        """Begin with the candidate whose turn it is, by id."""
+        by_id = [state[0] for state in standings.states]
+        numbers = sorted(range(len(by_id)), key=by_id.__getitem__)
+        start = self._next_turn(request.model) % len(by_id)
+        return _in_order(numbers[start:] + numbers[:start], _turn_reason)
 
     def _next_turn(self, model: str) -> int:
         turn = self._turns.get(model, 0)
@@ -159,67 +199,70 @@ class RoundRobinPolicy:
         return turn
 
 
-class RandomPolicy:
+class RandomPolicy(RanksByOrder):
     """Any order, each as likely as the others."""
+
+    needs_outlook = False
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        """Shuffle.
-
-        Args:
-            request: Not looked at.
-            candidates: In any order.
-        """
-        ordered = list(candidates)
-        self._random.shuffle(ordered)
-        return [
-            Ranked(candidate, index, "drawn at random") for index, candidate in enumerate(ordered)
-        ]
+    @override
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        numbers = list(range(len(standings)))
+        self._random.shuffle(numbers)
+        return _in_order(numbers, _random_reason)
 
 
-class LeastLoadedPolicy:
+class LeastLoadedPolicy(RanksByOrder):
     """The replica with the least to do first, whatever is cached there; ties at random."""
+
+    needs_outlook = False
 
     def __init__(self, weights: Weights, random: Random) -> None:
         self._weights = weights
-        self._random = random
+        self._random = random.random
 
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        """Order by load.
-
-        Args:
-            request: Not looked at.
-            candidates: With their loads.
-        """
-        loads = [
-            (busyness(candidate.load, self._weights) / candidate.speed, candidate)
-            for candidate in candidates
-        ]
-        loads.sort(key=lambda found: (found[0], found[1].load.requests, self._random.random()))
-        return [
-            Ranked(candidate, cost, partial(_load_reason, candidate.load.requests, cost))
-            for cost, candidate in loads
-        ]
+    @override
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        weights = self._weights
+        return Order(
+            _waits_in_line(standings, weights),
+            fewest_requests(standings, self._random),
+            partial(_load_reason, weights),
+        )
 
 
-def _load_reason(requests: int, cost: float) -> str:
-    return f"{requests:,} requests there, a wait of {cost:,.0f} prefill tokens"
+def _waits_in_line(standings: Standings, weights: Weights) -> list[float]:
+    busy = busynesses(standings, weights)
+    return [ahead / state[2] for ahead, state in zip(busy, standings.states, strict=True)]
 
 
-def _by_id(candidate: Candidate) -> str:
-    return candidate.replica_id
+def _load_reason(weights: Weights, candidate: Candidate, _place: int) -> str:
+    (cost,) = _waits_in_line(Standings.of((candidate,)), weights)
+    return f"{candidate.load.requests:,} requests there, a wait of {cost:,.0f} prefill tokens"
 
 
-def _turn_reason(index: int) -> str:
-    return "its turn" if index == 0 else f"{index} after the one whose turn it is"
+def _in_order(numbers: Sequence[int], why: Callable[[Candidate, int], str]) -> Order:
+    """The order of candidates whose cost is their place."""
+    costs = [0] * len(numbers)
+    for place, number in enumerate(numbers):
+        costs[number] = place
+    return Order(costs, costs.__getitem__, why)
+
+
+def _random_reason(_candidate: Candidate, _place: int) -> str:
+    return "drawn at random"
+
+
+def _turn_reason(_candidate: Candidate, place: int) -> str:
+    return "its turn" if place == 0 else f"{place} after the one whose turn it is"
 
 
 # --- by session -----------------------------------------------------------------------------------
 
 
-class SessionPolicy:
+class SessionPolicy(RanksByOrder):
     """One session, one replica, as long as it can serve; without a session, the least loaded.
 
     Rendezvous hashing (Thaler & Ravishankar, 1998): every replica draws a number from (session,
@@ -230,47 +273,41 @@ class SessionPolicy:
     wins twice as often.
     """
 
+    needs_outlook = False
+
     def __init__(self, weights: Weights, random: Random) -> None:
         self._without_session = LeastLoadedPolicy(weights, random)
 
-    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """Order by the numbers that the candidates draw for the session.
-
-        Args:
-            request: Its session decides.
-            candidates: In any order.
-        """
+    @override
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        """By the numbers that the candidates draw for the session."""
         if not request.session:
-            return self._without_session.rank(request, candidates)
+            return self._without_session.order(request, standings)
         # A client may send a lone surrogate.
-        session = request.session.encode("utf-8", "surrogatepass")
-        draws = sorted(
-            (draw(session, candidate), candidate.replica_id, candidate) for candidate in candidates
-        )
-        return [
-            Ranked(candidate, number, _reason(index))
-            for index, (number, _, candidate) in enumerate(draws)
-        ]
+        session, states = request.session.encode("utf-8", "surrogatepass"), standings.states
+        draws = [draw(session, state[0], state[2]) for state in states]
+        return Order(draws, lambda number: states[number][0], _session_reason)
 
 
-def draw(session: bytes, candidate: Candidate) -> float:
+def draw(session: bytes, replica_id: str, speed: float) -> float:
     """The number that a candidate draws: exponentially distributed, at the rate of its speed.
 
     Args:
         session: What the client calls its session.
-        candidate: Its id and speed matter.
+        replica_id: The candidate's.
+        speed: The candidate's.
     """
-    name = candidate.replica_id.encode()
+    name = replica_id.encode()
     digest = blake2b(b"%d:%b%b" % (len(name), name, session), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 1) / 2**64
-    return -math.log(uniform) / candidate.speed
+    return -math.log(uniform) / speed
 
 
-def _reason(index: int) -> str:
+def _session_reason(_candidate: Candidate, place: int) -> str:
     return (
         "the replica of this session"
-        if index == 0
-        else f"{index} after the replica of this session"
+        if place == 0
+        else f"{place} after the replica of this session"
     )
 
 

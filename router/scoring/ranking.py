@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from router.errors import PolicyError
+from router.scoring.standings import OrdersStandings, Ranking, Standings
 from router.scoring.types import Candidate, Policy, Ranked, RouteRequest
 
 
@@ -29,9 +30,54 @@ def rank(
     excluded: list[Candidate] = []
     for candidate in candidates:
         (able if candidate.obstacle is None else excluded).append(candidate)
+    return _rank_candidates(policy, request, able), tuple(excluded)
+
+
+class Ranker:
+    """Lets a policy order what can take a request.
+
+    Args:
+        policy: Built-in or a plug-in. One that ranks candidates gets them; one that orders
+            standings goes without.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._orders = policy if isinstance(policy, OrdersStandings) else None
+        self.needs_outlook = self._orders is None or self._orders.needs_outlook
+        """Whether the policy may look at what each cache is doing."""
+
+    def rank(self, request: RouteRequest, standings: Standings) -> Sequence[Ranked]:
+        """Rank *standings*, best first.
+
+        Args:
+            request: What the policy may know of it.
+            standings: All that can take it.
+        Raises:
+            PolicyError: The policy lost, repeated or invented a candidate, or its costs are not
+                finite, or not ascending.
+        """
+        if not standings.states:
+            return ()
+        if self._orders is None:
+            candidates = [standings.candidate(number) for number in range(len(standings))]
+            return _rank_candidates(self._policy, request, candidates)
+        order = self._orders.order(request, standings)
+        total = sum(order.costs)
+        if len(order.costs) != len(standings) or not math.isfinite(total):
+            raise PolicyError(
+                f"policy {type(self._policy).__name__}: {len(order.costs)} costs with the sum "
+                f"{total} for {len(standings)} candidates; each needs one, and it must be finite"
+            )
+        return Ranking(order, standings)
+
+
+def _rank_candidates(
+    policy: Policy, request: RouteRequest, able: Sequence[Candidate]
+) -> tuple[Ranked, ...]:
     ranked = policy.rank(request, able)
     _check(policy, able, ranked)
-    return tuple(ranked), tuple(excluded)
+    return tuple(ranked)
 
 
 def empty_reason(excluded: Iterable[Candidate]) -> str:

@@ -188,6 +188,22 @@ public:
 
     nb::dict sources() const { return slots_; }
 
+    // Tokens on the GPU, and in all, of each of `sources`; 0 for unknown ones.
+    nb::tuple columns(const nb::list& sources) const {
+        const std::size_t count = nb::len(sources);
+        nb::list gpu, total;
+        for (std::size_t number = 0; number < count; ++number) {
+            PyObject* slot = PyDict_GetItemWithError(
+                slots_.ptr(), PyList_GET_ITEM(sources.ptr(), static_cast<Py_ssize_t>(number)));
+            if (slot == nullptr && PyErr_Occurred()) throw nb::python_error();
+            const std::size_t at_slot = slot == nullptr ? hits.size() : PyLong_AsSize_t(slot);
+            const Hit hit = at_slot < hits.size() ? hits[at_slot] : Hit{};
+            gpu.append(hit.gpu);
+            total.append(hit.total);
+        }
+        return nb::make_tuple(gpu, total);
+    }
+
     // All of it, as a dict.
     nb::object all() {
         if (all_.is_valid()) return all_;
@@ -668,6 +684,7 @@ NB_MODULE(_core, module) {
 
     nb::class_<HitMap> hit_map(module, "HitMap", nb::type_slots(hit_map_slots));
     hit_map.def("get", &hit_or, nb::arg("source"), nb::arg("otherwise").none() = nb::none())
+        .def("columns", &HitMap::columns, nb::arg("sources"))
         .def("keys", [](HitMap& self) { return self.all().attr("keys")(); })
         .def("values", [](HitMap& self) { return self.all().attr("values")(); })
         .def("items", [](HitMap& self) { return self.all().attr("items")(); })

@@ -41,6 +41,7 @@ from router.index import (
     SourceLimits,
     SourceStatistics,
     WaitingStatistics,
+    token_columns,
 )
 from tests.router.index.implementations import Implementation
 from tests.support.blocks import FULL, SOURCE, Prefix, gpu_hit, tokens, window
@@ -179,6 +180,21 @@ def test_one_source_is_matched_as_it_is_among_all(implementation: Implementation
     alone = {source: index.match_source(prompt, source) for source in (SOURCE, other, empty)}
     assert alone == index.match_prompt(prompt)
     assert alone[other] == Hit(48, 48)
+
+
+def test_the_hits_of_a_match_are_the_same_in_columns(implementation: Implementation) -> None:
+    """A decision reads them without an object for each; unknown sources hold nothing."""
+    index = index_with(implementation)
+    apply(index, PROMPT.stored(0, FULL))
+    index.add(SourceId("empty"))
+    sources = [SourceId("unknown"), SOURCE, SourceId("empty")]
+    hits = index.match(tokens(161))
+    expected = [hits.get(source, NO_HIT) for source in sources]
+    assert expected[1] != NO_HIT
+    for found in (hits, dict(hits.items()), {}):
+        gpu, cached = token_columns(found, sources)
+        assert gpu == [hit.gpu_cached_tokens if found else 0 for hit in expected]
+        assert cached == [hit.cached_tokens if found else 0 for hit in expected]
 
 
 def test_the_hits_of_a_match_stay_as_they_were_found(implementation: Implementation) -> None:

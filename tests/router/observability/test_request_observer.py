@@ -45,7 +45,7 @@ class Observed:
             make_policy(policy),
             self.load,
             RecentPrefixes() if policy == "prefix" else None,
-            lambda _: False,
+            (),
             mirror=self.mirror,
         )
         responses = StoredResponses(_has_no_response)

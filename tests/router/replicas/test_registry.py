@@ -26,7 +26,6 @@ from router.errors import (
     ShuttingDown,
     UnknownReplica,
 )
-from router.index import Hit
 from router.replicas import (
     EventSource,
     Health,
@@ -844,10 +843,10 @@ async def test_draining_overrules_health_and_ends_when_the_operator_says() -> No
         here.registry.drain("r")
         here.registry.drain("r")
         assert replica.state is ReplicaState.DRAINING
-        assert replica.candidate(here.load.load_of("r"), 0, 5).obstacle == "draining"
+        assert replica.obstacle(here.load.load_of("r")) == "draining"
         await engine.stop()
         await until(lambda: not replica.is_healthy)
-        assert replica.candidate(here.load.load_of("r"), 0, 5).obstacle == "not healthy"
+        assert replica.obstacle(here.load.load_of("r")) == "not healthy"
         assert replica.state is ReplicaState.DRAINING
         here.registry.undrain("r")
         assert replica.state is ReplicaState.UNHEALTHY
@@ -960,23 +959,12 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
         await until(lambda: replica.engine_load)
         now = replica.engine_load_at
         assert replica.foreign_requests == 5 + 2 - 3
-        candidate = replica.candidate(
-            here.load.load_of("r"), now + 5, 5, Hit(64, 64), recent_tokens=32, dp_rank=1
-        )
-        assert (candidate.load.foreign_requests, candidate.load.waiting_requests) == (4, 2)
-        assert (candidate.load.queued_prefill_tokens, candidate.load.prefilling_requests) == (
-            300,
-            3,
-        )
-        assert (candidate.gpu_cached_tokens, candidate.cached_tokens, candidate.recent_tokens) == (
-            64,
-            64,
-            32,
-        )
-        assert (candidate.speed, candidate.dp_rank) == (2.0, 1)
-        assert candidate.obstacle == "at its limit of requests", "healthy, but three of three"
+        load = here.load.load_of("r")
+        state = replica.standing(load, now + 5, 5)
+        assert state == ("r", None, 2.0, False, 300, 3, 0, 0, 4, 2)
+        assert replica.obstacle(load) == "at its limit of requests", "healthy, but three of three"
         ours.pop().ended()
-        assert replica.candidate(here.load.load_of("r"), now, 5).obstacle is None
+        assert replica.obstacle(here.load.load_of("r")) is None
         for flight in ours:
             flight.ended()
 
@@ -987,10 +975,10 @@ async def test_an_old_engine_load_is_not_believed() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.engine_load)
-        stale = replica.candidate(
-            here.load.load_of("r"), replica.engine_load_at + 5.1, engine_load_stale_after_s=5
+        *_, foreign, waiting = replica.standing(
+            None, replica.engine_load_at + 5.1, engine_load_stale_after_s=5
         )
-        assert (stale.load.foreign_requests, stale.load.waiting_requests) == (0, 0)
+        assert (foreign, waiting) == (0, 0)
         engine.respond("/metrics", b"", status=404)
         await until(lambda: replica.failed_scrapes)
         assert replica.state is ReplicaState.HEALTHY, "metrics are no matter of health"

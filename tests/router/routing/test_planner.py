@@ -47,7 +47,7 @@ class Planning:
             make_policy("prefix"),
             self.load,
             RecentPrefixes(ttl_s=5),
-            self.suspects.__contains__,
+            self.suspects,
             clock=lambda: 0.0,
             random=Random(4),
         )

@@ -396,7 +396,7 @@ def test_the_reason_says_who_comes_first(name: str, first: str, second: str) -> 
 def test_ids_and_sessions_that_read_alike_together_draw_apart() -> None:
     """Replica `a1` and session `2` are not replica `a` and session `12`."""
     pairs = [("a1", b"2"), ("a", b"12"), ("a12", b"")]
-    draws = {draw(session, Candidate(replica_id=name)) for name, session in pairs}
+    draws = {draw(session, name, 1.0) for name, session in pairs}
     assert len(draws) == len(pairs)
 
 

@@ -1,0 +1,302 @@
+"""The candidates of one decision as columns of plain numbers, and the order that a policy gives
+them.
+
+A router decides for every request, and of a decision it needs the first place only. So candidates,
+their reasons, and all places behind the first are made when somebody asks for them: a retry, an
+explanation, or a policy that ranks `Candidate` objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload, runtime_checkable
+
+from typing_extensions import override
+
+from router.scoring.types import Candidate, CandidateLoad, Ranked, RouteRequest
+
+State: TypeAlias = tuple[str, int | None, float, bool, int, int, int, int, int, int]
+"""Of a `Candidate`, what does not depend on the prompt: `replica_id`, `dp_rank`, `speed` and
+`suspect`, and of its load `queued_prefill_tokens`, `prefilling_requests`, `decoding_requests`,
+`decode_context_tokens`, `foreign_requests` and `waiting_requests`."""
+Outlook: TypeAlias = tuple[float, float | None, float, float, float]
+"""Of a `Candidate`, `progress_tokens`, `eviction_age_s`, `reuse_probability`,
+`uncached_tokens_per_s` and `arrivals_per_s`."""
+
+IDLE: Outlook = (0.0, None, 0.0, 0.0, 0.0)
+"""Of a cache that nothing is sent to and that evicts nothing."""
+
+id_of: Callable[[State], str] = itemgetter(0)
+
+
+class Standings:
+    """The candidates of one decision: item i of every column is about candidate i."""
+
+    __slots__ = (
+        "cached_tokens",
+        "gpu_cached_tokens",
+        "outlooks",
+        "recent_tokens",
+        "states",
+        "tiers_of",
+    )
+
+    def __init__(
+        self,
+        states: list[State],
+        gpu_cached_tokens: list[int],
+        cached_tokens: list[int],
+        recent_tokens: list[int],
+        outlooks: list[Outlook],
+        tiers_of: Callable[[int], tuple[tuple[str, int], ...]],
+    ) -> None:
+        """Keep the columns. Policies must not change them.
+
+        Args:
+            states: What does not depend on the prompt.
+            gpu_cached_tokens: As in `Candidate`, like the next two.
+            cached_tokens: At least as many.
+            recent_tokens: By candidate.
+            outlooks: What each cache is doing.
+            tiers_of: Returns the `by_tier` of candidate i.
+        """
+        self.states = states
+        self.gpu_cached_tokens = gpu_cached_tokens
+        self.cached_tokens = cached_tokens
+        self.recent_tokens = recent_tokens
+        self.outlooks = outlooks
+        self.tiers_of = tiers_of
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Standings:
+        """Those of *candidates*, in their order."""
+        return cls(
+            [state_of(candidate) for candidate in candidates],
+            [candidate.gpu_cached_tokens for candidate in candidates],
+            [candidate.cached_tokens for candidate in candidates],
+            [candidate.recent_tokens for candidate in candidates],
+            [_outlook_of(candidate) for candidate in candidates],
+            lambda number: candidates[number].by_tier,
+        )
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def put(self, number: int, candidate: Candidate) -> None:
+        """Let another candidate stand for *number*.
+
+        Args:
+            number: Which one goes.
+            candidate: Which one comes.
+        """
+        tiers_of = self.tiers_of
+        self.states[number] = state_of(candidate)
+        self.gpu_cached_tokens[number] = candidate.gpu_cached_tokens
+        self.cached_tokens[number] = candidate.cached_tokens
+        self.recent_tokens[number] = candidate.recent_tokens
+        self.outlooks[number] = _outlook_of(candidate)
+        self.tiers_of = lambda each: candidate.by_tier if each == number else tiers_of(each)
+
+    def requests(self, number: int) -> int:
+        """Requests known to be at candidate *number*."""
+        _, _, _, _, _, prefilling, decoding, _, foreign, _ = self.states[number]
+        return prefilling + decoding + foreign
+
+    def candidate(self, number: int) -> Candidate:
+        """Candidate *number* as an object."""
+        state, outlook = self.states[number], self.outlooks[number]
+        return Candidate(
+            replica_id=state[0],
+            gpu_cached_tokens=self.gpu_cached_tokens[number],
+            cached_tokens=self.cached_tokens[number],
+            by_tier=self.tiers_of(number),
+            recent_tokens=self.recent_tokens[number],
+            progress_tokens=outlook[0],
+            eviction_age_s=outlook[1],
+            reuse_probability=outlook[2],
+            uncached_tokens_per_s=outlook[3],
+            arrivals_per_s=outlook[4],
+            suspect=state[3],
+            load=CandidateLoad(
+                queued_prefill_tokens=state[4],
+                prefilling_requests=state[5],
+                decoding_requests=state[6],
+                decode_context_tokens=state[7],
+                foreign_requests=state[8],
+                waiting_requests=state[9],
+            ),
+            speed=state[2],
+            dp_rank=state[1],
+        )
+
+
+def state_of(candidate: Candidate) -> State:
+    """The `State` of a candidate."""
+    load = candidate.load
+    return (
+        candidate.replica_id,
+        candidate.dp_rank,
+        candidate.speed,
+        candidate.suspect,
+        load.queued_prefill_tokens,
+        load.prefilling_requests,
+        load.decoding_requests,
+        load.decode_context_tokens,
+        load.foreign_requests,
+        load.waiting_requests,
+    )
+
+
+def _outlook_of(candidate: Candidate) -> Outlook:
+    return (
+        candidate.progress_tokens,
+        candidate.eviction_age_s,
+        candidate.reuse_probability,
+        candidate.uncached_tokens_per_s,
+        candidate.arrivals_per_s,
+    )
+
+
+# --- the order ------------------------------------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """How a policy orders standings: by cost."""
+
+    costs: Sequence[float]
+    """By candidate; finite."""
+    tie: Callable[[int], Any]
+    """What decides between candidates of equal cost, by their numbers: the least value first. The
+    values can be compared with each other."""
+    why: Callable[[Candidate, int], str]
+    """The reason of a candidate in a place, 0 for the first, as a sentence for people."""
+
+    def first(self) -> int:
+        """The number of the best candidate; there is one."""
+        costs = self.costs
+        least = min(costs)
+        if costs.count(least) == 1:
+            return costs.index(least)
+        return min((i for i, cost in enumerate(costs) if cost == least), key=self.tie)
+
+    def numbers(self) -> list[int]:
+        """The numbers of all candidates, best first."""
+        costs, tie = self.costs, self.tie
+        return sorted(range(len(costs)), key=lambda number: (costs[number], tie(number)))
+
+
+def fewest_requests(
+    standings: Standings, random: Callable[[], float]
+) -> Callable[[int], tuple[int, float]]:
+    """Among equals, the candidate with the fewest requests, then any.
+
+    Args:
+        standings: Of the candidates.
+        random: Draws a number for each of them.
+    """
+    draws, requests = [random() for _ in standings.states], standings.requests
+    return lambda number: (requests(number), draws[number])
+
+
+@runtime_checkable
+class OrdersStandings(Protocol):
+    """A policy that needs no candidates to choose among them. The built-in ones are; a plug-in may
+    be, and then makes decisions cheaper: it has this method besides `Policy.rank`."""
+
+    needs_outlook: bool
+    """Whether it reads the outlooks. If not, they may all be `IDLE`."""
+
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        """Order *standings* as `Policy.rank` would order its candidates, with the same costs.
+
+        Args:
+            request: What is known of it.
+            standings: At least one.
+        """
+
+
+class Ranking(Sequence[Ranked]):
+    """Standings in the order of a policy. Each place is made when it is asked for."""
+
+    __slots__ = ("_best", "_order", "_places", "_standings")
+
+    def __init__(self, order: Order, standings: Standings) -> None:
+        """
+        Args:
+            order: Of a policy.
+            standings: At least one.
+        """
+        self._order = order
+        self._standings = standings
+        self._best = self._place(order.first(), 0)
+        self._places: list[Ranked] | None = None
+
+    def __len__(self) -> int:
+        return len(self._standings.states)
+
+    @overload
+    def __getitem__(self, index: int) -> Ranked: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Ranked]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> Ranked | list[Ranked]:
+        return self._best if index == 0 else self._all()[index]
+
+    @override
+    def __iter__(self) -> Iterator[Ranked]:
+        yield self._best
+        yield from self._all()[1:]
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _all(self) -> list[Ranked]:
+        if self._places is None:
+            numbers = self._order.numbers()[1:]
+            behind = [self._place(number, place) for place, number in enumerate(numbers, 1)]
+            self._places = [self._best, *behind]
+        return self._places
+
+    def _place(self, number: int, place: int) -> Ranked:
+        candidate = self._standings.candidate(number)
+        why = partial(self._order.why, candidate, place)
+        return Ranked(candidate, self._order.costs[number], why)
+
+
+class RanksByOrder:
+    """`Policy.rank` of a policy that orders standings."""
+
+    def order(self, request: RouteRequest, standings: Standings) -> Order:
+        """See `OrdersStandings`.
+
+        Args:
+            request: What is known of it.
+            standings: At least one.
+        """
+        raise NotImplementedError
+
+    def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
+        """Order candidates.
+
+        Args:
+            request: What is known of it.
+            candidates: May be empty.
+        """
+        if not candidates:
+            return []
+        order = self.order(request, Standings.of(candidates))
+        return [
+            Ranked(
+                candidates[number],
+                order.costs[number],
+                partial(order.why, candidates[number], place),
+            )
+            for place, number in enumerate(order.numbers())
+        ]
