@@ -49,11 +49,14 @@ class ChatRequest(PromptRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(PromptRequest, frozen=True, kw_only=True):
+class CompletionRequest(ProxiedRequest, frozen=True, kw_only=True):
     """A completion, as in OpenAI's API."""
 
     prompt: TextOrTokenIds
     """One prompt or several."""
+    cache_salt: str | list[str] | None = None
+    """Keeps cached blocks of different tenants apart. SGLang also takes one for each prompt."""
+    stream: bool = False
 
 
 class ResponsesRequest(PromptRequest, frozen=True, kw_only=True):

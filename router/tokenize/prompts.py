@@ -108,8 +108,8 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the client wants server-sent events."""
     choices: int = 1
     """How many answers are generated for each prompt (`n`)."""
-    cache_salt: str | None = None
-    """Keeps cached blocks of different tenants apart."""
+    cache_salt: str | tuple[str | None, ...] | None = None
+    """Keeps cached blocks of different tenants apart. SGLang also takes one for each prompt."""
     lora_name: str | None = None
     """Only where `/route` names it; otherwise the caller finds out what *model* is."""
     session: str | None = None
@@ -125,6 +125,11 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The body has `vllm_xargs`, which `strip_report_mode` looks into."""
     has_report_mode: bool = False
     """It found the report mode there."""
+
+    def salt_of(self, number: int) -> str | None:
+        """The salt of a prompt, by its place in the batch."""
+        salt = self.cache_salt
+        return salt[number] if isinstance(salt, tuple) else salt
 
     def __repr__(self) -> str:
         # Prompts, salts and sessions stay out of logs.

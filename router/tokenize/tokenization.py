@@ -119,11 +119,10 @@ class Tokenization:
         """
         start = time.perf_counter()
         local = await self._tokenize_locally(spec)
+        adapter = lora_name or spec.lora_name
         results = [
-            self._result(
-                spec, await self._settle(spec, prompt, outcome), lora_name or spec.lora_name
-            )
-            for prompt, outcome in zip(spec.prompts, local, strict=True)
+            self._result(await self._settle(spec, number, outcome), adapter, spec.salt_of(number))
+            for number, outcome in enumerate(local)
         ]
         self._seconds += time.perf_counter() - start
         return results
@@ -141,14 +140,16 @@ class Tokenization:
         if len(spec.prompts) == 1 and isinstance(first, TokenPrompt):
             # What most gateways send.
             ids = truncate(first.token_ids, first.truncation, None)
-            return [self._result(spec, (ids, Coverage.WHOLE), lora_name or spec.lora_name)]
+            outcome = ids, Coverage.WHOLE
+            return [self._result(outcome, lora_name or spec.lora_name, spec.salt_of(0))]
         is_short = self._local is not None and spec.body_bytes <= self._inline_chars
         texts = [isinstance(prompt, TextPrompt | ChatPrompt) for prompt in spec.prompts]
         if not is_short and any(texts):
             return None
         start = time.perf_counter()
         outcomes = [
-            self._finish(prompt, self._prepare(prompt, spec.cache_salt)) for prompt in spec.prompts
+            self._finish(prompt, self._prepare(prompt, spec.salt_of(number)))
+            for number, prompt in enumerate(spec.prompts)
         ]
         if self._remote is not None and any(
             is_text and isinstance(outcome, UntokenizableError)
@@ -156,7 +157,10 @@ class Tokenization:
         ):
             return None
         adapter = lora_name or spec.lora_name
-        results = [self._result(spec, outcome, adapter) for outcome in outcomes]
+        results = [
+            self._result(outcome, adapter, spec.salt_of(number))
+            for number, outcome in enumerate(outcomes)
+        ]
         self._seconds += time.perf_counter() - start
         return results
 
@@ -179,7 +183,10 @@ class Tokenization:
         """Prepare all prompts, then finish them, each step in a thread if it is large."""
         try:
             attempts = await self._run(
-                lambda: [self._prepare(prompt, spec.cache_salt) for prompt in spec.prompts],
+                lambda: [
+                    self._prepare(prompt, spec.salt_of(number))
+                    for number, prompt in enumerate(spec.prompts)
+                ],
                 is_small=self._is_small(spec),
             )
             slow_chars = sum(
@@ -231,8 +238,9 @@ class Tokenization:
         except UntokenizableError as error:
             return error
 
-    async def _settle(self, spec: PromptSpec, prompt: Prompt, outcome: _Outcome) -> _Outcome:
+    async def _settle(self, spec: PromptSpec, number: int, outcome: _Outcome) -> _Outcome:
         """Ask a replica for ids that the router could not produce."""
+        prompt = spec.prompts[number]
         if not isinstance(outcome, UntokenizableError) or self._remote is None:
             return outcome
         if not isinstance(prompt, (TextPrompt, ChatPrompt)) or outcome.reason in _FINAL_REASONS:
@@ -241,7 +249,7 @@ class Tokenization:
             ids = await self._remote.tokenize(
                 prompt,
                 model=spec.model,
-                cache_salt=spec.cache_salt,
+                cache_salt=spec.salt_of(number),
                 is_large=spec.body_bytes > self._inline_body_bytes,
             )
         except UntokenizableError as error:
@@ -253,7 +261,7 @@ class Tokenization:
         return ids, Coverage.WHOLE
 
     def _result(
-        self, spec: PromptSpec, outcome: _Outcome, lora_name: str | None
+        self, outcome: _Outcome, lora_name: str | None, cache_salt: str | None
     ) -> TokenizedPrompt:
         ids, coverage, reason = array("I"), Coverage.UNKNOWN, None
         if isinstance(outcome, UntokenizableError):
@@ -264,7 +272,7 @@ class Tokenization:
         self._prompts[coverage] += 1
         if reason is not None:
             self._unknown[reason] += 1
-        return TokenizedPrompt(ids, coverage, reason, lora_name, spec.cache_salt)
+        return TokenizedPrompt(ids, coverage, reason, lora_name, cache_salt)
 
 
 class _Threads:

@@ -110,16 +110,14 @@ def parse_request(
     limits = limits or PromptLimits()
     fields = _decode(body, encoding, endpoint, pack)
     form = _route_form(fields) if endpoint is Endpoint.ROUTE else endpoint
-    salt = optional_text(fields, "cache_salt", "$", limits.max_salt_chars)
-    if salt == "":
-        raise RequestBodyError("$.cache_salt", "an empty string", "must not be empty")
+    prompts = _PARSERS[form](fields, limits, _truncation(fields, form))
     return PromptSpec(
         endpoint=form,
         model=optional_text(fields, "model", "$"),
-        prompts=_PARSERS[form](fields, limits, _truncation(fields, form)),
+        prompts=prompts,
         stream=is_true(fields.get("stream")),
         choices=as_count(fields.get("n")) or 1,
-        cache_salt=salt,
+        cache_salt=_salt(fields, form, len(prompts), limits.max_salt_chars),
         lora_name=optional_text(fields, "lora_name", "$") if endpoint is Endpoint.ROUTE else None,
         session=_session(fields),
         body_bytes=len(body),
@@ -127,6 +125,21 @@ def parse_request(
         stored_response=_stored_response(fields) if form is Endpoint.RESPONSES else None,
         has_engine_arguments=ARGUMENTS_FIELD in fields,
     )
+
+
+def _salt(
+    fields: Mapping[str, Any], form: Endpoint, prompts: int, max_chars: int
+) -> str | tuple[str | None, ...] | None:
+    """One salt, or one for each prompt of a batch, as SGLang takes them. To SGLang an empty one is
+    none; vLLM refuses it itself."""
+    given = fields.get("cache_salt")
+    if form is not Endpoint.COMPLETIONS or not isinstance(given, list):
+        return optional_text(fields, "cache_salt", "$", max_chars) or None
+    if len(given) != prompts:
+        rule = f"must have as many salts as there are prompts, {prompts}"
+        raise RequestBodyError("$.cache_salt", describe(given), rule)
+    salts = {str(place): salt for place, salt in enumerate(given)}
+    return tuple(optional_text(salts, name, "$.cache_salt", max_chars) or None for name in salts)
 
 
 def holds_mostly_ids(body: bytes) -> bool:
@@ -467,7 +480,13 @@ def read_request(
     if changed is not body:
         spec = replace(spec, has_report_mode=True)
     if tenant_salt is not None:
-        spec = replace(spec, cache_salt=tenant_salt_of(tenant_salt, spec.cache_salt))
+        own = spec.cache_salt
+        salts = (
+            tuple(tenant_salt_of(tenant_salt, each) for each in own)
+            if isinstance(own, tuple)
+            else tenant_salt_of(tenant_salt, own)
+        )
+        spec = replace(spec, cache_salt=salts)
         changed = with_tenant_salt(changed, tenant_salt) if is_sent else body
     return spec, None if changed is body else changed
 

@@ -132,13 +132,16 @@ async def test_a_chat_is_tokenised_with_adapter_and_salt(
 async def test_a_batch_comes_out_in_order(
     local: LocalTokenizer, build_tokenizer: _TokenizerOf
 ) -> None:
-    """Every prompt of a batch is routed on its own ids."""
+    """Every prompt of a batch is routed on its own ids, with its own salt; now or later."""
     tokenizer = build_tokenizer("qwen")
-    results = await Tokenization(local=local).tokenize(
-        _spec(Endpoint.COMPLETIONS, {"prompt": ["a", [5, 6], "b fox"]})
-    )
+    tokenization = Tokenization(local=local)
+    salts = ["s", "t", ""]
+    spec = _spec(Endpoint.COMPLETIONS, {"prompt": ["a", [5, 6], "b fox"], "cache_salt": salts})
     expected = [tokenizer.encode("a").ids, [5, 6], tokenizer.encode("b fox").ids]
-    assert [result.token_ids.tolist() for result in results] == expected
+    for results in (await tokenization.tokenize(spec), tokenization.tokenize_now(spec)):
+        assert results is not None
+        assert [result.token_ids.tolist() for result in results] == expected
+        assert [result.cache_salt for result in results] == ["s", "t", None]
 
 
 async def test_token_ids_need_no_tokenizer_at_all() -> None:

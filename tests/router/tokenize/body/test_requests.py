@@ -24,6 +24,7 @@ from router.tokenize import (
     Truncation,
     holds_mostly_ids,
     parse_request,
+    read_request,
 )
 from tests.router.tokenize.bodies import bodies
 
@@ -321,7 +322,6 @@ def test_a_bad_prompt_is_refused_with_its_place_and_without_its_value(
         ({"messages": [{"role": "user", "tool_calls": "secret"}]}, "$.messages[0].tool_calls"),
         ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "$.messages[0].tool_calls[0]"),
         ({"messages": [_USER], "model": 7}, "$.model"),
-        ({"messages": [_USER], "cache_salt": ""}, "$.cache_salt"),
         ({"messages": [_USER], "cache_salt": "s" * 1025}, "$.cache_salt"),
         ({"messages": [_USER], "cache_salt": ["secret"]}, "$.cache_salt"),
         ({"messages": [_USER], "tools": "secret"}, "$.tools"),
@@ -484,6 +484,42 @@ def test_msgpack_without_a_json_form_reaches_no_template(odd: object) -> None:
         assert json.loads(json.dumps(list(prompt.messages), allow_nan=False)) == list(
             prompt.messages
         )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent", "salts"),
+    [
+        (["a", "b", "c"], ["s", "", "t"], ["s", None, "t"]),
+        (["a", "b"], "s", ["s", "s"]),
+        (["a", "b"], "", [None, None]),
+        ([[1], [2]], ["s", "t"], ["s", "t"]),
+        ("a", ["s"], ["s"]),
+    ],
+)
+def test_each_prompt_of_a_batch_may_have_a_salt_of_its_own(
+    prompt: Any, sent: Any, salts: list[str | None]
+) -> None:
+    """SGLang takes such lists; to refuse them would take something away from its clients. An empty
+    salt is none there, and vLLM refuses it itself."""
+    spec = _parse(Endpoint.COMPLETIONS, {"prompt": prompt, "cache_salt": sent})
+    assert [spec.salt_of(number) for number in range(len(spec.prompts))] == salts
+
+
+@pytest.mark.parametrize("salts", [["s"], ["s", 7], ["s", "t" * 1025], [], ["s", ["t"]]])
+def test_salts_that_fit_no_batch_are_refused(salts: list[Any]) -> None:
+    """With the place; never with the salt."""
+    with pytest.raises(RequestBodyError, match=r"\$\.cache_salt") as caught:
+        _parse(Endpoint.COMPLETIONS, {"prompt": ["a", "b"], "cache_salt": salts})
+    assert "'s'" not in str(caught.value)
+
+
+def test_a_tenants_salt_goes_into_each_salt_of_a_batch() -> None:
+    """As it is sent, so it is predicted."""
+    body = json.dumps({"prompt": ["a", "b"], "cache_salt": ["s", "t"]}).encode()
+    spec, sent = read_request(body, Endpoint.COMPLETIONS, "json", PromptLimits(), b"tenant")
+    assert sent is not None
+    assert json.loads(sent)["cache_salt"] == [spec.salt_of(0), spec.salt_of(1)]
+    assert spec.salt_of(0) not in ("s", spec.salt_of(1))
 
 
 def test_route_takes_msgpack_with_adapter_and_salt() -> None:
