@@ -5,6 +5,7 @@ The files; each imports only what is listed above it:
     errors.py        exception tree; what clients get, with status and code
     files.py         whether a watched file has changed
     upstream/        a small pooled HTTP/1.1 client
+    board/           what routers and their workers tell each other
     index/           the group-aware prefix index
     scoring/         hits and load -> ranked replicas; pure
     config/          the configuration: one frozen, checked model
@@ -19,6 +20,7 @@ The files; each imports only what is listed above it:
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong
     tracing/         to which distributed trace a request belongs
+    sharing.py       what becomes of what other routers and workers tell
     service.py       all parts wired; what follows when replicas change
     http/            every line that knows ASGI, FastAPI or uvicorn
     reload.py        takes over a changed configuration

@@ -7,9 +7,10 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
@@ -21,6 +22,7 @@ from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import SubscriberOptions
+from router.board import Board, BoardExchange
 from router.config import RouterConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
@@ -53,6 +55,7 @@ from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
+from router.sharing import Sharing
 from router.tls import replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
@@ -61,6 +64,16 @@ logger = logging.getLogger(__name__)
 
 _RESPONSE_BYTES = 16 * 1024 * 1024
 _RESPONSE_S = 2.0
+
+
+class SharedWith(NamedTuple):
+    """With whom a router shares what it knows, and its limits."""
+
+    boards: Sequence[Board] = ()
+    workers: int = 1
+    """Of one router: limits on requests, bytes and connections are for all of them together."""
+    key_secret: bytes | None = None
+    """Of all who share; None: keys of prefixes are understood by nobody else."""
 
 
 class RouterService:
@@ -73,6 +86,7 @@ class RouterService:
         registry: CollectorRegistry | None = None,
         indexes: IndexImplementation | None = None,
         reserved_files_from: int | None = None,
+        sharing: SharedWith | None = None,
     ) -> None:
         """Load tokenizers and make the parts, each from parts that exist already.
 
@@ -81,6 +95,7 @@ class RouterService:
             registry: Where the metrics are registered; None: a registry of their own.
             indexes: Makes the index of each model; None: as configured.
             reserved_files_from: File descriptors from this number on are not for requests.
+            sharing: With whom it shares load and limits; None: it is alone.
         Raises:
             ConfigError: A tokenizer, chat template or certificate cannot be used, or the configured
                 index.
@@ -88,7 +103,11 @@ class RouterService:
         """
         self.config = config
         server = config.server
-        self.admission = Admission(server.max_concurrent_requests, server.max_buffered_bytes)
+        self._shared = sharing or SharedWith()
+        self.admission = Admission(
+            self._share_of(server.max_concurrent_requests),
+            self._share_of(server.max_buffered_bytes),
+        )
         self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
         self.request_log = RequestLog()
@@ -97,7 +116,8 @@ class RouterService:
         self._load = LoadTracker()
         self._large_work = LargeWork()
         limits = PoolLimits(
-            max_connections=server.max_upstream_connections, reserved_from=reserved_files_from
+            max_connections=self._share_of(server.max_upstream_connections),
+            reserved_from=reserved_files_from,
         )
         self.replica_certificate = replica_certificate(server.replica_tls)
         trusted = self.replica_certificate and self.replica_certificate.context
@@ -107,6 +127,12 @@ class RouterService:
         planner = self._make_routing()
         self._make_observation(planner)
         self.registry.subscribe(self._follower)
+        self.exchange = self._make_exchange(planner) if self._shared.boards else None
+        self._exchanging: asyncio.Task[None] | None = None
+
+    def _share_of(self, limit: int) -> int:
+        """Of a limit that all workers keep together, this one's part."""
+        return -(-limit // self._shared.workers)
 
     def _make_caches(self, indexes: IndexImplementation) -> None:
         """What is known of models and caches, and how it is kept true."""
@@ -119,7 +145,9 @@ class RouterService:
             _patient_timeouts(config),
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
-        self.models = ModelSet(config.models, tokenizers.ask_one_of, indexes, self._large_work)
+        self.models = ModelSet(
+            config.models, tokenizers.ask_one_of, indexes, self._large_work, self._shared.key_secret
+        )
         self.feed = Feed(
             self.models.index_of,
             _subscriber_options(config),
@@ -190,6 +218,15 @@ class RouterService:
             self._upstream,
         )
 
+    def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:
+        """What tells the others, and hears them."""
+        self.sharing = Sharing(
+            self._load, self._mirror, self._recent, self.registry, self.repair.quiet, self.models
+        )
+        exchange = BoardExchange(self._shared.boards, self.sharing.collect, self.sharing.take)
+        planner.share(exchange.catch_up, exchange.soon)
+        return exchange
+
     def _is_judged(self, model: str, source: SourceId) -> bool:
         disagrees = self.tokenizer_check.disagreements.get((model, source.replica), 0)
         return not disagrees and self.feed.state(source) is SourceState.LIVE
@@ -206,6 +243,9 @@ class RouterService:
     async def start(self) -> None:
         """Add the configured replicas, and follow the providers of others."""
         self._follower.start()
+        if self.exchange is not None:
+            self._exchanging = asyncio.create_task(self.exchange.run(), name="board")
+            self._exchanging.add_done_callback(_report_end)
         self.keeper.take(CONFIGURATION, self.config.replicas)
         self.keeper.follow_only(make_providers(self.config.discovery, os.environ))
 
@@ -228,6 +268,9 @@ class RouterService:
 
     async def stop(self) -> None:
         """Leave nothing running: no task, thread or socket."""
+        if self._exchanging is not None:
+            self._exchanging.cancel()
+            await asyncio.wait([self._exchanging])
         await self.keeper.close()
         await self.registry.close()
         await self.tokenizer_check.close()
@@ -247,7 +290,7 @@ class RouterService:
             await self.stop()
 
     async def render_metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics of this process in Prometheus' text format."""
         parts = CollectedParts(
             feed=self.feed,
             registry=self.registry,
@@ -263,6 +306,13 @@ class RouterService:
             shortages=self.shortages,
         )
         return await self.metrics.render(collect(parts))
+
+
+def _report_end(task: asyncio.Task[None]) -> None:
+    """The exchange ends only by cancellation; without it this process is less informed."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.critical("%s ended; others are no longer heard", task.get_name(), exc_info=error)
 
 
 def configured_index(config: RouterConfig) -> IndexImplementation:

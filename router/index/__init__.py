@@ -25,6 +25,7 @@ from router.index.base import (
     StoreHint,
     TierHint,
     WaitingStatistics,
+    pack_keys,
     token_columns,
 )
 from router.index.choice import (
@@ -56,6 +57,7 @@ __all__ = [
     "WaitingStatistics",
     "choose_index",
     "create_index",
+    "pack_keys",
     "token_columns",
 ]
 

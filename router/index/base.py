@@ -6,6 +6,7 @@ stores blocks is its own business; `reference/` is the implementation that defin
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -102,6 +103,14 @@ class SourceLimits:
     forgotten: int = 8192
     """Prefixes remembered after the last copy went: an offload tier announces a block after the GPU
     has evicted it."""
+
+
+_KEY_MASK = 2**64 - 1
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Prefix keys as 8 bytes each, for `PrefixIndex.unpack_keys` of an equal key space."""
+    return struct.pack(f"<{len(keys)}Q", *(key & _KEY_MASK for key in keys))
 
 
 class HashedPrompt(Protocol):
@@ -323,6 +332,24 @@ class PrefixIndex(Protocol):
             prompt: From `prepare`.
             source: Empty where it is unknown, or its layout is.
         """
+
+    # --- sharing ---
+
+    @property
+    def key_space(self) -> bytes:
+        """Stands for how prefix keys are made, and does not tell it. Equal where another index
+        gives equal keys to equal prefixes: both were made with one secret. Empty where keys are of
+        no use elsewhere."""
+        return b""
+
+    def unpack_keys(self, packed: bytes, step: int) -> list[int]:  # noqa: ARG002
+        """The prefix keys that `pack_keys` packed, as this index gives them.
+
+        Args:
+            packed: Whole keys, from an index of the same key space.
+            step: Tokens between two of them.
+        """
+        return list(struct.unpack(f"<{len(packed) // 8}Q", packed))
 
     # --- keeping ---
 

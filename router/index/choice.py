@@ -30,7 +30,8 @@ class IndexImplementation(NamedTuple):
 
     name: str
     create: Callable[..., PrefixIndex]
-    """Makes a new, empty index for one model; `limits=` bounds each of its sources."""
+    """Makes a new, empty index for one model; `limits=` bounds each of its sources, `secret=` makes
+    its keys equal to those of every other that has it."""
     knows_stores: bool = True
     """Whether it can follow stores that several replicas share."""
     pack_token_ids: Callable[[bytes | memoryview], array[int] | None] | None = None

@@ -8,8 +8,10 @@ engine's hash function, and the hashes of prompts by it, are Python's too.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import secrets
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,13 +200,15 @@ class NativeIndex(PrefixIndex):
 
     inline_tokens = 524_288
 
-    def __init__(self, limits: SourceLimits | None = None) -> None:
+    def __init__(self, limits: SourceLimits | None = None, secret: bytes | None = None) -> None:
         """
         Args:
             limits: Of each source.
+            secret: Indexes that are made with the same one have the same keys; None: a random one.
         """
         self.limits = limits or SourceLimits()
-        self._secrets = (secrets.randbits(64), secrets.randbits(64))
+        drawn = secrets.token_bytes(16) if secret is None else _drawn_from(secret)
+        self._secrets: tuple[int, int] = struct.unpack("<2Q", drawn)
         self.core = self._new_core()
         self._sharing = ReferenceIndex(limits=self.limits)
         """The sources that share a store with others."""
@@ -493,6 +497,14 @@ class NativeIndex(PrefixIndex):
         hashes = prompt.core_hashes(finder.chain, step, lookahead, as_int)
         return [(slot, is_alone, hashes)]
 
+    # --- sharing ----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def key_space(self) -> bytes:
+        told = struct.pack("<2Q", *self._secrets)
+        return hashlib.blake2b(told, digest_size=8, person=b"key space").digest()
+
     # --- keeping ----------------------------------------------------------------------------------
 
     @override
@@ -610,6 +622,10 @@ def _assumptions(known: _NativeSource, found: dict[str, Any]) -> tuple[str, ...]
         "configure hash_seeds"
     )
     return (*assumed, unknown)
+
+
+def _drawn_from(secret: bytes) -> bytes:
+    return hashlib.blake2b(secret, digest_size=16, person=b"native keys").digest()
 
 
 def _size_or_none(size: int | None) -> int | None:

@@ -13,6 +13,22 @@ The files; each imports only what is listed above it:
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
 """
 
-from router.mirror.mirror import IDLE, CacheOutlook, Mirror, MirrorStatistics, Visit
+from router.mirror.mirror import (
+    IDLE,
+    STEP,
+    CacheOutlook,
+    Mirror,
+    MirrorStatistics,
+    Prefilling,
+    Visit,
+)
 
-__all__ = ["IDLE", "CacheOutlook", "Mirror", "MirrorStatistics", "Visit"]
+__all__ = [
+    "IDLE",
+    "STEP",
+    "CacheOutlook",
+    "Mirror",
+    "MirrorStatistics",
+    "Prefilling",
+    "Visit",
+]

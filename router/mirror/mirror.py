@@ -43,6 +43,19 @@ class CacheOutlook(NamedTuple):
     """Requests that were sent to it lately."""
 
 
+class Prefilling(NamedTuple):
+    """A prompt that is being computed at a cache for a request, or has just been."""
+
+    number: int
+    """Of the requests of its router."""
+    model: str
+    source: SourceId
+    tokens: int
+    """Of the prompt."""
+    keys: Sequence[int]
+    """The prompt's, every `STEP` tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class MirrorStatistics:
     """Sizes."""
@@ -115,6 +128,7 @@ class Visit:
         "keys",
         "known_until",
         "model",
+        "number",
         "reuse",
         "started_at",
         "tokens",
@@ -134,6 +148,8 @@ class Visit:
     ) -> None:
         self._mirror: Mirror | None = mirror
         self.model = model
+        self.number = 0
+        """Among those of its mirror."""
         self._cache = cache
         self.started_at = now
         self.tokens = tokens
@@ -202,6 +218,9 @@ class Mirror:
         """By the first key of a prompt, who computes it, or has just done so."""
         self._computed: deque[Visit] = deque()
         """Those that have just done so."""
+        self._visits = 0
+        self._heard: dict[int, list[Prefilling]] = {}
+        """By the first key of a prompt, who computes it for others."""
 
     # --- what is sent -----------------------------------------------------------------------------
 
@@ -242,6 +261,8 @@ class Mirror:
         traffic = self._model(model)
         visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, now)
         visit.expected_tokens = expected
+        self._visits += 1
+        visit.number = self._visits
         cache.prefilling[visit] = None
         self._forget_computed(now)
         if visit.keys:
@@ -288,6 +309,27 @@ class Mirror:
             model.ended(use, now)
         self._look_at_oldest(cache)
         self._fit(cache)
+
+    # --- what others are told, and tell -----------------------------------------------------------
+
+    def prefilling(self) -> list[Prefilling]:
+        """What is being computed for requests of this router, as far as it is worth waiting for,
+        the latest last."""
+        self._forget_computed(self._clock())
+        names = {id(model): name for name, model in self._models.items()}
+        found = [
+            Prefilling(visit.number, name, cache.source, visit.tokens, visit.keys)
+            for visits in self._by_root.values()
+            for visit, cache in visits.items()
+            if visit.uncached_tokens >= STEP and (name := names.get(id(visit.model)))
+        ]
+        return sorted(found)
+
+    def hear(self, others: Sequence[Prefilling]) -> None:
+        """Take over what is being computed for others, in place of what was."""
+        self._heard = {}
+        for other in others:
+            self._heard.setdefault(other.keys[0], []).append(other)
 
     def forget(self, replica: str) -> None:
         """Forget what is cached at a replica, at all its ranks: it restarted, failed, or was
@@ -386,9 +428,15 @@ class Mirror:
         for visit, cache in visits.items() if visits else ():
             if self._caches.get(cache.source) is not cache:
                 continue  # its replica has failed since
-            tokens = _tokens_shared(keys, visit, cache, found.get(cache.source, 0))
+            tokens = _tokens_shared(keys, visit, cache.layout, found.get(cache.source, 0))
             if tokens:
                 found[cache.source] = tokens
+        for other in self._heard.get(keys[0], ()) if self._heard and keys else ():
+            near = self._caches.get(other.source)
+            layout = _UNKNOWN if near is None else near.layout
+            tokens = _tokens_shared(keys, other, layout, found.get(other.source, 0))
+            if tokens:
+                found[other.source] = tokens
         return found
 
     def expected(
@@ -417,7 +465,7 @@ class Mirror:
             # A window that has moved on within a prompt is the first to go.
             is_kept = not cache.layout.has_gaps or ahead < self._evictable(cache)
             if is_kept and visit.keys and visit.keys[0] == keys[0]:
-                shared = _tokens_shared(keys, visit, cache, shared)
+                shared = _tokens_shared(keys, visit, cache.layout, shared)
         unit = cache.layout.hit_tokens
         return max(left, min(shared, prompt_tokens - 1) // unit * unit)
 
@@ -561,16 +609,18 @@ def _layout_of(index: PrefixIndex, source: SourceId) -> _Layout:
     )
 
 
-def _tokens_shared(keys: Sequence[int], visit: Visit, cache: _Cache, known: int) -> int:
+def _tokens_shared(
+    keys: Sequence[int], visit: Visit | Prefilling, layout: _Layout, known: int
+) -> int:
     """How many leading tokens of a prompt a visit computes; at least as many as are *known*."""
     theirs, low = visit.keys, known // STEP
     most = min(len(keys), len(theirs))
     if low >= most or keys[low] != theirs[low]:
         return known
-    if not cache.layout.has_states:
+    if not layout.has_states:
         return _equal(keys, theirs, low + 1, most) * STEP
     # A state is kept only at the end of what the request computes.
-    end = visit.tokens // cache.layout.hit_tokens * cache.layout.hit_tokens
+    end = visit.tokens // layout.hit_tokens * layout.hit_tokens
     whole = -(-end // STEP)
     return end if 0 < whole <= most and keys[whole - 1] == theirs[whole - 1] else known
 

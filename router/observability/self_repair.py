@@ -227,6 +227,8 @@ class _Requests:
 
     under_way: int = 0
     begun: int = 0
+    others: int = 0
+    """Requests of other routers and workers that were heard of."""
     ended_at: float = -math.inf
 
 
@@ -261,7 +263,8 @@ class QuietMoments:
         requests.under_way += 1
         requests.begun += 1
         is_alone = requests.under_way == 1 and now - requests.ended_at >= self._quiet_s
-        return Moment(replica_id, requests.begun if is_alone else None)
+        number = requests.begun + requests.others
+        return Moment(replica_id, number if is_alone else None)
 
     def ended(self, moment: Moment, now: float) -> bool:
         """A request is over; returns whether it was alone from its beginning to its end.
@@ -275,7 +278,22 @@ class QuietMoments:
             return False  # the replica was removed meanwhile
         requests.under_way = max(requests.under_way - 1, 0)
         requests.ended_at = now
-        return moment.number == requests.begun
+        return moment.number == requests.begun + requests.others
+
+    def begun(self) -> dict[str, int]:
+        """Requests that began at each replica."""
+        return {name: requests.begun for name, requests in self._replicas.items() if requests.begun}
+
+    def disturbed(self, replica_id: str, now: float) -> None:
+        """Another router or worker has a request there, or had one a moment ago.
+
+        Args:
+            replica_id: Where.
+            now: Seconds.
+        """
+        requests = self._replicas.setdefault(replica_id, _Requests())
+        requests.others += 1
+        requests.ended_at = now
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica that was removed."""

@@ -64,6 +64,14 @@ class HealthRecord:
         enough = self._failed_requests_in_a_row >= self._unhealthy_after
         return enough and self.health is Health.HEALTHY and self._become_unhealthy()
 
+    def doubt(self) -> bool:
+        """Another router found it unhealthy; True if the next check is to decide. What another
+        cannot reach may well be reached from here."""
+        if self.health is not Health.HEALTHY:
+            return False
+        self._failed_in_a_row = max(self._failed_in_a_row, self._unhealthy_after - 1)
+        return True
+
     def request_served(self) -> None:
         """A request got a response, with any status below 500."""
         self._failed_requests_in_a_row = 0

@@ -1,5 +1,6 @@
 """What this router has in flight at each replica, and at each of its data-parallel ranks: prompt
-tokens until the first response token, then decoding requests.
+tokens until the first response token, then decoding requests. What other routers and workers have
+in flight there is kept beside it.
 
 Each request is accounted for by one `InFlight`. Its steps may be called in any order, repeatedly or
 not at all; after `ended` everything it added has been taken back. So the sums return to exactly
@@ -44,6 +45,47 @@ _FIELDS = ReplicaLoad.__struct_fields__
 _NOTHING = ReplicaLoad()
 
 
+def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
+    """Both together.
+
+    Args:
+        one: In flight somewhere.
+        other: In flight there as well.
+    """
+    return ReplicaLoad(
+        one.prefilling_requests + other.prefilling_requests,
+        one.prefill_tokens + other.prefill_tokens,
+        one.decoding_requests + other.decoding_requests,
+        one.context_tokens + other.context_tokens,
+        one.tokenizing_requests + other.tokenizing_requests,
+    )
+
+
+class _BothLoads(Mapping[_Place, ReplicaLoad]):
+    """What this router and others have in flight."""
+
+    def __init__(
+        self, own: Mapping[_Place, ReplicaLoad], others: Mapping[_Place, ReplicaLoad]
+    ) -> None:
+        self._own = own
+        self._others = others
+
+    def __getitem__(self, place: _Place) -> ReplicaLoad:
+        own, other = self._own.get(place), self._others.get(place)
+        if own is None or other is None:
+            found = own or other
+            if found is None:
+                raise KeyError(place)
+            return found
+        return sum_of(own, other)
+
+    def __iter__(self) -> Iterator[_Place]:
+        return iter({**self._own, **self._others})
+
+    def __len__(self) -> int:
+        return len(self._own.keys() | self._others.keys())
+
+
 @dataclass(frozen=True, slots=True)
 class LoadStatistics:
     """In flight by replica (only those with any), and requests since the start."""
@@ -60,6 +102,7 @@ class LoadTracker:
 
     def __init__(self) -> None:
         self._loads: dict[_Place, ReplicaLoad] = {}
+        self._others: Mapping[_Place, ReplicaLoad] = {}
         self._in_flight = self._started = self._retried = 0
 
     def started(
@@ -87,29 +130,31 @@ class LoadTracker:
         )
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
-        """What is in flight at a replica; zeros for one that is unknown."""
-        return replace(self.look_at(replica_id))
+        """What this router has in flight at a replica; zeros for one that is unknown."""
+        return replace(self._loads.get(replica_id) or _NOTHING)
 
     def look_at(self, replica_id: str) -> ReplicaLoad:
-        """The same without a copy, to be read at once and not kept."""
-        return self._loads.get(replica_id) or _NOTHING
+        """What is known to be in flight there, that of others included. To be read at once and not
+        kept."""
+        return self.loads.get(replica_id) or _NOTHING
 
     @property
     def loads(self) -> Mapping[_Place, ReplicaLoad]:
         """What `look_at` returns, by replica id (and by rank): for whoever looks at many. Nothing
         is in flight where there is no entry."""
-        return self._loads
+        return _BothLoads(self._loads, self._others) if self._others else self._loads
 
     def loads_of_ranks(self, replica_id: str, dp_ranks: Sequence[int]) -> list[ReplicaLoad]:
-        """What is in flight at each rank of a replica. Requests whose rank the engine chose are
-        shared out equally, rounded up.
+        """What is known to be in flight at each rank of a replica. Requests whose rank the engine
+        chose are shared out equally, rounded up.
 
         Args:
             replica_id: The replica.
             dp_ranks: All its ranks.
         """
-        known = [self._loads.get((replica_id, rank)) or _NOTHING for rank in dp_ranks]
-        whole = self.look_at(replica_id)
+        loads = self.loads
+        known = [loads.get((replica_id, rank)) or _NOTHING for rank in dp_ranks]
+        whole = loads.get(replica_id) or _NOTHING
         shares = [
             -((sum(getattr(load, name) for load in known) - getattr(whole, name)) // len(known))
             for name in _FIELDS
@@ -120,6 +165,23 @@ class LoadTracker:
             )
             for load in known
         ]
+
+    # What other routers and workers have in flight.
+
+    def places(self) -> Iterator[tuple[str, int | None, ReplicaLoad]]:
+        """What this router has in flight, by replica and rank; None stands for a whole replica."""
+        return (
+            (place, None, load) if isinstance(place, str) else (*place, load)
+            for place, load in self._loads.items()
+        )
+
+    def take_others(self, loads: Mapping[_Place, ReplicaLoad]) -> None:
+        """Count what others have in flight, by replica or rank, in place of what they had."""
+        self._others = loads
+
+    def others_at(self, replica_id: str) -> ReplicaLoad:
+        """What others have in flight at a replica."""
+        return self._others.get(replica_id, _NOTHING)
 
     def statistics(self) -> LoadStatistics:
         """Everything in flight."""

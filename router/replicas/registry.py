@@ -230,11 +230,18 @@ class ReplicaRegistry:
         if replica is not None:
             replica.record.request_served()
 
+    def doubt(self, replica_id: str) -> None:
+        """Another router found it unhealthy: check it now, and believe the check if it fails."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None and replica.record.doubt():
+            self._watchers[replica_id].check_soon()
+
     def snapshot(self) -> tuple[ReplicaView, ...]:
         """Everything about every replica at this moment."""
         now = self._clock()
         return tuple(
-            replica.view(self._load.load_of(replica.id), now) for replica in self._replicas.values()
+            replica.view(self._load.load_of(replica.id), now, self._load.others_at(replica.id))
+            for replica in self._replicas.values()
         )
 
     # --- what watchers report -------------------------------------------------------------------

@@ -181,12 +181,13 @@ class Replica:
         requests = 0 if load is None else load.requests
         return "at its limit of requests" if requests >= self._max_requests else None
 
-    def view(self, load: ReplicaLoad, now: float) -> ReplicaView:
+    def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
         """Everything about it.
 
         Args:
             load: What this router has in flight there.
             now: On the registry's clock.
+            others: What other routers and workers have.
         """
         record = self.record
         return ReplicaView(
@@ -204,6 +205,7 @@ class Replica:
             speed=self.config.speed,
             max_concurrent_requests=self.config.max_concurrent_requests,
             load=load,
+            others=others,
             engine_load=self.engine_load,
             engine_load_age_s=None if self.engine_load is None else now - self.engine_load_at,
             foreign_requests=self.foreign_requests,

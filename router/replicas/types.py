@@ -68,6 +68,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     speed: float
     max_concurrent_requests: int | None
     load: ReplicaLoad
+    """What this router has in flight there."""
+    others: ReplicaLoad = msgspec.field(default_factory=ReplicaLoad)
+    """What is known of other routers and workers."""
     engine_load: EngineLoad | None
     engine_load_age_s: float | None
     foreign_requests: int

@@ -321,7 +321,7 @@ class Watcher:
         self._replica.take_engine_load(load, own, self._clock(), self._own_by_rank(load))
 
     def _own_requests(self) -> int:
-        return self._load.load_of(self._replica.id).requests
+        return self._load.look_at(self._replica.id).requests
 
     def _own_by_rank(self, load: EngineLoad) -> dict[int, int]:
         ranks = [rank.dp_rank for rank in load.ranks]

@@ -83,6 +83,7 @@ class ModelSet:
         fetch: FetchForModel,
         indexes: IndexImplementation | None = None,
         large_work: LargeWork | None = None,
+        key_secret: bytes | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
 
@@ -91,12 +92,14 @@ class ModelSet:
             fetch: Asks replicas for token ids, where the router has no tokenizer.
             indexes: Makes the index of each model; None: the default one.
             large_work: Reads the replicas' responses where they are large.
+            key_secret: Whoever has the same one has the same keys for prefixes; None: nobody has.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
         self._indexes = indexes or choose_index()
         self._large_work = large_work
+        self._key_secret = key_secret
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
         problems = [
@@ -153,7 +156,9 @@ class ModelSet:
         base = self._names[parent].base if parent in self._names else parent or name
         if base not in self._models:
             self._models[base] = Model(
-                base, Tokenization(remote=self._remote((base,))), index=self._indexes.create()
+                base,
+                Tokenization(remote=self._remote((base,))),
+                index=self._new_index(self._indexes),
             )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
@@ -238,7 +243,7 @@ class ModelSet:
             tokenization,
             config.aliases,
             config.layout.to_hints(),
-            indexes.create(),
+            self._new_index(indexes),
             config.stores,
         )
         for name in (config.name, *config.aliases):
@@ -246,6 +251,10 @@ class ModelSet:
         for adapter in config.lora_adapters:
             self._names[adapter] = _Meaning(config.name, adapter)
         return None
+
+    def _new_index(self, indexes: IndexImplementation) -> PrefixIndex:
+        secret = self._key_secret
+        return indexes.create() if secret is None else indexes.create(secret=secret)
 
     def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:

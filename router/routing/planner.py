@@ -37,6 +37,8 @@ from router.tokenize import TokenizedPrompt
 
 RECENT_STEP = 64
 """Tokens between two keys in the memory of recent prefixes; the same for all prompts of a model."""
+WORTH_TELLING = 256
+"""Uncached tokens of a request that others should hear of at once."""
 MAX_MATCHED_PROMPTS = 64
 """Prompts of one batch that are looked up; the rest counts as uncached."""
 
@@ -103,6 +105,17 @@ class RoutePlanner:
         self._weights = weights or Weights()
         self._random = (random or Random()).random
         self._mirror = mirror
+        self._catch_up: Callable[[], None] | None = None
+        self._tell: Callable[[], None] | None = None
+
+    def share(self, catch_up: Callable[[], None], tell: Callable[[], None]) -> None:
+        """Decide by what others say as well.
+
+        Args:
+            catch_up: Hears them, if that is due; called before each decision.
+            tell: Lets them hear soon; called when a long prompt is sent.
+        """
+        self._catch_up, self._tell = catch_up, tell
 
     def rank(
         self,
@@ -181,13 +194,16 @@ class RoutePlanner:
         """
         if self._mirror is None:
             return None
+        uncached = uncached_tokens(prompt_tokens, candidate)
+        if self._tell is not None and uncached >= WORTH_TELLING:
+            self._tell()
         return self._mirror.begin(
             model,
             index,
             source,
             prompts,
             prompt_tokens,
-            uncached_tokens(prompt_tokens, candidate),
+            uncached,
             candidate.cached_tokens,
             candidate.speed,
         )
@@ -292,6 +308,8 @@ class RoutePlanner:
         )
 
     def _find(self, index: PrefixIndex, prompts: Sequence[HashedPrompt]) -> _Found:
+        if self._catch_up is not None:
+            self._catch_up()
         now = self._clock()
         recent: dict[SourceId, int] = {}
         is_remembered = False

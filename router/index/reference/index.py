@@ -5,6 +5,7 @@ This is the plain reference: dictionaries, no cleverness. Whatever is faster is 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -33,7 +34,7 @@ from router.index.reference.block_table import BlockTable
 from router.index.reference.export import records_of, sources_of
 from router.index.reference.extra_keys import marks_of, spellings
 from router.index.reference.hash_finder import engine_hashes
-from router.index.reference.keys import KeySpace
+from router.index.reference.keys import KeySpace, joined
 from router.index.reference.shared_store import SharedStore
 from router.index.reference.source import LowerTier, SourceCache
 
@@ -44,13 +45,19 @@ HashAt: TypeAlias = Callable[[int], BlockHash | None]
 class ReferenceIndex(PrefixIndex):
     """One `SourceCache` per source, and a key space that they share."""
 
-    def __init__(self, keys: KeySpace | None = None, limits: SourceLimits | None = None) -> None:
+    def __init__(
+        self,
+        keys: KeySpace | None = None,
+        limits: SourceLimits | None = None,
+        secret: bytes | None = None,
+    ) -> None:
         """
         Args:
-            keys: A random one where it is left out.
+            keys: Where it is left out, that of the secret.
             limits: Of each source.
+            secret: Indexes that are made with the same one have the same keys; None: a random one.
         """
-        self.keys = keys or KeySpace()
+        self.keys = keys or (KeySpace() if secret is None else KeySpace.from_secret(secret))
         self.limits = limits or SourceLimits()
         self.sources: dict[SourceId, SourceCache] = {}
         self.stores: dict[str, SharedStore] = {}
@@ -130,6 +137,18 @@ class ReferenceIndex(PrefixIndex):
             for learner in learners
             if (layout := learner.layout) is not None
         }
+
+    # --- sharing ----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def key_space(self) -> bytes:
+        return self.keys.name
+
+    @override
+    def unpack_keys(self, packed: bytes, step: int) -> list[int]:
+        residues = struct.unpack(f"<{len(packed) // 8}Q", packed)
+        return [joined(step * number, residue) for number, residue in enumerate(residues, start=1)]
 
     # --- keeping ----------------------------------------------------------------------------------
 

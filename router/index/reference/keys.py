@@ -73,6 +73,18 @@ class KeySpace:
     def __init__(self, modulus: int | None = None) -> None:
         self.modulus = modulus or _random_prime()
 
+    @classmethod
+    def from_secret(cls, secret: bytes) -> KeySpace:
+        """The key space of everyone who knows this secret."""
+        drawn = hashlib.blake2b(secret, digest_size=8, person=b"modulus").digest()
+        return cls(_prime_from(int.from_bytes(drawn, "big") | 1 << 63 | 1))
+
+    @property
+    def name(self) -> bytes:
+        """Stands for it without telling the modulus."""
+        told = self.modulus.to_bytes(8, "big")
+        return hashlib.blake2b(told, digest_size=8, person=b"key space").digest()
+
     def root(self, lora_name: str | None) -> int:
         """The key of the empty prefix, under a LoRA adapter or without one."""
         return self._fold(1, digest(lora_name or ""))
@@ -132,6 +144,15 @@ def _random_prime() -> int:
         candidate = secrets.randbits(64) | 1 << 63 | 1
         if all(candidate % small for small in _WITNESSES) and _is_prime(candidate):
             return candidate
+
+
+def _prime_from(number: int) -> int:
+    """The first prime of 64 bits from an odd number on."""
+    while not (all(number % small for small in _WITNESSES) and _is_prime(number)):
+        number += 2
+        if number > _KEY_MASK:
+            number = 1 << 63 | 1
+    return number
 
 
 def _is_prime(number: int) -> bool:

@@ -1,0 +1,159 @@
+"""The interface of a board, and what keeps a process and its boards in step.
+
+One's own slot is published and the others' are read in the background. No request waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.board.slots import Slot, SlotError, decode_slot, encode_slot
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.02
+"""Between two looks at what changed."""
+SPACING_S = 0.002
+"""Between two that are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoardStatistics:
+    """One board in numbers."""
+
+    is_up: bool
+    """Whether others can be heard and hear this process."""
+    writers: int
+    """Others whose slots are fresh."""
+    oldest_s: float
+    """The age of the oldest of these slots."""
+    published: int
+    failures: int
+    """Times that it could not be reached, and slots that could not be read."""
+
+
+class Board(Protocol):
+    """Slots of bytes by writer. Belongs to one event loop; no call waits or does I/O but `run`."""
+
+    kind: str
+    """For metrics: `memory` or `valkey`."""
+
+    def publish(self, slot: bytes) -> None:
+        """Say this from now on, in place of what was said before."""
+
+    def refresh(self) -> None:
+        """Say that it still holds, where it is time to."""
+
+    def read(self) -> Mapping[str, bytes]:
+        """The fresh slots of the others, by writer. One that has not changed is the same object."""
+
+    def note_broken(self) -> None:
+        """A slot could not be read."""
+
+    def statistics(self) -> BoardStatistics:
+        """Its state now."""
+
+    async def run(self, on_news: Callable[[], None]) -> None:
+        """Do what has to be waited for, until cancelled.
+
+        Args:
+            on_news: Called when a slot of another has changed, where the board notices it.
+        """
+
+
+class BoardExchange:
+    """Keeps one process and its boards in step. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        boards: Sequence[Board],
+        collect: Callable[[], Slot],
+        take: Callable[[Mapping[str, Slot]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Say and hear nothing yet.
+
+        Args:
+            boards: Where to publish, and whom to hear; each writer is on one of them.
+            collect: What to say, now.
+            take: Hears what all others say, by writer, whenever it has changed.
+            clock: A monotonic clock, in seconds.
+        """
+        self.boards = boards
+        self._collect = collect
+        self._take = take
+        self._clock = clock
+        self._said = b""
+        self._heard: dict[str, tuple[bytes, Slot | None]] = {}
+        self._looked_at = 0.0
+        self._soon: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Exchange until cancelled."""
+        tasks = [asyncio.create_task(board.run(self.catch_up)) for board in self.boards]
+        try:
+            while True:
+                self._publish()
+                self._read()
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            if self._soon is not None:
+                self._soon.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def soon(self) -> None:
+        """Something has begun that the others should know of before the next look."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(SPACING_S / 2, self._publish_now)
+
+    def catch_up(self) -> None:
+        """Hear what others have said since the last look, unless that was just now."""
+        if self._clock() - self._looked_at >= SPACING_S:
+            self._read()
+
+    def _publish_now(self) -> None:
+        self._soon = None
+        self._publish()
+
+    def _publish(self) -> None:
+        data = encode_slot(self._collect())
+        for board in self.boards:
+            if data != self._said:
+                board.publish(data)
+            else:
+                board.refresh()
+        self._said = data
+
+    def _read(self) -> None:
+        self._looked_at = self._clock()
+        found: dict[str, tuple[bytes, Slot | None]] = {}
+        has_changed = False
+        for board in self.boards:
+            for writer, data in board.read().items():
+                name = f"{board.kind} {writer}"
+                known = self._heard.get(name)
+                if known is None or known[0] is not data:
+                    known = data, self._decoded(board, data)
+                    has_changed = True
+                found[name] = known
+        if has_changed or len(found) != len(self._heard):
+            self._heard = found
+            self._take({name: slot for name, (_, slot) in found.items() if slot is not None})
+
+    def _decoded(self, board: Board, data: bytes) -> Slot | None:
+        try:
+            return decode_slot(data)
+        except SlotError as error:
+            board.note_broken()
+            logger.debug("board: %s: %s", board.kind, error)
+            return None

@@ -1,0 +1,109 @@
+"""What one process tells the others, and its bytes. They come from other processes and machines, so
+every one of them is bounded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from router.errors import RouterError
+
+VERSION = 1
+MAX_BYTES = 1_000_000
+"""Of one slot."""
+MAX_PREFIX_BYTES = 96 * 1024
+"""Of all prefixes in a slot together."""
+MAX_KEYS = 512
+"""Of one prefix: the first 32,768 tokens."""
+
+_Id = Annotated[str, msgspec.Meta(max_length=256)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+_KEY_BYTES = 8
+
+
+class SlotError(RouterError):
+    """Bytes that are no slot of this version."""
+
+
+class SharedLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a process has in flight at one replica, or one rank of it."""
+
+    replica: _Id
+    dp_rank: _Rank | None
+    """None stands for the whole replica."""
+    prefilling_requests: _Number
+    prefill_tokens: _Number
+    decoding_requests: _Number
+    context_tokens: _Number
+
+
+class SharedPrefix(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A prompt that is being computed at a cache, or has just been."""
+
+    number: _Number
+    """Of the writer's; the same prompt keeps it."""
+    model: _Id
+    key_space: Annotated[bytes, msgspec.Meta(max_length=16)]
+    """How the keys were made: readers of another key space cannot use them."""
+    replica: _Id
+    dp_rank: _Rank
+    tokens: _Number
+    """Of the whole prompt."""
+    keys: Annotated[bytes, msgspec.Meta(max_length=_KEY_BYTES * MAX_KEYS)]
+    """From `pack_keys`."""
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All that a process says at one moment."""
+
+    loads: Annotated[tuple[SharedLoad, ...], msgspec.Meta(max_length=65_536)] = ()
+    prefixes: Annotated[tuple[SharedPrefix, ...], msgspec.Meta(max_length=8192)] = ()
+    unhealthy: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=8192)] = ()
+    """Replicas that it found unhealthy."""
+    begun: Annotated[dict[_Id, _Number], msgspec.Meta(max_length=8192)] = {}
+    """Requests that it has sent to each replica since its start."""
+    version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)] = VERSION
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Slot)
+
+
+def encode_slot(slot: Slot) -> bytes:
+    """The bytes of a slot; of one that would be too large, without ranks."""
+    data = _encoder.encode(slot)
+    if len(data) > MAX_BYTES:
+        whole = tuple(load for load in slot.loads if load.dp_rank is None)
+        data = _encoder.encode(msgspec.structs.replace(slot, loads=whole, prefixes=(), begun={}))
+    return data
+
+
+def decode_slot(data: bytes) -> Slot:
+    """The slot behind *data*.
+
+    Raises:
+        SlotError: It is none of this version; the message quotes nothing of it.
+    """
+    if len(data) > MAX_BYTES:
+        raise SlotError(f"a slot of {len(data)} bytes: it must have at most {MAX_BYTES}")
+    try:
+        slot = _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise SlotError(f"a slot of {len(data)} bytes is not one of version {VERSION}") from error
+    if any(len(prefix.keys) % _KEY_BYTES for prefix in slot.prefixes):
+        raise SlotError("a slot with a part of a key")
+    return slot
+
+
+def fitting(prefixes: Sequence[SharedPrefix]) -> tuple[SharedPrefix, ...]:
+    """The latest of *prefixes* that a slot has room for."""
+    kept, room = 0, MAX_PREFIX_BYTES
+    for prefix in reversed(prefixes):
+        room -= len(prefix.keys)
+        if room < 0:
+            break
+        kept += 1
+    return tuple(prefixes[len(prefixes) - kept :])

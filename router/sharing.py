@@ -1,0 +1,182 @@
+"""What this process tells the other workers and routers over a board, and what it makes of what
+they tell.
+
+Their requests count as load. What is being computed for them counts as if it had been sent there
+from here. A replica that one of them finds unhealthy is checked at once, and believed to be if that
+check fails: a router that is cut off must not take the fleet from the others. A moment with their
+requests is not quiet, so predictions made in it prove nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from router.board import SharedLoad, SharedPrefix, Slot
+from router.board.slots import MAX_KEYS, fitting
+from router.index import SourceId, pack_keys
+from router.mirror import STEP, Mirror, Prefilling
+from router.observability.self_repair import QuietMoments
+from router.replicas import Health, ReplicaRegistry
+from router.replicas.load import LoadTracker, ReplicaLoad, sum_of
+from router.routing.models import ModelSet
+from router.routing.recent_prefixes import RecentPrefixes
+
+_Named = tuple[str, int]
+"""A writer, and one of its prefixes."""
+
+
+class Sharing:
+    """One process's side of the board. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        load: LoadTracker,
+        mirror: Mirror,
+        recent: RecentPrefixes,
+        registry: ReplicaRegistry,
+        quiet: QuietMoments,
+        models: ModelSet,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep the parts that are told of, and that hear.
+
+        Args:
+            load: What is in flight at each replica.
+            mirror: Which prompts are being computed.
+            recent: Which prefixes were just sent where.
+            registry: The replicas' health.
+            quiet: When nothing else runs at a replica.
+            models: Their indexes read the keys of prefixes.
+            clock: A monotonic clock, in seconds.
+        """
+        self._load = load
+        self._mirror = mirror
+        self._recent = recent
+        self._registry = registry
+        self._quiet = quiet
+        self._models = models
+        self._clock = clock
+        self._packed: dict[int, SharedPrefix] = {}
+        self._known: dict[_Named, Prefilling] = {}
+        self._unhealthy: dict[str, frozenset[str]] = {}
+        self._begun: dict[str, Mapping[str, int]] = {}
+        self.foreign_prefixes = 0
+        """Heard and of no use, since they were made with another secret."""
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def collect(self) -> Slot:
+        """What to tell, now."""
+        return Slot(
+            loads=tuple(
+                SharedLoad(
+                    replica,
+                    rank,
+                    load.prefilling_requests,
+                    max(load.prefill_tokens, 0),
+                    load.decoding_requests,
+                    max(load.context_tokens, 0),
+                )
+                for replica, rank, load in self._load.places()
+                if load.requests
+            ),
+            prefixes=fitting(self._prefixes()),
+            unhealthy=tuple(
+                replica.id
+                for replica in self._registry.replicas()
+                if replica.record.health is Health.UNHEALTHY
+            ),
+            begun=self._quiet.begun(),
+        )
+
+    def _prefixes(self) -> list[SharedPrefix]:
+        packed = self._packed
+        self._packed = {
+            each.number: packed[each.number] if each.number in packed else self._pack(each)
+            for each in self._mirror.prefilling()
+        }
+        return [prefix for prefix in self._packed.values() if prefix.key_space]
+
+    def _pack(self, each: Prefilling) -> SharedPrefix:
+        model = self._models.get(each.model)
+        return SharedPrefix(
+            each.number,
+            each.model,
+            b"" if model is None else model.index.key_space,
+            each.source.replica,
+            each.source.dp_rank,
+            each.tokens,
+            pack_keys(each.keys[:MAX_KEYS]),
+        )
+
+    # --- hearing ----------------------------------------------------------------------------------
+
+    def take(self, slots: Mapping[str, Slot]) -> None:
+        """Take over what all others tell, in place of what they told before.
+
+        Args:
+            slots: By writer; one that is missing is gone.
+        """
+        self._load.take_others(_summed(slots))
+        self._mirror.hear(self._prefilling(slots))
+        now = self._clock()
+        for writer, slot in slots.items():
+            known = self._begun.get(writer)
+            if known is not None:
+                for replica, count in slot.begun.items():
+                    if count != known.get(replica, 0) and replica in self._registry:
+                        self._quiet.disturbed(replica, now)
+            for replica in frozenset(slot.unhealthy) - self._unhealthy.get(writer, frozenset()):
+                self._registry.doubt(replica)
+        self._begun = {writer: slot.begun for writer, slot in slots.items()}
+        self._unhealthy = {writer: frozenset(slot.unhealthy) for writer, slot in slots.items()}
+
+    def _prefilling(self, slots: Mapping[str, Slot]) -> list[Prefilling]:
+        """What is being computed for others. Each prompt is remembered as sent when it is first
+        heard of."""
+        known, self._known = self._known, {}
+        now = self._clock()
+        for writer, slot in slots.items():
+            for prefix in slot.prefixes:
+                name = writer, prefix.number
+                heard = known.get(name)
+                if heard is None:
+                    heard = self._heard(prefix)
+                    if heard is None:
+                        continue
+                    self._recent.remember(heard.source, heard.keys, now)
+                self._known[name] = heard
+        return list(self._known.values())
+
+    def _heard(self, prefix: SharedPrefix) -> Prefilling | None:
+        model = self._models.get(prefix.model)
+        if model is None or prefix.replica not in self._registry or not prefix.keys:
+            return None
+        if prefix.key_space != model.index.key_space:
+            self.foreign_prefixes += 1
+            return None
+        return Prefilling(
+            prefix.number,
+            prefix.model,
+            SourceId(prefix.replica, prefix.dp_rank),
+            prefix.tokens,
+            model.index.unpack_keys(prefix.keys, STEP),
+        )
+
+
+def _summed(slots: Mapping[str, Slot]) -> dict[str | tuple[str, int], ReplicaLoad]:
+    total: dict[str | tuple[str, int], ReplicaLoad] = {}
+    for slot in slots.values():
+        for load in slot.loads:
+            rank = load.dp_rank
+            place = load.replica if rank is None else (load.replica, rank)
+            found = ReplicaLoad(
+                load.prefilling_requests,
+                load.prefill_tokens,
+                load.decoding_requests,
+                load.context_tokens,
+            )
+            known = total.get(place)
+            total[place] = found if known is None else sum_of(known, found)
+    return total
