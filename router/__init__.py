@@ -11,6 +11,7 @@ The files; each imports only what is listed above it:
     config/          the configuration: one frozen, checked model
     tls.py           certificates, read again when they are renewed
     tokenize/        request body -> token ids, exact or marked as not
+    overload/        who waits for room at a replica, and who is next
     mirror/          what every cache is doing and will evict next
     replicas/        which replicas exist, and how they are doing
     discovery/       which replicas there should be: files, DNS, Kubernetes

@@ -19,8 +19,10 @@
         ├── NotRecordable       409  this cache cannot be recorded now
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
+        ├── QueueFull           429  as many requests wait for the model as may
         ├── Overloaded          503  over a bound of the router itself, or the system's
         ├── NoReplica           503  no replica can serve it now
+        ├── QueueTimeout        503  no replica has room for it before its deadline
         └── ShuttingDown        503  the router finishes what it has and takes nothing new
 
 `tokenize`, `upstream` and the index have trees of their own. Messages name place, value and rule;
@@ -328,6 +330,46 @@ class NoReplica(_NotNow):
     def __init__(self, model: str, why: str, retry_after_s: int = 1) -> None:
         super().__init__(
             f"no replica can serve {_shown(model)} now: {why}; try again", retry_after_s
+        )
+
+
+class QueueFull(_NotNow):
+    """As many requests wait for the model as may. Who has most waiting is refused first.
+
+    Args:
+        model: The model's name.
+        waiting: How many requests wait for it.
+        retry_after_s: When there may be room, for the `Retry-After` header.
+    """
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, model: str, waiting: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"every replica of {_shown(model)} is at its limit and {waiting} requests wait, as "
+            f"many as may; try again in {retry_after_s} s",
+            retry_after_s,
+        )
+
+
+class QueueTimeout(_NotNow):
+    """No replica has room for the request before its deadline.
+
+    Args:
+        model: The model's name.
+        waiting: How many requests wait for it.
+        retry_after_s: When there may be room, for the `Retry-After` header.
+    """
+
+    code = "queue_timeout"
+
+    def __init__(self, model: str, waiting: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"no replica of {_shown(model)} has room for this request before its deadline, and "
+            f"{waiting} others wait; try again in {retry_after_s} s",
+            retry_after_s,
         )
 
 

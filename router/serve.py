@@ -96,6 +96,7 @@ class RouterApp:
             service.observers,
             paths,
             self._logs_access,
+            service.entrance,
         )
         parts = ApiParts(
             config=service.config,

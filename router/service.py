@@ -36,6 +36,7 @@ from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
 from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
 from router.observability.shortages import Shortages
+from router.overload import Entrance, GateLimits, RoomListener, WaitingRoom, line_limits
 from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
@@ -122,7 +123,10 @@ class RouterService:
         self.replica_certificate = replica_certificate(server.replica_tls)
         trusted = self.replica_certificate and self.replica_certificate.context
         self._upstream = UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
-        self.registry = ReplicaRegistry(UpstreamFetch(self._upstream), config.health, self._load)
+        self.registry = ReplicaRegistry(
+            UpstreamFetch(self._upstream), config.health, self._load, limits=_gate_limits(config)
+        )
+        self.entrance = self._make_entrance()
         self._make_caches(indexes or configured_index(config))
         planner = self._make_routing()
         self._make_observation(planner)
@@ -133,6 +137,22 @@ class RouterService:
     def _share_of(self, limit: int) -> int:
         """Of a limit that all workers keep together, this one's part."""
         return -(-limit // self._shared.workers)
+
+    def _make_entrance(self) -> Entrance | None:
+        """Where requests wait for room at a replica, if they do."""
+        overload, metrics = self.config.overload, self.metrics
+        if not overload.is_queueing:
+            return None
+        names = overload.priorities
+        listener = RoomListener(
+            lambda model, number, seconds: metrics.queue_wait.labels(model, names[number]).observe(
+                seconds
+            ),
+            lambda model, number, why: metrics.queue_refusals.labels(
+                model, names[number], why
+            ).inc(),
+        )
+        return Entrance(overload, WaitingRoom(line_limits(overload), listener))
 
     def _make_caches(self, indexes: IndexImplementation) -> None:
         """What is known of models and caches, and how it is kept true."""
@@ -216,6 +236,7 @@ class RouterService:
             self.tokenizer_check,
             self.observers,
             self._upstream,
+            self.entrance,
         )
 
     def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:
@@ -304,6 +325,8 @@ class RouterService:
             admission=self.admission,
             repair=self.repair,
             shortages=self.shortages,
+            room=None if self.entrance is None else self.entrance.room,
+            priorities=self.config.overload.priorities,
         )
         return await self.metrics.render(collect(parts))
 
@@ -362,8 +385,10 @@ class _ReplicaFollower(ReplicaListener):
         tokenizer_check: TokenizerCheck,
         observers: RequestObservers,
         upstream: UpstreamClient,
+        entrance: Entrance | None,
     ) -> None:
         self._registry = registry
+        self._entrance = entrance
         self._models = models
         self._feed = feed
         self._planner = planner
@@ -425,6 +450,8 @@ class _ReplicaFollower(ReplicaListener):
 
     def _forget_unserved_models(self) -> None:
         for model in self._models.forget_all_but(self._registry.models()):
+            if self._entrance is not None:
+                self._entrance.room.forget(model)
             self._planner.forget_model(model)
             self._observers.forget_model(model)
 
@@ -501,6 +528,13 @@ class _ReplicaResponses:
         except UpstreamError:
             return False
         return status == 200
+
+
+def _gate_limits(config: RouterConfig) -> GateLimits | None:
+    overload = config.overload
+    if not overload.is_queueing:
+        return None
+    return GateLimits(overload.max_in_flight, overload.max_prefill_tokens)
 
 
 def _policy_settings(config: RouterConfig) -> PolicySettings:

@@ -11,6 +11,8 @@ The files; each imports only what is listed above it:
     replica.py    one replica
     discovery.py  where more of them come from
     tls.py        certificates
+    keys.py       who may come in, and what comes with a key
+    overload.py   what waits when replicas have no room
     schema.py     everything else, and the rules between its values
 """
 
@@ -20,6 +22,8 @@ from router.config.discovery import (
     FileDiscovery,
     KubernetesDiscovery,
 )
+from router.config.keys import ClientKeyConfig
+from router.config.overload import OverloadConfig
 from router.config.replica import (
     EventSourceConfig,
     ReplicaConfig,
@@ -45,6 +49,7 @@ from router.config.schema import (
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 
 __all__ = [
+    "ClientKeyConfig",
     "DiscoveryConfig",
     "DnsDiscovery",
     "EventSourceConfig",
@@ -57,6 +62,7 @@ __all__ = [
     "ListenerTlsConfig",
     "ModelConfig",
     "ObservabilityConfig",
+    "OverloadConfig",
     "Overrides",
     "PolicyConfig",
     "ReplicaConfig",

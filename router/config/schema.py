@@ -30,6 +30,8 @@ from router.config.document import (
     problems_in,
     read_text,
 )
+from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
+from router.config.overload import OverloadConfig
 from router.config.replica import ReplicaConfig
 from router.config.section import Section
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
@@ -43,7 +45,6 @@ from router.config.values import (
     HeaderName,
     HostName,
     Items,
-    KeyName,
     Name,
     Network,
     PlacedPath,
@@ -110,31 +111,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _same_keys(kind: str, keys: Sequence[OperatorKeyConfig]) -> Iterator[tuple[Location, str]]:
-    for index, each in enumerate(keys):
-        for other, earlier in enumerate(keys[:index]):
-            if each.name == earlier.name:
-                yield (kind, index, "name"), f"{each.name!r}; {kind}[{other}] has it already"
-            if each.key == earlier.key:
-                yield (kind, index, "key"), f"not shown; {kind}[{other}] has it already"
-
-
-class OperatorKeyConfig(Section, frozen=True):
-    """One of several keys, so that each holder's can be changed by itself."""
-
-    name: KeyName
-    """Of the holder; it may appear in logs."""
-    key: Secret
-
-
-class ClientKeyConfig(OperatorKeyConfig, frozen=True):
-    """The same for clients."""
-
-    cache_salt: Secret | None = None
-    """Added to every prompt sent with this key, so that its holders share cached blocks only with
-    those of the same salt."""
-
-
 class ServerConfig(Section, frozen=True):
     """Where the router listens, who may come in, and its limits."""
 
@@ -198,7 +174,7 @@ class ServerConfig(Section, frozen=True):
     def contradictions(self) -> Iterator[tuple[Location, str]]:
         """Keys that are the same, and an address that others reach without a key for clients."""
         for kind in ("client_api_keys", "operator_api_keys"):
-            yield from _same_keys(kind, getattr(self, kind))
+            yield from same_keys(kind, getattr(self, kind))
         if not self.client_keys and not self.insecure and not _is_loopback(self.host):
             rule = (
                 "others reach it, and without client_api_key all of them may send prompts; "
@@ -527,6 +503,7 @@ class RouterConfig(Section, frozen=True):
     discovery: DiscoveryConfig = DiscoveryConfig()
     policy: PolicyConfig = PolicyConfig()
     health: HealthConfig = HealthConfig()
+    overload: OverloadConfig = OverloadConfig()
     events: EventsConfig = EventsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     index: IndexChoice = "auto"
@@ -580,12 +557,17 @@ class RouterConfig(Section, frozen=True):
         return config if base_directory is None else config._relative_to(base_directory)
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """What asks for a key that is not there."""
+        """What asks for a key or a priority class that is not there."""
         if self.observability.metrics_need_key and not self.server.operator_keys:
             place: Location = ("observability", "metrics_need_key")
             yield place, "true; server.operator_api_key must be set for that"
         if self.events.curve_keys is None:
             yield from self._keys_without_ours()
+        known = self.overload.priorities
+        for index, key in enumerate(self.server.client_api_keys):
+            if key.priority is not None and key.priority not in known:
+                rule = f"{key.priority!r}; expected one of overload.priorities: {', '.join(known)}"
+                yield ("server", "client_api_keys", index, "priority"), rule
 
     def _keys_without_ours(self) -> Iterator[tuple[Location, str]]:
         rule = "there must be events.curve_keys for that"

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import SecretStr
 
-from router.config import ServerConfig, key_bytes
+from router.config import ClientKeyConfig, ServerConfig, key_bytes
 from router.errors import (
     ForeignHost,
     ForeignOrigin,
@@ -66,6 +66,9 @@ class Key:
     name: str
     secret: bytes = field(repr=False)
     cache_salt: bytes | None = field(default=None, repr=False)
+    priority: str | None = None
+    """The highest class of its requests."""
+    share: float = 1.0
 
 
 class WrongKeys:
@@ -147,10 +150,7 @@ class Guard:
 
     def __init__(self, server: ServerConfig, count_wrong_key: Callable[[str], None]) -> None:
         self._keys: dict[Role, tuple[Key, ...]] = {
-            "client": tuple(
-                Key(each.name, _bytes(each.key), key_bytes(each.cache_salt))
-                for each in server.client_keys
-            ),
+            "client": tuple(map(_client_key, server.client_keys)),
             "operator": tuple(Key(each.name, _bytes(each.key)) for each in server.operator_keys),
         }
         seen = server.clients_see_hits
@@ -270,6 +270,11 @@ class Guard:
         if not separator:
             return False  # `null`: a sandboxed frame, a file
         return place == headers.get(b"host") or _host_name(place) in self._named
+
+
+def _client_key(config: ClientKeyConfig) -> Key:
+    salt = key_bytes(config.cache_salt)
+    return Key(config.name, _bytes(config.key), salt, config.priority, config.share)
 
 
 def _bytes(key: SecretStr) -> bytes:

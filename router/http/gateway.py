@@ -24,7 +24,8 @@ from router.http.proxied_paths import (
     salt_names,
 )
 from router.http.uvicorn_protocol import Exchange
-from router.observability.request_observer import RequestObservers
+from router.observability.request_observer import RequestObserver, RequestObservers
+from router.overload import Entrance, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
@@ -55,6 +56,7 @@ class Gateway:
         observers: RequestObservers,
         paths: ProxiedPaths,
         logs_access: bool = False,
+        entrance: Entrance | None = None,
     ) -> None:
         """Keep the parts that a request passes through.
 
@@ -68,31 +70,29 @@ class Gateway:
             observers: Observes what becomes of them.
             paths: Which paths they have.
             logs_access: Whether each gets a line in the log.
+            entrance: Where they wait for room at a replica; None: nowhere.
         """
+        self.entrance = entrance
         self.server = server
         self.guard = guard
         self._trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
         # The router's key is for the router only: replicas do not get to see it.
-        self._dropped = frozenset(
-            (
-                *(b"x-request-id", TRACEPARENT, TRACESTATE),
-                *_FORWARDING,
-                *(KEY_HEADERS if guard.needs_key("client") else ()),
-                *(() if server.trust_client_rank else (RANK_HEADER,)),
-            )
-        )
+        keys = KEY_HEADERS if guard.needs_key("client") else ()
+        rank = () if server.trust_client_rank else (RANK_HEADER,)
+        dropped = b"x-request-id", TRACEPARENT, TRACESTATE, *_FORWARDING, *keys, *rank
+        self._dropped = frozenset(dropped)
         self.logs_access = logs_access
         self._paths = paths
         self._session_header = session_header.encode()
         self.admission = admission
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self.proxy = proxy
         self.observers = observers
-        timeouts = server.timeouts
         self._open: set[asyncio.Task[Decision]] = set()
-        self._patient = Timeouts(timeouts.connect_s, timeouts.whole_response_s, timeouts.idle_s)
+        times = server.timeouts
+        self._patient = Timeouts(times.connect_s, times.whole_response_s, times.idle_s)
 
     def opens(
         self,
@@ -134,7 +134,7 @@ class Gateway:
         if path.endpoint is None:
             return self._decide_by_load(path, headers, body, salt)
         session = headers.get(self._session_header)
-        return self._dispatcher.dispatch_now(
+        return self.dispatcher.dispatch_now(
             path.endpoint,
             body,
             session.decode("latin-1") if session else None,
@@ -150,7 +150,7 @@ class Gateway:
         salt: TenantSalt | None,
     ) -> Decision:
         if path.routed_by is RoutedBy.RESPONSE:
-            return await self._dispatcher.dispatch_to_holder(path.response_id, body)
+            return await self.dispatcher.dispatch_to_holder(path.response_id, body)
         content_type = headers.get(b"content-type", b"")
         needs_model = path.routed_by is RoutedBy.LOAD
         if is_form(content_type):
@@ -159,14 +159,14 @@ class Gateway:
                 rule = "with this key, a form must begin with its boundary: no salt is added to it"
                 raise BadRequest("$", f"{len(body)} bytes", rule)
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
-            return self._dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
+            return self.dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
         if path.routed_by is RoutedBy.ANY and not is_object(body):
             if salt is not None and body.strip():
                 # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
                 rule = "with this key, it must be a JSON object: a salt is added to it"
                 raise BadRequest("$", f"{len(body)} bytes", rule)
-            return self._dispatcher.dispatch_by_load(None, body, needs_model=False)
-        return await self._dispatcher.dispatch(None, body, needs_model=needs_model, salt=salt)
+            return self.dispatcher.dispatch_by_load(None, body, needs_model=False)
+        return await self.dispatcher.dispatch(None, body, needs_model=needs_model, salt=salt)
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
         """Decide in a task, which is kept until its end."""
@@ -225,15 +225,17 @@ class _Stage(Enum):
         stage      when more arrives, or its work is done         when its client leaves
         NEW        admitted: READING, with what is here already   OVER
         READING    whole: DECIDING                                OVER
-        DECIDING   decided: SENT                                  (its relay sees it)
+        DECIDING   decided: SENT, or WAITING without room         (its relay sees it)
+        WAITING    its turn: SENT                                 OVER
         SENT       the relay is over: OVER                        the relay ends: OVER
 
-    From the first three, an error leads to OVER as well: the client gets it as its response.
+    From all before SENT, an error leads to OVER as well: the client gets it as its response.
     """
 
     NEW = "new"
     READING = "reading"
     DECIDING = "deciding"
+    WAITING = "waiting"
     SENT = "sent"
     OVER = "over"
 
@@ -249,7 +251,9 @@ class Passage:
         "_headers",
         "_held_bytes",
         "_is_admitted",
+        "_key",
         "_line",
+        "_observer",
         "_path",
         "_relay",
         "_request_id",
@@ -257,6 +261,7 @@ class Passage:
         "_stage",
         "_task",
         "_timer",
+        "_waiter",
     )
 
     def __init__(self, gateway: Gateway, path: ProxiedPath, exchange: Exchange) -> None:
@@ -271,6 +276,9 @@ class Passage:
         self._is_admitted = False
         self._held_bytes = 0
         self._body: list[bytes] = []
+        self._key: Key | None = None
+        self._observer: RequestObserver | None = None
+        self._waiter: Waiter | None = None
         self._salt: TenantSalt | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[Decision] | None = None
@@ -295,7 +303,7 @@ class Passage:
         """The client's connection is closed."""
         if self._relay is not None:
             self._relay.client_left()
-        elif self._stage in (_Stage.NEW, _Stage.READING):
+        elif self._stage in (_Stage.NEW, _Stage.READING, _Stage.WAITING):
             self._gateway.observers.client_left()
             self._close()
 
@@ -325,7 +333,7 @@ class Passage:
 
     def _admit(self) -> None:
         gateway = self._gateway
-        key = self._enter()
+        key = self._key = self._enter()
         self._salt = tenant_salt(key, self._exchange.path)
         if announced_bytes(self._headers) > gateway.server.max_body_bytes:
             raise BodyTooLarge(gateway.server.max_body_bytes)
@@ -387,12 +395,17 @@ class Passage:
 
     def _send(self, decision: Decision) -> None:
         gateway, context = self._gateway, self._context
+        if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
+            return
         observer = gateway.observers.observe(
             decision,
             self._exchange.path,
             self._request_id.decode("latin-1"),
             None if context is None else context.trace_id,
         )
+        if self._waiter is not None:
+            self._observer = observer
+            observer.waited_s = gateway.observers.clock() - self._waiter.arrived
         if self._line is not None:
             self._line.routed = observer.request
         self._stage = _Stage.SENT
@@ -405,6 +418,21 @@ class Passage:
         )
         if not relay.is_over:
             self._relay = relay
+
+    def _may_start(self, entrance: Entrance, decision: Decision) -> bool:
+        """Whether a replica has room for it. If not, it waits, and is sent when one has."""
+        may_wait = decision.ranking or decision.may_wait
+        if self._waiter is not None or not may_wait or self._exchange.is_gone:
+            return True
+        key, dispatcher = self._key, self._gateway.dispatcher
+        of_key = () if key is None else (key.name, key.priority, key.share)
+        waiter = entrance.waiter(decision.model_name, self._headers, *of_key)
+        waiter.lane, waiter.tokens = decision.lane, decision.uncached_tokens
+        waiter.can_start = functools.partial(dispatcher.have_room, decision)
+        waiter.start = lambda: self._take(lambda: self._send(dispatcher.again(decision)))
+        waiter.refuse = self._refuse
+        self._waiter, self._stage = waiter, _Stage.WAITING
+        return entrance.room.enter(waiter, is_room=bool(decision.ranking))
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -460,6 +488,15 @@ class Passage:
         if self._is_admitted:
             self._is_admitted = False
             self._gateway.admission.leave()
+        if self._waiter is not None:
+            self._give_up_turn(self._waiter)
+
+    def _give_up_turn(self, waiter: Waiter) -> None:
+        """Let the next one have its room, or its place in the line."""
+        observer, entrance = self._observer, self._gateway.entrance
+        self._waiter = self._observer = None
+        assert entrance is not None
+        entrance.room.over(waiter, None if observer is None else observer.response_tokens())
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

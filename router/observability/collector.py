@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from router.index import SourceId, SourceStatistics
 from router.mirror import Mirror
 from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
+from router.overload import WaitingRoom
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
@@ -53,6 +54,9 @@ class CollectedParts:
     admission: Admission
     repair: SelfRepair
     shortages: Shortages
+    room: WaitingRoom | None = None
+    """None: no request waits for room at a replica."""
+    priorities: Sequence[str] = ()
 
 
 def collect(parts: CollectedParts) -> Iterator[Metric]:
@@ -69,6 +73,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
             {model.name: model.tokenization.statistics() for model in parts.models}
         ),
         tuple(_router_metrics(parts)),
+        tuple(_queue_metrics(parts)),
     )
 
 
@@ -455,3 +460,29 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
 def _single(name: str, text: str, value: float) -> Metric:
     """A gauge without labels."""
     return GaugeMetricFamily(name, text, value=value)
+
+
+# --- what waits -----------------------------------------------------------------------------------
+
+
+def _queue_metrics(parts: CollectedParts) -> Iterator[Metric]:
+    """What waits for room at a replica; no series where nothing may wait."""
+    lines = {} if parts.room is None else parts.room.statistics()
+    found = [
+        ((model, name), waiting)
+        for model, classes in lines.items()
+        for name, waiting in zip(parts.priorities, classes, strict=True)
+    ]
+    labels = ("model", "priority")
+    yield _gauge(
+        "kvroute_queue_requests",
+        "Requests that wait for room at a replica.",
+        labels,
+        [(values, waiting.requests) for values, waiting in found],
+    )
+    yield _gauge(
+        "kvroute_queue_tokens",
+        "Prompt tokens to compute of these, and the usual length of their responses.",
+        labels,
+        [(values, waiting.tokens) for values, waiting in found],
+    )

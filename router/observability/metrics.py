@@ -228,6 +228,13 @@ _COUNTERS = {
         "Times the configuration was read again, by what came of it.",
         ("result",),
     ),
+    "queue_refusals": _Spec(
+        "kvroute_queue_refusals",
+        "Requests that waited for room at a replica, or were to, and got none: full, late (its "
+        "deadline would pass before its turn), timeout, client_left or gone (its "
+        "model is).",
+        ("model", "priority", "reason"),
+    ),
     "report_modes": _Spec(
         "kvroute_stripped_report_modes",
         "Requests whose kv_cache_report_mode was taken out: it would spoil the engine's event "
@@ -258,6 +265,12 @@ _HISTOGRAMS = {
         "Time from a parsed request to its token ids.",
         ("model",),
         _ROUTING_SECONDS,
+    ),
+    "queue_wait": _Spec(
+        "kvroute_queue_wait_seconds",
+        "How long requests waited for room at a replica before they were sent.",
+        ("model", "priority"),
+        _REQUEST_SECONDS,
     ),
     "prediction_error": _Spec(
         "kvroute_prediction_error_tokens",
@@ -293,6 +306,8 @@ class RouterMetrics:
     expectations: WrittenCounter
     bad_requests: WrittenCounter
     wrong_keys: WrittenCounter
+    queue_refusals: WrittenCounter
+    queue_wait: WrittenHistogram
     reloads: WrittenCounter
     report_modes: WrittenCounter
     first_byte: WrittenHistogram

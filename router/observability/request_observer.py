@@ -141,6 +141,7 @@ class RequestObserver(ProxyObserver):
         "_response_id",
         "_usage",
         "request",
+        "waited_s",
     )
 
     def __init__(
@@ -150,6 +151,8 @@ class RequestObserver(ProxyObserver):
         self._decision = decision
         self.request = request
         """As the log shows it."""
+        self.waited_s = 0.0
+        """For room at a replica, before it was sent."""
         self._queries: tuple[tuple[Tap, int], ...] = ()
         spec = decision.spec
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
@@ -201,6 +204,7 @@ class RequestObserver(ProxyObserver):
     @override
     def on_first_byte(self, attempt: Attempt, seconds: float) -> None:
         replica_id = self._responded = attempt.replica_id
+        seconds += self.waited_s
         if self._in_flight is not None:
             self._in_flight.first_token()
         self.request.first_byte_s = seconds
@@ -225,6 +229,7 @@ class RequestObserver(ProxyObserver):
             self._in_flight.ended()
         was_quiet = self._end_moment()
         decision, metrics, request = self._decision, self._of_all.metrics, self.request
+        seconds += self.waited_s
         served = metrics.served(decision.model_name, self._label())
         served.ended(decision.policy, status, seconds)
         request.status, request.end = status, end.value
@@ -233,6 +238,14 @@ class RequestObserver(ProxyObserver):
         if end is End.COMPLETED and status == 200:
             self._compare(was_quiet, served)
         self._of_all.log.finish(self.request)
+
+    def response_tokens(self) -> int | None:
+        """Those that the engine reported, or else about so many as there were events; None without
+        a response."""
+        if self._responded is None:
+            return None
+        reported = self._usage.usage().completion_tokens
+        return self._events if reported is None else reported
 
     def _visit(self, source: SourceId, candidate: Candidate) -> Visit | None:
         """Let the planner know that the request is sent to a cache."""

@@ -52,6 +52,7 @@ _ANTHROPIC_TYPES = {
     "overloaded": "overloaded_error",
     "no_replica": "overloaded_error",
     "no_replica_available": "overloaded_error",
+    "queue_timeout": "overloaded_error",
     "shutting_down": "overloaded_error",
     "server_error": "api_error",
 }

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from router.config import HealthConfig, ReplicaConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
+from router.overload import GateLimits, ReplicaGate
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
@@ -77,6 +78,7 @@ class ReplicaRegistry:
         load: Read for views, and to tell this router's requests from others in the engines' load.
         random: For jitter.
         clock: A monotonic clock, in seconds.
+        limits: How much a replica is given at a time; None: any amount.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class ReplicaRegistry:
         load: LoadTracker,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        limits: GateLimits | None = None,
     ) -> None:
+        self._limits = limits
         self._fetch = fetch
         self._health = health
         self._load = load
@@ -126,6 +130,7 @@ class ReplicaRegistry:
             HealthRecord(self._health.unhealthy_after, self._health.healthy_after),
             now,
             allows,
+            None if self._limits is None else ReplicaGate(self._limits),
         )
         self._replicas[replica.id] = replica
         self._watchers[replica.id] = Watcher(

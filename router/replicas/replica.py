@@ -9,6 +9,7 @@ from typing import Any
 
 from router.config import ReplicaConfig, key_bytes
 from router.index import SourceId
+from router.overload import AT_LIMIT, ReplicaGate
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
@@ -26,6 +27,7 @@ class Replica:
         record: Its health, still unknown.
         now: On the registry's clock.
         allows: Whether an address may be connected to for it; None: every address.
+        gate: How much it may be given at a time; None: any amount.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Replica:
         record: HealthRecord,
         now: float,
         allows: Callable[[str], bool] | None = None,
+        gate: ReplicaGate | None = None,
     ) -> None:
         self.config = config
+        self.gate = gate
         self.id = config.replica_id
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
@@ -64,6 +68,7 @@ class Replica:
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
         self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
+        self._is_open = self._max_requests is None and gate is None
 
     def reconfigure(self, config: ReplicaConfig) -> None:
         """Take over other options: its key, speed and limit. Its address, models and event sources
@@ -72,6 +77,7 @@ class Replica:
         self.headers = _authorization(config)
         self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
+        self._is_open = self._max_requests is None and self.gate is None
 
     @property
     def sources(self) -> tuple[EventSource, ...]:
@@ -169,17 +175,25 @@ class Replica:
         ranks = len(self.sources)
         return -(-self.foreign_requests // ranks), -(-engine_load.waiting // ranks)
 
-    def obstacle(self, load: ReplicaLoad | None) -> str | None:
-        """Why it cannot take a request, with what this router has in flight there; None if it
-        can."""
+    def obstacle(self, load: ReplicaLoad | None, is_new: bool = True) -> str | None:
+        """Why it cannot take a request; None if it can.
+
+        Args:
+            load: What this router has in flight there.
+            is_new: Whether the request can wait for room. One that failed elsewhere has waited.
+        """
         if self.record.health is not Health.HEALTHY:
             return "not healthy"
         if self.draining:
             return "draining"
-        if self._max_requests is None:
+        if self._is_open:
             return None
         requests = 0 if load is None else load.requests
-        return "at its limit of requests" if requests >= self._max_requests else None
+        if self._max_requests is not None and requests >= self._max_requests:
+            return AT_LIMIT
+        if not is_new or self.gate is None:
+            return None
+        return self.gate.full(requests, 0 if load is None else load.prefill_tokens)
 
     def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
         """Everything about it.

@@ -14,6 +14,7 @@ import msgspec
 
 from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.index import HashedPrompt, SourceId
+from router.overload import PASSING
 from router.proxy import Attempt
 from router.replicas import Replica, ReplicaRegistry
 from router.routing.models import Model, ModelSet
@@ -47,6 +48,7 @@ RANK_HEADER = b"x-data-parallel-rank"
 RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
 """Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
 every vLLM for embeddings."""
+_BYTES_OF_A_TOKEN = 4
 LARGE_AT_ONCE = 2
 """Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
 and more, and Python runs one thread at a time anyhow."""
@@ -59,6 +61,18 @@ class TenantSalt:
     secret: bytes = field(repr=False)
     names: tuple[str, ...]
     """The fields of the body that engines read a salt from."""
+
+
+class Asked(NamedTuple):
+    """What a body asks for, and of whom."""
+
+    spec: PromptSpec
+    body: bytes
+    """What to send."""
+    model: Model
+    lora_name: str | None
+    session: str | None
+    dp_rank: int | None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +105,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """From the parsed request to its token ids."""
     routing_s: float
     """From there to the ranking."""
+    asked: Asked | None = None
+    """What the body asks for, where there is a prompt to generate from."""
 
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
@@ -105,6 +121,28 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         """For logs, metrics and messages."""
         return self.model.name if self.model is not None else ANY_MODEL
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether some replica that has no room now will have it again before long."""
+        return any(candidate.obstacle in PASSING for candidate in self.excluded)
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens to compute, at the best replica, or where all are full, at the one that has
+        most of them cached; by the body's size where token ids are not known."""
+        if not self.prompt_tokens:
+            return 0 if self.spec is None else self.spec.body_bytes // _BYTES_OF_A_TOKEN
+        candidates = [self.ranking[0].candidate] if self.ranking else self.excluded
+        return self.prompt_tokens - max(each.cached_tokens for each in candidates)
+
+    @property
+    def lane(self) -> str:
+        """Requests of a model that have the same lane can be served by the same replicas."""
+        asked = self.asked
+        if asked is None or asked.spec.stored_response is not None:
+            return "" if len(self.replicas) != 1 else f"at {next(iter(self.replicas))}"
+        return "" if asked.lora_name is None else f"for {asked.lora_name}"
 
     def is_comparable_at(self, candidate: Candidate) -> bool:
         """Whether the engine's `cached_tokens` will count the same as the prediction."""
@@ -192,18 +230,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
         if not self.ranking:
             raise NoReplica(self.model_name, empty_reason(self.excluded))
-
-
-class _Asked(NamedTuple):
-    """What a body asks for, and of whom."""
-
-    spec: PromptSpec
-    body: bytes
-    """What to send."""
-    model: Model
-    lora_name: str | None
-    session: str | None
-    dp_rank: int | None
 
 
 class Dispatcher:
@@ -317,17 +343,37 @@ class Dispatcher:
         replicas = self._serving(asked.model, asked.lora_name)
         return self._decide(asked, tokenized, prompts, replicas, (started, tokenized_at))
 
+    def have_room(self, decision: Decision) -> bool:
+        """Whether one of the replicas that could serve a request has room for it now."""
+        return self._planner.have_room(self._replicas_of(decision).values())
+
+    def again(self, decision: Decision) -> Decision:
+        """Decide once more where a request goes, by how the replicas are now."""
+        asked, replicas = decision.asked, self._replicas_of(decision)
+        if asked is None:
+            return self._by_load(decision.model, replicas, decision.body)
+        now = time.perf_counter()
+        times = now - (decision.tokenization_s or 0.0), now
+        return self._decide(asked, decision.tokenized, decision.prompts, replicas, times)
+
+    def _replicas_of(self, decision: Decision) -> Mapping[str, Replica]:
+        """Who could serve a request now, whatever their state."""
+        asked = decision.asked
+        if asked is None or asked.spec.stored_response is not None:
+            return decision.replicas
+        return self._serving(asked.model, asked.lora_name)
+
     def _reads_at_once(self, body: bytes) -> bool:
         is_bounded = self._pack is not None and len(body) <= INLINE_IDS_BYTES
         return is_bounded and holds_mostly_ids(body)
 
     def _asked(
         self, spec: PromptSpec, body: bytes, session: str | None, dp_rank: int | None
-    ) -> _Asked:
+    ) -> Asked:
         model, lora_name = self._resolve(spec.model)
-        return _Asked(spec, body, model, lora_name, session or spec.session, dp_rank)
+        return Asked(spec, body, model, lora_name, session or spec.session, dp_rank)
 
-    async def _decide_later(self, asked: _Asked) -> Decision:
+    async def _decide_later(self, asked: Asked) -> Decision:
         spec, model = asked.spec, asked.model
         started = time.perf_counter()
         tokenized = await model.tokenization.tokenize(spec, lora_name=asked.lora_name)
@@ -344,7 +390,7 @@ class Dispatcher:
 
     def _decide(
         self,
-        asked: _Asked,
+        asked: Asked,
         tokenized: Sequence[TokenizedPrompt],
         prompts: Sequence[HashedPrompt],
         replicas: Mapping[str, Replica],
@@ -369,6 +415,7 @@ class Dispatcher:
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
             expects=self._planner.expected,
+            asked=asked,
             body=asked.body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,

@@ -156,8 +156,17 @@ class RoutePlanner:
         return self._rank(request, _Found({}, {}, self._clock()), replicas, UNREAD_RANK)
 
     def obstacle(self, replica: Replica) -> str | None:
-        """Why a replica cannot take a request at this moment; None if it can."""
-        return "removed" if replica.removed else replica.obstacle(self._load.look_at(replica.id))
+        """Why a replica cannot take a request that failed elsewhere; None if it can."""
+        load = self._load.look_at(replica.id)
+        return "removed" if replica.removed else replica.obstacle(load, is_new=False)
+
+    def have_room(self, replicas: Iterable[Replica]) -> bool:
+        """Whether one of *replicas* would be ranked for a new request."""
+        loads = self._load.loads
+        return any(
+            not replica.removed and replica.obstacle(loads.get(replica.id)) is None
+            for replica in replicas
+        )
 
     def remember(self, prompts: Sequence[HashedPrompt], source: SourceId) -> None:
         """Count on the prefixes of *prompts* in a cache before its events report them.

@@ -1,0 +1,66 @@
+"""What becomes of requests when the replicas have no room for more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from router.config.document import Location
+from router.config.section import Section
+from router.config.values import PLAIN, Count, HeaderName, Items, KeyName, Seconds
+
+TokenCount = Annotated[int, Field(ge=1, le=2**40), PLAIN]
+
+
+class OverloadConfig(Section, frozen=True):
+    """How much is sent to a replica at a time, and in which order the rest waits."""
+
+    max_in_flight: Count | None = None
+    """Requests under way at one replica; more wait in the router. Null: any number."""
+    max_prefill_tokens: TokenCount | None = None
+    """Prompt tokens to compute that are under way at one replica. Null: any number. With both null,
+    no request waits."""
+    max_waiting: Count = 1024
+    """Requests that wait for one model; more are refused with 429."""
+    max_waiting_tokens: TokenCount = 16 * 1024 * 1024
+    """What these cost together: prompt tokens to compute, and the usual length of a response."""
+    max_wait_s: Seconds = 30.0
+    """The longest that one waits; then it is refused with 503."""
+    timeout_header: HeaderName | None = "x-request-timeout"
+    """Names the seconds after which a client wants no response any more; can only shorten
+    max_wait_s."""
+    priorities: Annotated[Items[KeyName], Field(min_length=1, max_length=16)] = (
+        "high",
+        "normal",
+        "low",
+    )
+    """The priority classes, highest first."""
+    default_priority: KeyName = "normal"
+    """Of requests for which neither their key nor their header names one."""
+    priority_header: HeaderName | None = None
+    """Names a request's priority, where clients are trusted with that; it cannot be above that of
+    the key."""
+    tenant_header: HeaderName | None = None
+    """Names whose request it is, where all come through a gateway that says so; else it is the
+    holder of the key."""
+    ageing_tokens_per_s: Annotated[
+        float, Field(ge=0, le=1_000_000_000, allow_inf_nan=False), PLAIN
+    ] = 1000.0
+    """Shorter requests go first; each second of waiting counts as so many tokens less."""
+
+    @property
+    def is_queueing(self) -> bool:
+        """Whether requests wait at all."""
+        return self.max_in_flight is not None or self.max_prefill_tokens is not None
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Classes that appear twice, and a default that is none of them."""
+        for index, name in enumerate(self.priorities):
+            first = self.priorities.index(name)
+            if first != index:
+                yield ("priorities", index), f"{name!r}; priorities[{first}] has it already"
+        if self.default_priority not in self.priorities:
+            known = ", ".join(self.priorities)
+            yield ("default_priority",), f"{self.default_priority!r}; expected one of {known}"

@@ -1,0 +1,30 @@
+"""What becomes of requests when the replicas have no room for more. Pure but for one timer; knows
+no HTTP and no replica.
+
+The files; each imports only what is listed above it:
+
+    gate.py      how much one replica may be given
+    line.py      who waits for one model, and who is next
+    room.py      the lines of all models, and their turns
+    entrance.py  a request's key and headers -> its place in a line
+"""
+
+from router.overload.entrance import Entrance, line_limits
+from router.overload.gate import AT_LIMIT, PASSING, GateLimits, ReplicaGate
+from router.overload.line import LineLimits, Waiter
+from router.overload.room import NoTurn, RoomListener, Waiting, WaitingRoom
+
+__all__ = [
+    "AT_LIMIT",
+    "PASSING",
+    "Entrance",
+    "GateLimits",
+    "LineLimits",
+    "NoTurn",
+    "ReplicaGate",
+    "RoomListener",
+    "Waiter",
+    "Waiting",
+    "WaitingRoom",
+    "line_limits",
+]

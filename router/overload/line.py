@@ -1,0 +1,452 @@
+"""Who waits for the replicas of one model, and who is next. Pure: times are passed in.
+
+Three orders, one inside the other:
+
+    priority    the highest class in which someone can start
+    tenant      deficit round robin over tokens, by weight
+    request     shortest first, with ageing
+
+A request's place among those of its tenant is its tokens plus the tokens that its arrival is worth:
+
+    place = tokens + ageing_tokens_per_s * arrived
+
+All grow older at the same rate, so places never change. At 1,000 tokens a second, one of 8,000
+tokens is overtaken by shorter ones that came up to 8 s later, and by none that came after that.
+
+Where the bounds are reached, the last one of whoever has most waiting in the lowest class has to
+go: a tenant that floods the line displaces its own requests, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from router.errors import RequestError
+
+_RATE_MEMORY_S = 10.0
+_LAST_RESPONSES = 32
+"""Over how many of them the usual length is taken."""
+_FEW = 16
+"""Entries of requests that have left are cleared away once there are more than this, and more than
+of those that wait."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Waiter:
+    """One request that needs room at a replica."""
+
+    model: str = ""
+    """Its base model."""
+    tenant: str
+    """Whose it is; never in a metric or a log."""
+    weight: float = 1.0
+    """The tenant's share, relative to those of others."""
+    priority: int = 0
+    """Its class; 0 goes first."""
+    lane: str = ""
+    """Requests of one lane can be served by the same replicas."""
+    tokens: int
+    """What it costs: prompt tokens to compute, and from its arrival on the usual response."""
+    deadline: float = math.inf
+    """When it must have started."""
+    can_start: Callable[[], bool] = lambda: True
+    """Whether a replica has room for it now."""
+    start: Callable[[], object] = lambda: None
+    """Called when it is its turn."""
+    refuse: Callable[[RequestError], object] = lambda _error: None
+    """Called when it will not have one."""
+    arrived: float = 0.0
+    place: float = 0.0
+    response_tokens: int = 0
+    """The part of its cost that is a guess."""
+    is_waiting: bool = False
+    is_charged: bool = False
+    """Whether its tenant has paid for it."""
+
+
+class LineLimits(NamedTuple):
+    """Bounds on one line, and what orders it."""
+
+    waiting: int = 1024
+    """Requests."""
+    tokens: int = 1 << 40
+    """What they cost together. One request may always wait."""
+    classes: int = 1
+    ageing_tokens_per_s: float = 1000.0
+    quantum_tokens: float = 1024.0
+    """What a tenant of weight 1 may start in each of its turns."""
+    response_tokens: float = 0.0
+    """The usual response, before any was seen."""
+
+
+_Entry = tuple[float, int, Waiter]
+
+
+class _Heap:
+    """The requests of one tenant and lane, by their places. Who leaves is skipped, and cleared away
+    now and then."""
+
+    __slots__ = ("_entries", "_gone")
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._gone = 0
+
+    def push(self, entry: _Entry) -> None:
+        heapq.heappush(self._entries, entry)
+
+    def first(self) -> _Entry | None:
+        """Who is next; None if nobody waits."""
+        entries = self._entries
+        while entries and not entries[0][2].is_waiting:
+            heapq.heappop(entries)
+            self._gone -= 1
+        return entries[0] if entries else None
+
+    def left(self) -> None:
+        """One of them waits no longer."""
+        self._gone += 1
+        if self._gone > max(_FEW, len(self._entries) // 2):
+            self._entries = list(self.waiting())
+            heapq.heapify(self._entries)
+            self._gone = 0
+
+    def waiting(self) -> Iterator[_Entry]:
+        return (entry for entry in self._entries if entry[2].is_waiting)
+
+
+class _Tenant:
+    """What one tenant has waiting in one class, and what it may start."""
+
+    __slots__ = ("deficit", "in_flight", "lanes", "name", "tokens", "waiting", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.deficit = 0.0
+        """Tokens that it may start now. Below 0 after requests that cost more than was thought."""
+        self.lanes: dict[str, _Heap] = {}
+        self.waiting = self.in_flight = 0
+        self.tokens = 0
+
+    def first(self, is_ready: Callable[[Waiter], bool]) -> Waiter | None:
+        """Its next request among the lanes that are ready."""
+        best: _Entry | None = None
+        for lane, heap in list(self.lanes.items()):
+            entry = heap.first()
+            if entry is None:
+                del self.lanes[lane]
+            elif is_ready(entry[2]) and (best is None or entry < best):
+                best = entry
+        return None if best is None else best[2]
+
+    def last(self) -> Waiter:
+        """Its request that is farthest from its turn."""
+        return max(entry for heap in self.lanes.values() for entry in heap.waiting())[2]
+
+    def tokens_before(self, place: float) -> int:
+        """What those cost that come before *place*."""
+        return sum(
+            entry[2].tokens
+            for heap in self.lanes.values()
+            for entry in heap.waiting()
+            if entry[0] <= place
+        )
+
+
+class _Class:
+    """One priority class: its tenants in turn."""
+
+    __slots__ = ("_quantum", "_ring", "_turn", "tenants", "tokens", "waiting")
+
+    def __init__(self, quantum: float) -> None:
+        self.tenants: dict[str, _Tenant] = {}
+        """Those that have requests waiting or in flight."""
+        self.waiting = 0
+        self.tokens = 0
+        self._quantum = quantum
+        self._ring: deque[_Tenant] = deque()
+        """Those with requests waiting. Whose turn it is stands first."""
+        self._turn: _Tenant | None = None
+
+    def tenant(self, waiter: Waiter) -> _Tenant:
+        found = self.tenants.get(waiter.tenant)
+        if found is None:
+            found = self.tenants[waiter.tenant] = _Tenant(waiter.tenant)
+        found.weight = waiter.weight
+        return found
+
+    def add(self, waiter: Waiter, number: int) -> None:
+        tenant = self.tenant(waiter)
+        if not tenant.waiting:
+            self._ring.append(tenant)
+        heap = tenant.lanes.get(waiter.lane)
+        if heap is None:
+            heap = tenant.lanes[waiter.lane] = _Heap()
+        heap.push((waiter.place, number, waiter))
+        self._count(tenant, waiter, 1)
+
+    def remove(self, waiter: Waiter) -> None:
+        tenant = self.tenants[waiter.tenant]
+        tenant.lanes[waiter.lane].left()
+        self._count(tenant, waiter, -1)
+        if not tenant.waiting:
+            self._ring.remove(tenant)
+            tenant.lanes.clear()
+            # What it did not use is lost, what it owes is not: as long as it has any in flight.
+            tenant.deficit = min(tenant.deficit, 0.0)
+            self._forget_if_idle(tenant)
+
+    def ended(self, waiter: Waiter, further_tokens: int) -> None:
+        """One of its requests is over, and cost more or less than was thought."""
+        tenant = self.tenants[waiter.tenant]
+        tenant.in_flight -= 1
+        tenant.deficit -= further_tokens
+        self._forget_if_idle(tenant)
+
+    def take(self, is_ready: Callable[[Waiter], bool]) -> Waiter | None:
+        """Who is next, charged to its tenant."""
+        heads = [
+            (tenant, head) for tenant in self._ring if (head := tenant.first(is_ready)) is not None
+        ]
+        if not heads:
+            return None
+        tenant, head = self._choose(heads)
+        tenant.deficit -= head.tokens
+        return head
+
+    def _choose(self, heads: list[tuple[_Tenant, Waiter]]) -> tuple[_Tenant, Waiter]:
+        """Deficit round robin: who has the turn keeps it while its deficit lasts; each one that
+        gets it has a quantum added. As many rounds as nobody can start in are made at once."""
+        tenant, head = heads[0]
+        if tenant is self._turn is self._ring[0]:
+            if tenant.deficit >= head.tokens:
+                return heads[0]
+            heads.append(heads.pop(0))
+        rounds = [
+            max(1, math.ceil((head.tokens - tenant.deficit) / (self._quantum * tenant.weight)))
+            for tenant, head in heads
+        ]
+        fewest = min(rounds)
+        chosen = rounds.index(fewest)
+        for number, (tenant, _) in enumerate(heads):
+            visits = fewest if number <= chosen else fewest - 1
+            tenant.deficit += visits * self._quantum * tenant.weight
+        self._turn = heads[chosen][0]
+        self._ring.rotate(-self._ring.index(self._turn))
+        return heads[chosen]
+
+    def heaviest(self) -> _Tenant:
+        """Who has most waiting for its weight."""
+        return max(self._ring, key=lambda tenant: tenant.tokens / tenant.weight)
+
+    @property
+    def weights(self) -> float:
+        """Of all tenants that have requests waiting."""
+        return sum(tenant.weight for tenant in self._ring)
+
+    def _count(self, tenant: _Tenant, waiter: Waiter, sign: int) -> None:
+        for counted in (self, tenant):
+            counted.waiting += sign
+            counted.tokens += sign * waiter.tokens
+
+    def _forget_if_idle(self, tenant: _Tenant) -> None:
+        if not tenant.waiting and not tenant.in_flight:
+            self.tenants.pop(tenant.name, None)
+
+
+class _Rate:
+    """How many tokens a second were started lately."""
+
+    __slots__ = ("_at", "_since", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._at = self._since = -math.inf
+
+    def add(self, tokens: int, now: float) -> None:
+        if now - self._at > 3 * _RATE_MEMORY_S:
+            self._tokens, self._since = 0.0, now
+        self._tokens = self._tokens * math.exp(-(now - self._at) / _RATE_MEMORY_S) + tokens
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """0 where nothing is known."""
+        if self._tokens <= 0:
+            return 0.0
+        share = -math.expm1(-max(now - self._since, 0.1) / _RATE_MEMORY_S)
+        return self._tokens * math.exp(-(now - self._at) / _RATE_MEMORY_S) / _RATE_MEMORY_S / share
+
+
+class Line:
+    """Those who wait for one model, bounded."""
+
+    def __init__(self, limits: LineLimits) -> None:
+        """
+        Args:
+            limits: Bounds and order.
+        """
+        self._limits = limits
+        self._classes = [_Class(limits.quantum_tokens) for _ in range(limits.classes)]
+        self._deadlines: list[_Entry] = []
+        self._numbers = itertools.count()
+        self._rate = _Rate()
+        self._response_tokens = limits.response_tokens
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return sum(each.waiting for each in self._classes)
+
+    @property
+    def tokens(self) -> int:
+        """What they cost together."""
+        return sum(each.tokens for each in self._classes)
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants it remembers."""
+        return sum(len(each.tenants) for each in self._classes)
+
+    def all_waiting(self) -> list[Waiter]:
+        """Everyone who waits."""
+        return [
+            entry[2]
+            for each in self._classes
+            for tenant in each.tenants.values()
+            for heap in tenant.lanes.values()
+            for entry in heap.waiting()
+        ]
+
+    def by_class(self) -> list[tuple[int, int]]:
+        """Requests and tokens that wait, by class."""
+        return [(each.waiting, each.tokens) for each in self._classes]
+
+    def put(self, waiter: Waiter, now: float) -> list[Waiter]:
+        """Let a request wait.
+
+        Args:
+            waiter: It.
+            now: Its arrival.
+        Returns:
+            Who has to go for it, perhaps itself. They wait no longer.
+        """
+        limits = self._limits
+        self._arrive(waiter, now)
+        waiter.place = waiter.tokens + limits.ageing_tokens_per_s * now
+        waiter.is_waiting = True
+        number = next(self._numbers)
+        self._classes[waiter.priority].add(waiter, number)
+        if waiter.deadline < math.inf:
+            self._keep_deadline((waiter.deadline, number, waiter))
+        displaced = []
+        while self.waiting > limits.waiting or (self.waiting > 1 and self.tokens > limits.tokens):
+            lowest = next(each for each in reversed(self._classes) if each.waiting)
+            displaced.append(lowest.heaviest().last())
+            self.leave(displaced[-1])
+        return displaced
+
+    def pass_by(self, waiter: Waiter, now: float) -> None:
+        """A request starts without having waited, since nobody waits.
+
+        Args:
+            waiter: It.
+            now: Its arrival.
+        """
+        self._arrive(waiter, now)
+        self._rate.add(waiter.tokens, now)
+
+    def take(self, now: float) -> Waiter | None:
+        """The next one that can start; it waits no longer. None if nobody can.
+
+        `Waiter.can_start` is asked once for each lane.
+        """
+        ready: dict[str, bool] = {}
+
+        def is_ready(waiter: Waiter) -> bool:
+            found = ready.get(waiter.lane)
+            if found is None:
+                found = ready[waiter.lane] = waiter.can_start()
+            return found
+
+        for each in self._classes:
+            waiter = each.take(is_ready) if each.waiting else None
+            if waiter is not None:
+                waiter.is_charged = True
+                each.tenant(waiter).in_flight += 1
+                self.leave(waiter)
+                self._rate.add(waiter.tokens, now)
+                return waiter
+        return None
+
+    def leave(self, waiter: Waiter) -> None:
+        """It waits no longer; nothing if it did not."""
+        if waiter.is_waiting:
+            waiter.is_waiting = False
+            self._classes[waiter.priority].remove(waiter)
+
+    def ended(self, waiter: Waiter, response_tokens: int | None) -> None:
+        """A request is over: if it was taken, its tenant pays the difference.
+
+        Args:
+            waiter: It.
+            response_tokens: Those of its response; None if that is not known.
+        """
+        further = 0
+        if response_tokens is not None:
+            further = response_tokens - waiter.response_tokens
+            self._response_tokens += (response_tokens - self._response_tokens) / _LAST_RESPONSES
+        if waiter.is_charged:
+            waiter.is_charged = False
+            self._classes[waiter.priority].ended(waiter, further)
+
+    def expired(self, now: float) -> list[Waiter]:
+        """Those whose deadline has passed. They wait no longer."""
+        found = []
+        while self._deadlines and (
+            self._deadlines[0][0] <= now or not self._deadlines[0][2].is_waiting
+        ):
+            waiter = heapq.heappop(self._deadlines)[2]
+            if waiter.is_waiting:
+                found.append(waiter)
+                self.leave(waiter)
+        return found
+
+    def wait_s(self, waiter: Waiter, now: float, behind_all: bool = False) -> float:
+        """How long a request that is like *waiter* would wait if it came now: what is started
+        before it, at the rate of the last seconds. 0 where no rate is known.
+
+        Args:
+            waiter: It; need not wait.
+            now: The present time.
+            behind_all: Whether it would come after all that its tenant has waiting, whatever its
+                length.
+        """
+        rate = self._rate.per_s(now)
+        if rate <= 0:
+            return 0.0
+        own = self._classes[waiter.priority]
+        higher = sum(each.tokens for each in self._classes[: waiter.priority])
+        tenant = own.tenants.get(waiter.tenant)
+        place = math.inf if behind_all else waiter.tokens + self._limits.ageing_tokens_per_s * now
+        before = 0 if tenant is None else tenant.tokens_before(place)
+        is_new = tenant is None or not tenant.waiting
+        weights = own.weights + (waiter.weight if is_new else 0.0)
+        return (higher + min(own.tokens, before * weights / waiter.weight)) / rate
+
+    def _arrive(self, waiter: Waiter, now: float) -> None:
+        waiter.arrived = now
+        waiter.response_tokens = round(self._response_tokens)
+        waiter.tokens += waiter.response_tokens
+
+    def _keep_deadline(self, entry: _Entry) -> None:
+        heapq.heappush(self._deadlines, entry)
+        if len(self._deadlines) > 2 * self.waiting + _FEW:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].is_waiting]
+            heapq.heapify(self._deadlines)

@@ -1,0 +1,180 @@
+"""A router whose replicas have no room for more: who waits, who goes first, and what those are told
+who get no turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.support.engine_stub import EngineStub, after, engines
+from tests.support.http_client import Answer, connect, eventually
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+
+CONFIG = {
+    "health": QUICK_HEALTH,
+    "overload": {
+        "max_in_flight": 1,
+        "max_waiting": 3,
+        "priority_header": "x-priority",
+        "tenant_header": "x-tenant",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[RouterProcess]:
+    with router_process(CONFIG) as process:
+        yield process
+
+
+class Crowd:
+    """Requests that are sent one after another, each once the one before it waits."""
+
+    def __init__(self, router: RouterProcess, stub: EngineStub) -> None:
+        self._router = router
+        self._stub = stub
+        self.tasks: list[asyncio.Task[Answer]] = []
+
+    async def send(self, tokens: int, headers: Mapping[str, str] | None = None) -> None:
+        """Send a prompt of so many tokens; its answer is awaited later."""
+        body = {"model": self._stub.model, "prompt": [7] * tokens}
+        before = await self.seen()
+        task = asyncio.create_task(self._router.post("/v1/completions", body, headers))
+        self.tasks.append(task)
+        while not task.done() and await self.seen() == before:
+            pass
+
+    async def seen(self) -> float:
+        """Requests that wait, got no turn, or have reached the replica."""
+        now = await self._router.metrics()
+        names = "kvroute_queue_requests", "kvroute_queue_refusals_total"
+        lined_up = sum(now.sum(name, model=self._stub.model) for name in names)
+        return lined_up + len(self._stub.requests)
+
+    async def waiting(self) -> float:
+        return (await self._router.metrics()).sum("kvroute_queue_requests", model=self._stub.model)
+
+    async def answers(self) -> list[Answer]:
+        return await asyncio.gather(*self.tasks)
+
+    def served_lengths(self) -> list[int]:
+        """Prompt lengths in the order in which the replica got them."""
+        return [len(request.json["prompt"]) for request in self._stub.requests]
+
+
+@contextlib.asynccontextmanager
+async def full(router: RouterProcess) -> AsyncIterator[tuple[Crowd, EngineStub, asyncio.Event]]:
+    """A replica that has its one request until the event is set."""
+    go = asyncio.Event()
+    async with engines(1) as (stub,), router.serving(stub):
+        stub.behaviour = after(go)
+        crowd = Crowd(router, stub)
+        await crowd.send(1)
+        yield crowd, stub, go
+
+
+async def test_what_waits_goes_by_priority_and_length_and_each_gets_its_response(
+    router: RouterProcess,
+) -> None:
+    """No request beyond the limit reaches the replica, and none is lost."""
+    async with full(router) as (crowd, stub, go):
+        await crowd.send(300)
+        await crowd.send(20)
+        await crowd.send(800, {"x-priority": "high"})
+        assert (stub.active, await crowd.waiting()) == (1, 3)
+        go.set()
+        assert [each.status for each in await crowd.answers()] == [200] * 4
+        assert crowd.served_lengths() == [1, 800, 20, 300]
+        assert stub.peak == 1
+        found = await router.metrics()
+        assert found.sum("kvroute_queue_wait_seconds_count", model=stub.model) == 4
+        assert found.sum("kvroute_time_to_first_byte_seconds_count", model=stub.model) == 4
+
+
+async def test_a_full_line_refuses_whoever_has_most_in_it_and_says_when_to_come_back(
+    router: RouterProcess,
+) -> None:
+    """A client that floods the router takes its own places, not those of others."""
+    async with full(router) as (crowd, _, go):
+        for _ in range(3):
+            await crowd.send(50, {"x-tenant": "loud"})
+        refused = await router.post(
+            "/v1/messages",
+            {
+                "model": crowd._stub.model,
+                "max_tokens": 9,
+                "messages": [{"role": "user", "content": "x" * 2000}],
+            },
+            {"x-tenant": "loud"},
+        )
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json["error"]["type"] == "rate_limit_error"
+        await crowd.send(60, {"x-tenant": "quiet"})
+        displaced = next(task.result() for task in crowd.tasks if task.done())
+        assert (displaced.status, displaced.error["code"]) == (429, "queue_full")
+        assert f"try again in {displaced.headers['retry-after']} s" in displaced.error["message"]
+        go.set()
+        assert sorted(each.status for each in await crowd.answers()) == [200] * 4 + [429]
+
+
+async def test_who_left_and_whose_deadline_passed_never_reach_a_replica(
+    router: RouterProcess,
+) -> None:
+    """A replica's time is for responses that someone reads."""
+    async with full(router) as (crowd, stub, go):
+        async with connect(router.port) as client:
+            body = {"model": stub.model, "prompt": [7] * 30}
+            await client.send("POST", "/v1/completions", body)
+            await router.until(
+                lambda now: now.sum("kvroute_queue_requests", model=stub.model) == 1, "it waits"
+            )
+        await router.until(
+            lambda now: now.sum(
+                "kvroute_queue_refusals_total", model=stub.model, reason="client_left"
+            ),
+            "it has left",
+        )
+        late = await router.post(
+            "/v1/completions",
+            {"model": stub.model, "prompt": [7] * 40},
+            {"x-request-timeout": "0.05"},
+        )
+        assert (late.status, late.error["code"]) == (503, "queue_timeout")
+        assert int(late.headers["retry-after"]) >= 1
+        go.set()
+        assert [each.status for each in await crowd.answers()] == [200]
+        assert crowd.served_lengths() == [1]
+
+
+async def test_a_request_whose_replica_fails_need_not_wait_again(router: RouterProcess) -> None:
+    """It had its turn; under overload it would else be the one that is refused."""
+    go = asyncio.Event()
+    async with engines(2) as (first, second), router.serving(first, second):
+        first.behaviour = second.behaviour = after(go)
+        body: dict[str, Any] = {"model": first.model, "prompt": [1, 2, 3]}
+        held = [asyncio.create_task(router.post("/v1/completions", body)) for _ in range(2)]
+        await eventually(lambda: first.active == second.active == 1, "both are full")
+        await first.stop()
+        await eventually(lambda: second.peak == 2, "the request of the dead one is here")
+        go.set()
+        assert [each.status for each in await asyncio.gather(*held)] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("headers", "place"),
+    [({"x-priority": "urgent"}, "x-priority"), ({"x-request-timeout": "-1"}, "x-request-timeout")],
+)
+async def test_a_header_that_says_nonsense_is_an_error(
+    router: RouterProcess, headers: dict[str, str], place: str
+) -> None:
+    """A gateway that misspells a class must learn of it."""
+    async with engines(1) as (stub,), router.serving(stub):
+        body = {"model": stub.model, "prompt": [1]}
+        refused = await router.post("/v1/completions", body, headers)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_value")
+        assert refused.error["message"].startswith(place)
