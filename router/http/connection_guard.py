@@ -25,7 +25,6 @@ from router.http.uvicorn_protocol import (
 )
 from router.proxy.messages import error_body
 from router.proxy.types import Dialect
-from router.upstream.turns import PacedJobs
 
 MAX_PIPELINED = 64
 """Requests that may wait behind the one being served. Few clients pipeline at all."""
@@ -443,7 +442,6 @@ def guarded_protocol(
     class Configured(GuardedHttpProtocol):
         limits = client_limits
         handler = exchange_handler
-        jobs = PacedJobs()
 
     Configured.on_refusal = staticmethod(on_refusal)
     return Configured

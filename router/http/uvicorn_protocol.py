@@ -356,12 +356,16 @@ class DirectHttpProtocol(HttpToolsProtocol):
 
     handler: ClassVar[ExchangeHandler | None] = None
     jobs: ClassVar[PacedJobs]
-    """Of all connections together."""
+    """Of all connections of one server together; every subclass has its own."""
     reserved_from: ClassVar[int | None] = None
     """The first number of the reserve. The system hands out the lowest that is free."""
     on_reserve: ClassVar[Callable[[], None]]
     """Called when a connection has to take one of it."""
     transport: JoiningTransport  # type: ignore[assignment]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.jobs = PacedJobs()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         bound = self.reserved_from
