@@ -214,6 +214,19 @@ class Exchange:
         if not self.disconnected and not self.response_complete:
             self._write(b"", body, is_last)
 
+    def send_chunk(self, chunk: bytes, body: bytes) -> None:
+        """As `send`, of a piece that came as one chunk of HTTP/1.1: it goes on as it is.
+
+        Args:
+            chunk: The piece with its framing.
+            body: The piece; never the last one.
+        """
+        if not self.chunked_encoding or self.method == "HEAD":
+            self.send(body, False)
+        elif not self.disconnected and not self.response_complete:
+            self.body_bytes += len(body)
+            self._connection.transport.write_through(chunk)
+
     def abort(self) -> None:
         """Close the client's connection at once, whatever is still buffered."""
         self._connection.abort()

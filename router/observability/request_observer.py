@@ -217,11 +217,11 @@ class RequestObserver(ProxyObserver):
     def on_chunk(self, data: bytes) -> None:
         if self._response_id is not None and (found := self._response_id.feed(data)):
             self._of_all.responses.learn(found, self._responded or "")
-        self._usage.feed(data)
-        events = self._usage.data_events
-        if self._in_flight is not None and events > self._events:
-            self._in_flight.generated(events - self._events)
-            self._events = events
+        usage = self._usage
+        usage.feed(data)
+        if usage.data_events > self._events and self._in_flight is not None:
+            self._in_flight.generated(usage.data_events - self._events)
+            self._events = usage.data_events
 
     @override
     def on_end(self, end: End, status: int | None, seconds: float) -> None:

@@ -198,6 +198,16 @@ class EventLines:
         return chunk
 
     @property
+    def holds(self) -> bool:
+        """Whether a part of a line is held back."""
+        return bool(self._held)
+
+    def pass_whole(self, chunk: bytes) -> None:
+        """As `release`, for whole lines while none is held back; at least as many bytes as the end
+        of a stream may have."""
+        self._tail = chunk
+
+    @property
     def finished(self) -> bool:
         """Whether the last event that was let through is one that ends a stream."""
         return self._tail[-_TAIL_BYTES:].rstrip().endswith(_LAST_EVENTS)

@@ -254,17 +254,19 @@ class Relay:
         """Take a step. Whatever fails in it is our own fault; it ends this request and no other."""
         try:
             step()
-        except MemoryError:
-            if self._status is not None:
-                self._cut(End.ABANDONED)
-            else:
-                self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
-        except Exception:
-            logger.exception("a request could not be passed on")
-            if self._status is not None:
-                self._cut(End.ABANDONED)
-            else:
-                self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        is_memory = isinstance(error, MemoryError)
+        if not is_memory:
+            logger.error("a request could not be passed on", exc_info=error)
+        if self._status is not None:
+            self._cut(End.ABANDONED)
+        elif is_memory:
+            self._refuse(End.OVERLOADED, 503, "the router is out of memory", "overloaded")
+        else:
+            self._refuse(End.ABANDONED, 500, "the router failed", "internal_error")
 
     # --- the attempts -----------------------------------------------------------------------------
 
@@ -365,8 +367,23 @@ class Relay:
                 self._hold()
                 return
             if not response.is_ready:
-                response.when_ready(self._on_ready)
+                takes_chunks = events is not None and not events.holds
+                response.when_ready(self._on_ready, self._on_chunk if takes_chunks else None)
                 return
+
+    def _on_chunk(self, chunk: bytes, size: int) -> bool:
+        """Pass on one whole chunk of an event stream as it came; return whether to go on."""
+        events, data = self._events, chunk[-2 - size : -2]
+        assert events is not None
+        try:
+            self._observer.on_chunk(data)
+            events.pass_whole(data)
+            self._recipient.send_chunk(chunk, data)
+            if self._recipient.is_slow:
+                self._hold()
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._fail(error)
+        return self._state is _RelayState.RELAYING
 
     def _emit(self, chunk: bytes, is_last: bool) -> None:
         headers = self._headers

@@ -87,6 +87,14 @@ class Recipient(Protocol):
             is_last: Whether it is the last one.
         """
 
+    def send_chunk(self, chunk: bytes, body: bytes) -> None:
+        """As `send`, of a piece that came as one chunk of HTTP/1.1 and may go on as it is.
+
+        Args:
+            chunk: The piece with its framing.
+            body: The piece; never the last one.
+        """
+
     def abort(self) -> None:
         """Close the client's connection at once, whatever is still buffered."""
 

@@ -79,6 +79,10 @@ class UsageReader:
 
     def feed(self, data: bytes) -> None:
         """Take the next piece of the body, cut anywhere."""
+        if self._is_json is False and not self._rest and data.endswith(b"\n") and _KEY not in data:
+            # The usual piece: whole events, none with a usage.
+            self.data_events += data.count(b"\ndata:") + data.startswith(b"data:")
+            return
         if self._is_json is None:
             start = data.lstrip()[:1]
             if not start:
@@ -104,9 +108,6 @@ class UsageReader:
         self.data_events += data.count(b"\ndata:")
         if not self._rest:
             self.data_events += data.startswith(b"data:")
-            if data.endswith(b"\n") and _KEY not in data:
-                # The usual piece: whole events, none with a usage.
-                return
         self._feed_lines(data)
 
     def _feed_lines(self, data: bytes) -> None:

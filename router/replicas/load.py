@@ -225,21 +225,23 @@ class LoadTracker:
 
     def add_decoding(
         self, replica_id: str, requests: int, context_tokens: int, dp_rank: int | None = None
-    ) -> None:
-        """Add to what is in decode.
+    ) -> tuple[ReplicaLoad, ...]:
+        """Add to what is in decode. Returns the sums, which stand until the request leaves them.
 
         Args:
             replica_id: Where.
-            requests: 1, 0 or -1.
-            context_tokens: By how much their context grew or shrank.
+            requests: 1 or -1.
+            context_tokens: Of the same sign.
             dp_rank: At which of its ranks, if that is known.
         """
+        found = []
         for place in _places(replica_id, dp_rank):
             load = self._load_at(place)
             load.decoding_requests += requests
             load.context_tokens += context_tokens
-            if requests:
-                self._drop_if_empty(place, load)
+            self._drop_if_empty(place, load)
+            found.append(load)
+        return tuple(found)
 
     def count_retried(self) -> None:
         """A request moved to another replica."""
@@ -300,6 +302,7 @@ class InFlight:
 
     __slots__ = (
         "_context_tokens",
+        "_decoding",
         "_dp_rank",
         "_phase",
         "_prompt_tokens",
@@ -333,7 +336,9 @@ class InFlight:
         self._leave()
         self._phase = _Phase.DECODE
         self._context_tokens = self._prompt_tokens
-        self._tracker.add_decoding(self.replica_id, 1, self._context_tokens, self._dp_rank)
+        self._decoding = self._tracker.add_decoding(
+            self.replica_id, 1, self._context_tokens, self._dp_rank
+        )
         if self._visit is not None:
             self._visit.first_token()
 
@@ -341,7 +346,8 @@ class InFlight:
         """The response grew by about *tokens*, and so did its context."""
         if self._phase is _Phase.DECODE and tokens > 0:
             self._context_tokens += tokens
-            self._tracker.add_decoding(self.replica_id, 0, tokens, self._dp_rank)
+            for load in self._decoding:
+                load.context_tokens += tokens
 
     def retried(
         self,

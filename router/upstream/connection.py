@@ -28,6 +28,9 @@ MAX_UNFRAMED_BYTES = 64 * 1024
 # The socket is not read while its reader is this far behind. One read of the event loop may exceed
 # it.
 HIGH_WATER_BYTES = 64 * 1024
+MIN_PASSED_BYTES = 32
+"""Of a chunk that is handed on as it came. Shorter ones may be a part of a stream's last event,
+which a reader may have to see together."""
 
 
 class ConnectionPool(Protocol):
@@ -57,9 +60,11 @@ class HttpConnection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_between_chunks",
         "_in_head",
         "_interim",
         "_is_held",
+        "_is_in_chunk",
         "_is_kept",
         "_keep_alive",
         "_parser",
@@ -90,6 +95,10 @@ class HttpConnection(asyncio.Protocol):
         self._unwanted = False
         self._is_kept = False
         self._in_head = self._interim = self._keep_alive = self._until_close = False
+        self._between_chunks = False
+        """What was parsed last ended with a chunk's end."""
+        self._is_in_chunk = True
+        """Or there are none."""
         self._unframed_bytes = 0
 
     def start(self, response: UpstreamResponse, head: bytes, body: bytes) -> None:
@@ -165,16 +174,8 @@ class HttpConnection(asyncio.Protocol):
             # used again.
             self.abort()
             return
-        response.received = True
-        self._unframed_bytes += len(data)
-        self._feed(data)
-        if response.complete:
-            self._finish(response)
-        elif self._violation or self._unframed_bytes > MAX_UNFRAMED_BYTES:
-            self._break(response)
-        elif response.buffered_bytes >= HIGH_WATER_BYTES and not self._paused:
-            self._pause()
-        response.wake()
+        if not (self._between_chunks and self._pass_chunk(response, data)):
+            self._parse(response, data)
         if self._pool.turns.is_overdue() and not self._is_held:
             self._hold()
 
@@ -195,6 +196,39 @@ class HttpConnection(asyncio.Protocol):
         else:
             response.fail(self._closed_early("closed before the first byte of its response"))
         self._pool.exchange_ended(response)
+        response.wake()
+
+    def _pass_chunk(self, response: UpstreamResponse, data: bytes) -> bool:
+        """Hand one whole chunk to a reader that takes it as it came; False for anything else. The
+        parser need not see it: it stands between two chunks, before and after.
+
+        That is one token of a stream, so it is what a router does most.
+        """
+        # Its size has two digits, or three: `1f CRLF`, the chunk, CRLF.
+        size = len(data) - (6 if len(data) < 262 else 7)
+        if (
+            size < MIN_PASSED_BYTES
+            or not data.endswith(b"\n\r\n")
+            or not data.startswith(b"%x\r\n" % size)
+        ):
+            return False
+        if not response.offer(data, size):
+            return False
+        self._unframed_bytes = 0
+        return True
+
+    def _parse(self, response: UpstreamResponse, data: bytes) -> None:
+        response.received = True
+        self._unframed_bytes += len(data)
+        self._feed(data)
+        # Digits of a size may have been parsed behind a chunk; then this does not end a line.
+        self._between_chunks = not self._is_in_chunk and data.endswith(b"\r\n")
+        if response.complete:
+            self._finish(response)
+        elif self._violation or self._unframed_bytes > MAX_UNFRAMED_BYTES:
+            self._break(response)
+        elif response.buffered_bytes >= HIGH_WATER_BYTES and not self._paused:
+            self._pause()
         response.wake()
 
     # httptools.HttpResponseParser
@@ -233,6 +267,12 @@ class HttpConnection(asyncio.Protocol):
         elif not _is_plain(self._response):
             self._violation = "a transfer coding other than chunked"
 
+    def on_chunk_header(self) -> None:
+        self._is_in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self._is_in_chunk = False
+
     def on_body(self, data: bytes) -> None:
         self._unframed_bytes = 0
         if self._response is not None and not self._response.complete:
@@ -259,6 +299,8 @@ class HttpConnection(asyncio.Protocol):
         self._interim = False
         self._keep_alive = False
         self._until_close = False
+        self._between_chunks = False
+        self._is_in_chunk = True
         self._unframed_bytes = 0
 
     def _feed(self, data: bytes) -> None:

@@ -63,6 +63,7 @@ class UpstreamResponse:
         "_buffered",
         "_chunks",
         "_loop",
+        "_on_chunk",
         "_origin",
         "_timeouts",
         "_waiter",
@@ -99,6 +100,7 @@ class UpstreamResponse:
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._waiter: Callable[[], object] | None = None
+        self._on_chunk: Callable[[bytes, int], bool] | None = None
 
     # The reader's side.
 
@@ -117,14 +119,20 @@ class UpstreamResponse:
         """Whether its reader has seen the first byte."""
         return self.phase is Phase.READING
 
-    def when_ready(self, call: Callable[[], object]) -> None:
+    def when_ready(
+        self, call: Callable[[], object], on_chunk: Callable[[bytes, int], bool] | None = None
+    ) -> None:
         """Call back once, as soon as `is_ready`, which it must not be yet. The time limit of the
         phase starts now.
 
         Args:
             call: Called by the connection, in the middle of its work: it must not raise.
+            on_chunk: Called instead, again and again, where exactly one chunk arrives that ends
+                with a line: with the bytes of the chunk, its framing included, and the length of
+                its data. Returns whether the reader goes on waiting. It must not raise, either.
         """
         self._waiter = call
+        self._on_chunk = on_chunk
         self.deadline = self._loop.time() + self._limit_s
 
     def begin(self) -> None:
@@ -228,6 +236,22 @@ class UpstreamResponse:
         """Append to the body."""
         self._chunks.append(data)
         self._buffered += len(data)
+
+    def offer(self, chunk: bytes, size: int) -> bool:
+        """Hand one whole chunk to the reader as it came, if it waits for one.
+
+        Args:
+            chunk: With its framing.
+            size: Of its data.
+        """
+        on_chunk = self._on_chunk
+        if on_chunk is None or self._waiter is None:
+            return False
+        self.deadline = self._loop.time() + self._timeouts.idle_s
+        if not on_chunk(chunk, size):
+            self._waiter = None
+            self.deadline = math.inf
+        return True
 
     def discard(self) -> None:
         """Throw away what has been received and not read."""

@@ -847,6 +847,10 @@ class Reader:
         self.body += body
         self._on_body()
 
+    def send_chunk(self, chunk: bytes, body: bytes) -> None:
+        assert chunk == b"%x\r\n%b\r\n" % (len(body), body)
+        self.send(body, False)
+
     def abort(self) -> None:
         self.is_aborted = True
 
