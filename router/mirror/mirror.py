@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvevents.layout import GroupKind
 from router.index import HashedPrompt, PrefixIndex, SourceId
@@ -54,6 +54,11 @@ class Prefilling(NamedTuple):
     """Of the prompt."""
     keys: Sequence[int]
     """The prompt's, every `STEP` tokens."""
+
+
+_Outlook: TypeAlias = tuple[float | None, float, float, float]
+"""A `CacheOutlook` without the progress."""
+_NOTHING: _Outlook = (None, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +103,10 @@ class _Cache:
     content: Ownership = field(default_factory=Ownership)
     prefilling: dict[Visit, None] = field(default_factory=dict)
     """In the order of their arrival."""
+    first: Visit | None = None
+    """The first of these."""
     first_since: float = 0.0
-    """Since when the first of these has been the first."""
+    """Since when it has been the first."""
     capacity_blocks: int | None = None
     most_blocks: int = 0
     """That were ever seen there at once."""
@@ -109,8 +116,8 @@ class _Cache:
     """It holds what was there before the first request."""
     decoding_tokens: int = 0
     """Of the prompts of requests in decode."""
-    outlook: CacheOutlook | None = None
-    """The last one that was given, without progress; None: something has happened since."""
+    outlook: _Outlook | None = None
+    """The last one that was given; None: something has happened since."""
     outlook_until: float = 0.0
     layout: _Layout = field(default_factory=lambda: _UNKNOWN)
     looks: int = 0
@@ -128,6 +135,7 @@ class Visit:
         "keys",
         "known_until",
         "model",
+        "most_progress",
         "number",
         "reuse",
         "started_at",
@@ -154,6 +162,8 @@ class Visit:
         self.started_at = now
         self.tokens = tokens
         self.uncached_tokens = uncached_tokens
+        self.most_progress = uncached_tokens * mirror.MAX_PROGRESS
+        """As the first one in prefill, the most of its tokens that may count as computed."""
         self.keys: Sequence[int] = prompts[0].prefix_keys(STEP) if len(prompts) == 1 else ()
         self.is_decoding = False
         self.expected_tokens = 0
@@ -256,13 +266,13 @@ class Mirror:
         cache.work.add(uncached_tokens, now)
         cache.arrivals.add(1.0, now)
         cache.outlook = None
-        if not cache.prefilling:
-            cache.first_since = now
         traffic = self._model(model)
         visit = Visit(self, traffic, cache, prompts, prompt_tokens, uncached_tokens, now)
         visit.expected_tokens = expected
         self._visits += 1
         visit.number = self._visits
+        if cache.first is None:
+            cache.first, cache.first_since = visit, now
         cache.prefilling[visit] = None
         self._forget_computed(now)
         if visit.keys:
@@ -280,7 +290,7 @@ class Mirror:
         if visit not in cache.prefilling:
             return
         now = self._clock()
-        if next(iter(cache.prefilling)) is visit:
+        if cache.first is visit:
             model.prefilled(visit.uncached_tokens, (now - cache.first_since) * cache.speed)
         self._leave_prefill(visit, cache, now)
         visit.is_decoding = True
@@ -362,19 +372,9 @@ class Mirror:
             capacity_blocks: What the engine says of its size.
             now: On the mirror's clock, where the caller knows it.
         """
-        cache = self._caches.get(source)
-        if cache is None:
-            return IDLE
         now = self._clock() if now is None else now
-        known = cache.outlook
-        if known is None or now > cache.outlook_until:
-            cache.capacity_blocks = capacity_blocks
-            known = cache.outlook = self._look(self._model(model), cache, now)
-            cache.outlook_until = now + self.OUTLOOK_S
-        if not cache.prefilling:
-            return known
-        _, age, reuse, work, arrivals = known
-        return CacheOutlook(self._progress(cache, now), age, reuse, work, arrivals)
+        (progress,), (known,) = self.outlooks(model, [source], lambda _number: capacity_blocks, now)
+        return CacheOutlook(progress, *known)
 
     def outlooks(
         self,
@@ -382,8 +382,8 @@ class Mirror:
         sources: Sequence[SourceId],
         capacity_of: Callable[[int], int | None],
         now: float,
-    ) -> list[tuple[float, float | None, float, float, float]]:
-        """The same of many caches, without a name for each value.
+    ) -> tuple[list[float], list[_Outlook]]:
+        """The same of many caches, without a name for each value: progress, and the rest.
 
         Args:
             model: Of the request.
@@ -392,29 +392,34 @@ class Mirror:
             now: On the mirror's clock.
         """
         caches, traffic = self._caches, self._model(model)
-        known_until = now + self.OUTLOOK_S
-        found: list[tuple[float, float | None, float, float, float]] = []
+        tokens_per_s, known_until = traffic.prefill_tokens_per_s, now + self.OUTLOOK_S
+        progress: list[float] = []
+        found: list[_Outlook] = []
         for source in sources:
             cache = caches.get(source)
             if cache is None:
-                found.append(IDLE)
+                progress.append(0.0)
+                found.append(_NOTHING)
                 continue
             known = cache.outlook
             if known is None or now > cache.outlook_until:
                 cache.capacity_blocks = capacity_of(len(found))
                 known = cache.outlook = self._look(traffic, cache, now)
                 cache.outlook_until = known_until
-            if cache.prefilling:
-                progress = self._progress(cache, now)
-                found.append((progress, known[1], known[2], known[3], known[4]))
-            else:
-                found.append(known)
-        return found
+            found.append(known)
+            first = cache.first
+            if first is None:
+                progress.append(0.0)
+                continue
+            rate = tokens_per_s if first.model is traffic else first.model.prefill_tokens_per_s
+            done, most = (now - cache.first_since) * rate * cache.speed, first.most_progress
+            progress.append(done if done < most else most)
+        return progress, found
 
-    def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> CacheOutlook:
+    def _look(self, model: ModelTraffic, cache: _Cache, now: float) -> _Outlook:
         age = self._eviction_age_s(cache, now)
         reuse = 0.0 if age is None else model.reuse_probability(age)
-        return CacheOutlook(0.0, age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now))
+        return age, reuse, cache.work.per_s(now), cache.arrivals.per_s(now)
 
     def in_prefill(self, keys: Sequence[int]) -> dict[SourceId, int]:
         """How many leading tokens of a prompt each cache is computing for another one now.
@@ -521,20 +526,18 @@ class Mirror:
 
     def _progress(self, cache: _Cache, now: float) -> float:
         """How many tokens of the first prompt in prefill are computed."""
-        if not cache.prefilling:
+        first = cache.first
+        if first is None:
             return 0.0
-        first = next(iter(cache.prefilling))
-        return min(
-            (now - cache.first_since) * first.model.prefill_tokens_per_s * cache.speed,
-            first.uncached_tokens * self.MAX_PROGRESS,
-        )
+        done = (now - cache.first_since) * first.model.prefill_tokens_per_s * cache.speed
+        return min(done, first.most_progress)
 
     def _leave_prefill(self, visit: Visit, cache: _Cache, now: float) -> None:
         if visit not in cache.prefilling:
             return
-        if next(iter(cache.prefilling)) is visit:
-            cache.first_since = now
         del cache.prefilling[visit]
+        if cache.first is visit:
+            cache.first, cache.first_since = next(iter(cache.prefilling), None), now
         if visit.keys:
             visit.known_until = now + self.EVENTS_S
             self._computed.append(visit)

@@ -16,7 +16,7 @@ The files; each imports only what is listed above it:
 """
 
 from router.replicas.registry import ReplicaListener, ReplicaRegistry
-from router.replicas.replica import Replica
+from router.replicas.replica import Replica, States, sort_out
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.replicas.watcher import Fetch, UpstreamFetch
 
@@ -30,5 +30,7 @@ __all__ = [
     "ReplicaState",
     "ReplicaView",
     "ServedModels",
+    "States",
     "UpstreamFetch",
+    "sort_out",
 ]

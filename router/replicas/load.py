@@ -42,7 +42,7 @@ class ReplicaLoad(msgspec.Struct):
 
 
 _FIELDS = ReplicaLoad.__struct_fields__
-_NOTHING = ReplicaLoad()
+NO_LOAD = ReplicaLoad()
 
 
 def sum_of(one: ReplicaLoad, other: ReplicaLoad) -> ReplicaLoad:
@@ -131,12 +131,12 @@ class LoadTracker:
 
     def load_of(self, replica_id: str) -> ReplicaLoad:
         """What this router has in flight at a replica; zeros for one that is unknown."""
-        return replace(self._loads.get(replica_id) or _NOTHING)
+        return replace(self._loads.get(replica_id) or NO_LOAD)
 
     def look_at(self, replica_id: str) -> ReplicaLoad:
         """What is known to be in flight there, that of others included. To be read at once and not
         kept."""
-        return self.loads.get(replica_id) or _NOTHING
+        return self.loads.get(replica_id) or NO_LOAD
 
     @property
     def loads(self) -> Mapping[_Place, ReplicaLoad]:
@@ -153,8 +153,8 @@ class LoadTracker:
             dp_ranks: All its ranks.
         """
         loads = self.loads
-        known = [loads.get((replica_id, rank)) or _NOTHING for rank in dp_ranks]
-        whole = loads.get(replica_id) or _NOTHING
+        known = [loads.get((replica_id, rank)) or NO_LOAD for rank in dp_ranks]
+        whole = loads.get(replica_id) or NO_LOAD
         shares = [
             -((sum(getattr(load, name) for load in known) - getattr(whole, name)) // len(known))
             for name in _FIELDS
@@ -181,7 +181,7 @@ class LoadTracker:
 
     def others_at(self, replica_id: str) -> ReplicaLoad:
         """What others have in flight at a replica."""
-        return self._others.get(replica_id, _NOTHING)
+        return self._others.get(replica_id, NO_LOAD)
 
     def statistics(self) -> LoadStatistics:
         """Everything in flight."""

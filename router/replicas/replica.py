@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from router.config import ReplicaConfig, key_bytes
 from router.index import SourceId
@@ -13,7 +13,7 @@ from router.overload import AT_LIMIT, ReplicaGate
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
-from router.replicas.load import ReplicaLoad
+from router.replicas.load import NO_LOAD, ReplicaLoad
 from router.replicas.types import EventSource, Health, ReplicaState, ReplicaView, ServedModels
 from router.scoring import State
 from router.upstream import Header
@@ -135,36 +135,32 @@ class Replica:
             for rank in load.ranks
         }
 
-    def standing(
+    def state_of_rank(
         self,
-        load: ReplicaLoad | None,
+        dp_rank: int,
+        load: ReplicaLoad,
         now: float,
         engine_load_stale_after_s: float,
-        suspect: bool = False,
-        dp_rank: int | None = None,
+        suspect: bool,
     ) -> State:
-        """This replica as scoring sees it, or one of its ranks, whatever the prompt.
+        """One of several ranks as scoring sees it, whatever the prompt.
 
         Args:
-            load: What this router has in flight there, or at the rank; None: nothing.
+            dp_rank: The rank.
+            load: What this router has in flight there.
             now: On the registry's clock.
-            engine_load_stale_after_s: The engine's own load is left out when it is older.
+            engine_load_stale_after_s: The engine's own load is left out when it is older. It is
+                shared out equally where its metrics do not tell ranks apart.
             suspect: Whether what is said of its cache is doubtful, since events were lost.
-            dp_rank: One of several ranks; None: the whole replica. The engine's own load is that of
-                the rank too, or shared out equally where its metrics do not tell ranks apart.
         """
         foreign = waiting = 0
         engine_load = self.engine_load
         if engine_load is not None and now - self.engine_load_at <= engine_load_stale_after_s:
-            foreign, waiting = self.foreign_requests, engine_load.waiting
-            if dp_rank is not None:
-                foreign, waiting = self._foreign_and_waiting(engine_load, dp_rank)
-        speed = self._speed
-        if load is None:
-            return self.id, dp_rank, speed, suspect, 0, 0, 0, 0, foreign, waiting
+            foreign, waiting = self._foreign_and_waiting(engine_load, dp_rank)
         return (
-            *(self.id, dp_rank, speed, suspect, load.prefill_tokens, load.prefilling_requests),
-            *(load.decoding_requests, load.context_tokens, foreign, waiting),
+            *(self.id, dp_rank, self._speed, suspect, load.prefill_tokens),
+            *(load.prefilling_requests, load.decoding_requests, load.context_tokens),
+            *(foreign, waiting),
         )
 
     def _foreign_and_waiting(self, engine_load: EngineLoad, dp_rank: int) -> tuple[int, int]:
@@ -175,7 +171,7 @@ class Replica:
         ranks = len(self.sources)
         return -(-self.foreign_requests // ranks), -(-engine_load.waiting // ranks)
 
-    def obstacle(self, load: ReplicaLoad | None, is_new: bool = True) -> str | None:
+    def obstacle(self, load: ReplicaLoad, is_new: bool = True) -> str | None:
         """Why it cannot take a request; None if it can.
 
         Args:
@@ -188,12 +184,11 @@ class Replica:
             return "draining"
         if self._is_open:
             return None
-        requests = 0 if load is None else load.requests
-        if self._max_requests is not None and requests >= self._max_requests:
+        if self._max_requests is not None and load.requests >= self._max_requests:
             return AT_LIMIT
         if not is_new or self.gate is None:
             return None
-        return self.gate.full(requests, 0 if load is None else load.prefill_tokens)
+        return self.gate.full(load.requests, load.prefill_tokens)
 
     def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
         """Everything about it.
@@ -234,6 +229,59 @@ class Replica:
             failed_discoveries=self.failed_discoveries,
             failed_scrapes=self.failed_scrapes,
         )
+
+
+class States(NamedTuple):
+    """Replicas as scoring sees them; item i of each list is about the same one."""
+
+    replicas: list[Replica]
+    states: list[State]
+    """Of the whole replica, whatever the prompt."""
+
+
+def sort_out(
+    replicas: Iterable[Replica],
+    loads: Mapping[Any, ReplicaLoad],
+    now: float,
+    engine_load_stale_after_s: float,
+    suspects: Collection[SourceId],
+) -> tuple[States, States]:
+    """Who can take a request now, and who cannot. In one loop: it runs for every request.
+
+    Args:
+        replicas: Those that might.
+        loads: What this router has in flight, by replica.
+        now: On the registry's clock.
+        engine_load_stale_after_s: An engine's own load is left out when it is older.
+        suspects: Caches of which what is said is doubtful, since events were lost.
+    """
+    able, unable = States([], []), States([], [])
+    add_able, add_state, healthy = able.replicas.append, able.states.append, Health.HEALTHY
+    for replica in replicas:
+        load, engine_load = loads.get(replica.id) or NO_LOAD, replica.engine_load
+        foreign = waiting = 0
+        if engine_load and now - replica.engine_load_at <= engine_load_stale_after_s:
+            foreign, waiting = replica.foreign_requests, engine_load.waiting
+        state = (
+            replica.id,
+            None,
+            replica._speed,
+            bool(suspects) and replica.cache in suspects,
+            load.prefill_tokens,
+            load.prefilling_requests,
+            load.decoding_requests,
+            load.context_tokens,
+            foreign,
+            waiting,
+        )
+        is_limited = replica.draining or not replica._is_open
+        if replica.record.health is healthy and not (is_limited and replica.obstacle(load)):
+            add_able(replica)
+            add_state(state)
+        else:
+            unable.replicas.append(replica)
+            unable.states.append(state)
+    return able, unable
 
 
 def _configured_sources(config: ReplicaConfig) -> tuple[EventSource, ...] | None:

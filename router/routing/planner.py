@@ -9,7 +9,7 @@ remembered, since the next one like it should find the same rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
 from router.mirror import Mirror, Visit
-from router.replicas import Replica
+from router.replicas import Replica, States, sort_out
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
@@ -75,7 +75,7 @@ class RoutePlanner:
         policy: Policy,
         load: LoadTracker,
         recent: RecentPrefixes | None,
-        suspects: Container[SourceId],
+        suspects: Collection[SourceId],
         engine_load_stale_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         weights: Weights | None = None,
@@ -162,9 +162,9 @@ class RoutePlanner:
 
     def have_room(self, replicas: Iterable[Replica]) -> bool:
         """Whether one of *replicas* would be ranked for a new request."""
-        loads = self._load.loads
+        load_at = self._load.look_at
         return any(
-            not replica.removed and replica.obstacle(loads.get(replica.id)) is None
+            not replica.removed and replica.obstacle(load_at(replica.id)) is None
             for replica in replicas
         )
 
@@ -252,41 +252,40 @@ class RoutePlanner:
         choice: RankChoice,
     ) -> tuple[Sequence[Ranked], Sequence[Candidate]]:
         if self._mirror is not None and self._ranker.needs_outlook:
-            request = replace(
-                request, prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model)
+            request = RouteRequest(
+                model=request.model,
+                prompt_tokens=request.prompt_tokens,
+                session=request.session,
+                prefill_tokens_per_s=self._mirror.prefill_tokens_per_s(request.model),
             )
-        able: list[Replica] = []
-        unable: list[Replica] = []
-        loads = self._load.loads
-        for replica in replicas:
-            (unable if replica.obstacle(loads.get(replica.id)) else able).append(replica)
+        able, unable = sort_out(
+            replicas,
+            self._load.loads,
+            found.now,
+            self._engine_load_stale_after_s,
+            self._suspects,
+        )
         ranking = self._ranker.rank(request, self._standings(able, found, request, choice))
-        return ranking, self._excluded(unable, found, request, choice) if unable else ()
+        return ranking, self._excluded(unable, found, request, choice) if unable[0] else ()
 
     def _excluded(
-        self, unable: list[Replica], found: _Found, request: RouteRequest, choice: RankChoice
+        self, unable: States, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> list[Candidate]:
-        standings, loads = self._standings(unable, found, request, choice), self._load.loads
+        standings, load_at = self._standings(unable, found, request, choice), self._load.look_at
         return [
-            replace(standings.candidate(number), obstacle=replica.obstacle(loads.get(replica.id)))
-            for number, replica in enumerate(unable)
+            replace(standings.candidate(number), obstacle=replica.obstacle(load_at(replica.id)))
+            for number, replica in enumerate(unable.replicas)
         ]
 
     def _standings(
-        self, replicas: list[Replica], found: _Found, request: RouteRequest, choice: RankChoice
+        self, known: States, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Standings:
         """One candidate for each replica."""
-        now, stale_after_s, loads = found.now, self._engine_load_stale_after_s, self._load.loads
-        suspects = self._suspects
+        replicas, states = known
         caches = [replica.cache for replica in replicas]
-        states = [
-            replica.standing(loads.get(replica.id), now, stale_after_s, replica.cache in suspects)
-            for replica in replicas
-        ]
         standings = self._with_hits(states, caches, replicas, found, request)
-        for number, replica in enumerate(replicas):
-            if replica.has_ranks:
-                standings.put(number, self._best_rank(replica, found, request, choice))
+        for number in [number for number, replica in enumerate(replicas) if replica.has_ranks]:
+            standings.put(number, self._best_rank(replicas[number], found, request, choice))
         return standings
 
     def _with_hits(
@@ -300,18 +299,20 @@ class RoutePlanner:
         """The candidates whose *states* are known: each stands for one of *caches*."""
         hits, recent, mirror = found.hits, found.recent, self._mirror
         gpu, cached = token_columns(hits, caches)
+        progress: list[float]
         outlooks: list[Outlook]
         if mirror is not None and self._ranker.needs_outlook:
-            outlooks = mirror.outlooks(
+            progress, outlooks = mirror.outlooks(
                 request.model, caches, lambda number: replicas[number].cache_blocks, found.now
             )
         else:
-            outlooks = [IDLE] * len(caches)
+            progress, outlooks = [0.0] * len(caches), [IDLE] * len(caches)
         return Standings(
             states,
             gpu,
             cached,
             [recent.get(cache, 0) for cache in caches] if recent else [0] * len(caches),
+            progress,
             outlooks,
             lambda number: hits.get(caches[number], NO_HIT).by_tier,
         )
@@ -347,7 +348,7 @@ class RoutePlanner:
             if choice.asked not in ranks or choice.asked == rank:
                 cache = SourceId(replica.id, rank)
                 is_suspect = cache in self._suspects
-                states.append(replica.standing(load, now, stale_after_s, is_suspect, rank))
+                states.append(replica.state_of_rank(rank, load, now, stale_after_s, is_suspect))
                 caches.append(cache)
         standings = self._with_hits(states, caches, [replica] * len(caches), found, request)
         return self._choose(standings, found, request, choice)

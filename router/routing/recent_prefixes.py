@@ -6,9 +6,11 @@ would spread a burst of equal prompts over all replicas, and each would compute 
 
 A key stands for the whole prefix up to it, and a prompt is always remembered from its start. So if
 a key is live, all keys before it are live as well, and the end of the live ones is found by
-bisection: 13 look-ups for 8,192 keys. Two generations make forgetting cheap: entries are written to
-the young one, and after each time to live the old one is dropped as a whole. Each entry carries its
-own expiry, so look-ups are exact although memory is freed a generation at a time.
+bisection: 13 look-ups for 8,192 keys. Which caches to look at, the prompt's first key says.
+
+Two generations make forgetting cheap: entries are written to the young one, and after each time to
+live the old one is dropped as a whole. Each entry carries its own expiry, so look-ups are exact
+although memory is freed a generation at a time.
 
     time          0 s               5 s               10 s
     young         entries 0-5 s     entries 5-10 s    entries 10-15 s
@@ -23,8 +25,18 @@ from itertools import repeat
 
 from router.index import SourceId
 
-_Generation = dict[SourceId, dict[int, float]]
-"""cache -> key -> when it expires."""
+
+class _Generation:
+    __slots__ = ("by_cache", "by_root")
+
+    def __init__(self) -> None:
+        self.by_cache: dict[SourceId, dict[int, float]] = {}
+        """cache -> key -> when it expires."""
+        self.by_root: dict[int, tuple[SourceId, ...]] = {}
+        """The first key of a prompt -> where it was sent. Some of it may be forgotten since."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_cache.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,7 @@ class RecentPrefixes:
 
     Args:
         ttl_s: How long an entry counts. A few seconds: prefill, and the event's way here.
-        max_entries: Bound on keys over all caches, some 80 bytes each.
+        max_entries: Bound on keys over all caches, some 80 bytes each, and 150 for each prompt.
     """
 
     def __init__(self, ttl_s: float = 5.0, max_entries: int = 262_144) -> None:
@@ -56,8 +68,7 @@ class RecentPrefixes:
             )
         self._ttl_s = ttl_s
         self._max_entries = max_entries
-        self._young: _Generation = {}
-        self._old: _Generation = {}
+        self._young, self._old = _Generation(), _Generation()
         self._rotate_at: float | None = None
         self._evicted = self._truncated = 0
 
@@ -72,7 +83,11 @@ class RecentPrefixes:
         self._rotate(now)
         fitting = self._fit(keys)
         if fitting:
-            self._young.setdefault(source, {}).update(zip(fitting, repeat(now + self._ttl_s)))
+            young = self._young
+            young.by_cache.setdefault(source, {}).update(zip(fitting, repeat(now + self._ttl_s)))
+            known = young.by_root.get(fitting[0], ())
+            if source not in known:
+                young.by_root[fitting[0]] = (*known, source)
 
     def match(self, keys: Sequence[int], step: int, now: float) -> dict[SourceId, int]:
         """Return how many leading tokens of a prompt were recently sent to each cache.
@@ -89,30 +104,30 @@ class RecentPrefixes:
         self._rotate(now)
         if not keys:
             return {}
-        first = keys[0]
         found: dict[SourceId, int] = {}
         for generation in (self._young, self._old):
-            for source, expiries in generation.items():
-                if expiries.get(first, now) > now and source not in found:
-                    found[source] = self._live_keys(source, keys, now) * step
+            for source in generation.by_root.get(keys[0], ()):
+                if source not in found and (live := self._live_keys(source, keys, now)):
+                    found[source] = live * step
         return found
 
     def forget(self, replica: str) -> None:
         """Forget what was sent to a replica, at all its ranks: it restarted, failed, or was
         removed."""
         for generation in (self._young, self._old):
-            for source in [source for source in generation if source.replica == replica]:
-                del generation[source]
+            held = generation.by_cache
+            for source in [source for source in held if source.replica == replica]:
+                del held[source]
 
     def statistics(self) -> RecentStatistics:
         """Sizes and counts."""
-        sources = len(self._young.keys() | self._old.keys())
-        entries = _size(self._young) + _size(self._old)
+        sources = len(self._young.by_cache.keys() | self._old.by_cache.keys())
+        entries = len(self._young) + len(self._old)
         return RecentStatistics(sources, entries, self._evicted, self._truncated)
 
     def _live_keys(self, source: SourceId, keys: Sequence[int], now: float) -> int:
         """How many leading *keys* are live there."""
-        young, old = self._young.get(source, {}), self._old.get(source, {})
+        young, old = self._young.by_cache.get(source, {}), self._old.by_cache.get(source, {})
 
         def is_live(index: int) -> bool:
             key = keys[index]
@@ -137,23 +152,19 @@ class RecentPrefixes:
         if now < self._rotate_at:
             return
         # After two times to live without a call, the young generation has expired as well.
-        self._old = self._young if now < self._rotate_at + self._ttl_s else {}
-        self._young = {}
+        self._old = self._young if now < self._rotate_at + self._ttl_s else _Generation()
+        self._young = _Generation()
         self._rotate_at = now + self._ttl_s
 
     def _fit(self, keys: Sequence[int]) -> Sequence[int]:
         """The leading *keys* that there is room for; the old generation is dropped to make some."""
-        room = self._max_entries - _size(self._young) - _size(self._old)
+        room = self._max_entries - len(self._young) - len(self._old)
         if len(keys) <= room:
             return keys
-        evicted = _size(self._old)
-        self._old = {}
+        evicted = len(self._old)
+        self._old = _Generation()
         self._evicted += evicted
         if len(keys) <= room + evicted:
             return keys
         self._truncated += 1
         return keys[: room + evicted]
-
-
-def _size(generation: _Generation) -> int:
-    return sum(map(len, generation.values()))

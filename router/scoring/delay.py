@@ -61,9 +61,8 @@ class LeastDelayPolicy(RanksByOrder):
     def order(self, request: RouteRequest, standings: Standings) -> Order:
         weights, tokens, speed = self._weights, request.prompt_tokens, request.prefill_tokens_per_s
         mean = _mean_congestion(standings, speed)
-        found = _delays(tokens, standings, speed, weights, mean)
         return Order(
-            [ahead + own + behind + evicted for ahead, own, behind, evicted in found],
+            _costs(tokens, standings, speed, weights, mean),
             fewest_requests(standings, self._random),
             partial(_reason, tokens, speed, weights, mean),
         )
@@ -87,51 +86,60 @@ def delays_of(
     """
     if mean is None:
         mean = congestion(candidate, prefill_tokens_per_s)
+    parts: list[Delays] = []
     alone = Standings.of((candidate,))
-    return Delays(*_delays(prompt_tokens, alone, prefill_tokens_per_s, weights, mean)[0])
+    _costs(prompt_tokens, alone, prefill_tokens_per_s, weights, mean, parts)
+    return parts[0]
 
 
-def _delays(
+def _costs(
     prompt_tokens: int,
     standings: Standings,
     prefill_tokens_per_s: float,
     weights: Weights,
     mean: float,
-) -> list[tuple[float, float, float, float]]:
-    """The parts of `Delays` at each candidate, without a name for each: this is most of what a
-    decision takes."""
+    parts: list[Delays] | None = None,
+) -> list[float]:
+    """The sum of the `Delays` at each candidate, and these, where they are asked for. One loop with
+    nothing called in it: this is most of what a decision takes."""
     decode, context_token = weights.decode_request, weights.decode_context_token
     foreign_one, waiting_one = weights.foreign_request, weights.waiting_request
     columns = standings.gpu_cached_tokens, standings.cached_tokens, standings.recent_tokens
-    found: list[tuple[float, float, float, float]] = []
+    tokens, almost_all = float(prompt_tokens), float(max(prompt_tokens - 1, 0))
+    found: list[float] = []
     gpu: float
     total: float
-    for state, outlook, gpu, total, recent in zip(
-        standings.states, standings.outlooks, *columns, strict=True
+    for state, outlook, progress, gpu, total, recent in zip(
+        standings.states, standings.outlooks, standings.progress_tokens, *columns, strict=True
     ):
         _, _, speed, suspect, queued, _, decoding, context, foreign, waiting = state
-        progress, _, reuse, uncached_per_s, arrivals_per_s = outlook
+        _, reuse, uncached_per_s, arrivals_per_s = outlook
         if suspect:
             gpu, total = gpu * weights.suspect_trust, total * weights.suspect_trust
         if recent > gpu:
             gpu = recent
-        if gpu >= prompt_tokens:
-            gpu = max(prompt_tokens - 1, 0)
-        own = new = prompt_tokens - gpu
+        if gpu >= tokens:
+            gpu = almost_all
+        own = new = tokens - gpu
         if total > gpu:
             tiers = standings.tiers_of(len(found))
             own += min(total - gpu, new) * (weights.of_lower(tiers) - 1)
         left = queued - progress
         ahead = (left if left > 0 else 0.0) + decoding * decode + context * context_token
-        if foreign:
-            ahead += foreign * foreign_one
-        if waiting:
-            ahead += waiting * waiting_one
+        if foreign or waiting:
+            ahead += foreign * foreign_one + waiting * waiting_one
+        rate = prefill_tokens_per_s * speed
         if speed != 1.0:
             ahead, own, new = ahead / speed, own / speed, new / speed
-        k = _congestion(arrivals_per_s, uncached_per_s, prefill_tokens_per_s * speed)
-        behind = own * (2 * k * ahead + (k + mean) / 2 * own)
-        found.append((ahead, own, behind, reuse * (new + mean * new * new)))
+        k = 0.0
+        if arrivals_per_s:  # as `_congestion` has it
+            busy = uncached_per_s / rate
+            k = arrivals_per_s / (2.0 * rate * (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY)))
+        behind = own * (2.0 * k * ahead + (k + mean) * 0.5 * own)
+        evicted = reuse * (new + mean * new * new)
+        found.append(ahead + own + behind + evicted)
+        if parts is not None:
+            parts.append(Delays(ahead, own, behind, evicted))
     return found
 
 
@@ -161,10 +169,11 @@ def _mean_congestion(standings: Standings, prefill_tokens_per_s: float) -> float
     if not standings.states:
         return 0.0
     count = len(standings.states)
-    arrivals = sum([outlook[4] for outlook in standings.outlooks])
-    uncached = sum([outlook[3] for outlook in standings.outlooks])
+    _, _, uncached, arrivals = zip(*standings.outlooks, strict=True)
     speeds = sum([state[2] for state in standings.states])
-    return _congestion(arrivals / count, uncached / count, prefill_tokens_per_s * speeds / count)
+    return _congestion(
+        sum(arrivals) / count, sum(uncached) / count, prefill_tokens_per_s * speeds / count
+    )
 
 
 def _congestion(arrivals_per_s: float, uncached_tokens_per_s: float, speed: float) -> float:

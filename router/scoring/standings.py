@@ -21,11 +21,11 @@ State: TypeAlias = tuple[str, int | None, float, bool, int, int, int, int, int, 
 """Of a `Candidate`, what does not depend on the prompt: `replica_id`, `dp_rank`, `speed` and
 `suspect`, and of its load `queued_prefill_tokens`, `prefilling_requests`, `decoding_requests`,
 `decode_context_tokens`, `foreign_requests` and `waiting_requests`."""
-Outlook: TypeAlias = tuple[float, float | None, float, float, float]
-"""Of a `Candidate`, `progress_tokens`, `eviction_age_s`, `reuse_probability`,
-`uncached_tokens_per_s` and `arrivals_per_s`."""
+Outlook: TypeAlias = tuple[float | None, float, float, float]
+"""Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s` and
+`arrivals_per_s`."""
 
-IDLE: Outlook = (0.0, None, 0.0, 0.0, 0.0)
+IDLE: Outlook = (None, 0.0, 0.0, 0.0)
 """Of a cache that nothing is sent to and that evicts nothing."""
 
 id_of: Callable[[State], str] = itemgetter(0)
@@ -38,6 +38,7 @@ class Standings:
         "cached_tokens",
         "gpu_cached_tokens",
         "outlooks",
+        "progress_tokens",
         "recent_tokens",
         "states",
         "tiers_of",
@@ -49,6 +50,7 @@ class Standings:
         gpu_cached_tokens: list[int],
         cached_tokens: list[int],
         recent_tokens: list[int],
+        progress_tokens: list[float],
         outlooks: list[Outlook],
         tiers_of: Callable[[int], tuple[tuple[str, int], ...]],
     ) -> None:
@@ -56,9 +58,10 @@ class Standings:
 
         Args:
             states: What does not depend on the prompt.
-            gpu_cached_tokens: As in `Candidate`, like the next two.
+            gpu_cached_tokens: As in `Candidate`, like the next three.
             cached_tokens: At least as many.
             recent_tokens: By candidate.
+            progress_tokens: By candidate.
             outlooks: What each cache is doing.
             tiers_of: Returns the `by_tier` of candidate i.
         """
@@ -66,6 +69,7 @@ class Standings:
         self.gpu_cached_tokens = gpu_cached_tokens
         self.cached_tokens = cached_tokens
         self.recent_tokens = recent_tokens
+        self.progress_tokens = progress_tokens
         self.outlooks = outlooks
         self.tiers_of = tiers_of
 
@@ -77,6 +81,7 @@ class Standings:
             [candidate.gpu_cached_tokens for candidate in candidates],
             [candidate.cached_tokens for candidate in candidates],
             [candidate.recent_tokens for candidate in candidates],
+            [candidate.progress_tokens for candidate in candidates],
             [_outlook_of(candidate) for candidate in candidates],
             lambda number: candidates[number].by_tier,
         )
@@ -96,6 +101,7 @@ class Standings:
         self.gpu_cached_tokens[number] = candidate.gpu_cached_tokens
         self.cached_tokens[number] = candidate.cached_tokens
         self.recent_tokens[number] = candidate.recent_tokens
+        self.progress_tokens[number] = candidate.progress_tokens
         self.outlooks[number] = _outlook_of(candidate)
         self.tiers_of = lambda each: candidate.by_tier if each == number else tiers_of(each)
 
@@ -113,11 +119,11 @@ class Standings:
             cached_tokens=self.cached_tokens[number],
             by_tier=self.tiers_of(number),
             recent_tokens=self.recent_tokens[number],
-            progress_tokens=outlook[0],
-            eviction_age_s=outlook[1],
-            reuse_probability=outlook[2],
-            uncached_tokens_per_s=outlook[3],
-            arrivals_per_s=outlook[4],
+            progress_tokens=self.progress_tokens[number],
+            eviction_age_s=outlook[0],
+            reuse_probability=outlook[1],
+            uncached_tokens_per_s=outlook[2],
+            arrivals_per_s=outlook[3],
             suspect=state[3],
             load=CandidateLoad(
                 queued_prefill_tokens=state[4],
@@ -151,7 +157,6 @@ def state_of(candidate: Candidate) -> State:
 
 def _outlook_of(candidate: Candidate) -> Outlook:
     return (
-        candidate.progress_tokens,
         candidate.eviction_age_s,
         candidate.reuse_probability,
         candidate.uncached_tokens_per_s,
@@ -206,7 +211,7 @@ class OrdersStandings(Protocol):
     be, and then makes decisions cheaper: it has this method besides `Policy.rank`."""
 
     needs_outlook: bool
-    """Whether it reads the outlooks. If not, they may all be `IDLE`."""
+    """Whether it reads outlooks and progress. If not, they may all be `IDLE` and 0."""
 
     def order(self, request: RouteRequest, standings: Standings) -> Order:
         """Order *standings* as `Policy.rank` would order its candidates, with the same costs.

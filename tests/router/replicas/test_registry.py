@@ -35,6 +35,7 @@ from router.replicas import (
     ReplicaState,
     ServedModels,
     UpstreamFetch,
+    sort_out,
 )
 from router.replicas.discovery import parse_models, parse_server_info, parse_sources, reachable
 from router.replicas.health import HealthRecord
@@ -960,7 +961,7 @@ async def test_requests_in_the_engines_load_that_are_not_ours_are_foreign() -> N
         now = replica.engine_load_at
         assert replica.foreign_requests == 5 + 2 - 3
         load = here.load.load_of("r")
-        state = replica.standing(load, now + 5, 5)
+        _, (_, (state,)) = sort_out([replica], {"r": load}, now + 5, 5, ())
         assert state == ("r", None, 2.0, False, 300, 3, 0, 0, 4, 2)
         assert replica.obstacle(load) == "at its limit of requests", "healthy, but three of three"
         ours.pop().ended()
@@ -975,9 +976,8 @@ async def test_an_old_engine_load_is_not_believed() -> None:
         engine = await here.engine()
         replica = here.add(engine, "r")
         await until(lambda: replica.engine_load)
-        *_, foreign, waiting = replica.standing(
-            None, replica.engine_load_at + 5.1, engine_load_stale_after_s=5
-        )
+        (_, (state,)), _ = sort_out([replica], {}, replica.engine_load_at + 5.1, 5, ())
+        *_, foreign, waiting = state
         assert (foreign, waiting) == (0, 0)
         engine.respond("/metrics", b"", status=404)
         await until(lambda: replica.failed_scrapes)
