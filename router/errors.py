@@ -11,6 +11,7 @@
         ├── ForeignOrigin       403  a page on another origin wants to change something
         ├── LoopbackOnly        403  without an operator key, only this machine operates
         ├── CaptureDisabled     403  prompts may not be recorded here
+        ├── ModelNotAllowed     403  the key is not for this model
         ├── UnknownModel        404  no replica serves a model of that name
         ├── UnknownReplica      404  no replica has that id
         ├── UnknownPath         404  no such endpoint
@@ -19,6 +20,7 @@
         ├── NotRecordable       409  this cache cannot be recorded now
         ├── BodyTooLarge        413  over the bound on bodies
         ├── NotJson             415  what changes something must be sent as JSON
+        ├── KeyLimitReached     429  the key has used what it may for now
         ├── QueueFull           429  as many requests wait for the model as may
         ├── Overloaded          503  over a bound of the router itself, or the system's
         ├── NoReplica           503  no replica can serve it now
@@ -188,6 +190,19 @@ class CaptureDisabled(RequestError):
         )
 
 
+class ModelNotAllowed(RequestError):
+    """The key is not for this model."""
+
+    status = 403
+    type = "permission_error"
+    code = "model_not_allowed"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"model: this key is not for {_shown(model)}; GET /v1/models lists those it is for"
+        )
+
+
 class UnknownModel(RequestError):
     """No replica serves a model of that name."""
 
@@ -330,6 +345,24 @@ class NoReplica(_NotNow):
     def __init__(self, model: str, why: str, retry_after_s: int = 1) -> None:
         super().__init__(
             f"no replica can serve {_shown(model)} now: {why}; try again", retry_after_s
+        )
+
+
+class KeyLimitReached(_NotNow):
+    """The holder of the key has used what it may for now.
+
+    Args:
+        limit: What it may use.
+        retry_after_s: When there is some of it again, for the `Retry-After` header.
+    """
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, retry_after_s: int) -> None:
+        super().__init__(
+            f"api key: at its limit of {limit}; try again in {retry_after_s} s", retry_after_s
         )
 
 

@@ -85,6 +85,7 @@ class RouterApp:
         guard = Guard(
             service.config.server,
             lambda endpoint: service.metrics.wrong_keys.labels(endpoint).inc(),
+            service.key_limits.usages,
         )
         self.gateway = Gateway(
             service.config.server,

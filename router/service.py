@@ -36,7 +36,14 @@ from router.observability.request_log import RequestLog
 from router.observability.request_observer import RequestObservers
 from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
 from router.observability.shortages import Shortages
-from router.overload import Entrance, GateLimits, RoomListener, WaitingRoom, line_limits
+from router.overload import (
+    Entrance,
+    GateLimits,
+    KeyLimits,
+    RoomListener,
+    WaitingRoom,
+    line_limits,
+)
 from router.proxy import Proxy, ProxySettings, RetryLimits
 from router.replicas import (
     EventSource,
@@ -126,7 +133,7 @@ class RouterService:
         self.registry = ReplicaRegistry(
             UpstreamFetch(self._upstream), config.health, self._load, limits=_gate_limits(config)
         )
-        self.entrance = self._make_entrance()
+        self._make_entrance()
         self._make_caches(indexes or configured_index(config))
         planner = self._make_routing()
         self._make_observation(planner)
@@ -138,11 +145,14 @@ class RouterService:
         """Of a limit that all workers keep together, this one's part."""
         return -(-limit // self._shared.workers)
 
-    def _make_entrance(self) -> Entrance | None:
-        """Where requests wait for room at a replica, if they do."""
+    def _make_entrance(self) -> None:
+        """What the holders of keys may use; and where requests wait for room at a replica, if they
+        do."""
         overload, metrics = self.config.overload, self.metrics
+        self.key_limits = KeyLimits(self.config.server.client_keys)
+        self.entrance: Entrance | None = None
         if not overload.is_queueing:
-            return None
+            return
         names = overload.priorities
         listener = RoomListener(
             lambda model, number, seconds: metrics.queue_wait.labels(model, names[number]).observe(
@@ -152,7 +162,7 @@ class RouterService:
                 model, names[number], why
             ).inc(),
         )
-        return Entrance(overload, WaitingRoom(line_limits(overload), listener))
+        self.entrance = Entrance(overload, WaitingRoom(line_limits(overload), listener))
 
     def _make_caches(self, indexes: IndexImplementation) -> None:
         """What is known of models and caches, and how it is kept true."""
@@ -327,6 +337,7 @@ class RouterService:
             shortages=self.shortages,
             room=None if self.entrance is None else self.entrance.room,
             priorities=self.config.overload.priorities,
+            key_limits=self.key_limits,
         )
         return await self.metrics.render(collect(parts))
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, KeyName, Secret
+from router.config.values import PLAIN, Count, Items, KeyName, Secret, TokenCount
 
 
 class OperatorKeyConfig(Section, frozen=True):
@@ -30,6 +30,20 @@ class ClientKeyConfig(OperatorKeyConfig, frozen=True):
     """The highest priority class of its requests; null: overload.default_priority."""
     share: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False), PLAIN] = 1.0
     """Of the replicas' time while requests wait, relative to the other keys."""
+    requests_per_minute: Count | None = None
+    """In any 60 s; null: any number."""
+    tokens_per_minute: TokenCount | None = None
+    """The same for tokens, of prompts and responses."""
+    max_in_flight: Count | None = None
+    """Requests at a time."""
+    models: Items[Annotated[str, Field(min_length=1, max_length=256), PLAIN]] | None = None
+    """Models and adapters that it is for, `*` standing for any characters; null: all."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything has to be counted or checked."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.max_in_flight, self.models)
+        return any(limit is not None for limit in limits)
 
 
 def same_keys(kind: str, keys: Sequence[OperatorKeyConfig]) -> Iterator[tuple[Location, str]]:

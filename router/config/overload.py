@@ -9,9 +9,7 @@ from pydantic import Field
 
 from router.config.document import Location
 from router.config.section import Section
-from router.config.values import PLAIN, Count, HeaderName, Items, KeyName, Seconds
-
-TokenCount = Annotated[int, Field(ge=1, le=2**40), PLAIN]
+from router.config.values import PLAIN, Count, HeaderName, Items, KeyName, Seconds, TokenCount
 
 
 class OverloadConfig(Section, frozen=True):

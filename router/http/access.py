@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from pydantic import SecretStr
@@ -35,6 +36,7 @@ from router.errors import (
     RequestError,
     Unauthorized,
 )
+from router.overload import KeyUsage
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ class Key:
     priority: str | None = None
     """The highest class of its requests."""
     share: float = 1.0
+    usage: KeyUsage | None = field(default=None, repr=False, compare=False)
+    """What its holder uses, if that is limited."""
 
 
 class WrongKeys:
@@ -146,11 +150,19 @@ class Guard:
     Args:
         server: The keys, and the names that the router goes by.
         count_wrong_key: Called with the endpoint of each.
+        usages: Of the keys that have limits, by name.
     """
 
-    def __init__(self, server: ServerConfig, count_wrong_key: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        server: ServerConfig,
+        count_wrong_key: Callable[[str], None],
+        usages: Mapping[str, KeyUsage] = MappingProxyType({}),
+    ) -> None:
         self._keys: dict[Role, tuple[Key, ...]] = {
-            "client": tuple(map(_client_key, server.client_keys)),
+            "client": tuple(
+                _client_key(each, usages.get(each.name)) for each in server.client_keys
+            ),
             "operator": tuple(Key(each.name, _bytes(each.key)) for each in server.operator_keys),
         }
         seen = server.clients_see_hits
@@ -272,9 +284,9 @@ class Guard:
         return place == headers.get(b"host") or _host_name(place) in self._named
 
 
-def _client_key(config: ClientKeyConfig) -> Key:
+def _client_key(config: ClientKeyConfig, usage: KeyUsage | None) -> Key:
     salt = key_bytes(config.cache_salt)
-    return Key(config.name, _bytes(config.key), salt, config.priority, config.share)
+    return Key(config.name, _bytes(config.key), salt, config.priority, config.share, usage)
 
 
 def _bytes(key: SecretStr) -> bytes:

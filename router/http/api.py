@@ -34,6 +34,7 @@ from router.errors import (
     UnknownReplica,
     is_out_of_memory,
 )
+from router.http.access import Key
 from router.http.access_log import note_refused
 from router.http.bodies import ClientLeft, decode_json, read_body
 from router.http.gateway import tenant_salt
@@ -251,8 +252,10 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
             access=client,
         ),
     )
-    async def models() -> Response:
-        return _json(model_list(parts.models.names(), parts.healthy()))
+    async def models(request: Request) -> Response:
+        names = parts.models.names()
+        allowed = {name: names[name] for name in names if _may_use(request, name)}
+        return _json(model_list(allowed, parts.healthy()))
 
     @app.get(
         "/v1/models/{name:path}",
@@ -264,12 +267,18 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
             errors=(UnknownModel("gemma-4"),),
         ),
     )
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
         serving = [replica for replica in parts.healthy() if replica.serves(name)]
         names = parts.models.names()
-        if name not in names or not serving:
+        if name not in names or not serving or not _may_use(request, name):
             raise UnknownModel(name)
         return _json(model_entry(name, names[name], serving))
+
+
+def _may_use(request: Request, model: str) -> bool:
+    """Whether the client's key is for a model or adapter."""
+    key: Key | None = request.state.key
+    return key is None or key.usage is None or key.usage.allows(model)
 
 
 # --- replicas -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from router.http.proxied_paths import (
 )
 from router.http.uvicorn_protocol import Exchange
 from router.observability.request_observer import RequestObserver, RequestObservers
-from router.overload import Entrance, Waiter
+from router.overload import Entrance, KeyUsage, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
@@ -261,6 +261,7 @@ class Passage:
         "_stage",
         "_task",
         "_timer",
+        "_usage",
         "_waiter",
     )
 
@@ -278,6 +279,7 @@ class Passage:
         self._body: list[bytes] = []
         self._key: Key | None = None
         self._observer: RequestObserver | None = None
+        self._usage: KeyUsage | None = None
         self._waiter: Waiter | None = None
         self._salt: TenantSalt | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -334,6 +336,9 @@ class Passage:
     def _admit(self) -> None:
         gateway = self._gateway
         key = self._key = self._enter()
+        if key is not None and key.usage is not None:
+            key.usage.enter()
+            self._usage = key.usage
         self._salt = tenant_salt(key, self._exchange.path)
         if announced_bytes(self._headers) > gateway.server.max_body_bytes:
             raise BodyTooLarge(gateway.server.max_body_bytes)
@@ -395,6 +400,8 @@ class Passage:
 
     def _send(self, decision: Decision) -> None:
         gateway, context = self._gateway, self._context
+        if self._usage is not None and self._waiter is None:
+            _spend(self._usage, decision)
         if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
             return
         observer = gateway.observers.observe(
@@ -403,15 +410,21 @@ class Passage:
             self._request_id.decode("latin-1"),
             None if context is None else context.trace_id,
         )
+        if self._usage is not None:
+            self._observer = observer
         if self._waiter is not None:
             self._observer = observer
             observer.waited_s = gateway.observers.clock() - self._waiter.arrived
         if self._line is not None:
             self._line.routed = observer.request
         self._stage = _Stage.SENT
+        request = gateway.request(self._exchange, decision, self._request_id, context)
+        if self._usage is not None:
+            told = request.response_headers + self._usage.headers()
+            request = request._replace(response_headers=told)
         relay = gateway.proxy.start(
             decision.attempts(gateway.guard.clients_see_hits),
-            gateway.request(self._exchange, decision, self._request_id, context),
+            request,
             self._exchange,
             observer,
             self._close,
@@ -488,19 +501,31 @@ class Passage:
         if self._is_admitted:
             self._is_admitted = False
             self._gateway.admission.leave()
-        if self._waiter is not None:
-            self._give_up_turn(self._waiter)
+        if self._usage is not None or self._waiter is not None:
+            self._settle()
 
-    def _give_up_turn(self, waiter: Waiter) -> None:
-        """Let the next one have its room, or its place in the line."""
-        observer, entrance = self._observer, self._gateway.entrance
-        self._waiter = self._observer = None
-        assert entrance is not None
-        entrance.room.over(waiter, None if observer is None else observer.response_tokens())
+    def _settle(self) -> None:
+        """Count what its response did cost, and let the next one have its room, or its place."""
+        observer, usage, waiter = self._observer, self._usage, self._waiter
+        self._observer = self._usage = self._waiter = None
+        tokens = None if observer is None else observer.response_tokens()
+        if usage is not None:
+            usage.leave(tokens or 0)
+        if waiter is not None:
+            entrance = self._gateway.entrance
+            assert entrance is not None
+            entrance.room.over(waiter, tokens)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _spend(usage: KeyUsage, decision: Decision) -> None:
+    """Count a request for the holder of its key; raises `KeyLimitReached`, `ModelNotAllowed`."""
+    if decision.model is None and not decision.body:
+        return  # such as `GET /version`: it is about no model
+    usage.spend(decision.named or decision.model_name, decision.tokens)
 
 
 def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,7 +18,7 @@ from router.index import SourceId, SourceStatistics
 from router.mirror import Mirror
 from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
-from router.overload import WaitingRoom
+from router.overload import KeyLimits, WaitingRoom
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
@@ -57,6 +57,7 @@ class CollectedParts:
     room: WaitingRoom | None = None
     """None: no request waits for room at a replica."""
     priorities: Sequence[str] = ()
+    key_limits: KeyLimits = field(default_factory=lambda: KeyLimits(()))
 
 
 def collect(parts: CollectedParts) -> Iterator[Metric]:
@@ -74,6 +75,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         ),
         tuple(_router_metrics(parts)),
         tuple(_queue_metrics(parts)),
+        tuple(_key_metrics(parts.key_limits)),
     )
 
 
@@ -485,4 +487,38 @@ def _queue_metrics(parts: CollectedParts) -> Iterator[Metric]:
         "Prompt tokens to compute of these, and the usual length of their responses.",
         labels,
         [(values, waiting.tokens) for values, waiting in found],
+    )
+
+
+def _key_metrics(limits: KeyLimits) -> Iterator[Metric]:
+    """What the holders of limited keys use. The names of keys are the operator's."""
+    usages = limits.usages.items()
+    labels = ("key",)
+    yield _counter(
+        "kvroute_key_requests",
+        "Requests with a key that has limits.",
+        labels,
+        [((name,), usage.total_requests) for name, usage in usages],
+    )
+    yield _counter(
+        "kvroute_key_tokens",
+        "Tokens of prompts and responses with such a key.",
+        labels,
+        [((name,), usage.total_tokens) for name, usage in usages],
+    )
+    yield _gauge(
+        "kvroute_key_in_flight",
+        "Requests with such a key that are under way.",
+        labels,
+        [((name,), usage.counts().in_flight) for name, usage in usages],
+    )
+    yield _counter(
+        "kvroute_key_refusals",
+        "Requests refused by a limit of their key: requests, tokens, in_flight or model.",
+        ("key", "limit"),
+        [
+            ((name, limit), count)
+            for name, usage in usages
+            for limit, count in usage.refusals.items()
+        ],
     )

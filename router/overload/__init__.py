@@ -3,6 +3,7 @@ no HTTP and no replica.
 
 The files; each imports only what is listed above it:
 
+    limits.py    what the holder of a key may use
     gate.py      how much one replica may be given
     line.py      who waits for one model, and who is next
     room.py      the lines of all models, and their turns
@@ -11,6 +12,7 @@ The files; each imports only what is listed above it:
 
 from router.overload.entrance import Entrance, line_limits
 from router.overload.gate import AT_LIMIT, PASSING, GateLimits, ReplicaGate
+from router.overload.limits import KeyCounts, KeyLimits, KeyUsage
 from router.overload.line import LineLimits, Waiter
 from router.overload.room import NoTurn, RoomListener, Waiting, WaitingRoom
 
@@ -19,6 +21,9 @@ __all__ = [
     "PASSING",
     "Entrance",
     "GateLimits",
+    "KeyCounts",
+    "KeyLimits",
+    "KeyUsage",
     "LineLimits",
     "NoTurn",
     "ReplicaGate",

@@ -107,6 +107,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """From there to the ranking."""
     asked: Asked | None = None
     """What the body asks for, where there is a prompt to generate from."""
+    named: str | None = None
+    """The model or adapter, as the client names it."""
 
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
@@ -128,13 +130,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         return any(candidate.obstacle in PASSING for candidate in self.excluded)
 
     @property
+    def tokens(self) -> int:
+        """Prompt tokens; by the body's size where their ids are not known."""
+        if self.prompt_tokens or self.spec is None:
+            return self.prompt_tokens
+        return self.spec.body_bytes // _BYTES_OF_A_TOKEN
+
+    @property
     def uncached_tokens(self) -> int:
         """Prompt tokens to compute, at the best replica, or where all are full, at the one that has
-        most of them cached; by the body's size where token ids are not known."""
-        if not self.prompt_tokens:
-            return 0 if self.spec is None else self.spec.body_bytes // _BYTES_OF_A_TOKEN
+        most of them cached."""
         candidates = [self.ranking[0].candidate] if self.ranking else self.excluded
-        return self.prompt_tokens - max(each.cached_tokens for each in candidates)
+        return self.tokens - max(each.cached_tokens for each in candidates)
 
     @property
     def lane(self) -> str:
@@ -351,7 +358,7 @@ class Dispatcher:
         """Decide once more where a request goes, by how the replicas are now."""
         asked, replicas = decision.asked, self._replicas_of(decision)
         if asked is None:
-            return self._by_load(decision.model, replicas, decision.body)
+            return self._by_load(decision.model, replicas, decision.body, decision.named)
         now = time.perf_counter()
         times = now - (decision.tokenization_s or 0.0), now
         return self._decide(asked, decision.tokenized, decision.prompts, replicas, times)
@@ -416,6 +423,7 @@ class Dispatcher:
             obstacle_of=self._planner.obstacle,
             expects=self._planner.expected,
             asked=asked,
+            named=spec.model,
             body=asked.body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,
@@ -451,7 +459,7 @@ class Dispatcher:
         if not name and not needs_model and len(self._models) != 1:
             return self._by_load(None, self._all_replicas(), body)
         model, lora_name = self._resolve(name)
-        return self._by_load(model, self._serving(model, lora_name), body)
+        return self._by_load(model, self._serving(model, lora_name), body, name)
 
     async def dispatch_to_holder(self, response_id: str, body: bytes) -> Decision:
         """Decide where a request goes that is about a stored response.
@@ -465,7 +473,11 @@ class Dispatcher:
         return self._by_load(self._models.get(served[0]) if served else None, replicas, body)
 
     def _by_load(
-        self, model: Model | None, replicas: Mapping[str, Replica], body: bytes
+        self,
+        model: Model | None,
+        replicas: Mapping[str, Replica],
+        body: bytes,
+        named: str | None = None,
     ) -> Decision:
         started = time.perf_counter()
         request = RouteRequest(model=model.name if model else ANY_MODEL, prompt_tokens=0)
@@ -478,6 +490,7 @@ class Dispatcher:
             replicas=replicas,
             obstacle_of=self._planner.obstacle,
             expects=self._planner.expected,
+            named=named,
             body=body,
             routing_s=time.perf_counter() - started,
         )

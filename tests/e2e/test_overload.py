@@ -14,8 +14,22 @@ from tests.support.engine_stub import EngineStub, after, engines
 from tests.support.http_client import Answer, connect, eventually
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
+FREE = {"authorization": "Bearer free-key"}
+TIGHT = {"authorization": "Bearer tight-key"}
 CONFIG = {
     "health": QUICK_HEALTH,
+    "server": {
+        "client_api_keys": [
+            {"name": "free", "key": "free-key"},
+            {
+                "name": "tight",
+                "key": "tight-key",
+                "requests_per_minute": 2,
+                "max_in_flight": 1,
+                "models": ["test-*"],
+            },
+        ]
+    },
     "overload": {
         "max_in_flight": 1,
         "max_waiting": 3,
@@ -43,6 +57,7 @@ class Crowd:
         """Send a prompt of so many tokens; its answer is awaited later."""
         body = {"model": self._stub.model, "prompt": [7] * tokens}
         before = await self.seen()
+        headers = {**FREE, **(headers or {})}
         task = asyncio.create_task(self._router.post("/v1/completions", body, headers))
         self.tasks.append(task)
         while not task.done() and await self.seen() == before:
@@ -109,7 +124,7 @@ async def test_a_full_line_refuses_whoever_has_most_in_it_and_says_when_to_come_
                 "max_tokens": 9,
                 "messages": [{"role": "user", "content": "x" * 2000}],
             },
-            {"x-tenant": "loud"},
+            {**FREE, "x-tenant": "loud"},
         )
         assert refused.status == 429
         assert int(refused.headers["retry-after"]) >= 1
@@ -129,7 +144,7 @@ async def test_who_left_and_whose_deadline_passed_never_reach_a_replica(
     async with full(router) as (crowd, stub, go):
         async with connect(router.port) as client:
             body = {"model": stub.model, "prompt": [7] * 30}
-            await client.send("POST", "/v1/completions", body)
+            await client.send("POST", "/v1/completions", body, FREE)
             await router.until(
                 lambda now: now.sum("kvroute_queue_requests", model=stub.model) == 1, "it waits"
             )
@@ -142,7 +157,7 @@ async def test_who_left_and_whose_deadline_passed_never_reach_a_replica(
         late = await router.post(
             "/v1/completions",
             {"model": stub.model, "prompt": [7] * 40},
-            {"x-request-timeout": "0.05"},
+            {**FREE, "x-request-timeout": "0.05"},
         )
         assert (late.status, late.error["code"]) == (503, "queue_timeout")
         assert int(late.headers["retry-after"]) >= 1
@@ -157,7 +172,7 @@ async def test_a_request_whose_replica_fails_need_not_wait_again(router: RouterP
     async with engines(2) as (first, second), router.serving(first, second):
         first.behaviour = second.behaviour = after(go)
         body: dict[str, Any] = {"model": first.model, "prompt": [1, 2, 3]}
-        held = [asyncio.create_task(router.post("/v1/completions", body)) for _ in range(2)]
+        held = [asyncio.create_task(router.post("/v1/completions", body, FREE)) for _ in range(2)]
         await eventually(lambda: first.active == second.active == 1, "both are full")
         await first.stop()
         await eventually(lambda: second.peak == 2, "the request of the dead one is here")
@@ -175,6 +190,41 @@ async def test_a_header_that_says_nonsense_is_an_error(
     """A gateway that misspells a class must learn of it."""
     async with engines(1) as (stub,), router.serving(stub):
         body = {"model": stub.model, "prompt": [1]}
-        refused = await router.post("/v1/completions", body, headers)
+        refused = await router.post("/v1/completions", body, {**FREE, **headers})
         assert (refused.status, refused.error["code"]) == (400, "invalid_value")
         assert refused.error["message"].startswith(place)
+
+
+async def test_a_key_is_held_to_its_limits_and_told_what_is_left(router: RouterProcess) -> None:
+    """One team's runaway job must not use up what all share, and its clients back off by these
+    headers."""
+    async with full(router) as (_, stub, go):
+        body = {"model": stub.model, "prompt": [1]}
+        refused = await router.post("/v1/completions", body, TIGHT)
+        assert (refused.status, refused.error["code"]) == (403, "model_not_allowed")
+        listed = (await router.get("/v1/models", TIGHT)).json["data"]
+        assert [entry["id"] for entry in listed] == []
+        assert (await router.get(f"/v1/models/{stub.model}", TIGHT)).status == 404
+        assert (await router.get(f"/v1/models/{stub.model}", FREE)).status == 200
+        go.set()
+    async with engines(1, model="test-model") as (stub,), router.serving(stub):
+        go = asyncio.Event()
+        stub.behaviour = after(go)
+        body = {"model": stub.model, "prompt": [1]}
+        served = asyncio.create_task(router.post("/v1/completions", body, TIGHT))
+        await eventually(lambda: stub.active == 1, "it is under way")
+        second = await router.post("/v1/completions", body, TIGHT)
+        assert (second.status, second.error["code"]) == (429, "rate_limit_exceeded")
+        assert "1 requests at a time" in second.error["message"]
+        go.set()
+        answer = await served
+        assert answer.status == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "2"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        third = await router.post("/v1/completions", body, TIGHT)
+        assert third.status == 429
+        assert 1 <= int(third.headers["retry-after"]) <= 61
+        now = await router.metrics()
+        assert now.sum("kvroute_key_refusals_total", key="tight") == 3
+        assert now.sum("kvroute_key_tokens_total", key="tight") == 2
+        assert now.sum("kvroute_key_in_flight") == 0

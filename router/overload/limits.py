@@ -1,0 +1,236 @@
+"""What the holder of a key may use: requests and tokens in a minute, requests at a time, models.
+
+A minute is any 60 s, not one of the clock's, so that nobody gets twice as much around its turn.
+What other routers have counted for the same key is added: each tells its own counts, from time to
+time, and nobody waits for that.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from router.config import ClientKeyConfig
+from router.errors import KeyLimitReached, ModelNotAllowed
+
+_WINDOW_S = 60
+_STEPS_PER_S = 2
+"""What was counted in one step of the window leaves it together."""
+
+
+class KeyCounts(NamedTuple):
+    """What was counted for one key at one router."""
+
+    requests: int = 0
+    """In the last minute."""
+    tokens: int = 0
+    """In the last minute: those of prompts and of responses."""
+    in_flight: int = 0
+
+
+_NOTHING = KeyCounts()
+
+
+class MinuteCount:
+    """A sum over the last minute. Its memory is bounded by the steps of a minute."""
+
+    __slots__ = ("_steps", "_sum")
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, int]] = deque()
+        self._sum = 0
+
+    def add(self, amount: int, now: float) -> None:
+        """Count.
+
+        Args:
+            amount: How much.
+            now: The present time, in seconds.
+        """
+        self.at(now)
+        step = math.floor(now * _STEPS_PER_S)
+        if self._steps and self._steps[-1][0] >= step:
+            step, before = self._steps.pop()
+            self._steps.append((step, before + amount))
+        else:
+            self._steps.append((step, amount))
+        self._sum += amount
+
+    def at(self, now: float) -> int:
+        """The sum of the last minute."""
+        oldest = math.floor(now * _STEPS_PER_S) - _WINDOW_S * _STEPS_PER_S
+        while self._steps and self._steps[0][0] <= oldest:
+            self._sum -= self._steps.popleft()[1]
+        return self._sum
+
+    def falls_in_s(self, amount: int, now: float) -> float:
+        """After how many seconds the sum is less by *amount*, if nothing is added; the whole minute
+        where it never will be.
+
+        Args:
+            amount: How much less.
+            now: The present time, in seconds.
+        """
+        for step, counted in self._steps:
+            amount -= counted
+            if amount <= 0:
+                return (step + 1) / _STEPS_PER_S + _WINDOW_S - now
+        return float(_WINDOW_S)
+
+
+class KeyUsage:
+    """What the holder of one key uses, and may use. Belongs to one event loop.
+
+    Args:
+        config: Of the key.
+        clock: A monotonic clock, in seconds.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_config",
+        "_in_flight",
+        "_requests",
+        "_tokens",
+        "elsewhere",
+        "refusals",
+        "total_requests",
+        "total_tokens",
+    )
+
+    def __init__(
+        self, config: ClientKeyConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._requests, self._tokens = MinuteCount(), MinuteCount()
+        self._in_flight = 0
+        self.elsewhere = _NOTHING
+        """What other routers have counted for this key."""
+        self.total_requests = self.total_tokens = 0
+        self.refusals = dict.fromkeys(("requests", "tokens", "in_flight", "model"), 0)
+
+    def counts(self) -> KeyCounts:
+        """What this router has counted."""
+        now = self._clock()
+        return KeyCounts(self._requests.at(now), self._tokens.at(now), self._in_flight)
+
+    def enter(self) -> None:
+        """A request has arrived; call `leave` at its end, unless this raises `KeyLimitReached`."""
+        config, now = self._config, self._clock()
+        most = config.max_in_flight
+        if most is not None and self._in_flight + self.elsewhere.in_flight >= most:
+            raise self._refused("in_flight", f"{most} requests at a time", 1)
+        limit = config.requests_per_minute
+        if limit is not None:
+            self._check("requests", self._requests, self.elsewhere.requests, 1, limit, now)
+        self._requests.add(1, now)
+        self.total_requests += 1
+        self._in_flight += 1
+
+    def spend(self, model: str, prompt_tokens: int) -> None:
+        """The request is known: its model, and the prompt.
+
+        Args:
+            model: As the client names it.
+            prompt_tokens: Of its prompt.
+        Raises:
+            ModelNotAllowed: The key is not for this model.
+            KeyLimitReached: It would be more tokens than it may have in a minute.
+        """
+        if not self.allows(model):
+            self.refusals["model"] += 1
+            raise ModelNotAllowed(model)
+        now, limit = self._clock(), self._config.tokens_per_minute
+        if limit is not None:
+            self._check("tokens", self._tokens, self.elsewhere.tokens, prompt_tokens, limit, now)
+        self._count_tokens(prompt_tokens, now)
+
+    def leave(self, response_tokens: int = 0) -> None:
+        """A request is over.
+
+        Args:
+            response_tokens: Those of its response.
+        """
+        self._in_flight -= 1
+        self._count_tokens(response_tokens, self._clock())
+
+    def allows(self, model: str) -> bool:
+        """Whether the key is for a model or adapter."""
+        models = self._config.models
+        return models is None or any(fnmatchcase(model, pattern) for pattern in models)
+
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """What is left, in the headers that OpenAI's clients know."""
+        config, now = self._config, self._clock()
+        found: list[tuple[bytes, bytes]] = []
+        for name, limit, used in (
+            (b"requests", config.requests_per_minute, self._requests.at(now)),
+            (b"tokens", config.tokens_per_minute, self._tokens.at(now)),
+        ):
+            if limit is not None:
+                elsewhere = getattr(self.elsewhere, name.decode())
+                left = max(limit - used - elsewhere, 0)
+                found.append((b"x-ratelimit-limit-" + name, b"%d" % limit))
+                found.append((b"x-ratelimit-remaining-" + name, b"%d" % left))
+        return tuple(found)
+
+    def _check(
+        self, what: str, own: MinuteCount, elsewhere: int, amount: int, limit: int, now: float
+    ) -> None:
+        """Refuse what would be over the limit; a prompt over all of it passes after an idle
+        minute."""
+        used = own.at(now) + elsewhere
+        too_many = used + amount - limit
+        if too_many > 0 and used > 0:
+            must_fall = min(too_many, used)
+            wait_s = own.falls_in_s(must_fall, now)
+            if elsewhere:  # where others count, the sum is taken to be spread over the minute
+                wait_s = _WINDOW_S * must_fall / used
+            raise self._refused(what, f"{limit} {what} per minute", math.ceil(wait_s))
+
+    def _refused(self, what: str, limit: str, retry_after_s: int) -> KeyLimitReached:
+        self.refusals[what] += 1
+        return KeyLimitReached(limit, max(retry_after_s, 1))
+
+    def _count_tokens(self, tokens: int, now: float) -> None:
+        if tokens:
+            self._tokens.add(tokens, now)
+            self.total_tokens += tokens
+
+
+class KeyLimits:
+    """The usage of every key that has a limit.
+
+    Args:
+        keys: All keys of clients.
+        clock: A monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, keys: Iterable[ClientKeyConfig], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.usages: Mapping[str, KeyUsage] = {
+            key.name: KeyUsage(key, clock) for key in keys if key.is_limited
+        }
+        """By the name of the key."""
+
+    def counts(self) -> dict[str, KeyCounts]:
+        """What this router has counted, to be told to others."""
+        return {name: usage.counts() for name, usage in self.usages.items()}
+
+    def take_elsewhere(self, counts: Iterable[Mapping[str, KeyCounts]]) -> None:
+        """Replace what is known of other routers.
+
+        Args:
+            counts: Those of each of them, as `counts` there; names that are no keys here are left
+                out.
+        """
+        reports = list(counts)
+        for name, usage in self.usages.items():
+            found = [report[name] for report in reports if name in report]
+            usage.elsewhere = KeyCounts(*(sum(column) for column in zip(*found, strict=True)))
