@@ -52,7 +52,7 @@ def tool(name: str, package: str) -> str:
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False
     )
 
 
