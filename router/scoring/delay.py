@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import sqrt
 from random import Random
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class LeastDelayPolicy(RanksByOrder):
     For x tokens to compute behind u others, where requests arrive at the rate r, R tokens are
     computed per second, and the share b of the time is busy:
 
-        cost = u + x + 2 * k * u * x + (k + m) / 2 * x**2 + (x + m * x**2) * S
+        cost = u + x + 2 * k * u * x + sqrt(k * m) * x**2 + (x + m * x**2) * S
 
         k = r / (2 * R * (1 - b))
 
@@ -44,10 +45,11 @@ class LeastDelayPolicy(RanksByOrder):
     the queue is empty again (of an M/G/1 queue; one step of policy iteration). For k, r and b are
     those of the replica, so that a prefix that everybody asks for gets a second home before its
     first one is overrun; for m they are those of the mean replica. What is cold brings its own
-    future there, so it counts halfway between: with k alone an idle replica looks free, and copies
-    of what others hold drive out what they do not. S is the probability that what is evicted will
-    be used again: then it will be computed again, wherever that may be, and delay others there.
-    Nothing in it is a tuned weight.
+    future there, so the rate that it will meet is between the two, and halfway between rates is
+    their geometric mean: with k alone a quiet replica is flooded with copies of what others hold,
+    which drive out what they do not; with m alone nothing gets a second home in time. S is the
+    probability that what is evicted will be used again: then it will be computed again, wherever
+    that may be, and delay others there. Nothing in it is a tuned weight.
     Among equals the one with the fewest requests, then at random.
     """
 
@@ -135,7 +137,7 @@ def _costs(
         if arrivals_per_s:  # as `_congestion` has it
             busy = uncached_per_s / rate
             k = arrivals_per_s / (2.0 * rate * (1.0 - (busy if busy < MOST_BUSY else MOST_BUSY)))
-        behind = own * (2.0 * k * ahead + (k + mean) * 0.5 * own)
+        behind = own * (2.0 * k * ahead + sqrt(k * mean) * own)
         evicted = reuse * (new + mean * new * new)
         found.append(ahead + own + behind + evicted)
         if parts is not None:

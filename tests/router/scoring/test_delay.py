@@ -125,18 +125,29 @@ def test_congestion_is_bounded_and_grows_with_the_load() -> None:
     assert values[-1] == pytest.approx(100 / (2 * SPEED * (1 - MOST_BUSY)))
 
 
-def test_an_idle_replica_is_not_free_where_the_others_are_busy() -> None:
+def test_a_quiet_replica_is_not_free_where_the_others_are_busy() -> None:
     """What goes there brings its own future, and drives out what others will compute again: a
     second copy of what the holder can still serve is not worth it."""
     others = [candidate(f"r{n}", **BUSY) for n in range(6)]
     holder = candidate("holder", 3900, load={"queued_prefill_tokens": 4500}, **BUSY)
-    idle = candidate("idle", reuse_probability=0.5)
-    assert best(holder, idle, *others) == "holder"
-    alone = delays_of(4000, idle, SPEED, Weights())
-    among = delays_of(4000, idle, SPEED, Weights(), mean_congestion([holder, idle, *others], SPEED))
-    assert alone.behind == 0
-    assert among.behind > 0
+    quiet = candidate("quiet", reuse_probability=0.5, arrivals_per_s=0.01)
+    assert best(holder, quiet, *others) == "holder"
+    alone = delays_of(4000, quiet, SPEED, Weights())
+    mean = mean_congestion([holder, quiet, *others], SPEED)
+    among = delays_of(4000, quiet, SPEED, Weights(), mean)
+    assert among.behind > 5 * alone.behind > 0
     assert among.evicted > alone.evicted
+
+
+def test_the_rate_that_cold_work_meets_is_between_the_replicas_own_and_the_mean() -> None:
+    """Halfway on the scale of rates: four times the mean and a quarter of it are as far away."""
+    rates = {name: candidate(name, arrivals_per_s=rate) for name, rate in (("a", 8.0), ("b", 2.0))}
+    mean = congestion(rates["b"], SPEED)
+    at_busy, at_mean = (
+        delays_of(4000, rates[name], SPEED, Weights(), mean).behind for name in ("a", "b")
+    )
+    assert at_mean == pytest.approx(mean * 4000**2)
+    assert at_busy == pytest.approx(2 * at_mean)
 
 
 def test_the_mean_is_that_of_a_replica_that_gets_the_mean_of_everything() -> None:
