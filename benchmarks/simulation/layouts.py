@@ -16,6 +16,8 @@ class ReplicaConfig(EngineConfig):
 
     sliding_window: int = 1024
     """In tokens."""
+    cache_tokens: int = 0
+    """What its cache holds, with the blocks of every group."""
 
     def model(self) -> TransformerConfig:
         """See `EngineConfig`."""
@@ -64,6 +66,7 @@ def replica_config(layout: str, cache_tokens: int) -> ReplicaConfig:
     groups = len(model.layer_groups())
     return replace(
         config,
+        cache_tokens=cache_tokens,
         simulate=True,
         num_blocks=cache_tokens // model.block_size * groups + 2,
         max_num_batched_tokens=STEP_TOKENS,

@@ -24,6 +24,8 @@ class RequestRecord:
     alone_s: float = 0.0
     """The time to its first token on an idle replica that has whatever any replica ever computed
     of it."""
+    floor_s: float = 0.0
+    """The time to its first token where all replicas share one cache; see `floor`."""
     cached_tokens: int = 0
     """Of the prompt, when the engine admitted it."""
     answer: list[int] = field(default_factory=list)
@@ -68,6 +70,7 @@ class Outcome:
             **_times("ttft", [record.ttft_s for record in counted], (50, 90, 99)),
             **_times("later_ttft", later, (99,)),
             **_times("avoidable", [record.avoidable_s for record in counted], (99,)),
+            "floor_mean_ms": round(statistics.fmean(each.floor_s for each in counted) * 1000, 2),
             **_percentiles(
                 "inter_token", [gap for record in counted for gap in record.gaps_s], (50, 99)
             ),

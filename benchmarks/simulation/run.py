@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.simulation.contract import Account, Router
+from benchmarks.simulation.floor import OneCacheForAll
 from benchmarks.simulation.layouts import STEP_TOKENS, TIME_MODEL, ReplicaConfig
 from benchmarks.simulation.opponents import OPPONENTS, make_opponent
 from benchmarks.simulation.outcome import Outcome, RequestRecord
@@ -61,6 +62,12 @@ class Simulation:
         self._open: dict[str, _Served] = {}
         self._records: list[RequestRecord] = []
         self._seen = SeenPrefixes()
+        self._floor = OneCacheForAll(
+            setting.replica.cache_tokens,
+            len(setting.replica.model().layer_groups()),
+            setting.replicas,
+            _alone_s,
+        )
         self._to_come = 0
 
     def run(self) -> Outcome:
@@ -125,7 +132,8 @@ class Simulation:
             routed.predicted_tokens,
             routed.expected_tokens,
             arrival.turn,
-            TIME_MODEL.alone_s(known, len(tokens), STEP_TOKENS),
+            _alone_s(known, len(tokens)),
+            self._floor.ttft_s(tokens, self.timeline.now_s),
         )
         self._records.append(record)
         self._open[arrival.request_id] = _Served(arrival, record, routed.account, tokens)
@@ -156,6 +164,7 @@ class Simulation:
         served.record.is_finished = True
         del self._open[served.arrival.request_id]
         self._seen.add(served.tokens + served.record.answer)
+        self._floor.answered(served.tokens + served.record.answer)
         self._to_come -= 1
         following = self._workload.answered(
             served.arrival, served.record.answer, self.timeline.now_s
@@ -171,6 +180,10 @@ class Simulation:
                 router.take_engine_load(name, scheduler.num_running, scheduler.num_waiting, usage)
         if self._to_come:
             self.timeline.at(self.timeline.now_s + self._scrape_interval_s, self._scrape)
+
+
+def _alone_s(cached_tokens: int, prompt_tokens: int) -> float:
+    return TIME_MODEL.alone_s(cached_tokens, prompt_tokens, STEP_TOKENS)
 
 
 @contextmanager

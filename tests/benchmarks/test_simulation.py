@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulation.floor import OneCacheForAll
 from benchmarks.simulation.layouts import (
     TIME_MODEL,
     layout_names,
@@ -479,6 +480,31 @@ def test_a_request_alone_on_an_idle_replica_avoids_nothing() -> None:
     setting = Setting("prefix", 1, replica_config("full", 100_000))
     for record in Simulation(setting, workload).run().records:
         assert record.ttft_s == pytest.approx(record.alone_s, abs=0.02)
+
+
+def test_one_cache_for_all_holds_as_much_as_all_caches_and_evicts_the_oldest() -> None:
+    """The figure below which no router can go must be right."""
+    texts = [list(range(start, start + 640)) for start in (10_000, 20_000, 30_000)]
+
+    def played(groups: int) -> list[float]:
+        floor = OneCacheForAll(640, groups, 2, lambda cached, length: float(length - cached))
+        return [
+            floor.ttft_s(texts[number], 10_000.0 * place)
+            for place, number in enumerate((0, 1, 0, 2, 0, 1, 1))
+        ]
+
+    # Two texts fit: the third drives out the second, which was used before the first.
+    assert played(1) == [640, 640, 1, 640, 1, 640, 1]
+    # With a group of windows, what those have left behind goes first.
+    assert played(2) == [640, 640, 1, 640, 1, 1, 1]
+
+
+def test_one_cache_for_all_has_as_many_queues_as_replicas() -> None:
+    """Work that nobody has computed takes its time, and waits for its turn."""
+    floor = OneCacheForAll(10_000, 1, 2, lambda cached, length: float(length - cached))
+    texts = [list(range(start, start + 64)) for start in (10_000, 20_000, 30_000)]
+    assert [floor.ttft_s(text, 0.0) for text in texts] == [64, 64, 128]
+    assert floor.ttft_s(texts[0], 1000.0) == 1
 
 
 TRACE: list[dict[str, Any]] = [
