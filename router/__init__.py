@@ -20,7 +20,7 @@ The files; each imports only what is listed above it:
     proxy/           one request sent to one replica, its response to the client
     routing/         request body -> decision; writes no metrics
     observability/   metrics, the request log, what is wrong
-    tracing/         to which distributed trace a request belongs
+    tracing/         to which trace a request belongs, and its spans
     sharing.py       what becomes of what other routers and workers tell
     service.py       all parts wired; what follows when replicas change
     http/            every line that knows ASGI, FastAPI or uvicorn

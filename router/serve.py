@@ -98,6 +98,7 @@ class RouterApp:
             paths,
             self._logs_access,
             service.entrance,
+            None if service.tracing is None else service.tracing.tracer,
         )
         parts = ApiParts(
             config=service.config,

@@ -8,9 +8,10 @@ import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
@@ -68,6 +69,9 @@ from router.tls import replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
 
+if TYPE_CHECKING:
+    from router.tracing.otel import OtelTracing
+
 logger = logging.getLogger(__name__)
 
 _RESPONSE_BYTES = 16 * 1024 * 1024
@@ -118,18 +122,14 @@ class RouterService:
         )
         self.shortages = Shortages()
         self.metrics = RouterMetrics(registry or CollectorRegistry())
+        self.tracing = _make_tracing(config, self.metrics)
         self.request_log = RequestLog()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
         self._mirror = Mirror(config.policy.mirror_max_keys)
         self._load = LoadTracker()
         self._large_work = LargeWork()
-        limits = PoolLimits(
-            max_connections=self._share_of(server.max_upstream_connections),
-            reserved_from=reserved_files_from,
-        )
         self.replica_certificate = replica_certificate(server.replica_tls)
-        trusted = self.replica_certificate and self.replica_certificate.context
-        self._upstream = UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
+        self._upstream = self._make_upstream(reserved_files_from)
         self.registry = ReplicaRegistry(
             UpstreamFetch(self._upstream), config.health, self._load, limits=_gate_limits(config)
         )
@@ -144,6 +144,15 @@ class RouterService:
     def _share_of(self, limit: int) -> int:
         """Of a limit that all workers keep together, this one's part."""
         return -(-limit // self._shared.workers)
+
+    def _make_upstream(self, reserved_files_from: int | None) -> UpstreamClient:
+        """What sends to replicas."""
+        limits = PoolLimits(
+            max_connections=self._share_of(self.config.server.max_upstream_connections),
+            reserved_from=reserved_files_from,
+        )
+        trusted = self.replica_certificate and self.replica_certificate.context
+        return UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
 
     def _make_entrance(self) -> None:
         """What the holders of keys may use; and where requests wait for room at a replica, if they
@@ -273,6 +282,8 @@ class RouterService:
 
     async def start(self) -> None:
         """Add the configured replicas, and follow the providers of others."""
+        if self.tracing is not None:
+            self.tracing.start()
         self._follower.start()
         if self.exchange is not None:
             self._exchanging = asyncio.create_task(self.exchange.run(), name="board")
@@ -310,6 +321,8 @@ class RouterService:
         await self._upstream.close()
         self.models.close()
         self._large_work.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.stop)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:
@@ -546,6 +559,26 @@ def _gate_limits(config: RouterConfig) -> GateLimits | None:
     if not overload.is_queueing:
         return None
     return GateLimits(overload.max_in_flight, overload.max_prefill_tokens)
+
+
+def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing | None:
+    """What sends traces; None where nothing does.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed, or a variable of it says what it must not.
+    """
+    if not config.observability.tracing.enabled:
+        return None
+    try:
+        otel = import_module("router.tracing.otel")
+    except ImportError as error:
+        rule = "it needs the extra otel: pip install 'kvroute[otel]'"
+        problem = ConfigProblem("observability.tracing.enabled", f"true; {rule} ({error})")
+        raise ConfigError([problem]) from error
+    made: OtelTracing | None = otel.make_tracing(
+        config.observability.tracing, os.environ, metrics.traces
+    )
+    return made
 
 
 def _policy_settings(config: RouterConfig) -> PolicySettings:

@@ -13,6 +13,7 @@ The files; each imports only what is listed above it:
     tls.py        certificates
     keys.py       who may come in, and what comes with a key
     overload.py   what waits when replicas have no room
+    observability.py  logs, metrics, traces
     schema.py     everything else, and the rules between its values
 """
 
@@ -23,6 +24,7 @@ from router.config.discovery import (
     KubernetesDiscovery,
 )
 from router.config.keys import ClientKeyConfig
+from router.config.observability import ObservabilityConfig, TracingConfig
 from router.config.overload import OverloadConfig
 from router.config.replica import (
     EventSourceConfig,
@@ -38,7 +40,6 @@ from router.config.schema import (
     HealthConfig,
     LayoutConfig,
     ModelConfig,
-    ObservabilityConfig,
     Overrides,
     PolicyConfig,
     RouterConfig,
@@ -72,6 +73,7 @@ __all__ = [
     "ServerConfig",
     "StoreConfig",
     "TimeoutsConfig",
+    "TracingConfig",
     "key_bytes",
     "read_replica",
     "read_replicas",

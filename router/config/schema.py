@@ -31,6 +31,7 @@ from router.config.document import (
     read_text,
 )
 from router.config.keys import ClientKeyConfig, OperatorKeyConfig, same_keys
+from router.config.observability import ObservabilityConfig
 from router.config.overload import OverloadConfig
 from router.config.replica import ReplicaConfig
 from router.config.section import Section
@@ -443,18 +444,6 @@ class EventsConfig(Section, frozen=True):
     """A moment is quiet this long after the last request at a replica."""
     rebuild_cool_down_s: Seconds = 600.0
     """The least time between two such rebuilds of one source."""
-
-
-class ObservabilityConfig(Section, frozen=True):
-    """What the router says about itself."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
-    access_log: bool = False
-    allow_capture: bool = False
-    """Whether operators may record prompts, as token ids, with `kvroute capture --url`."""
-    metrics_need_key: bool = False
-    """Whether /metrics asks for the operator's key."""
 
 
 # --- the whole ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from enum import Enum
 from typing import Any
 
@@ -29,7 +29,7 @@ from router.overload import Entrance, KeyUsage, Waiter
 from router.proxy import Proxy, ProxyRequest, Relay, error_body
 from router.routing.admission import Admission
 from router.routing.dispatcher import RANK_HEADER, Decision, Dispatcher, TenantSalt
-from router.tracing import TRACEPARENT, TRACESTATE, TraceContext, read_context
+from router.tracing import TRACEPARENT, TRACESTATE, RequestTrace, Tracer, read_context
 from router.upstream import Header, Timeouts
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Gateway:
         paths: ProxiedPaths,
         logs_access: bool = False,
         entrance: Entrance | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """Keep the parts that a request passes through.
 
@@ -71,6 +72,7 @@ class Gateway:
             paths: Which paths they have.
             logs_access: Whether each gets a line in the log.
             entrance: Where they wait for room at a replica; None: nowhere.
+            tracer: Begins the trace of each; None where none is recorded.
         """
         self.entrance = entrance
         self.server = server
@@ -78,12 +80,9 @@ class Gateway:
         self._trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
-        # The router's key is for the router only: replicas do not get to see it.
-        keys = KEY_HEADERS if guard.needs_key("client") else ()
-        rank = () if server.trust_client_rank else (RANK_HEADER,)
-        dropped = b"x-request-id", TRACEPARENT, TRACESTATE, *_FORWARDING, *keys, *rank
-        self._dropped = frozenset(dropped)
+        self._dropped = _dropped_headers(server, guard)
         self.logs_access = logs_access
+        self.tracer = tracer
         self._paths = paths
         self._session_header = session_header.encode()
         self.admission = admission
@@ -180,7 +179,7 @@ class Gateway:
         exchange: Exchange,
         decision: Decision,
         request_id: bytes,
-        context: TraceContext | None = None,
+        trace: Sequence[Header] = (),
     ) -> ProxyRequest:
         """What is sent to a replica.
 
@@ -188,13 +187,11 @@ class Gateway:
             exchange: The client's request.
             decision: Where it goes.
             request_id: Ties the logs of client, router and engine together.
-            context: The trace that the client says it belongs to.
+            trace: To which trace it belongs.
         """
         dropped = self._dropped
         headers = [header for header in exchange.headers if header[0] not in dropped]
-        headers += (*self._forwarded(exchange), (b"x-request-id", request_id))
-        if context is not None:
-            headers += context.headers()
+        headers += (*self._forwarded(exchange), (b"x-request-id", request_id), *trace)
         # The first byte of a response that is not streamed comes with the last.
         is_whole = decision.spec is not None and not decision.spec.stream
         return ProxyRequest(
@@ -261,6 +258,7 @@ class Passage:
         "_stage",
         "_task",
         "_timer",
+        "_trace",
         "_usage",
         "_waiter",
     )
@@ -273,6 +271,10 @@ class Passage:
         self._request_id = _request_id(self._headers)
         is_traced = TRACEPARENT in self._headers
         self._context = read_context(exchange.headers) if is_traced else None
+        self._trace: RequestTrace | None = None
+        if gateway.tracer is not None:
+            route = None if path.endpoint is None else path.endpoint.value
+            self._trace = gateway.tracer.begin(self._context, exchange.method, exchange.path, route)
         self._stage = _Stage.NEW
         self._is_admitted = False
         self._held_bytes = 0
@@ -399,34 +401,37 @@ class Passage:
         self._take(lambda: self._send(task.result()))
 
     def _send(self, decision: Decision) -> None:
-        gateway, context = self._gateway, self._context
+        gateway, trace = self._gateway, self._trace
+        if trace is not None and self._waiter is None:
+            trace.decided(decision.tokenization_s, decision.routing_s)
         if self._usage is not None and self._waiter is None:
             _spend(self._usage, decision)
         if gateway.entrance is not None and not self._may_start(gateway.entrance, decision):
             return
         observer = gateway.observers.observe(
-            decision,
-            self._exchange.path,
-            self._request_id.decode("latin-1"),
-            None if context is None else context.trace_id,
+            decision, self._exchange.path, self._request_id.decode("latin-1"), self._trace_id
         )
         if self._usage is not None:
             self._observer = observer
         if self._waiter is not None:
             self._observer = observer
             observer.waited_s = gateway.observers.clock() - self._waiter.arrived
+            if trace is not None:
+                trace.waited("queue", observer.waited_s)
         if self._line is not None:
             self._line.routed = observer.request
         self._stage = _Stage.SENT
-        request = gateway.request(self._exchange, decision, self._request_id, context)
+        trace_headers = self._trace_headers()
+        request = gateway.request(self._exchange, decision, self._request_id, trace_headers)
         if self._usage is not None:
             told = request.response_headers + self._usage.headers()
             request = request._replace(response_headers=told)
+        attempts = decision.attempts(gateway.guard.clients_see_hits)
         relay = gateway.proxy.start(
-            decision.attempts(gateway.guard.clients_see_hits),
+            attempts if trace is None else trace.plan(attempts),
             request,
             self._exchange,
-            observer,
+            observer if trace is None else trace.observing(observer),
             self._close,
         )
         if not relay.is_over:
@@ -446,6 +451,15 @@ class Passage:
         waiter.refuse = self._refuse
         self._waiter, self._stage = waiter, _Stage.WAITING
         return entrance.room.enter(waiter, is_room=bool(decision.ranking))
+
+    @property
+    def _trace_id(self) -> str | None:
+        known = self._trace or self._context
+        return None if known is None else known.trace_id
+
+    def _trace_headers(self) -> Sequence[Header]:
+        known = self._trace or self._context
+        return () if known is None else known.headers()
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -477,6 +491,8 @@ class Passage:
         ]
         if self._line is not None:
             self._line.error = error.code
+        if self._trace is not None:
+            self._trace.error = error.code
         self._exchange.respond(error.status, headers, body, True)
         self._close()
 
@@ -487,10 +503,11 @@ class Passage:
         self._leave()
         self._relay = None
         self._exchange.server = None
+        if self._trace is not None:
+            self._trace.end(self._exchange.status)
         if self._line is not None:
             line, self._line = self._line, None
-            if self._context is not None:
-                line.trace_id = self._context.trace_id
+            line.trace_id = self._trace_id
             line.write(self._exchange.status, self._exchange.body_bytes, self._request_id)
 
     def _leave(self) -> None:
@@ -526,6 +543,19 @@ def _spend(usage: KeyUsage, decision: Decision) -> None:
     if decision.model is None and not decision.body:
         return  # such as `GET /version`: it is about no model
     usage.spend(decision.named or decision.model_name, decision.tokens)
+
+
+def _dropped_headers(server: ServerConfig, guard: Guard) -> frozenset[bytes]:
+    """Those of a client that are not for replicas: the router writes its own, or none."""
+    return frozenset(
+        (
+            *(b"x-request-id", TRACEPARENT, TRACESTATE),
+            *_FORWARDING,
+            # The router's key is for the router only: replicas do not get to see it.
+            *(KEY_HEADERS if guard.needs_key("client") else ()),
+            *(() if server.trust_client_rank else (RANK_HEADER,)),
+        )
+    )
 
 
 def tenant_salt(key: Key | None, path: str) -> TenantSalt | None:

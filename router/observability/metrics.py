@@ -235,6 +235,11 @@ _COUNTERS = {
         "model is).",
         ("model", "priority", "reason"),
     ),
+    "traces": _Spec(
+        "kvroute_traces",
+        "Traced requests, by what became of their spans: exported, failed or dropped.",
+        ("result",),
+    ),
     "report_modes": _Spec(
         "kvroute_stripped_report_modes",
         "Requests whose kv_cache_report_mode was taken out: it would spoil the engine's event "
@@ -309,6 +314,7 @@ class RouterMetrics:
     queue_refusals: WrittenCounter
     queue_wait: WrittenHistogram
     reloads: WrittenCounter
+    traces: WrittenCounter
     report_modes: WrittenCounter
     first_byte: WrittenHistogram
     total: WrittenHistogram

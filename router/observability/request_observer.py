@@ -139,8 +139,8 @@ class RequestObserver(ProxyObserver):
         "_queries",
         "_responded",
         "_response_id",
-        "_usage",
         "request",
+        "usage",
         "waited_s",
     )
 
@@ -159,7 +159,8 @@ class RequestObserver(ProxyObserver):
         self._response_id = ResponseIdReader() if stores else None
         self._in_flight: InFlight | None = None
         self._moment: Moment | None = None
-        self._usage = UsageReader()
+        self.usage = UsageReader()
+        """Reads what the response reports."""
         self._events = 0
         self._responded: str | None = None
 
@@ -217,7 +218,7 @@ class RequestObserver(ProxyObserver):
     def on_chunk(self, data: bytes) -> None:
         if self._response_id is not None and (found := self._response_id.feed(data)):
             self._of_all.responses.learn(found, self._responded or "")
-        usage = self._usage
+        usage = self.usage
         usage.feed(data)
         if usage.data_events > self._events and self._in_flight is not None:
             self._in_flight.generated(usage.data_events - self._events)
@@ -244,7 +245,7 @@ class RequestObserver(ProxyObserver):
         a response."""
         if self._responded is None:
             return None
-        reported = self._usage.usage().completion_tokens
+        reported = self.usage.usage().completion_tokens
         return self._events if reported is None else reported
 
     def _visit(self, source: SourceId, candidate: Candidate) -> Visit | None:
@@ -320,7 +321,7 @@ class RequestObserver(ProxyObserver):
     def _cached_tokens(self, replica_id: str) -> int | None:
         """What the engine reported as cached. vLLM leaves a zero out, so from a replica that has
         ever reported cached tokens, silence means zero."""
-        usage = self._usage.usage()
+        usage = self.usage.usage()
         if usage.cached_tokens is not None:
             self._of_all.reporting.add(replica_id)
         elif usage.prompt_tokens is not None and replica_id in self._of_all.reporting:
