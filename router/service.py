@@ -130,10 +130,7 @@ class RouterService:
         self._large_work = LargeWork()
         self.replica_certificate = replica_certificate(server.replica_tls)
         self._upstream = self._make_upstream(reserved_files_from)
-        self.registry = ReplicaRegistry(
-            UpstreamFetch(self._upstream), config.health, self._load, limits=_gate_limits(config)
-        )
-        self._make_entrance()
+        self._make_overload()
         self._make_caches(indexes or configured_index(config))
         planner = self._make_routing()
         self._make_observation(planner)
@@ -154,10 +151,13 @@ class RouterService:
         trusted = self.replica_certificate and self.replica_certificate.context
         return UpstreamClient(limits, trusted, on_shortage=self.shortages.note)
 
-    def _make_entrance(self) -> None:
-        """What the holders of keys may use; and where requests wait for room at a replica, if they
-        do."""
-        overload, metrics = self.config.overload, self.metrics
+    def _make_overload(self) -> None:
+        """The replicas, each with what it may be given; what the holders of keys may use; and where
+        requests wait for room, if they do."""
+        config, overload, metrics = self.config, self.config.overload, self.metrics
+        self.registry = ReplicaRegistry(
+            UpstreamFetch(self._upstream), config.health, self._load, limits=_gate_limits(config)
+        )
         self.key_limits = KeyLimits(self.config.server.client_keys)
         self.entrance: Entrance | None = None
         if not overload.is_queueing:
@@ -261,7 +261,13 @@ class RouterService:
     def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:
         """What tells the others, and hears them."""
         self.sharing = Sharing(
-            self._load, self._mirror, self._recent, self.registry, self.repair.quiet, self.models
+            self._load,
+            self._mirror,
+            self._recent,
+            self.registry,
+            self.repair.quiet,
+            self.models,
+            self.key_limits,
         )
         exchange = BoardExchange(self._shared.boards, self.sharing.collect, self.sharing.take)
         planner.share(exchange.catch_up, exchange.soon)

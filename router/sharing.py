@@ -17,6 +17,7 @@ from router.board.slots import MAX_KEYS, fitting
 from router.index import SourceId, pack_keys
 from router.mirror import STEP, Mirror, Prefilling
 from router.observability.self_repair import QuietMoments
+from router.overload import KeyCounts, KeyLimits
 from router.replicas import Health, ReplicaRegistry
 from router.replicas.load import LoadTracker, ReplicaLoad, sum_of
 from router.routing.models import ModelSet
@@ -37,6 +38,7 @@ class Sharing:
         registry: ReplicaRegistry,
         quiet: QuietMoments,
         models: ModelSet,
+        keys: KeyLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the parts that are told of, and that hear.
@@ -48,6 +50,7 @@ class Sharing:
             registry: The replicas' health.
             quiet: When nothing else runs at a replica.
             models: Their indexes read the keys of prefixes.
+            keys: What the holders of limited keys use.
             clock: A monotonic clock, in seconds.
         """
         self._load = load
@@ -56,6 +59,7 @@ class Sharing:
         self._registry = registry
         self._quiet = quiet
         self._models = models
+        self._keys = keys
         self._clock = clock
         self._packed: dict[int, SharedPrefix] = {}
         self._known: dict[_Named, Prefilling] = {}
@@ -88,6 +92,10 @@ class Sharing:
                 if replica.record.health is Health.UNHEALTHY
             ),
             begun=self._quiet.begun(),
+            keys={
+                name: (counts.requests, counts.tokens, counts.in_flight)
+                for name, counts in self._keys.counts().items()
+            },
         )
 
     def _prefixes(self) -> list[SharedPrefix]:
@@ -119,6 +127,10 @@ class Sharing:
             slots: By writer; one that is missing is gone.
         """
         self._load.take_others(_summed(slots))
+        self._keys.take_elsewhere(
+            {name: KeyCounts(*counts) for name, counts in slot.keys.items()}
+            for slot in slots.values()
+        )
         self._mirror.hear(self._prefilling(slots))
         now = self._clock()
         for writer, slot in slots.items():

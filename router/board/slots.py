@@ -65,6 +65,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Replicas that it found unhealthy."""
     begun: Annotated[dict[_Id, _Number], msgspec.Meta(max_length=8192)] = {}
     """Requests that it has sent to each replica since its start."""
+    keys: Annotated[dict[_Id, tuple[_Number, _Number, _Number]], msgspec.Meta(max_length=8192)] = {}
+    """Of clients that have limits: requests and tokens of the last minute, requests in flight."""
     version: Annotated[int, msgspec.Meta(ge=VERSION, le=VERSION)] = VERSION
 
 

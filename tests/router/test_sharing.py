@@ -11,10 +11,12 @@ import pytest
 
 from router.board import Slot
 from router.board.slots import decode_slot, encode_slot
-from router.config import HealthConfig, read_replica
+from router.config import ClientKeyConfig, HealthConfig, read_replica
+from router.errors import KeyLimitReached
 from router.index import HashedPrompt, SourceId
 from router.mirror import STEP, Mirror, Visit
 from router.observability.self_repair import QuietMoments
+from router.overload import KeyCounts, KeyLimits
 from router.replicas import ReplicaRegistry
 from router.replicas.load import LoadTracker, ReplicaLoad
 from router.routing.models import ModelSet
@@ -40,8 +42,16 @@ class Party:
         self.quiet = QuietMoments(1.0)
         self.models = ModelSet([], self._no_replica, key_secret=secret)
         self.models.discover("m")
+        key = ClientKeyConfig(name="a", key="k", requests_per_minute=2)
+        self.keys = KeyLimits([key])
         self.sharing = Sharing(
-            self.load, self.mirror, self.recent, self.registry, self.quiet, self.models
+            self.load,
+            self.mirror,
+            self.recent,
+            self.registry,
+            self.quiet,
+            self.models,
+            self.keys,
         )
 
     def prompt(self, ids: Sequence[int] = IDS) -> HashedPrompt:
@@ -88,6 +98,21 @@ async def test_the_requests_of_others_are_load(parties: tuple[Party, Party]) -> 
     flight.ended()
     here.hear(there=there)
     assert here.load.look_at("r0") == ReplicaLoad(1, 50)
+
+
+async def test_a_key_has_its_limit_once_over_all_routers(parties: tuple[Party, Party]) -> None:
+    """Else a client would have it as often as there are workers."""
+    here, there = parties
+    there.keys.usages["a"].enter()
+    there.keys.usages["a"].spend("m", 500)
+    here.hear(there=there)
+    usage = here.keys.usages["a"]
+    assert usage.elsewhere == KeyCounts(1, 500, 1)
+    usage.enter()
+    with pytest.raises(KeyLimitReached):
+        usage.enter()
+    here.hear()
+    usage.enter()
 
 
 async def test_the_load_of_one_that_is_gone_is_gone(parties: tuple[Party, Party]) -> None:

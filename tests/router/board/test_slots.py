@@ -25,6 +25,7 @@ SLOT = Slot(
     prefixes=(PREFIX,),
     unhealthy=("b",),
     begun={"a": 3},
+    keys={"team": (3, 400, 1)},
 )
 
 
@@ -50,6 +51,7 @@ def test_bytes_that_are_no_slot_are_refused_with_our_own_error(data: bytes) -> N
         msgspec.structs.replace(SLOT, loads=(SharedLoad("a", None, -1, 0, 0, 0),)),
         msgspec.structs.replace(SLOT, loads=(SharedLoad("a" * 300, None, 1, 0, 0, 0),)),
         msgspec.structs.replace(SLOT, prefixes=(msgspec.structs.replace(PREFIX, keys=b"123"),)),
+        msgspec.structs.replace(SLOT, keys={"team": (-3, 400, 1)}),
         msgspec.structs.replace(
             SLOT, prefixes=(msgspec.structs.replace(PREFIX, keys=b"8" * 8192),)
         ),
