@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -190,6 +192,12 @@ class Feed:
         """Whether a source is one of the `suspects`."""
         return source in self.suspects
 
+    def lost_since(self, source: SourceId) -> float | None:
+        """Since when the events of a source have not been whole, on the monotonic clock: from the
+        beginning of time where none are followed. None: they are."""
+        feed = self._sources.get(source)
+        return -math.inf if feed is None else feed.lost_since
+
     def record(self, source: SourceId) -> Tap:
         """Listen to a source: its state now, and all that happens from now on.
 
@@ -233,6 +241,7 @@ class _SourceFeed:
         self._taps = taps
         self._suspects = suspects
         self.state = SourceState.CONNECTING
+        self.lost_since: float | None = time.monotonic()
         self._source = source
         self._model = model
         self._complain = complain
@@ -323,8 +332,10 @@ class _SourceFeed:
         if not self._is_followed:
             return  # and the source may have been added again
         if state is SourceState.LIVE:
+            self.lost_since = None
             self._suspects.discard(self._source)
         else:
+            self.lost_since = self.lost_since or time.monotonic()
             self._suspects.add(self._source)
 
     def report(self, problem: KVEventsError) -> None:

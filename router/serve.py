@@ -113,6 +113,7 @@ class RouterApp:
             feed=service.feed,
             tokenizer_check=service.tokenizer_check,
             repair=service.repair,
+            approximate=service.approximate,
             request_log=service.request_log,
             metrics=service.metrics,
             shortages=service.shortages,

@@ -29,7 +29,7 @@ from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
 from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
-from router.mirror import Mirror
+from router.mirror import ApproximateCaches, Mirror
 from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
@@ -193,6 +193,7 @@ class RouterService:
             _curve_keys(config),
             config.events.curve_server_key,
         )
+        self.approximate = _approximate(config, self.feed, self._mirror)
         self.keeper = ReplicaKeeper(self.registry, config.discovery.linger_s)
         self.readiness = Readiness(
             self.admission,
@@ -221,6 +222,7 @@ class RouterService:
             config.health.engine_load_stale_after_s,
             weights=config.weights,
             mirror=self._mirror,
+            approximate=self.approximate,
         )
         self.responses = StoredResponses(_ReplicaResponses(self._upstream, config).has)
         self.dispatcher = Dispatcher(
@@ -350,6 +352,7 @@ class RouterService:
             upstream=self._upstream,
             recent=self._recent,
             mirror=self._mirror,
+            approximate=self.approximate,
             responses=self.responses,
             admission=self.admission,
             repair=self.repair,
@@ -454,6 +457,7 @@ class _ReplicaFollower(ReplicaListener):
 
     def on_models_changed(self, replica: Replica, before: ServedModels) -> None:
         """Make its models known, and feed its streams into the index of its model."""
+        self._planner.note_streams(replica)
         for name in replica.served.models:
             self._models.discover(name)
         for adapter, parent in replica.served.adapters:
@@ -467,10 +471,12 @@ class _ReplicaFollower(ReplicaListener):
 
     def on_sources_changed(self, replica: Replica, before: tuple[EventSource, ...]) -> None:
         """Follow the streams it has now."""
+        self._planner.note_streams(replica)
         self._follow(replica, before, replica.sources)
 
     def on_removed(self, replica: Replica) -> None:
         """Forget it."""
+        self._planner.note_streams(replica)
         self._planner.forget(replica.id)
         self._tokenizer_check.forget(replica.id)
         self._observers.forget_replica(replica.id)
@@ -589,6 +595,15 @@ def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing |
 
 def _policy_settings(config: RouterConfig) -> PolicySettings:
     return PolicySettings(config.weights, config.policy.options, Random())
+
+
+def _approximate(config: RouterConfig, feed: Feed, mirror: Mirror) -> ApproximateCaches | None:
+    options = config.approximate
+    if not options.enabled:
+        return None
+    return ApproximateCaches(
+        feed.lost_since, mirror, options.after_s, options.cache_tokens, options.max_keys
+    )
 
 
 def _proxy_settings(config: RouterConfig) -> ProxySettings:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.cli.running_router import Name, QueryFailed, RunningRouter, plain
-from router.http.views import RankedReplica, RouteView
+from router.http.views import HitView, RankedReplica, RouteView
 from router.observability.labels import group_label
 from router.upstream import Timeouts
 
@@ -113,12 +113,16 @@ def _listed(values: list[_Listed] | msgspec.UnsetType) -> list[_Listed]:
     return [] if isinstance(values, msgspec.UnsetType) else values
 
 
+def _doubt(hit: HitView) -> str:
+    return " (suspect)" if hit.suspect else " (approximate)" if hit.approximate else ""
+
+
 def _row(ranked: RankedReplica) -> tuple[Any, ...]:
     hits = [group for prompt in ranked.groups for group in prompt]
     return (
         Name(ranked.replica),
         f"{ranked.cost:g}",
-        f"{ranked.hit.gpu_cached_tokens}{' (suspect)' if ranked.hit.suspect else ''}",
+        f"{ranked.hit.gpu_cached_tokens}{_doubt(ranked.hit)}",
         str(ranked.hit.cached_tokens),
         plain(", ".join(f"{group_label(hit.kind)} {hit.tokens}" for hit in hits)),
         plain(ranked.reason),

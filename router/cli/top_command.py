@@ -393,9 +393,11 @@ def _engine_load(replica: ReplicaSummary) -> tuple[str, str, str]:
 def _events(replica: ReplicaSummary) -> str:
     """The states of its streams; those of several ranks counted."""
     states = [source.state or "-" for source in replica.sources]
+    estimated = ["approximate"] if replica.approximate else []
     if len(states) < 2:
-        return states[0] if states else "none"
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        return ", ".join([*states, *estimated]) or "none"
+    counted = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    return ", ".join([*counted, *estimated])
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -425,8 +427,11 @@ def _add_request(table: Table, request: RequestView) -> None:
     table.add_row(
         _cell(_time_of_day(request.arrived_at)),
         Name(request.replica or "none"),
-        _cell(f"{request.predicted.cached_tokens:,}/{request.prompt_tokens:,}"),
-        _cell(_verdict(request), _VERDICTS.get(request.verdict or "", "")),
+        _cell(f"{_about(request)}{request.predicted.cached_tokens:,}/{request.prompt_tokens:,}"),
+        _cell(
+            _verdict(request),
+            "" if request.predicted.approximate else _VERDICTS.get(request.verdict or "", ""),
+        ),
         _cell("" if request.first_byte_ms is None else f"{request.first_byte_ms:,.0f} ms"),
         _cell(
             " ".join(word for word in status if word), _STYLES[Level.BAD] if request.failed else ""
@@ -435,12 +440,17 @@ def _add_request(table: Table, request: RequestView) -> None:
     )
 
 
+def _about(request: RequestView) -> str:
+    return "~" if request.predicted.approximate else ""
+
+
 def _verdict(request: RequestView) -> str:
     """How the prediction compares with what the engine reported."""
     if request.actual is None:
         return "not reported" if request.end else ""
     difference = abs(request.predicted.cached_tokens - request.actual)
-    return request.verdict or "" if not difference else f"{request.verdict} {difference:,}"
+    verdict = f"{_about(request)}{request.verdict}"
+    return verdict if not difference else f"{verdict} {difference:,}"
 
 
 def _table(width: int | None = None) -> Table:

@@ -14,6 +14,7 @@ The files; each imports only what is listed above it:
     keys.py       who may come in, and what comes with a key
     overload.py   what waits when replicas have no room
     observability.py  logs, metrics, traces
+    approximate.py  what stands in for event streams that are not there
     schema.py     everything else, and the rules between its values
 """
 

@@ -23,6 +23,7 @@ from pydantic import (
 from kvevents.errors import LayoutError
 from kvevents.events import GPU, STORAGE, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
+from router.config.approximate import ApproximateConfig
 from router.config.discovery import DiscoveryConfig
 from router.config.document import (
     Location,
@@ -494,6 +495,7 @@ class RouterConfig(Section, frozen=True):
     health: HealthConfig = HealthConfig()
     overload: OverloadConfig = OverloadConfig()
     events: EventsConfig = EventsConfig()
+    approximate: ApproximateConfig = ApproximateConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     index: IndexChoice = "auto"
     """Which implementation follows the caches."""

@@ -14,6 +14,7 @@ from router.feed import Feed, SourceFeedStatistics
 from router.http.access import Guard
 from router.http.proxied_paths import ProxiedPaths
 from router.http.views import (
+    ApproximateView,
     BlockCount,
     CacheView,
     ExcludedReplica,
@@ -36,6 +37,7 @@ from router.http.views import (
     TrustView,
 )
 from router.index import SourceId, SourceStatistics
+from router.mirror import ApproximateCaches, ApproximateStatistics
 from router.observability.labels import (
     KIND_LABELS,
     duration,
@@ -76,6 +78,8 @@ class Fleet:
     """By model and replica: probes that it tokenises differently from the router."""
     trusts: Mapping[SourceId, TrustStatistics] = dataclasses.field(default_factory=dict)
     """How far the predictions for a source are believed, once one was compared."""
+    approximate: Mapping[SourceId, ApproximateStatistics] | None = None
+    """Of the caches whose hits are estimates; None where nothing is estimated."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class ApiParts:
     feed: Feed
     tokenizer_check: TokenizerCheck
     repair: SelfRepair
+    approximate: ApproximateCaches | None
     request_log: RequestLog
     metrics: RouterMetrics
     shortages: Shortages
@@ -121,6 +126,7 @@ class ApiParts:
             self.feed.statistics(),
             self.tokenizer_check.disagreements,
             self.repair.statistics(),
+            None if self.approximate is None else self.approximate.statistics(),
         )
 
 
@@ -192,6 +198,7 @@ def _hit(candidate: Candidate) -> HitView:
         cached_tokens=candidate.cached_tokens,
         by_tier=dict(candidate.by_tier),
         suspect=candidate.suspect,
+        approximate=candidate.is_approximate,
     )
 
 
@@ -270,6 +277,7 @@ def _request(request: RoutedRequest) -> RequestView:
             cached_tokens=request.cached_tokens,
             by_tier=dict(request.by_tier),
             suspect=request.suspect,
+            approximate=request.approximate,
         ),
         expected=request.expected_tokens,
         actual=request.actual_tokens,
@@ -308,7 +316,24 @@ def _details(replica: ReplicaView, fleet: Fleet) -> ReplicaDetails:
                 predictions=_trust(fleet.trusts.get(place)),
             )
         )
-    return ReplicaDetails(**{**msgspec.structs.asdict(replica), "sources": tuple(sources)})
+    return ReplicaDetails(
+        **{**msgspec.structs.asdict(replica), "sources": tuple(sources)},
+        approximate=_approximate(replica.id, fleet),
+    )
+
+
+def _approximate(replica_id: str, fleet: Fleet) -> tuple[ApproximateView, ...]:
+    """The caches of a replica whose hits are estimates."""
+    return tuple(
+        ApproximateView(
+            dp_rank=source.dp_rank,
+            tokens=found.tokens,
+            capacity_tokens=found.capacity_tokens,
+            trust=round(found.trust, 4),
+        )
+        for source, found in (fleet.approximate or {}).items()
+        if source.replica == replica_id
+    )
 
 
 def _trust(trust: TrustStatistics | None) -> TrustView | None:
@@ -450,7 +475,7 @@ def _headline(replicas: Sequence[ReplicaSummary], shortages: Sequence[str]) -> H
 
 def _minute(totals: RollingTotals) -> LastMinute:
     total = totals.total()
-    wrong = total.over + total.under
+    wrong, judged = total.over + total.under, total.compared - total.estimated
     compared, routed = total.compared_tokens, total.routed_tokens
     return LastMinute(
         **msgspec.structs.asdict(total),
@@ -458,7 +483,7 @@ def _minute(totals: RollingTotals) -> LastMinute:
         cached_share=share(total.actual_tokens, compared) if compared else None,
         predicted_share=share(total.predicted_tokens, compared) if compared else None,
         promised_share=share(total.promised_tokens, routed) if routed else None,
-        mispredicted_share=share(wrong, total.compared) if total.compared else None,
+        mispredicted_share=share(wrong, judged) if judged else None,
     )
 
 
@@ -474,7 +499,10 @@ def _summary(replica: ReplicaView, fleet: Fleet, disagreements: int) -> ReplicaS
         )
         for source_id in ids
     ]
-    problems = problems_of(replica, sources, disagreements)
+    approximate = _approximate(replica.id, fleet)
+    ranks = frozenset(found.dp_rank for found in approximate)
+    estimated = None if fleet.approximate is None else ranks
+    problems = problems_of(replica, sources, disagreements, estimated)
     return ReplicaSummary(
         id=replica.id,
         url=replica.url,
@@ -489,6 +517,7 @@ def _summary(replica: ReplicaView, fleet: Fleet, disagreements: int) -> ReplicaS
         engine_load=replica.engine_load,
         sources_configured=replica.sources_configured,
         sources=sources,
+        approximate=approximate,
         groups=_groups(caches),
         problems=problems,
     )

@@ -75,6 +75,9 @@ class HitView(View, frozen=True, kw_only=True):
     """What each lower tier, by its name in events, or shared store adds to the GPU's."""
     suspect: bool
     """Events of the replica were lost, so the hit is doubtful and counts in part."""
+    approximate: bool = False
+    """There are no events of the replica: the hit is an estimate from what was sent there, in steps
+    of 64 tokens, and counts as far as such estimates were right lately."""
 
 
 class PromptView(View, frozen=True, kw_only=True):
@@ -198,8 +201,9 @@ class RequestView(View, frozen=True, kw_only=True):
     prompts and evict others. Null where that is not known."""
     actual: int | None
     """Cached tokens as the engine reported them; null where it did not."""
-    verdict: Literal["exact", "over", "under"] | None
-    """The prediction compared with the report; `over` promised too much."""
+    verdict: Literal["exact", "near", "over", "under"] | None
+    """The prediction compared with the report; `over` promised too much. An approximate one is
+    never `exact`, but `near` where less than 64 tokens are between the two."""
     failed: bool
     """Through no fault of the client."""
     status: int | None
@@ -287,6 +291,18 @@ class TrustView(View, frozen=True, kw_only=True):
     """The likely one, while they are wrong and a rebuild did not help or has to wait."""
 
 
+class ApproximateView(View, frozen=True, kw_only=True):
+    """The estimate that stands in for the events of a cache."""
+
+    dp_rank: int
+    tokens: int
+    """That the cache may hold."""
+    capacity_tokens: int
+    """As far as reuse was seen to last."""
+    trust: float
+    """Of the tokens promised lately, the share that was cached."""
+
+
 class SourceView(EventSource, frozen=True, kw_only=True):
     """One event stream and the cache it describes."""
 
@@ -301,6 +317,8 @@ class ReplicaDetails(ReplicaView, frozen=True, kw_only=True):
     """Everything known of a replica, as of now. Ages in seconds; secrets are left out."""
 
     sources: tuple[SourceView, ...]
+    approximate: tuple[ApproximateView, ...] = ()
+    """Caches whose hits are estimates."""
 
 
 class ReplicaList(View, frozen=True, kw_only=True):
@@ -388,6 +406,8 @@ class ReplicaSummary(View, frozen=True, kw_only=True):
     """Load by the engine's own count; null where it does not report any."""
     sources_configured: bool
     sources: list[SourceSummary]
+    approximate: tuple[ApproximateView, ...] = ()
+    """Caches whose hits are estimates, since no events tell what they hold."""
     groups: list[GroupSummary]
     problems: list[ReplicaProblem]
     """The worst first."""

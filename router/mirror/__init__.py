@@ -11,8 +11,15 @@ The files; each imports only what is listed above it:
     ownership.py   which of several requests used each part of a prefix last
     traffic.py     rates, and how probable it is that what is idle will be used again
     mirror.py      every cache: requests in prefill, ended ones in order, what is evicted next
+    approximate.py what a cache holds whose events are not there
 """
 
+from router.mirror.approximate import (
+    ApproximateCache,
+    ApproximateCaches,
+    ApproximateStatistics,
+    ApproximateVisit,
+)
 from router.mirror.mirror import (
     IDLE,
     STEP,
@@ -26,6 +33,10 @@ from router.mirror.mirror import (
 __all__ = [
     "IDLE",
     "STEP",
+    "ApproximateCache",
+    "ApproximateCaches",
+    "ApproximateStatistics",
+    "ApproximateVisit",
     "CacheOutlook",
     "Mirror",
     "MirrorStatistics",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -347,6 +347,13 @@ class Mirror:
         for source in [source for source in self._caches if source.replica == replica]:
             del self._caches[source]
 
+    def ended(self, source: SourceId) -> Iterator[tuple[Sequence[int], float]]:
+        """The requests that were the last to use something of a cache, by the time of their end,
+        earliest first: the keys of each, and that time."""
+        cache = self._caches.get(source)
+        for use in cache.content.ended() if cache is not None else ():
+            yield use.keys, use.ended_at or 0.0
+
     def forget_model(self, model: str) -> None:
         """No replica serves this model any more."""
         self._models.pop(model, None)
@@ -356,6 +363,15 @@ class Mirror:
     def prefill_tokens_per_s(self, model: str) -> float:
         """Of a replica of this model at speed 1."""
         return self._model(model).prefill_tokens_per_s
+
+    def reuse_probability(self, model: str, idle_s: float) -> float:
+        """How probable it is that something will be used again.
+
+        Args:
+            model: Whose requests use it.
+            idle_s: For how long nobody has.
+        """
+        return self._model(model).reuse_probability(idle_s)
 
     def outlook(
         self,

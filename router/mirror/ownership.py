@@ -96,6 +96,23 @@ class Ownership:
         use.owned_from = len(use.keys)
         self._ended.pop(use.number, None)
 
+    def drop_end(self, use: Use, count: int) -> Sequence[int]:
+        """Forget the last keys that a request owns, as an engine evicts them; return them.
+
+        Args:
+            use: One that has ended.
+            count: How many at most.
+        """
+        if count >= use.owned:
+            dropped = use.keys[use.owned_from :]
+            self.drop(use)
+            return dropped
+        kept = len(use.keys) - count
+        dropped, use.keys = use.keys[kept:], use.keys[:kept]
+        for key in dropped:
+            self._owners.pop(key, None)
+        return dropped
+
     def oldest(self) -> Use | None:
         """The request that ended first of those that still own something."""
         return next(iter(self._ended.values()), None)
@@ -103,6 +120,20 @@ class Ownership:
     def ended(self) -> Iterator[Use]:
         """All that have ended and own something, earliest first."""
         return iter(self._ended.values())
+
+    def owned_since(self, ended_at: float, most: int) -> int:
+        """How many keys were used after a time, by requests that have ended; counted up to *most*.
+
+        Args:
+            ended_at: The time; an end at just that time does not count.
+            most: Where to stop counting.
+        """
+        count = 0
+        for use in reversed(self._ended.values()):
+            if (use.ended_at or 0.0) <= ended_at or count >= most:
+                break
+            count += use.owned
+        return min(count, most)
 
     def clear(self) -> None:
         """Forget all requests that have ended."""

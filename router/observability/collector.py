@@ -15,7 +15,7 @@ from kvevents.stream_state import SourceState
 from router.discovery import ProviderStatistics, ReplicaKeeper
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
-from router.mirror import Mirror
+from router.mirror import ApproximateCaches, ApproximateStatistics, Mirror
 from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
 from router.overload import KeyLimits, WaitingRoom
@@ -50,6 +50,7 @@ class CollectedParts:
     upstream: UpstreamClient
     recent: RecentPrefixes
     mirror: Mirror
+    approximate: ApproximateCaches | None
     responses: StoredResponses
     admission: Admission
     repair: SelfRepair
@@ -68,6 +69,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _index_metrics(parts.models.index_statistics(), feeds),
         _feed_metrics(feeds),
         _trust_metrics(parts.repair.statistics(), feeds),
+        _approximate_metrics({} if parts.approximate is None else parts.approximate.statistics()),
         _replica_metrics(parts.registry.snapshot()),
         _discovery_metrics(parts.keeper.statistics()),
         _tokenization_metrics(
@@ -254,6 +256,37 @@ def _trust_metrics(
         "1 while a source's hits are mispredicted and a rebuild did not help or has to wait.",
         _SOURCE,
         ((labels, bool(found and found.cause)) for labels, found in labelled),
+    )
+
+
+_APPROXIMATE_GAUGES: _Table[ApproximateStatistics] = (
+    (
+        "kvroute_approximate_tokens",
+        "Prompt tokens that a cache without events is estimated to hold.",
+        lambda found: found.tokens,
+    ),
+    (
+        "kvroute_approximate_capacity_tokens",
+        "Size of that cache, as far as reuse was seen to last.",
+        lambda found: found.capacity_tokens,
+    ),
+    (
+        "kvroute_approximate_trust",
+        "Share of the tokens promised by estimate that were cached, over the last responses.",
+        lambda found: found.trust,
+    ),
+)
+
+
+def _approximate_metrics(caches: Mapping[SourceId, ApproximateStatistics]) -> Iterator[Metric]:
+    labelled = [((source.replica, str(source.dp_rank)), found) for source, found in caches.items()]
+    for name, text, value in _APPROXIMATE_GAUGES:
+        labels = ("replica", "dp_rank")
+        yield _gauge(name, text, labels, ((values, value(found)) for values, found in labelled))
+    yield _single(
+        "kvroute_approximate_sources",
+        "Caches whose hits are estimated, since there are no events.",
+        len(caches),
     )
 
 

@@ -24,6 +24,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
+from router.observability.request_log import outcome
+
 MAX_TIER_LABELS = 64
 """Names of tiers are the engines' own; the router must not keep every one that they make up."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -213,6 +215,22 @@ _COUNTERS = {
         "These predictions by outcome.",
         ("model", "replica", "outcome"),
     ),
+    "approximate": _Spec(
+        "kvroute_approximate_predictions",
+        "Predictions by estimate, for caches without events, by outcome: near, over (64 tokens or "
+        "more too much) or under. In none of the other counts.",
+        ("model", "replica", "outcome"),
+    ),
+    "approximate_predicted": _Spec(
+        "kvroute_approximate_predicted_cached_tokens",
+        "Prompt tokens estimated to be cached, over these requests.",
+        ("model", "replica"),
+    ),
+    "approximate_actual": _Spec(
+        "kvroute_approximate_actual_cached_tokens",
+        "Prompt tokens the engine reported as cached, over these requests.",
+        ("model", "replica"),
+    ),
     "bad_requests": _Spec(
         "kvroute_rejected_requests",
         "Requests the router itself refused, by error code.",
@@ -309,6 +327,9 @@ class RouterMetrics:
     predictions: WrittenCounter
     expected: WrittenCounter
     expectations: WrittenCounter
+    approximate: WrittenCounter
+    approximate_predicted: WrittenCounter
+    approximate_actual: WrittenCounter
     bad_requests: WrittenCounter
     wrong_keys: WrittenCounter
     queue_refusals: WrittenCounter
@@ -461,7 +482,7 @@ class ServedMetrics:
         predicted_tokens.inc(predicted)
         actual_tokens.inc(actual)
         errors.observe(abs(predicted - actual))
-        metrics.predictions.labels(model, replica, _outcome(predicted, actual)).inc()
+        metrics.predictions.labels(model, replica, outcome(predicted, actual)).inc()
 
     def compare_expected(self, expected: int, actual: int) -> None:
         """Compare a prediction for the moment of admission with what the engine reported.
@@ -472,8 +493,16 @@ class ServedMetrics:
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         metrics.expected.labels(model, replica).inc(expected)
-        metrics.expectations.labels(model, replica, _outcome(expected, actual)).inc()
+        metrics.expectations.labels(model, replica, outcome(expected, actual)).inc()
 
+    def compare_approximate(self, estimated: int, actual: int) -> None:
+        """Compare an estimate with what the engine reported.
 
-def _outcome(predicted: int, actual: int) -> str:
-    return "exact" if predicted == actual else "over" if predicted > actual else "under"
+        Args:
+            estimated: Prompt tokens that may have been cached there.
+            actual: Prompt tokens the engine reported as cached.
+        """
+        metrics, model, replica = self._metrics, self._model, self._replica
+        metrics.approximate_predicted.labels(model, replica).inc(estimated)
+        metrics.approximate_actual.labels(model, replica).inc(actual)
+        metrics.approximate.labels(model, replica, outcome(estimated, actual, True)).inc()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import Enum
 
 import msgspec
@@ -93,7 +93,10 @@ _BY_SOURCE_STATE = {
 
 
 def problems_of(
-    replica: ReplicaView, sources: Sequence[SourceSummary], tokenizer_disagreements: int
+    replica: ReplicaView,
+    sources: Sequence[SourceSummary],
+    tokenizer_disagreements: int,
+    approximate_ranks: Container[int] | None = None,
 ) -> list[ReplicaProblem]:
     """What is wrong with a replica, the worst first; empty if nothing is.
 
@@ -101,8 +104,14 @@ def problems_of(
         replica: The replica as of now.
         sources: Its event streams.
         tokenizer_disagreements: Probes that it tokenises differently from the router.
+        approximate_ranks: Those whose hits are estimates, since their events are not there; None
+            where nothing is estimated.
     """
-    found = [*_of_health(replica), *_of_streams(replica, sources), *_of_cache(sources)]
+    found = [
+        *_of_health(replica),
+        *_of_streams(replica, sources, approximate_ranks),
+        *_of_cache(sources),
+    ]
     if tokenizer_disagreements:
         text = (
             f"tokenises {tokenizer_disagreements:,} probes differently from the router: "
@@ -125,13 +134,22 @@ def _of_health(replica: ReplicaView) -> Iterator[ReplicaProblem]:
         yield ReplicaProblem(Level.BAD, "has not reported what it serves: gets no requests")
 
 
-def _of_streams(replica: ReplicaView, sources: Sequence[SourceSummary]) -> Iterator[ReplicaProblem]:
+def _of_streams(
+    replica: ReplicaView,
+    sources: Sequence[SourceSummary],
+    approximate_ranks: Container[int] | None,
+) -> Iterator[ReplicaProblem]:
     for state, problem in _BY_SOURCE_STATE.items():
         ranks = [source.dp_rank for source in sources if source.state == state]
         if ranks:
             yield ReplicaProblem(problem.level, problem.text + _name_ranks(ranks, sources))
+    estimated = [one.dp_rank for one in sources if one.dp_rank in (approximate_ranks or ())]
+    if estimated:
+        text = "its events have been missing for long: its hits are approximate"
+        yield ReplicaProblem(Level.WARN, text + _name_ranks(estimated, sources))
     if replica.health == "healthy" and not sources and not replica.sources_configured:
-        reasons = ["no event stream: it is routed by load", *replica.notes[:MAX_NOTES]]
+        how = "it is routed by load" if approximate_ranks is None else "its hits are approximate"
+        reasons = [f"no event stream: {how}", *replica.notes[:MAX_NOTES]]
         yield ReplicaProblem(Level.WARN, "; ".join(reasons))
 
 

@@ -12,17 +12,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from router.errors import RequestError
+from router.mirror import STEP
 from router.scoring import Ranked
 
 MAX_REQUESTS = 512
 MAX_REASON_CHARS = 500
 SECONDS = 60
+Verdict: TypeAlias = Literal["exact", "near", "over", "under"]
 _FAILED_ENDS = frozenset(("replica_died", "no_replica", "overloaded", "abandoned"))
+
+
+def outcome(predicted: int, actual: int, is_approximate: bool = False) -> Verdict:
+    """How a prediction compares with the truth.
+
+    Args:
+        predicted: Cached tokens.
+        actual: The same, as reported.
+        is_approximate: An estimate is never exact, and near within its resolution.
+    """
+    if is_approximate and abs(predicted - actual) < STEP:
+        return "near"
+    if predicted == actual and not is_approximate:
+        return "exact"
+    return "over" if predicted > actual else "under"
 
 
 class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
@@ -57,6 +74,8 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
     expected_tokens: int | None = None
     """Predicted to be cached there when the engine admits it; None where nobody knows."""
     suspect: bool = False
+    approximate: bool = False
+    """Whether the prediction is an estimate, without events."""
     why: str | Callable[[], str] = ""
     """The reason, as `Ranked.why` has it."""
     attempts: int = 0
@@ -81,6 +100,7 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         self.by_tier = candidate.by_tier
         self.expected_tokens = None
         self.suspect = candidate.suspect
+        self.approximate = candidate.is_approximate
         self.why = ranked.why
 
     @property
@@ -90,13 +110,11 @@ class RoutedRequest(msgspec.Struct, kw_only=True, eq=False):
         return why[:MAX_REASON_CHARS]
 
     @property
-    def verdict(self) -> Literal["exact", "over", "under"] | None:
+    def verdict(self) -> Verdict | None:
         """How the prediction compares with what was cached; None where that is not known."""
         if self.actual_tokens is None:
             return None
-        if self.actual_tokens == self.cached_tokens:
-            return "exact"
-        return "over" if self.cached_tokens > self.actual_tokens else "under"
+        return outcome(self.cached_tokens, self.actual_tokens, self.approximate)
 
     @property
     def has_failed(self) -> bool:
@@ -117,6 +135,8 @@ class Totals(msgspec.Struct):
     """Part of *routed_tokens* that was predicted to be cached."""
     compared: int = 0
     """Requests whose responses reported their cached tokens."""
+    estimated: int = 0
+    """Of these, those whose prediction was an estimate: it counts as neither over nor under."""
     compared_tokens: int = 0
     predicted_tokens: int = 0
     """Part of *compared_tokens* that was predicted to be cached."""
@@ -141,8 +161,10 @@ class Totals(msgspec.Struct):
             self.compared_tokens += request.prompt_tokens
             self.predicted_tokens += request.cached_tokens
             self.actual_tokens += request.actual_tokens
-            self.over += request.verdict == "over"
-            self.under += request.verdict == "under"
+            self.estimated += request.approximate
+            if not request.approximate:
+                self.over += request.verdict == "over"
+                self.under += request.verdict == "under"
 
 
 class RollingTotals:

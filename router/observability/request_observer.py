@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from router.errors import NoReplica, Overloaded, RequestError
 from router.index import SourceId
-from router.mirror import Visit
+from router.mirror import ApproximateVisit, Visit
 from router.observability.metrics import RouterMetrics, ServedMetrics
 from router.observability.request_log import RequestLog, RoutedRequest
 from router.observability.self_repair import Comparison, Moment, SelfRepair
@@ -131,6 +131,7 @@ class RequestObserver(ProxyObserver):
     """Observes one request."""
 
     __slots__ = (
+        "_approximate",
         "_decision",
         "_events",
         "_in_flight",
@@ -158,6 +159,7 @@ class RequestObserver(ProxyObserver):
         stores = spec is not None and spec.endpoint is Endpoint.RESPONSES
         self._response_id = ResponseIdReader() if stores else None
         self._in_flight: InFlight | None = None
+        self._approximate: ApproximateVisit | None = None
         self._moment: Moment | None = None
         self.usage = UsageReader()
         """Reads what the response reports."""
@@ -178,6 +180,9 @@ class RequestObserver(ProxyObserver):
             )
         else:
             self._in_flight.retried(replica_id, uncached, dp_rank, visit)
+        if source is not None:
+            candidate, prompts = ranked.candidate, self._decision.prompts
+            self._approximate = self._of_all.planner.approximate_visit(prompts, source, candidate)
         self._queries = self._recorded(ranked.candidate, source) if self._of_all.taps else ()
         self._end_moment()
         self._moment = self._of_all.repair.quiet.began(replica_id, self._of_all.clock())
@@ -208,6 +213,8 @@ class RequestObserver(ProxyObserver):
         seconds += self.waited_s
         if self._in_flight is not None:
             self._in_flight.first_token()
+        if self._approximate is not None:
+            self._approximate.first_token()
         self.request.first_byte_s = seconds
         self._of_all.log.update(self.request)
         self._of_all.replicas.report_served(replica_id)
@@ -238,6 +245,8 @@ class RequestObserver(ProxyObserver):
         metrics.ends.labels(request.end).inc()
         if end is End.COMPLETED and status == 200:
             self._compare(was_quiet, served)
+        if self._approximate is not None:
+            self._approximate.ended(request.actual_tokens)
         self._of_all.log.finish(self.request)
 
     def response_tokens(self) -> int | None:
@@ -287,6 +296,9 @@ class RequestObserver(ProxyObserver):
             self.request.actual_tokens = actual
             for tap, number in self._queries:
                 tap.hit(number, actual)
+            if candidate.is_approximate:
+                served.compare_approximate(self.request.cached_tokens, actual)
+                return
             served.compare(self.request.cached_tokens, actual, self.request.by_tier)
             if self.request.expected_tokens is not None:
                 served.compare_expected(self.request.expected_tokens, actual)

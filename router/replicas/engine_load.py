@@ -17,8 +17,11 @@ _RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 _WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 
-_BLOCKS = re.compile(
-    rb'^vllm:cache_config_info\{[^\n]*\bnum_gpu_blocks="([0-9]{1,9})"', re.MULTILINE
+_CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_BLOCKS = re.compile(rb'\bnum_gpu_blocks="([0-9]{1,9})"')
+_BLOCK_SIZE = re.compile(rb'\bblock_size="([0-9]{1,6})"')
+_TOKENS = re.compile(
+    rb"^sglang:max_total_num_tokens(?:\{[^\n]*\})?[ \t]+([0-9]{1,12})(?:\.0)?\b", re.MULTILINE
 )
 
 MAX_REQUESTS = 10_000_000
@@ -56,6 +59,9 @@ class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """Each rank, in order; empty where there is one, or none is told apart."""
     cache_blocks: int | None = None
     """KV blocks on the GPU, of the smallest rank; None if it is not reported."""
+    cache_tokens: int | None = None
+    """Tokens that fit into them, where one block is one of all layers; None if it is not
+    reported."""
 
     def of_rank(self, dp_rank: int) -> EngineRankLoad | None:
         """The load of one rank; None where the engine does not tell its ranks apart."""
@@ -76,13 +82,26 @@ def parse_engine_load(text: bytes) -> EngineLoad | None:
     if not running:
         return None
     usage = [sample.value for sample in _first(samples, _USAGE)]
+    blocks, tokens = _cache_sizes(text)
     return EngineLoad(
         int(sum(sample.value for sample in running)),
         int(sum(sample.value for sample in waiting)),
         min(max(usage), 1.0) if usage else None,
         tuple(_ranks(_by_rank(running), _by_rank(waiting))),
-        min((int(match[1]) for match in _BLOCKS.finditer(text)), default=None),
+        blocks,
+        tokens,
     )
+
+
+def _cache_sizes(text: bytes) -> tuple[int | None, int | None]:
+    """Blocks and tokens of the smallest rank's cache."""
+    blocks, tokens = [], [int(match[1]) for match in _TOKENS.finditer(text)]
+    for config in _CACHE.finditer(text):
+        count, size = _BLOCKS.search(config[1]), _BLOCK_SIZE.search(config[1])
+        if count is not None:
+            blocks.append(int(count[1]))
+            tokens += [int(count[1]) * int(size[1])] if size is not None else []
+    return min(blocks, default=None), min(tokens, default=None)
 
 
 def _samples(text: bytes) -> Iterator[tuple[bytes, _GaugeSample]]:

@@ -102,6 +102,11 @@ class Replica:
         return None if self.engine_load is None else self.engine_load.cache_blocks
 
     @property
+    def cache_tokens(self) -> int | None:
+        """That fit on the GPU of each rank, as its metrics say; None: they do not."""
+        return None if self.engine_load is None else self.engine_load.cache_tokens
+
+    @property
     def is_healthy(self) -> bool:
         """Whether checks and requests succeed, draining or not."""
         return self.record.health is Health.HEALTHY

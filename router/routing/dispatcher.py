@@ -231,6 +231,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         reported: tuple[Header, ...] = ((b"x-kv-replica", replica.id.encode()),)
         if shows_hit:
             reported = (*reported, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
+            if candidate.is_approximate:
+                reported = (*reported, (b"x-kv-hit-approximate", b"true"))
         return Attempt(replica.id, replica.origin, headers, reported)
 
     def require_replica(self) -> None:

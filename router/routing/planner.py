@@ -16,12 +16,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from router.index import NO_HIT, HashedPrompt, Hit, PrefixIndex, SourceId, token_columns
-from router.mirror import Mirror, Visit
+from router.mirror import ApproximateCaches, ApproximateVisit, Mirror, Visit
 from router.replicas import Replica, States, sort_out
 from router.replicas.load import LoadTracker
 from router.routing.recent_prefixes import RecentPrefixes
 from router.scoring import (
     IDLE,
+    LEAST_TRUST,
     Candidate,
     Outlook,
     Policy,
@@ -65,6 +66,8 @@ class _Found(NamedTuple):
     now: float
     is_remembered: bool = False
     """Whether the next prompt like it will be found where this one goes."""
+    keys: Sequence[Sequence[int]] = ()
+    """Of each prompt, every `RECENT_STEP` tokens."""
 
 
 class RoutePlanner:
@@ -81,6 +84,7 @@ class RoutePlanner:
         weights: Weights | None = None,
         random: Random | None = None,
         mirror: Mirror | None = None,
+        approximate: ApproximateCaches | None = None,
     ) -> None:
         """Keep the parts that a ranking is made from.
 
@@ -95,6 +99,7 @@ class RoutePlanner:
             weights: What things cost, for the choice among the ranks of a replica.
             random: Decides between equal ranks.
             mirror: What every cache is doing and evicts next; None: nobody knows.
+            approximate: What caches hold without events; None: nobody estimates it.
         """
         self._ranker = Ranker(policy)
         self._load = load
@@ -105,6 +110,7 @@ class RoutePlanner:
         self._weights = weights or Weights()
         self._random = (random or Random()).random
         self._mirror = mirror
+        self._approximate = approximate
         self._catch_up: Callable[[], None] | None = None
         self._tell: Callable[[], None] | None = None
 
@@ -217,6 +223,21 @@ class RoutePlanner:
             candidate.speed,
         )
 
+    def approximate_visit(
+        self, prompts: Sequence[HashedPrompt], source: SourceId, candidate: Candidate
+    ) -> ApproximateVisit | None:
+        """The same for a cache without events; None for one with them.
+
+        Args:
+            prompts: From `prepare`.
+            source: Where it is sent.
+            candidate: That it is, as it was ranked.
+        """
+        if self._approximate is None or not candidate.is_approximate:
+            return None
+        keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
+        return self._approximate.visit(source, keys, candidate.cached_tokens)
+
     def expected(
         self, prompts: Sequence[HashedPrompt], source: SourceId, prompt_tokens: int, hit: int
     ) -> int:
@@ -232,12 +253,22 @@ class RoutePlanner:
             return hit
         return self._mirror.expected(source, prompts[0], prompt_tokens, hit)
 
+    def note_streams(self, replica: Replica) -> None:
+        """A replica publishes events from now on, or none, or is removed."""
+        if self._approximate is not None:
+            silent = SourceId(replica.id)
+            self._approximate.silent.discard(silent)
+            if not replica.sources and not replica.removed:
+                self._approximate.silent.add(silent)
+
     def forget(self, replica_id: str) -> None:
         """Count no longer on what was sent to this replica, at any of its ranks."""
         if self._recent is not None:
             self._recent.forget(replica_id)
         if self._mirror is not None:
             self._mirror.forget(replica_id)
+        if self._approximate is not None:
+            self._approximate.forget(replica_id)
 
     def forget_model(self, model: str) -> None:
         """No replica serves this model any more."""
@@ -307,7 +338,7 @@ class RoutePlanner:
             )
         else:
             progress, outlooks = [0.0] * len(caches), [IDLE] * len(caches)
-        return Standings(
+        standings = Standings(
             states,
             gpu,
             cached,
@@ -316,6 +347,41 @@ class RoutePlanner:
             outlooks,
             lambda number: hits.get(caches[number], NO_HIT).by_tier,
         )
+        if self._approximate is not None and (self._suspects or self._approximate.silent):
+            self._estimate(self._approximate, standings, caches, replicas, found, request)
+        return standings
+
+    def _estimate(
+        self,
+        approximate: ApproximateCaches,
+        standings: Standings,
+        caches: list[SourceId],
+        replicas: Sequence[Replica],
+        found: _Found,
+        request: RouteRequest,
+    ) -> None:
+        """Put estimates where events do not tell, or have not told for long."""
+        for number, source in enumerate(caches):
+            if source not in self._suspects and source not in approximate.silent:
+                continue
+            cache = approximate.stand_in(source, replicas[number].cache_tokens, found.now)
+            if cache is None:
+                continue
+            # An engine always computes the last token of a prompt.
+            hit = cache.hit(found.keys, request.prompt_tokens - len(found.keys))
+            candidate = replace(
+                standings.candidate(number),
+                gpu_cached_tokens=hit.tokens,
+                cached_tokens=hit.tokens,
+                by_tier=(),
+                suspect=False,
+                approximate_trust=max(hit.trust, LEAST_TRUST),
+            )
+            age = cache.eviction_age_s(found.now)
+            if age is not None and self._mirror is not None:
+                reuse = self._mirror.reuse_probability(request.model, age)
+                candidate = replace(candidate, eviction_age_s=age, reuse_probability=reuse)
+            standings.put(number, candidate)
 
     def _find(self, index: PrefixIndex, prompts: Sequence[HashedPrompt]) -> _Found:
         if self._catch_up is not None:
@@ -323,13 +389,13 @@ class RoutePlanner:
         now = self._clock()
         recent: dict[SourceId, int] = {}
         is_remembered = False
-        for prompt in prompts:
-            keys = prompt.prefix_keys(RECENT_STEP)
+        all_keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
+        for keys in all_keys:
             is_remembered |= len(keys) > 0
             for source, tokens in self._expected(keys, now).items():
                 recent[source] = recent.get(source, 0) + tokens
         hits = _sum([index.match_prompt(prompt) for prompt in prompts])
-        return _Found(hits, recent, now, is_remembered)
+        return _Found(hits, recent, now, is_remembered, all_keys)
 
     def _expected(self, keys: Sequence[int], now: float) -> Mapping[SourceId, int]:
         """How many leading tokens each cache will have, though no event says so yet."""
@@ -379,6 +445,10 @@ def _worst(best: Candidate, candidates: Sequence[Candidate]) -> Candidate:
         by_tier=least.by_tier,
         recent_tokens=min(candidate.recent_tokens for candidate in candidates),
         suspect=any(candidate.suspect for candidate in candidates),
+        approximate_trust=min(
+            (one.approximate_trust for one in candidates if one.approximate_trust is not None),
+            default=None,
+        ),
     )
 
 

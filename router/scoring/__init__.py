@@ -22,6 +22,7 @@ from router.scoring.policies import (
 from router.scoring.ranking import Ranker, empty_reason, rank
 from router.scoring.standings import (
     IDLE,
+    LEAST_TRUST,
     Order,
     OrdersStandings,
     Outlook,
@@ -41,6 +42,7 @@ from router.scoring.types import (
 __all__ = [
     "IDLE",
     "LEAST_DELAY",
+    "LEAST_TRUST",
     "Candidate",
     "CandidateLoad",
     "Order",

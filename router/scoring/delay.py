@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from router.scoring.standings import Order, RanksByOrder, Standings, fewest_requests
+from router.scoring.standings import (
+    Order,
+    RanksByOrder,
+    Standings,
+    fewest_requests,
+    share_that_counts,
+)
 from router.scoring.types import Candidate, RouteRequest, Weights
 
 MOST_BUSY = 0.9
@@ -114,10 +120,11 @@ def _costs(
     for state, outlook, progress, gpu, total, recent in zip(
         standings.states, standings.outlooks, standings.progress_tokens, *columns, strict=True
     ):
-        _, _, speed, suspect, queued, _, decoding, context, foreign, waiting = state
+        _, _, speed, doubt, queued, _, decoding, context, foreign, waiting = state
         _, reuse, uncached_per_s, arrivals_per_s = outlook
-        if suspect:
-            gpu, total = gpu * weights.suspect_trust, total * weights.suspect_trust
+        if doubt:
+            trust = share_that_counts(doubt, weights.suspect_trust)
+            gpu, total = gpu * trust, total * trust
         if recent > gpu:
             gpu = recent
         if gpu >= tokens:
@@ -193,7 +200,8 @@ def _reason(
 ) -> str:
     delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean)
     cached, expected = candidate.cached_tokens, candidate.recent_tokens
-    parts = [f"{cached:,} of {prompt_tokens:,} tokens cached"]
+    known = "estimated to be cached" if candidate.is_approximate else "cached"
+    parts = [f"{cached:,} of {prompt_tokens:,} tokens {known}"]
     if expected > candidate.gpu_cached_tokens:
         parts.append(f"{expected:,} being computed there")
     parts += [

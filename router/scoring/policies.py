@@ -21,7 +21,14 @@ from typing_extensions import override
 from kvevents.plugins import PlugIns
 from router.errors import PolicyError
 from router.scoring.delay import LeastDelayPolicy
-from router.scoring.standings import Order, RanksByOrder, Standings, fewest_requests
+from router.scoring.standings import (
+    Order,
+    RanksByOrder,
+    Standings,
+    fewest_requests,
+    share_that_counts,
+    state_of,
+)
 from router.scoring.types import Candidate, CandidateLoad, Policy, Ranked, RouteRequest, Weights
 
 # --- by the estimated wait, in prefill tokens -----------------------------------------------------
@@ -72,11 +79,11 @@ _Hit: TypeAlias = tuple[int, int, int, Sequence[tuple[str, int]]]
 
 
 def _uncached(
-    prompt_tokens: int, hit: _Hit, is_suspect: bool, weights: Weights
+    prompt_tokens: int, hit: _Hit, doubt: bool | float, weights: Weights
 ) -> tuple[float, float]:
     """How many tokens count as uncached, and what those in lower tiers cost."""
     gpu_tokens, total, recent, by_tier = hit
-    trust = weights.suspect_trust if is_suspect else 1.0
+    trust = share_that_counts(doubt, weights.suspect_trust) if doubt else 1.0
     gpu = min(max(gpu_tokens * trust, recent * weights.recent_trust), prompt_tokens)
     lower = min(max(total * trust - gpu, 0.0), prompt_tokens - gpu)
     return prompt_tokens - gpu - lower, lower * weights.of_lower(by_tier) if lower else 0.0
@@ -90,7 +97,7 @@ def _parts(prompt_tokens: int, weights: Weights, candidate: Candidate, _place: i
         candidate.recent_tokens,
         candidate.by_tier,
     )
-    uncached, _ = _uncached(prompt_tokens, hit, candidate.suspect, weights)
+    uncached, _ = _uncached(prompt_tokens, hit, state_of(candidate)[3], weights)
     (cost,) = waits(prompt_tokens, Standings.of((candidate,)), weights)
     parts = [*_parts_of_hit(prompt_tokens, candidate, uncached), *_parts_of_load(candidate.load)]
     return f"{'; '.join(parts)}: an estimated wait of {cost:,.0f} prefill tokens"
@@ -102,7 +109,10 @@ def _parts_of_hit(prompt_tokens: int, candidate: Candidate, uncached: float) -> 
     lower = candidate.cached_tokens - candidate.gpu_cached_tokens
     where = ", ".join(f"{tokens:,} {name}" for name, tokens in candidate.by_tier)
     offloaded = f" and {lower:,} offloaded" + (f" ({where})" if where else "") if lower else ""
-    parts = [f"{candidate.gpu_cached_tokens:,} of {prompt_tokens:,} tokens cached{offloaded}"]
+    known = "estimated to be cached" if candidate.is_approximate else "cached"
+    parts = [f"{candidate.gpu_cached_tokens:,} of {prompt_tokens:,} tokens {known}{offloaded}"]
+    if candidate.approximate_trust is not None:
+        parts.append(f"counted by {candidate.approximate_trust:.0%}, since there are no events")
     if candidate.suspect:
         parts.append("discounted, since events were lost")
     counted = ""

@@ -17,16 +17,31 @@ from typing_extensions import override
 
 from router.scoring.types import Candidate, CandidateLoad, Ranked, RouteRequest
 
-State: TypeAlias = tuple[str, int | None, float, bool, int, int, int, int, int, int]
-"""Of a `Candidate`, what does not depend on the prompt: `replica_id`, `dp_rank`, `speed` and
-`suspect`, and of its load `queued_prefill_tokens`, `prefilling_requests`, `decoding_requests`,
-`decode_context_tokens`, `foreign_requests` and `waiting_requests`."""
+State: TypeAlias = tuple[str, int | None, float, bool | float, int, int, int, int, int, int]
+"""Of a `Candidate`, `replica_id`, `dp_rank` and `speed`; then the doubt about its hit: False, True
+where it is `suspect`, or else its `approximate_trust`; and of its load `queued_prefill_tokens`,
+`prefilling_requests`, `decoding_requests`, `decode_context_tokens`, `foreign_requests` and
+`waiting_requests`."""
 Outlook: TypeAlias = tuple[float | None, float, float, float]
 """Of a `Candidate`, `eviction_age_s`, `reuse_probability`, `uncached_tokens_per_s` and
 `arrivals_per_s`."""
 
 IDLE: Outlook = (None, 0.0, 0.0, 0.0)
 """Of a cache that nothing is sent to and that evicts nothing."""
+
+LEAST_TRUST = 0.001
+"""Of an estimate; none at all would read as certainty."""
+
+
+def share_that_counts(doubt: bool | float, suspect_trust: float) -> float:
+    """Of a hit that is doubtful.
+
+    Args:
+        doubt: As in `State`, and not False.
+        suspect_trust: Of a suspect one.
+    """
+    return suspect_trust if doubt is True else doubt
+
 
 id_of: Callable[[State], str] = itemgetter(0)
 
@@ -124,7 +139,8 @@ class Standings:
             reuse_probability=outlook[1],
             uncached_tokens_per_s=outlook[2],
             arrivals_per_s=outlook[3],
-            suspect=state[3],
+            suspect=state[3] is True,
+            approximate_trust=None if isinstance(state[3], bool) else state[3],
             load=CandidateLoad(
                 queued_prefill_tokens=state[4],
                 prefilling_requests=state[5],
@@ -145,7 +161,7 @@ def state_of(candidate: Candidate) -> State:
         candidate.replica_id,
         candidate.dp_rank,
         candidate.speed,
-        candidate.suspect,
+        candidate.suspect if candidate.approximate_trust is None else candidate.approximate_trust,
         load.queued_prefill_tokens,
         load.prefilling_requests,
         load.decoding_requests,

@@ -157,6 +157,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent there lately."""
     suspect: bool = False
     """Events of it were lost, so its hits are doubtful."""
+    approximate_trust: float | None = None
+    """Share of the hit that counts where no events stand behind it, but an estimate from what was
+    sent there. None: it is by events."""
     load: CandidateLoad = CandidateLoad()
     speed: float = 1.0
     """Relative to the other replicas: 2 is twice as fast."""
@@ -164,6 +167,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Why it cannot take the request now; None if it can. Policies see only those that can."""
     dp_rank: int | None = None
     """Data-parallel rank to ask the engine for; None lets it choose. Policies carry it along."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether the hit is an estimate from what was sent there, without events."""
+        return self.approximate_trust is not None
 
 
 class Ranked(NamedTuple):

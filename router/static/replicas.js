@@ -157,11 +157,13 @@ const STREAM_LEVEL = {
 };
 
 // A replica may be configured to have no event stream; then none is missing.
-function drawStreams(word, { sources, sources_configured: isConfigured }) {
+function drawStreams(word, { sources, approximate, sources_configured: isConfigured }) {
   const having = (state) => sources.filter((source) => source.state === state).length;
   const worst = WORST_FIRST.find(having);
   const several = sources.length > 1 ? ` ${having(worst)}/${sources.length}` : "";
-  write(word, worst ? worst + several : "none");
+  const estimated = approximate.length ? "approximate" : null;
+  const state = worst ? worst + several : null;
+  write(word, [state, estimated].filter((part) => part !== null).join(", ") || "none");
   mark(word, "level", STREAM_LEVEL[worst] ?? (isConfigured && !sources.length ? "" : "warn"));
 }
 

@@ -71,7 +71,9 @@ function isWanted(request) {
   return (!words || named.includes(words)) && (!byId("requests-wrong").checked || isWrong(request));
 }
 
-const isMispredicted = ({ verdict }) => verdict === "over" || verdict === "under";
+// An estimate is not expected to be right.
+const isMispredicted = ({ verdict, predicted }) =>
+  !predicted.approximate && (verdict === "over" || verdict === "under");
 const isWrong = (request) => request.failed || request.attempts > 1 || isMispredicted(request);
 
 function draw() {
@@ -129,8 +131,9 @@ function fill(row, request) {
 }
 
 function levelOf(request) {
-  if (request.failed || request.verdict === "over") return "bad";
-  return request.verdict === "under" || request.attempts > 1 ? "warn" : "";
+  const isWrong = isMispredicted(request);
+  if (request.failed || (isWrong && request.verdict === "over")) return "bad";
+  return isWrong || request.attempts > 1 ? "warn" : "";
 }
 
 function drawHit(cell, request) {
@@ -147,14 +150,17 @@ function drawHit(cell, request) {
 
 function hitText(request) {
   if (!request.prompt_tokens) return request.unknown ? "not known" : "no prompt";
-  return `${count(request.predicted.cached_tokens)} / ${count(request.prompt_tokens)}`;
+  const about = request.predicted.approximate ? "≈ " : "";
+  return `${about}${count(request.predicted.cached_tokens)} / ${count(request.prompt_tokens)}`;
 }
 
 function drawVerdict(cell, request) {
-  mark(cell, "verdict", request.verdict ?? "none");
+  const { approximate } = request.predicted;
+  mark(cell, "verdict", approximate ? "none" : request.verdict ?? "none");
   const by = Math.abs(request.predicted.cached_tokens - (request.actual ?? 0));
-  const words = { exact: "exact", over: `over ${count(by)}`, under: `under ${count(by)}` };
-  write(cell, words[request.verdict] ?? (request.end === null ? "" : "not reported"));
+  const words = { exact: "exact", near: "near", over: `over ${count(by)}`, under: `under ${count(by)}` };
+  const word = words[request.verdict] ?? (request.end === null ? "" : "not reported");
+  write(cell, approximate && request.verdict ? `≈ ${word}` : word);
 }
 
 function speedOf(request) {
@@ -188,7 +194,10 @@ function drawMore(list, request) {
 function factsOf(request) {
   const { gpu_cached_tokens: gpu, cached_tokens: cached } = request.predicted;
   const { actual, attempts, last_failure: failure } = request;
-  const split = `${count(gpu)} on the GPU, ${count(cached - gpu)} offloaded`;
+  const isEstimate = request.predicted.approximate;
+  const split = isEstimate
+    ? `about ${count(cached)}, by estimate`
+    : `${count(gpu)} on the GPU, ${count(cached - gpu)} offloaded`;
   const facts = [
     ["Request id", request.request_id],
     ["Path", `${request.path}${request.stream ? ", streamed" : ""}`],

@@ -107,7 +107,8 @@ function hitSentence(hit) {
   if (!hit.cached_tokens) return `None of its ${plural(all, "token")} is cached there.`;
   const offloaded = offloadedTokens(hit);
   const where = offloaded ? `, ${count(offloaded)} of them in a lower tier` : " on the GPU";
-  const cached = `${count(hit.cached_tokens)} of its ${plural(all, "token")} are cached there`;
+  const are = hit.approximate ? "are estimated to be" : "are";
+  const cached = `${count(hit.cached_tokens)} of its ${plural(all, "token")} ${are} cached there`;
   return `${cached}${where}; ${count(all - hit.cached_tokens)} would be computed.`;
 }
 
@@ -134,6 +135,9 @@ function* groupNotes() {
   }
   if (best.hit.suspect) {
     yield "Events of this replica were lost, so its hit is doubtful and counts in part.";
+  }
+  if (best.hit.approximate) {
+    yield "No events tell what this replica holds: its hit is an estimate from what was sent there.";
   }
   const recent = best.recent_tokens;
   if (recent) yield `${plural(recent, "token")} of this prompt were sent there just now.`;

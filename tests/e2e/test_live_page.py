@@ -166,6 +166,7 @@ async def test_a_request_is_logged_with_prediction_report_and_reason(
             "cached_tokens": 80,
             "by_tier": {},
             "suspect": False,
+            "approximate": False,
         }
         assert (request["prompt_tokens"], request["actual"], request["verdict"]) == (
             81,

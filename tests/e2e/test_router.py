@@ -106,6 +106,7 @@ async def test_a_prompt_is_routed_to_where_it_is_cached(
             "cached_tokens": 80,
             "by_tier": {},
             "suspect": False,
+            "approximate": False,
         }
         assert [entry["hit"]["gpu_cached_tokens"] for entry in route["ranking"][1:]] == [0, 0]
 

@@ -121,6 +121,23 @@ async def test_a_source_is_suspect_until_it_is_live(feed: Feed) -> None:
         assert not feed.is_suspect(A)
 
 
+async def test_a_source_says_since_when_it_has_not_been_whole(feed: Feed) -> None:
+    """After a while an estimate replaces what is doubtful; one stretch has one beginning."""
+    assert feed.lost_since(A) == float("-inf")
+    with VllmPublisher() as publisher:
+        follow(feed, A, publisher)
+        lost_since = feed.lost_since(A)
+        assert lost_since is not None
+        assert lost_since <= time.monotonic()
+        await until_live(feed, A, None)
+        assert feed.lost_since(A) is None
+        feed.rebuild(A)
+        await until_live(feed, A, None)
+        assert feed.lost_since(A) is None
+    await until(lambda: feed.lost_since(A) is not None, "the loss of the connection")
+    assert (feed.lost_since(A) or 0) > lost_since
+
+
 async def test_a_source_is_rebuilt_on_demand(feed: Feed, models: Models) -> None:
     """Its hits were wrong although no batch is missing; everything is asked for once more."""
     with VllmPublisher() as publisher:

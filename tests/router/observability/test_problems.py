@@ -72,6 +72,17 @@ def source(
 LOST = "bad events were lost for good: its hits are discounted"
 
 
+def test_an_estimate_is_named_where_events_are_missing() -> None:
+    """An operator must not take its hits for exact ones, nor the replica for routed by load."""
+    (silent,) = problems_of(replica(), [], 0, ())
+    assert silent.text == "no event stream: its hits are approximate"
+    texts = [each.text for each in problems_of(replica(), [source("suspect", 1), source()], 0, [1])]
+    assert texts == [
+        "events were lost for good: its hits are discounted (rank 1)",
+        "its events have been missing for long: its hits are approximate (rank 1)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("view", "sources", "disagreements", "expected"),
     [

@@ -65,6 +65,25 @@ def test_older_vllm_and_sglang_name_them_differently() -> None:
     assert parse_engine_load(sglang) == EngineLoad(8, 4, 0.5)
 
 
+def test_the_size_of_the_cache_is_read_where_it_is_said() -> None:
+    """It bounds what can be there; of several ranks the smallest counts."""
+    running = b"vllm:num_requests_running 0\n"
+    vllm = (
+        b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="512"} 1\n'
+        b'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="500"} 1\n'
+    )
+    load = parse_engine_load(running + vllm)
+    assert load is not None
+    assert (load.cache_blocks, load.cache_tokens) == (500, 8000)
+    load = parse_engine_load(running + b'vllm:cache_config_info{num_gpu_blocks="512"} 1\n')
+    assert load is not None
+    assert (load.cache_blocks, load.cache_tokens) == (512, None)
+    sglang = b'sglang:num_running_reqs 0\nsglang:max_total_num_tokens{model_name="m"} 471258.0\n'
+    load = parse_engine_load(sglang)
+    assert load is not None
+    assert (load.cache_blocks, load.cache_tokens) == (None, 471_258)
+
+
 def test_what_the_prometheus_client_writes_is_read() -> None:
     """vLLM uses that library, so its spelling is the one that counts."""
     registry = CollectorRegistry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from random import Random
@@ -12,6 +13,7 @@ import pytest
 from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
+from router.mirror import ApproximateCaches
 from router.replicas import EventSource, Replica
 from router.replicas.engine_load import EngineLoad, EngineRankLoad
 from router.replicas.health import HealthRecord
@@ -144,6 +146,51 @@ def test_a_loss_of_events_reaches_the_policy(planning: Planning) -> None:
     assert not planning.only(prompts, replica()).suspect
     planning.suspects.add(R0)
     assert planning.only(prompts, replica()).suspect
+
+
+def test_an_estimate_replaces_a_loss_that_lasts_and_no_other(planning: Planning) -> None:
+    """A replica without events has one from the start; a whole stream never has."""
+    lost: dict[SourceId, float | None] = {SourceId("silent"): -math.inf, R0: None}
+    caches = ApproximateCaches(lost.__getitem__, after_s=10, clock=lambda: 0.0)
+    planner = RoutePlanner(
+        make_policy("prefix"),
+        planning.load,
+        None,
+        planning.suspects,
+        clock=lambda: 0.0,
+        approximate=caches,
+    )
+    planning.store(R0, IDS)
+    prompts = planning.prompts([*IDS, 0])
+    silent = replica("silent", 0)
+    planner.note_streams(silent)
+    planner.note_streams(replica())
+
+    def candidates() -> dict[str, Candidate]:
+        request = RouteRequest(model="m", prompt_tokens=len(IDS) + 1)
+        ranking, _ = planner.rank(request, planning.index, prompts, [replica(), silent])
+        return {ranked.candidate.replica_id: ranked.candidate for ranked in ranking}
+
+    found = candidates()
+    assert (found["r0"].cached_tokens, found["r0"].is_approximate) == (256, False)
+    assert (found["silent"].cached_tokens, found["silent"].is_approximate) == (0, True)
+    assert planner.approximate_visit(prompts, R0, found["r0"]) is None
+    visit = planner.approximate_visit(prompts, SourceId("silent"), found["silent"])
+    assert visit is not None
+    visit.first_token()
+    visit.ended(0)
+    assert candidates()["silent"].cached_tokens == 256
+    planning.suspects.add(R0)
+    lost[R0] = -9.0
+    assert (candidates()["r0"].suspect, candidates()["r0"].is_approximate) == (True, False)
+    lost[R0] = -10.0
+    short = candidates()["r0"]
+    assert (short.cached_tokens, short.suspect, short.is_approximate) == (0, False, True)
+    planner.forget("silent")
+    assert candidates()["silent"].cached_tokens == 0
+    silent.removed = True
+    planner.note_streams(silent)
+    assert caches.silent == set()
 
 
 def test_an_adapters_blocks_are_matched_with_its_prompts_only(planning: Planning) -> None:

@@ -98,6 +98,12 @@ def test_a_faster_replica_is_worth_more() -> None:
     assert best(candidate("a", 1000), candidate("b", speed=2.0)) == "b"
 
 
+def test_an_estimated_hit_counts_in_part() -> None:
+    """No events say that it is there."""
+    assert best(candidate("a", 2000, approximate_trust=0.5), candidate("b", 1500)) == "b"
+    assert best(candidate("a", 2000, approximate_trust=0.9), candidate("b", 1500)) == "a"
+
+
 def test_a_suspect_hit_counts_in_part() -> None:
     """Events were lost: perhaps it is gone."""
     assert best(candidate("a", 2000, suspect=True), candidate("b", 1500)) == "b"

@@ -118,6 +118,16 @@ def test_a_reason_says_which_tiers_a_hit_is_in() -> None:
     )
 
 
+def test_an_estimated_hit_counts_as_far_as_it_is_believed() -> None:
+    """And the reason says that it is one."""
+    guess = replace(cached("guess", 640), approximate_trust=0.75)
+    assert order("prefix", request(), [guess, cached("sure", 490)]) == ["sure", "guess"]
+    found = estimate(1000, guess, Weights())
+    assert found.cost == 1000 - 480
+    assert "640 of 1,000 tokens estimated to be cached" in found.reason
+    assert "counted by 75%" in found.reason
+
+
 def test_a_hit_of_a_suspect_replica_counts_half() -> None:
     """Events were lost there, so the blocks may be gone; an equal hit elsewhere is better, half of
     it is not."""
