@@ -122,6 +122,33 @@ async def test_a_prompt_is_routed_to_where_it_is_cached(
         assert holder.requests[0].json == body
 
 
+async def test_least_delay_learns_what_comes_back_and_evicts_something_else() -> None:
+    """One replica is full of documents that everybody asks about, the other is empty. To a policy
+    that knows only hits and load they are the same for a new prompt."""
+    config = {"policy": {"name": "least_delay"}, "health": QUICK_HEALTH}
+    with router_process(config) as router:
+        async with engines(2, has_events=True) as stubs, router.serving(*stubs):
+            full, empty = stubs
+            documents = [prompt_ids(512, seed) for seed in (1, 2)]
+            for ids in (*documents, prompt_ids(16, 3)):
+                full.store(ids)
+            full.evict(prompt_ids(16, 3))
+            await router.until_applied(full)
+            for turn in range(24):
+                body = {"model": full.model, "prompt": [*documents[turn % 2], 7 + turn]}
+                answer = await router.post("/v1/completions", body)
+                assert answer.headers["x-kv-replica"] == full.name
+            await router.until_idle()
+            for seed in range(10, 16):
+                new = {"model": full.model, "prompt": prompt_ids(600, seed)}
+                route = (await router.post("/route?explain=true", new)).json
+                assert route["replica"] == empty.name, route
+                assert "for what it evicts" in route["ranking"][1]["reason"]
+            found = await router.post("/v1/completions", new)
+            assert found.headers["x-kv-replica"] == empty.name
+            assert len(empty.requests) == 1
+
+
 async def test_what_one_replica_wrote_to_shared_storage_counts_for_the_others() -> None:
     """One file system behind several replicas: the one that wrote a prompt may be busy, gone, or
     have evicted it, and any other loads it from there. One that is on its own storage does not."""
