@@ -1,9 +1,10 @@
 """Ranks replicas for a request by what each would reuse, what each has to do, and the policy.
 
 A replica with several data-parallel ranks has a cache and a queue for each. It enters the ranking
-once, as the rank where the request would wait least. That rank is asked for whenever it matters:
-wherever a hit, a recent prompt or load tells the ranks apart, and for every prompt that is
-remembered, since the next one like it should find the same rank.
+once, as the rank that the policy prefers if it looks at what each cache is doing, else as the one
+where the request would wait least. That rank is asked for whenever it matters: wherever a hit, a
+recent prompt or load tells the ranks apart, and for every prompt that is remembered, since the next
+one like it should find the same rank.
 """
 
 from __future__ import annotations
@@ -406,7 +407,7 @@ class RoutePlanner:
     def _best_rank(
         self, replica: Replica, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Candidate:
-        """A replica of several ranks as the one where the request would wait least."""
+        """A replica of several ranks as the best of them."""
         now, stale_after_s = found.now, self._engine_load_stale_after_s
         ranks = [source.dp_rank for source in replica.sources]
         states, caches = [], []
@@ -422,7 +423,9 @@ class RoutePlanner:
     def _choose(
         self, standings: Standings, found: _Found, request: RouteRequest, choice: RankChoice
     ) -> Candidate:
-        costs, count = waits(request.prompt_tokens, standings, self._weights), len(standings)
+        costs, count = self._ranker.costs_of_ranks(request, standings), len(standings)
+        if costs is None:
+            costs = waits(request.prompt_tokens, standings, self._weights)
         order = [
             (cost, standings.requests(number), self._random(), number)
             for number, cost in enumerate(costs)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from router.errors import PolicyError
-from router.scoring.standings import OrdersStandings, Ranking, Standings
+from router.scoring.standings import Order, OrdersStandings, Ranking, Standings
 from router.scoring.types import Candidate, Policy, Ranked, RouteRequest
 
 
@@ -62,14 +62,31 @@ class Ranker:
         if self._orders is None:
             candidates = [standings.candidate(number) for number in range(len(standings))]
             return _rank_candidates(self._policy, request, candidates)
-        order = self._orders.order(request, standings)
+        return Ranking(self._order(self._orders, request, standings), standings)
+
+    def costs_of_ranks(self, request: RouteRequest, standings: Standings) -> Sequence[float] | None:
+        """What the ranks of one replica cost, to a policy that looks at what each cache is doing;
+        None if it does not, or ranks candidates: turns and sessions are about replicas.
+
+        Args:
+            request: What the policy may know of it.
+            standings: The ranks; all have the same `replica_id`.
+        Raises:
+            PolicyError: As `rank`.
+        """
+        if self._orders is None or not self._orders.needs_outlook:
+            return None
+        return self._order(self._orders, request, standings).costs
+
+    def _order(self, policy: OrdersStandings, request: RouteRequest, standings: Standings) -> Order:
+        order = policy.order(request, standings)
         total = sum(order.costs)
         if len(order.costs) != len(standings) or not math.isfinite(total):
             raise PolicyError(
                 f"policy {type(self._policy).__name__}: {len(order.costs)} costs with the sum "
                 f"{total} for {len(standings)} candidates; each needs one, and it must be finite"
             )
-        return Ranking(order, standings)
+        return order
 
 
 def _rank_candidates(

@@ -227,7 +227,9 @@ class OrdersStandings(Protocol):
     be, and then makes decisions cheaper: it has this method besides `Policy.rank`."""
 
     needs_outlook: bool
-    """Whether it reads outlooks and progress. If not, they may all be `IDLE` and 0."""
+    """Whether it reads outlooks and progress. If not, they may all be `IDLE` and 0. If so, it also
+    chooses among the data-parallel ranks of a replica: it gets them as standings of their own, all
+    with the same `replica_id`."""
 
     def order(self, request: RouteRequest, standings: Standings) -> Order:
         """Order *standings* as `Policy.rank` would order its candidates, with the same costs.

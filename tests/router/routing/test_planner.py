@@ -41,12 +41,12 @@ R0 = SourceId("r0")
 class Planning:
     """A planner with its real parts; only the clock stands still, and losses are set by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "prefix") -> None:
         self.index: PrefixIndex = create_index()
         self.load = LoadTracker()
         self.suspects: set[SourceId] = set()
         self.planner = RoutePlanner(
-            make_policy("prefix"),
+            make_policy(policy),
             self.load,
             RecentPrefixes(ttl_s=5),
             self.suspects,
@@ -330,6 +330,25 @@ def test_a_busy_rank_gives_way_to_an_idle_one(planning: Planning) -> None:
     busy = planning.load.started("r0", 100, 100, dp_rank=0)
     assert planning.only(planning.prompts([*IDS, 0]), two).dp_rank == 0, "worth waiting for"
     busy.ended()
+
+
+@pytest.mark.parametrize(("policy", "rank"), [("prefix", 0), ("least_delay", 1)])
+def test_a_policy_that_weighs_caches_chooses_among_ranks_too(policy: str, rank: int) -> None:
+    """`prefix` takes half a queue for done; `least_delay` knows better, and a replica would be
+    ranked for one reason and its rank chosen for another."""
+    planning = Planning(policy)
+    planning.store(SourceId("r0", 0), IDS[:128])
+    busy = planning.load.started("r0", 200, 200, dp_rank=0)
+    assert planning.only(planning.prompts(IDS), replica(ranks=2)).dp_rank == rank
+    busy.ended()
+
+
+def test_a_policy_that_looks_at_no_cache_leaves_ranks_to_the_estimated_wait() -> None:
+    """Turns and sessions are about replicas."""
+    planning = Planning("round_robin")
+    planning.store(SourceId("r0", 1), IDS)
+    ranks = [planning.only(planning.prompts(IDS), replica(ranks=3)).dp_rank for _ in range(3)]
+    assert ranks == [1, 1, 1]
 
 
 def test_a_rank_that_others_keep_busy_gives_way(planning: Planning) -> None:
