@@ -23,9 +23,11 @@ The files; each imports only what is listed above it:
     tracing/         to which trace a request belongs, and its spans
     sharing.py       what becomes of what other routers and workers tell
     service.py       all parts wired; what follows when replicas change
+    process.py       what every process does: its log, its sockets
+    workers/         several processes that are one router
     http/            every line that knows ASGI, FastAPI or uvicorn
     reload.py        takes over a changed configuration
-    serve.py         the ASGI application, uvicorn, signals, logging
+    serve.py         the ASGI application, uvicorn, signals
     recordings.py    recorded streams: the format, and how well the index predicts one
     demo/            small engines behind a real router, and what it gains
     cli/             kvroute

@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import math
-import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from datetime import datetime
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +24,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from router.config import RouterConfig
-from router.errors import ConfigError, ConfigProblem
+from router.errors import ConfigError
 from router.http.access import Guard
 from router.http.access_log import logged
 from router.http.api import create_api
@@ -39,19 +36,30 @@ from router.http.connection_guard import (
     guarded_protocol,
 )
 from router.http.gateway import Gateway
+from router.http.networks import Networks
 from router.http.proxied_paths import ProxiedPaths
 from router.http.questions import RouteQuestions
 from router.http.responses import ApiParts
 from router.index import IndexImplementation
+from router.process import (
+    allow_open_files,
+    announce,
+    give_up_unwritten_log,
+    in_url,
+    listen,
+    set_up_logging,
+)
 from router.reload import Reloader
 from router.routing.admission import Admission
-from router.service import RouterService
+from router.service import RouterService, SharedWith
 from router.tls import Certificate, keep_fresh, listener_certificate
+from router.workers.exposition import joined
+from router.workers.fleet import FleetChanges
+from router.workers.member import Member
 
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
-_BACKLOG = 4096
 _MAX_ACCEPTS = 16
 """Connections accepted each time that the event loop looks at its sockets. libuv accepts one for
 each socket that listens, so one would let the last of a thousand new clients wait for as many looks
@@ -67,10 +75,10 @@ _COLLECTION_THRESHOLDS = (20_000, 20, 50)
 few cycles behind, and Python's own 700 would look through all that are under way hundreds of times
 a second: 8 % of the router's time."""
 _MAX_RESERVED_FILES = 64
+_METRICS = "metrics"
+"""What workers ask each other for."""
 _EXIT_REFUSED = 2
 """As for every refused command line."""
-_MIN_OPEN_FILES = 64
-"""Below that not even one replica and a few clients have their sockets."""
 
 
 class RouterApp:
@@ -79,7 +87,7 @@ class RouterApp:
     FastAPI and its middleware cost some 200 µs a request, and ASGI itself a task and its messages.
     """
 
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, member: Member | None = None) -> None:
         self._logs_access = service.config.observability.access_log
         paths = ProxiedPaths(service.config.server.extra_paths)
         guard = Guard(
@@ -110,6 +118,11 @@ class RouterApp:
             dispatcher=service.dispatcher,
             models=service.models,
             registry=service.registry,
+            fleet_changes=FleetChanges(
+                service.registry,
+                Networks(service.config.server.replica_networks).__contains__,
+                member,
+            ),
             feed=service.feed,
             tokenizer_check=service.tokenizer_check,
             repair=service.repair,
@@ -117,7 +130,7 @@ class RouterApp:
             request_log=service.request_log,
             metrics=service.metrics,
             shortages=service.shortages,
-            render_metrics=service.render_metrics,
+            render_metrics=_metrics_of_all(service, member),
         )
         self._api = create_api(parts, service.lifespan)
         self.direct = RouteQuestions(
@@ -140,6 +153,25 @@ class RouterApp:
         await self._api(scope, receive, send)
 
 
+def _metrics_of_all(
+    service: RouterService, member: Member | None
+) -> Callable[[], Awaitable[bytes]]:
+    """Renders those of this process, and of all other workers if there are any."""
+    if member is None:
+        return service.render_metrics
+
+    async def own(_: bytes) -> bytes:
+        return await service.render_metrics()
+
+    async def of_all() -> bytes:
+        here, others = await asyncio.gather(service.render_metrics(), member.ask(_METRICS))
+        texts = {member.start.number: here, **others}
+        return await asyncio.to_thread(joined, {who: text for who, text in texts.items() if text})
+
+    member.answers[_METRICS] = own
+    return of_all
+
+
 class _GuardedServer(uvicorn.Server):
     """uvicorn that looks after its clients, listens until its last request has ended, and leaves
     signals alone: it would raise them again when it has stopped.
@@ -152,6 +184,8 @@ class _GuardedServer(uvicorn.Server):
 
     signals = 0
     """Signals to stop received so far."""
+    on_listening: Callable[[], Awaitable[None]] | None = None
+    """Awaited as soon as it listens."""
 
     def __init__(self, config: uvicorn.Config, admission: Admission, grace_s: float) -> None:
         super().__init__(config)
@@ -162,6 +196,12 @@ class _GuardedServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Of uvicorn: begin to listen."""
+        await super().startup(sockets)
+        if self.started and self.on_listening is not None:
+            await self.on_listening()
 
     def stop(self) -> None:
         """The first call lets requests finish, the second cuts them, the third exits at once."""
@@ -196,41 +236,6 @@ class _GuardedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class _TextFormatter(logging.Formatter):
-    """Lines for people, with the time as RFC 3339 has it."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
-        return (
-            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-        )
-
-
-class _JsonFormatter(_TextFormatter):
-    """One JSON object a line; a record's own fields besides the common ones."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
-
-
-def _under_our_name(record: logging.LogRecord) -> bool:
-    """Rename what the HTTP server logs: it is a part of the router."""
-    if record.name.startswith("uvicorn"):
-        record.name = "router.http"
-    return True
-
-
 class ConfigSource(NamedTuple):
     """Where the configuration came from, to read it again."""
 
@@ -244,46 +249,77 @@ async def serve(
     config: RouterConfig,
     indexes: IndexImplementation | None = None,
     source: ConfigSource | None = None,
+    member: Member | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second signal cuts what is still running. SIGHUP reads the
-    configuration again.
+    configuration again. One of several workers heeds its supervisor instead.
 
     Args:
         config: The whole configuration.
         indexes: Makes the index of each model; None: as configured.
         source: Reads it again; None: nothing does.
+        member: Of several workers this one; None: there is one.
     Raises:
         ConfigError: The address cannot be bound, or a tokenizer, chat template or certificate
             cannot be used.
     """
     certificate = listener_certificate(config.server.tls)
     reserved_from = _reserved_files_from()
-    service = RouterService(config, indexes=indexes, reserved_files_from=reserved_from)
+    service = RouterService(
+        config,
+        indexes=indexes,
+        reserved_files_from=reserved_from,
+        sharing=None if member is None else _shared_with(member),
+    )
     logger.info("index: %s", service.models.index_implementation)
     grace_s = config.server.timeouts.shutdown_grace_s
-    uvicorn_config = _uvicorn_config(service, config, reserved_from)
+    uvicorn_config = _uvicorn_config(service, config, reserved_from, member)
     uvicorn_config.load()
     uvicorn_config.ssl = None if certificate is None else certificate.context
     server = _GuardedServer(uvicorn_config, service.admission, grace_s)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(service.shortages.note_failure_of_loop)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
-    with contextlib.closing(_listen(config.server.host, config.server.port)) as listener:
+    _heed(loop, server, member)
+    port = config.server.port if member is None else member.start.port
+    with contextlib.closing(listen(config.server.host, port, member is not None)) as listener:
         host, port = listener.getsockname()[:2]
         exempt_from_collection()
         scheme = "http" if certificate is None else "https"
-        _announce(f"kvroute listens on {scheme}://{_in_url(host)}:{port}", config)
+        if member is None:
+            announce(f"kvroute listens on {scheme}://{in_url(host)}:{port}", config)
         certificates = list(filter(None, [service.replica_certificate, certificate]))
-        async with _reloading(service, source, certificates):
+        async with _reloading(service, source, certificates, member):
             more = [listener.dup() for _ in range(_accepts() - 1)]
             await server.serve(sockets=[listener, *more])
     logger.info("stopped")
 
 
+def _shared_with(member: Member) -> SharedWith:
+    start = member.start
+    return SharedWith([member.board], start.workers, start.restarts, start.secret)
+
+
+def _heed(loop: asyncio.AbstractEventLoop, server: _GuardedServer, member: Member | None) -> None:
+    """Stop when a signal says so; one of several workers when its supervisor does: a signal to all
+    processes of a service would otherwise count twice."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop if member is None else _ignore)
+    if member is not None:
+        loop.add_signal_handler(signal.SIGHUP, _ignore)
+        member.on_stop = server.stop
+        server.on_listening = member.begin
+
+
+def _ignore() -> None:
+    """A signal that is for the supervisor."""
+
+
 @contextlib.asynccontextmanager
 async def _reloading(
-    service: RouterService, source: ConfigSource | None, certificates: Sequence[Certificate]
+    service: RouterService,
+    source: ConfigSource | None,
+    certificates: Sequence[Certificate],
+    member: Member | None,
 ) -> AsyncIterator[None]:
     """Read the configuration again on SIGHUP, and files that are watched when they change."""
     jobs: list[Coroutine[Any, Any, None]] = []
@@ -291,7 +327,10 @@ async def _reloading(
         jobs.append(keep_fresh(certificates))
     if source is not None:
         reloader = Reloader(source.read, service.reconfigure, service.metrics)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+        if member is None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+        else:
+            member.on_reload = reloader.ask
         jobs.append(reloader.run())
         if source.watched is not None:
             jobs.append(reloader.watch(source.watched))
@@ -302,12 +341,15 @@ async def _reloading(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if member is not None:
+            await member.close()
 
 
 def run(
     config: RouterConfig,
     indexes: IndexImplementation | None = None,
     source: ConfigSource | None = None,
+    member: Member | None = None,
 ) -> int:
     """Run `serve` on uvloop; return the exit code of the process.
 
@@ -315,54 +357,32 @@ def run(
         config: The whole configuration.
         indexes: Makes the index of each model; None: as configured.
         source: Reads it again while the router runs; None: nothing does.
+        member: Of several workers this one; None: there is one.
     Raises:
         ConfigError: As for `serve`, or too few files may be open.
     """
-    _set_up_logging(config)
-    _allow_open_files()
+    set_up_logging(config, None if member is None else member.start.number)
+    allow_open_files()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         if sys.version_info >= (3, 11):
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(serve(config, indexes, source))
+                runner.run(serve(config, indexes, source, member))
         else:
             uvloop.install()
-            asyncio.run(serve(config, indexes, source))
+            asyncio.run(serve(config, indexes, source, member))
     except ConfigError as error:
         if config.observability.log_format != "json":
             raise
         logger.critical("%s", error)
         return _EXIT_REFUSED
     finally:
-        _give_up_unwritten_log()
+        give_up_unwritten_log()
     return 0
 
 
-def _announce(text: str, config: RouterConfig) -> None:
-    """Say something on stderr, at any log level. A full disk behind it must not keep the router
-    from starting."""
-    if config.observability.log_format == "json":
-        record = logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None)
-        text = _JsonFormatter().format(record)
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-
-
-def _give_up_unwritten_log() -> None:
-    """Drop what a full disk behind stderr did not take: Python would try to write it once more at
-    the very end, and exit with 120 instead of 0."""
-    try:
-        if sys.stderr is not None:
-            sys.stderr.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())
-        os.close(nowhere)
-
-
 def _uvicorn_config(
-    service: RouterService, config: RouterConfig, reserved_from: int
+    service: RouterService, config: RouterConfig, reserved_from: int, member: Member | None
 ) -> uvicorn.Config:
     timeouts = config.server.timeouts
     limits = ClientLimits(
@@ -374,7 +394,7 @@ def _uvicorn_config(
         if refusal is OUT_OF_MEMORY:
             service.shortages.note("memory")
 
-    app = RouterApp(service)
+    app = RouterApp(service, member)
     protocol = guarded_protocol(limits, count, app.direct)
     protocol.reserved_from = reserved_from
     protocol.on_reserve = staticmethod(lambda: service.shortages.note("open_files"))
@@ -393,45 +413,12 @@ def _uvicorn_config(
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            [ConfigProblem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]
-        ) from error
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def exempt_from_collection() -> None:
     """Keep the garbage collector from looking through what is there now and will stay: modules,
     tokenizers, configuration. Each time it would stop every stream, for 50 ms and more."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
-
-
-def _set_up_logging(config: RouterConfig) -> None:
-    handler = logging.StreamHandler()
-    is_json = config.observability.log_format == "json"
-    handler.setFormatter(_JsonFormatter() if is_json else _TextFormatter())
-    handler.addFilter(_under_our_name)
-    level = config.observability.log_level.upper()
-    logging.basicConfig(level=level, handlers=[handler])
-    logging.captureWarnings(True)
-    if level == "INFO":
-        # Its start and end; ours are logged here.
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 def _reserved_files_from() -> int:
@@ -444,15 +431,3 @@ def _accepts() -> int:
     """Each takes a file of its own, so fewer where few may be open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_ACCEPTS if limit < 0 else min(max(limit // 64, 1), _MAX_ACCEPTS)
-
-
-def _allow_open_files() -> None:
-    """Raise the limit on open files as far as the system allows: a stream needs two sockets, and
-    shells often start with a limit of 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if 0 <= hard < _MIN_OPEN_FILES:
-        rule = f"the router needs {_MIN_OPEN_FILES} at least, and two more for each stream"
-        problem = f"the limit on open files is {hard}; {rule} (ulimit -n, LimitNOFILE=)"
-        raise ConfigError([ConfigProblem("", problem)])

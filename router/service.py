@@ -84,6 +84,8 @@ class SharedWith(NamedTuple):
     boards: Sequence[Board] = ()
     workers: int = 1
     """Of one router: limits on requests, bytes and connections are for all of them together."""
+    worker_restarts: int | None = None
+    """Of this worker; None where there is one process."""
     key_secret: bytes | None = None
     """Of all who share; None: keys of prefixes are understood by nobody else."""
 
@@ -360,6 +362,9 @@ class RouterService:
             room=None if self.entrance is None else self.entrance.room,
             priorities=self.config.overload.priorities,
             key_limits=self.key_limits,
+            boards=self._shared.boards,
+            foreign_prefixes=0 if self.exchange is None else self.sharing.foreign_prefixes,
+            worker_restarts=self._shared.worker_restarts,
         )
         return await self.metrics.render(collect(parts))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from router.config import Overrides, RouterConfig
+from router.config import Overrides, RouterConfig, read_text
 from router.index import IndexChoice
 from router.routing.models import ModelSet
 from router.scoring import PolicySettings, make_policy
@@ -16,6 +16,8 @@ from router.serve import ConfigSource
 from router.serve import run as run_server
 from router.service import configured_index
 from router.tls import listener_certificate, replica_certificate
+from router.workers.member import Member
+from router.workers.supervisor import Plan, supervise
 
 
 def add_to(commands: Any) -> None:
@@ -41,6 +43,10 @@ def add_to(commands: Any) -> None:
         metavar="URL",
         help="a replica to start with, whose models and event streams are discovered; repeatable",
     )
+    parser.add_argument(
+        "--workers", type=int, help="overrides server.workers: processes that share the port"
+    )
+    parser.add_argument("--worker-line", type=int, help=argparse.SUPPRESS)
     _add_overrides(parser)
     parser.set_defaults(run=run)
 
@@ -80,12 +86,20 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or only check the configuration."""
-    overrides = _overrides(arguments)
+    if arguments.worker_line is not None:
+        member = Member(arguments.worker_line)
+        source = ConfigSource(member.read_config)
+        return run_server(source.read(), source=source, member=member)
+    overrides, path = _overrides(arguments), arguments.config
+
+    def text() -> str:
+        return read_text(path) if path else ""
+
+    def check(text: str) -> RouterConfig:
+        return RouterConfig.from_yaml(text, os.environ, path and path.parent, overrides)
 
     def read() -> RouterConfig:
-        if arguments.config:
-            return RouterConfig.load(arguments.config, os.environ, overrides)
-        return RouterConfig.from_yaml("", os.environ, overrides=overrides)
+        return check(text())
 
     config = read()
     if arguments.check:
@@ -96,6 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0
     watched = arguments.config if arguments.watch_config else None
+    if config.server.workers > 1:
+        directory = str(path.parent) if path else None
+        return supervise(config, Plan(text, check, directory, overrides._asdict(), watched))
     return run_server(config, source=ConfigSource(read, watched))
 
 
@@ -110,6 +127,7 @@ def _overrides(arguments: argparse.Namespace) -> Overrides:
         arguments.insecure or None,
         observability,
         arguments.index,
+        arguments.workers,
     )
 
 

@@ -24,6 +24,7 @@ from router.config.discovery import (
     FileDiscovery,
     KubernetesDiscovery,
 )
+from router.config.document import read_text
 from router.config.keys import ClientKeyConfig
 from router.config.observability import ObservabilityConfig, TracingConfig
 from router.config.overload import OverloadConfig
@@ -78,4 +79,5 @@ __all__ = [
     "key_bytes",
     "read_replica",
     "read_replicas",
+    "read_text",
 ]

@@ -119,6 +119,8 @@ class ServerConfig(Section, frozen=True):
     host: Name = "127.0.0.1"
     port: Port = 8000
     """0 lets the system choose."""
+    workers: Annotated[int, Field(ge=1, le=64), PLAIN] = 1
+    """Processes that share the port. Limits of this section are for all of them together."""
     client_api_key: Secret | None = None
     """Required of everyone who sends prompts; null lets everyone in."""
     operator_api_key: Secret | None = None
@@ -460,13 +462,15 @@ class Overrides(NamedTuple):
     observability: Mapping[str, object] = MappingProxyType({})
     """Options of `observability`."""
     index_choice: str | None = None
+    workers: int | None = None
 
     def applied_to(self, data: object) -> object:
         """A document with these values in it; what is not a document is left to be refused."""
         if not isinstance(data, dict):
             return data
         server, replicas = data.get("server") or {}, data.get("replicas") or []
-        given = {"host": self.host, "port": self.port, "insecure": self.insecure}
+        names = ("host", "port", "insecure", "workers")
+        given = {name: getattr(self, name) for name in names}
         if isinstance(server, dict):
             server = {**server, **{key: value for key, value in given.items() if value is not None}}
         if isinstance(replicas, list):

@@ -305,7 +305,7 @@ def _add_replicas(app: FastAPI, parts: ApiParts, operator: Access) -> None:
         "/replicas/{replica_id}", **describe("Remove a replica", removed, errors=(_UNKNOWN,))
     )
     async def remove_replica(replica_id: str) -> Response:
-        parts.registry.remove(replica_id)
+        await parts.fleet_changes.remove(replica_id)
         return _json(RemovedReplica(removed=replica_id))
 
 
@@ -314,11 +314,11 @@ def _add_draining(app: FastAPI, parts: ApiParts, operator: Access) -> None:
 
     @app.post("/replicas/{replica_id}/drain", **describe("Send it nothing new", _ONE))
     async def drain_replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.registry.drain(replica_id).id))
+        return _json(parts.details((await parts.fleet_changes.drain(replica_id)).id))
 
     @app.post("/replicas/{replica_id}/undrain", **describe("Send it requests again", _ONE))
     async def undrain_replica(replica_id: str) -> Response:
-        return _json(parts.details(parts.registry.undrain(replica_id).id))
+        return _json(parts.details((await parts.fleet_changes.undrain(replica_id)).id))
 
 
 def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
@@ -344,9 +344,9 @@ def _add_adding(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     async def add_replica(request: Request) -> Response:
         with parts.admission.buffer() as buffer:
             content = await _body(request, MAX_OPERATOR_BODY_BYTES, body_s, buffer.add)
-        wanted = read_replica(decode_json(content))
-        await networks.check_replica(wanted)
-        added = parts.registry.add(wanted, networks.__contains__)
+        wanted = decode_json(content)
+        await networks.check_replica(read_replica(wanted))
+        added = await parts.fleet_changes.add(wanted)
         return _json(parts.details(added.id), 201)
 
 

@@ -58,6 +58,7 @@ from router.routing.dispatcher import Decision, Dispatcher
 from router.routing.models import ModelSet
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.scoring import Candidate, Ranked
+from router.workers.fleet import FleetChanges
 
 MAX_MODELS = 100
 """In an overview; as many stores."""
@@ -97,6 +98,7 @@ class ApiParts:
     dispatcher: Dispatcher
     models: ModelSet
     registry: ReplicaRegistry
+    fleet_changes: FleetChanges
     feed: Feed
     tokenizer_check: TokenizerCheck
     repair: SelfRepair

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvevents.stream_state import SourceState
+from router.board import Board, BoardStatistics
 from router.discovery import ProviderStatistics, ReplicaKeeper
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
@@ -59,6 +60,11 @@ class CollectedParts:
     """None: no request waits for room at a replica."""
     priorities: Sequence[str] = ()
     key_limits: KeyLimits = field(default_factory=lambda: KeyLimits(()))
+    boards: Sequence[Board] = ()
+    foreign_prefixes: int = 0
+    """Heard from others, and made with another secret."""
+    worker_restarts: int | None = None
+    """Of this worker; None where there is one process."""
 
 
 def collect(parts: CollectedParts) -> Iterator[Metric]:
@@ -78,6 +84,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         tuple(_router_metrics(parts)),
         tuple(_queue_metrics(parts)),
         tuple(_key_metrics(parts.key_limits)),
+        tuple(_board_metrics(parts)),
     )
 
 
@@ -489,6 +496,49 @@ def _router_metrics(parts: CollectedParts) -> Iterator[Metric]:
         "kvroute_response_lookups",
         "Times that replicas were asked who has a stored response.",
         value=responses.asked,
+    )
+
+
+_BOARD_GAUGES: _Table[BoardStatistics] = (
+    (
+        "kvroute_board_up",
+        "1 while other workers or routers can be heard over this board.",
+        lambda found: found.is_up,
+    ),
+    ("kvroute_board_writers", "Others that are heard.", lambda found: found.writers),
+    (
+        "kvroute_board_oldest_seconds",
+        "Age of the oldest word of those that are heard.",
+        lambda found: found.oldest_s,
+    ),
+)
+_BOARD_COUNTERS: _Table[BoardStatistics] = (
+    ("kvroute_board_published", "Times that something new was said.", lambda it: it.published),
+    (
+        "kvroute_board_failures",
+        "Times that the board could not be reached, and words that could not be read.",
+        lambda found: found.failures,
+    ),
+)
+
+
+def _board_metrics(parts: CollectedParts) -> Iterator[Metric]:
+    boards = [((board.kind,), board.statistics()) for board in parts.boards]
+    for name, text, value in _BOARD_GAUGES:
+        yield _gauge(name, text, ("board",), [(kind, value(found)) for kind, found in boards])
+    for name, text, value in _BOARD_COUNTERS:
+        yield _counter(name, text, ("board",), [(kind, value(found)) for kind, found in boards])
+    yield CounterMetricFamily(
+        "kvroute_board_foreign_prefixes",
+        "Prompts of others that were told under keys of another secret, and are of no use.",
+        value=parts.foreign_prefixes,
+    )
+    restarts = parts.worker_restarts
+    yield _counter(
+        "kvroute_worker_restarts",
+        "Times that this worker was started again, where there are several.",
+        (),
+        [] if restarts is None else [((), restarts)],
     )
 
 

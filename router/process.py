@@ -1,0 +1,162 @@
+"""What every process of the router does: its log, its announcement, its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import socket
+import sys
+from datetime import datetime
+
+from router.config import RouterConfig
+from router.errors import ConfigError, ConfigProblem
+
+_BACKLOG = 4096
+_MIN_OPEN_FILES = 64
+"""Below that not even one replica and a few clients have their sockets."""
+
+
+class _TextFormatter(logging.Formatter):
+    """Lines for people, with the time as RFC 3339 has it."""
+
+    def __init__(self, worker: int | None = None) -> None:
+        self.worker = worker
+        who = "" if worker is None else f"worker {worker}: "
+        super().__init__(f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
+        return (
+            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        )
+
+
+class _JsonFormatter(_TextFormatter):
+    """One JSON object a line; a record's own fields besides the common ones."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **({} if self.worker is None else {"worker": self.worker}),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def _under_our_name(record: logging.LogRecord) -> bool:
+    """Rename what the HTTP server logs: it is a part of the router."""
+    if record.name.startswith("uvicorn"):
+        record.name = "router.http"
+    return True
+
+
+def set_up_logging(config: RouterConfig, worker: int | None = None) -> None:
+    """Log to stderr.
+
+    Args:
+        config: Says how much, and in which form.
+        worker: The number of this worker, where there are several.
+    """
+    handler = logging.StreamHandler()
+    is_json = config.observability.log_format == "json"
+    handler.setFormatter(_JsonFormatter(worker) if is_json else _TextFormatter(worker))
+    handler.addFilter(_under_our_name)
+    level = config.observability.log_level.upper()
+    logging.basicConfig(level=level, handlers=[handler])
+    logging.captureWarnings(True)
+    if level == "INFO":
+        # Its start and end; ours are logged here.
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+def announce(text: str, config: RouterConfig) -> None:
+    """Say something on stderr, at any log level. A full disk behind it must not keep the router
+    from starting.
+
+    Args:
+        text: One line.
+        config: Says in which form.
+    """
+    if config.observability.log_format == "json":
+        record = logging.LogRecord(__name__, logging.INFO, __file__, 0, text, None, None)
+        text = _JsonFormatter().format(record)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def give_up_unwritten_log() -> None:
+    """Drop what a full disk behind stderr did not take: Python would try to write it once more at
+    the very end, and exit with 120 instead of 0."""
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
+def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: An address, or a name for one.
+        port: 0 lets the system choose.
+        is_shared: Whether other processes listen there as well: the system deals connections out.
+    Raises:
+        ConfigError: It cannot be listened on.
+    """
+    listener = bind(host, port, is_shared)
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """A socket that has an address and gets no connections yet.
+
+    Args:
+        host: As for `listen`, as the others.
+        port: Of the address.
+        is_shared: Whether others have the same.
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            [ConfigProblem("server", f"{host} port {port} cannot be listened on: {error.strerror}")]
+        ) from error
+    return listener
+
+
+def in_url(host: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def allow_open_files() -> None:
+    """Raise the limit on open files as far as the system allows: a stream needs two sockets, and
+    shells often start with a limit of 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 0 <= hard < _MIN_OPEN_FILES:
+        rule = f"the router needs {_MIN_OPEN_FILES} at least, and two more for each stream"
+        problem = f"the limit on open files is {hard}; {rule} (ulimit -n, LimitNOFILE=)"
+        raise ConfigError([ConfigProblem("", problem)])

@@ -1,0 +1,102 @@
+"""Several processes that are one router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.support.engine_stub import EngineStub, after, unique
+from tests.support.http_client import DEADLINE_S, Answer, eventually
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+
+WORKERS = 2
+CONFIG = {"server": {"workers": WORKERS}, "health": QUICK_HEALTH}
+
+
+def worker_processes(router: RouterProcess) -> list[int]:
+    task = Path(f"/proc/{router.process.pid}/task/{router.process.pid}")
+    return [int(pid) for pid in (task / "children").read_text().split()]
+
+
+async def everywhere(router: RouterProcess, replica_id: str, **expected: Any) -> None:
+    """Wait until so many answers in a row are as expected that no worker is left out."""
+    in_a_row, deadline = 0, asyncio.get_running_loop().time() + DEADLINE_S
+    while in_a_row < 20:
+        answer = await router.get(f"/replicas/{replica_id}")
+        found = answer.json if answer.status == 200 else {}
+        in_a_row = in_a_row + 1 if expected.items() <= found.items() else 0
+        assert asyncio.get_running_loop().time() < deadline, (expected, found)
+
+
+async def complete(router: RouterProcess, stub: EngineStub) -> Answer:
+    body = {"model": stub.model, "prompt": list(range(700)), "max_tokens": 1}
+    return await router.post("/v1/completions", body)
+
+
+async def test_several_workers_are_one_router() -> None:
+    """An operator must not have to know which of them responds."""
+    release = asyncio.Event()
+    with router_process(CONFIG) as router:
+        async with EngineStub(unique("worker")) as stub:
+            added = await router.post("/replicas", {"url": stub.url, "id": stub.name})
+            assert added.status == 201
+            await everywhere(router, stub.name, state="healthy", models=[stub.model])
+            await _see_each_others_load(router, stub, release)
+            await _count_apart(router, stub)
+            assert (await router.post(f"/replicas/{stub.name}/drain")).json["state"] == "draining"
+            await everywhere(router, stub.name, state="draining")
+            await _come_back(router, stub)
+            await _stop_together(router)
+
+
+async def _see_each_others_load(
+    router: RouterProcess, stub: EngineStub, release: asyncio.Event
+) -> None:
+    stub.behaviour = after(release)
+    request = asyncio.create_task(complete(router, stub))
+    seen: set[tuple[int, int]] = set()
+    while seen != {(1, 0), (0, 1)}:
+        found = await router.replica(stub.name)
+        own, others = found["load"]["prefilling_requests"], found["others"]["prefilling_requests"]
+        seen |= {(own, others)} - {(0, 0)}
+        assert not request.done()
+    release.set()
+    assert (await request).status == 200
+
+
+async def _count_apart(router: RouterProcess, stub: EngineStub) -> None:
+    answers = await asyncio.gather(*(complete(router, stub) for _ in range(40)))
+    assert {answer.status for answer in answers} == {200}
+    metrics = await router.metrics()
+    requests = metrics.by("worker", "kvroute_requests_total")
+    assert requests.keys() >= {"0", "1"}
+    assert sum(requests.values()) == 41
+    assert all(requests[str(number)] for number in range(WORKERS)), "the kernel deals them out"
+    assert metrics.sum("kvroute_board_writers", worker="0") == WORKERS - 1
+
+
+async def _come_back(router: RouterProcess, stub: EngineStub) -> None:
+    """A worker that was killed is replaced, and its successor knows what an operator did."""
+    killed, other = worker_processes(router)
+    os.kill(killed, signal.SIGKILL)
+    # Until it is gone, the kernel may deal it connections.
+    await eventually(lambda: killed not in worker_processes(router), "it is gone")
+    await router.until(
+        lambda now: now.sum("kvroute_worker_restarts_total") == 1, "it was started again"
+    )
+    assert other in worker_processes(router)
+    await everywhere(router, stub.name, state="draining")
+
+
+async def _stop_together(router: RouterProcess) -> None:
+    workers = worker_processes(router)
+    router.tell_to_stop()
+    assert await router.ended() == 0
+    for pid in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            raise AssertionError(f"worker {pid} is left behind")
