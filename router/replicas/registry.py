@@ -101,6 +101,8 @@ class ReplicaRegistry:
         self._watchers: dict[str, Watcher] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._by_model: dict[str, tuple[Replica, ...]] = {}
+        self.generation = 0
+        """Rises with every change of what `serving` says."""
         self._closed = False
 
     def subscribe(self, listener: ReplicaListener) -> None:
@@ -369,6 +371,7 @@ class ReplicaRegistry:
                 *(adapter for adapter, _ in replica.served.adapters),
             ):
                 by_model.setdefault(name, []).append(replica)
+        self.generation += 1
         self._by_model = {name: tuple(replicas) for name, replicas in by_model.items()}
 
     def _end(self, watcher: Watcher) -> None:

@@ -49,6 +49,8 @@ RANK_IGNORED = frozenset({Endpoint.RESPONSES, Endpoint.EMBEDDINGS})
 """Where some engines do not read the rank that they are asked for: vLLM before 0.33 for responses,
 every vLLM for embeddings."""
 _BYTES_OF_A_TOKEN = 4
+MAX_NAMES_KNOWN = 1024
+"""Models and adapters whose replicas are remembered until one of them changes."""
 LARGE_AT_ONCE = 2
 """Large bodies and prompts worked on at a time: parsed JSON takes ten times the memory of its text
 and more, and Python runs one thread at a time anyhow."""
@@ -274,6 +276,9 @@ class Dispatcher:
         self._limits = limits or PromptLimits()
         self._pack = models.pack_token_ids
         self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._served: dict[tuple[tuple[str, ...], str | None], Mapping[str, Replica]] = {}
+        self._served_at = -1
+        """The registry's generation."""
 
     async def dispatch(
         self,
@@ -497,7 +502,9 @@ class Dispatcher:
             routing_s=time.perf_counter() - started,
         )
 
-    async def _holder(self, response_id: str, replicas: dict[str, Replica]) -> dict[str, Replica]:
+    async def _holder(
+        self, response_id: str, replicas: Mapping[str, Replica]
+    ) -> Mapping[str, Replica]:
         """Only the replica that has the response: every other one would respond 404. All
         of *replicas* where that is not known."""
         holder = await self._responses.holder(response_id, replicas)
@@ -518,9 +525,18 @@ class Dispatcher:
                 ) from None
             raise
 
-    def _serving(self, model: Model, lora_name: str | None) -> dict[str, Replica]:
+    def _serving(self, model: Model, lora_name: str | None) -> Mapping[str, Replica]:
         """The replicas that have the adapter; where none reports it, all that serve the base model
         under any of its names."""
+        if self._served_at != self._replicas.generation or len(self._served) >= MAX_NAMES_KNOWN:
+            self._served, self._served_at = {}, self._replicas.generation
+        asked = model.names, lora_name
+        found = self._served.get(asked)
+        if found is None:
+            found = self._served[asked] = self._look_up(model, lora_name)
+        return found
+
+    def _look_up(self, model: Model, lora_name: str | None) -> dict[str, Replica]:
         adapted = self._replicas.serving(lora_name) if lora_name else ()
         found = adapted or [
             replica for name in model.names for replica in self._replicas.serving(name)

@@ -196,6 +196,7 @@ def _reason(
     weights: Weights,
     mean: float,
     candidate: Candidate,
+    _cost: float,
     _place: int,
 ) -> str:
     delays = delays_of(prompt_tokens, candidate, prefill_tokens_per_s, weights, mean)

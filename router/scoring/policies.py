@@ -43,7 +43,7 @@ def estimate(prompt_tokens: int, candidate: Candidate, weights: Weights) -> Rank
         weights: What each part costs.
     """
     (cost,) = waits(prompt_tokens, Standings.of((candidate,)), weights)
-    return Ranked(candidate, cost, partial(_parts, prompt_tokens, weights, candidate, 0))
+    return Ranked(candidate, cost, partial(_parts, prompt_tokens, weights, candidate, cost, 0))
 
 
 def waits(prompt_tokens: int, standings: Standings, weights: Weights) -> list[float]:
@@ -89,7 +89,9 @@ def _uncached(
     return prompt_tokens - gpu - lower, lower * weights.of_lower(by_tier) if lower else 0.0
 
 
-def _parts(prompt_tokens: int, weights: Weights, candidate: Candidate, _place: int) -> str:
+def _parts(
+    prompt_tokens: int, weights: Weights, candidate: Candidate, cost: float, _place: int
+) -> str:
     """The parts of a wait as a sentence."""
     hit = (
         candidate.gpu_cached_tokens,
@@ -98,7 +100,6 @@ def _parts(prompt_tokens: int, weights: Weights, candidate: Candidate, _place: i
         candidate.by_tier,
     )
     uncached, _ = _uncached(prompt_tokens, hit, state_of(candidate)[3], weights)
-    (cost,) = waits(prompt_tokens, Standings.of((candidate,)), weights)
     parts = [*_parts_of_hit(prompt_tokens, candidate, uncached), *_parts_of_load(candidate.load)]
     return f"{'; '.join(parts)}: an estimated wait of {cost:,.0f} prefill tokens"
 
@@ -239,7 +240,7 @@ class LeastLoadedPolicy(RanksByOrder):
         return Order(
             _waits_in_line(standings, weights),
             fewest_requests(standings, self._random),
-            partial(_load_reason, weights),
+            _load_reason,
         )
 
 
@@ -248,12 +249,11 @@ def _waits_in_line(standings: Standings, weights: Weights) -> list[float]:
     return [ahead / state[2] for ahead, state in zip(busy, standings.states, strict=True)]
 
 
-def _load_reason(weights: Weights, candidate: Candidate, _place: int) -> str:
-    (cost,) = _waits_in_line(Standings.of((candidate,)), weights)
+def _load_reason(candidate: Candidate, cost: float, _place: int) -> str:
     return f"{candidate.load.requests:,} requests there, a wait of {cost:,.0f} prefill tokens"
 
 
-def _in_order(numbers: Sequence[int], why: Callable[[Candidate, int], str]) -> Order:
+def _in_order(numbers: Sequence[int], why: Callable[[Candidate, float, int], str]) -> Order:
     """The order of candidates whose cost is their place."""
     costs = [0] * len(numbers)
     for place, number in enumerate(numbers):
@@ -261,11 +261,11 @@ def _in_order(numbers: Sequence[int], why: Callable[[Candidate, int], str]) -> O
     return Order(costs, costs.__getitem__, why)
 
 
-def _random_reason(_candidate: Candidate, _place: int) -> str:
+def _random_reason(_candidate: Candidate, _cost: float, _place: int) -> str:
     return "drawn at random"
 
 
-def _turn_reason(_candidate: Candidate, place: int) -> str:
+def _turn_reason(_candidate: Candidate, _cost: float, place: int) -> str:
     return "its turn" if place == 0 else f"{place} after the one whose turn it is"
 
 
@@ -313,7 +313,7 @@ def draw(session: bytes, replica_id: str, speed: float) -> float:
     return -math.log(uniform) / speed
 
 
-def _session_reason(_candidate: Candidate, place: int) -> str:
+def _session_reason(_candidate: Candidate, _cost: float, place: int) -> str:
     return (
         "the replica of this session"
         if place == 0

@@ -191,8 +191,9 @@ class Order(NamedTuple):
     tie: Callable[[int], Any]
     """What decides between candidates of equal cost, by their numbers: the least value first. The
     values can be compared with each other."""
-    why: Callable[[Candidate, int], str]
-    """The reason of a candidate in a place, 0 for the first, as a sentence for people."""
+    why: Callable[[Candidate, float, int], str]
+    """The reason of a candidate with its cost in a place, 0 for the first, as a sentence for
+    people."""
 
     def first(self) -> int:
         """The number of the best candidate; there is one."""
@@ -288,9 +289,8 @@ class Ranking(Sequence[Ranked]):
         return self._places
 
     def _place(self, number: int, place: int) -> Ranked:
-        candidate = self._standings.candidate(number)
-        why = partial(self._order.why, candidate, place)
-        return Ranked(candidate, self._order.costs[number], why)
+        candidate, cost = self._standings.candidate(number), self._order.costs[number]
+        return Ranked(candidate, cost, partial(self._order.why, candidate, cost, place))
 
 
 class RanksByOrder:
@@ -315,11 +315,9 @@ class RanksByOrder:
         if not candidates:
             return []
         order = self.order(request, Standings.of(candidates))
+        numbers = order.numbers()
+        chosen = [(candidates[number], order.costs[number]) for number in numbers]
         return [
-            Ranked(
-                candidates[number],
-                order.costs[number],
-                partial(order.why, candidates[number], place),
-            )
-            for place, number in enumerate(order.numbers())
+            Ranked(candidate, cost, partial(order.why, candidate, cost, place))
+            for place, (candidate, cost) in enumerate(chosen)
         ]

@@ -29,7 +29,7 @@ class ByName:
     """A minimal plug-in."""
 
     def rank(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        draws = Random(request.session)
+        draws = Random(ascii(request.session))  # which may be a lone surrogate
         shuffled = draws.sample(list(candidates), len(candidates))
         return [Ranked(candidate, index, "by its name") for index, candidate in enumerate(shuffled)]
 

@@ -206,7 +206,7 @@ class LongestOfStandings(Longest):
 
     def order(self, request: RouteRequest, standings: Standings) -> Order:
         costs = [-float(tokens) for tokens in standings.gpu_cached_tokens]
-        return Order(costs, lambda number: number, lambda _each, _place: "by its hit")
+        return Order(costs, lambda number: number, lambda _each, _cost, _place: "by its hit")
 
 
 @given(candidates=candidate_lists())
@@ -237,7 +237,7 @@ def test_a_plug_in_that_orders_wrongly_is_caught(costs: list[float]) -> None:
         needs_outlook = False
 
         def order(self, request: RouteRequest, standings: Standings) -> Order:
-            return Order(costs, lambda number: number, lambda _each, _place: "")
+            return Order(costs, lambda number: number, lambda _each, _cost, _place: "")
 
     both = [Candidate(replica_id="a"), Candidate(replica_id="b")]
     with pytest.raises(PolicyError, match=r"Wrong: \d costs with the sum .* for 2 candidates"):
