@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from kvevents.stream_state import SourceState
 from router.board import Board, BoardStatistics
 from router.discovery import ProviderStatistics, ReplicaKeeper
+from router.errors import UnknownModel
 from router.feed import Feed, SourceFeedStatistics
 from router.index import SourceId, SourceStatistics
 from router.mirror import ApproximateCaches, ApproximateStatistics, Mirror
@@ -77,6 +79,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         _trust_metrics(parts.repair.statistics(), feeds),
         _approximate_metrics({} if parts.approximate is None else parts.approximate.statistics()),
         _replica_metrics(parts.registry.snapshot()),
+        tuple(_scaling_metrics(parts, feeds)),
         _discovery_metrics(parts.keeper.statistics()),
         _tokenization_metrics(
             {model.name: model.tokenization.statistics() for model in parts.models}
@@ -389,6 +392,68 @@ def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
         yield _gauge(name, text, _REPLICA, (((view.id,), value(view)) for view in replicas))
     for name, text, value in _REPLICA_COUNTERS:
         yield _counter(name, text, _REPLICA, (((view.id,), value(view)) for view in replicas))
+
+
+def _scaling_metrics(
+    parts: CollectedParts, feeds: Mapping[SourceId, SourceFeedStatistics]
+) -> Iterator[Metric]:
+    """What an autoscaler of the engines goes by: how long what waits will take, and whether the
+    caches are too small."""
+    replicas = {view.id: view for view in parts.registry.snapshot()}
+    served = [(name, view) for view in replicas.values() if (name := _model_of(parts.models, view))]
+    speeds = {name: parts.mirror.prefill_tokens_per_s(name) for name, _ in served}
+    yield _gauge(
+        "kvroute_prefill_tokens_per_second",
+        "Prompt tokens that a replica of speed 1 computes in a second, as observed.",
+        ("model",),
+        (((name,), speed) for name, speed in speeds.items()),
+    )
+    yield _gauge(
+        "kvroute_prefill_backlog_seconds",
+        "How long a replica needs for the uncached prompt tokens that wait for a first token.",
+        ("model", "replica"),
+        (
+            ((name, view.id), view.load.prefill_tokens / (speeds[name] * view.speed))
+            for name, view in served
+        ),
+    )
+    yield _gauge(
+        "kvroute_cache_pressure",
+        "How probable it is that what a cache evicts next will be used again; 0 while it evicts "
+        "nothing.",
+        _SOURCE,
+        [
+            (_source_labels(source, feeds), _pressure(parts.mirror, feed.model, source, replicas))
+            for source, feed in feeds.items()
+        ],
+    )
+    yield _gauge(
+        "kvroute_engine_cache_usage",
+        "Share of its KV blocks that an engine's running requests hold, by its own gauge.",
+        _REPLICA,
+        (
+            ((view.id,), view.engine_load.kv_cache_usage)
+            for view in replicas.values()
+            if view.engine_load is not None and view.engine_load.kv_cache_usage is not None
+        ),
+    )
+
+
+def _model_of(models: ModelSet, view: ReplicaView) -> str | None:
+    """The base model that a replica serves."""
+    for name in view.models:
+        with contextlib.suppress(UnknownModel):
+            return models.resolve(name)[0].name
+    return None
+
+
+def _pressure(
+    mirror: Mirror, model: str, source: SourceId, replicas: Mapping[str, ReplicaView]
+) -> float:
+    view = replicas.get(source.replica)
+    engine = None if view is None else view.engine_load
+    capacity = None if engine is None else engine.cache_blocks
+    return mirror.outlook(model, source, capacity).reuse_probability
 
 
 def _discovery_metrics(providers: Mapping[str, ProviderStatistics]) -> Iterator[Metric]:

@@ -18,7 +18,10 @@ BASIC: dict[str, Any] = {"keys": {"client": "a", "operator": "b"}}
 FULL: dict[str, Any] = {
     "image": {"digest": "sha256:" + "a" * 64},
     "autoscaling": {"enabled": True},
-    "engines": {"labels": {"app": "sglang", "tier": "gpu"}, "autoscaling": {"enabled": True}},
+    "engines": {
+        "labels": {"app": "sglang", "tier": "gpu"},
+        "autoscaling": {"enabled": True, "cachePressure": 0.5},
+    },
     "keys": {"existingSecret": "router-keys"},
     "tls": {"secret": "router-tls", "clientCA": "clients"},
     "ingress": {"enabled": True, "host": "llm.example", "className": "nginx", "tlsSecret": "t"},
@@ -148,6 +151,14 @@ def test_nothing_is_made_that_was_not_asked_for(tmp_path: Path) -> None:
     (policy,) = [each for each in objects if each["kind"] == "NetworkPolicy"]
     router = one(objects, "Deployment")["spec"]["selector"]["matchLabels"]
     assert policy["spec"]["podSelector"]["matchLabels"] == router
+
+
+def test_the_engines_are_scaled_as_in_the_example(tmp_path: Path) -> None:
+    """Whose queries are tested."""
+    triggers = one(rendered(tmp_path, FULL), "ScaledObject")["spec"]["triggers"]
+    assert triggers == load(DEPLOY / "autoscaling/keda.yaml")["spec"]["triggers"]
+    only = {**FULL, "engines": {"autoscaling": {"enabled": True}}}
+    assert len(one(rendered(tmp_path, only), "ScaledObject")["spec"]["triggers"]) == 1
 
 
 def test_alerts_and_dashboard_are_those_of_the_repository(tmp_path: Path) -> None:

@@ -234,6 +234,25 @@ def test_the_oldest_content_is_what_the_engine_will_evict(preset: str, window: i
     assert evicting > 20, "the cache must have been full most of the time"
 
 
+@pytest.mark.parametrize(("prompts", "under_pressure"), [(6, False), (12, True)])
+def test_a_cache_that_evicts_what_comes_back_is_under_pressure(
+    prompts: int, under_pressure: bool
+) -> None:
+    """It holds 6,400 tokens and is asked in turn for prompts of 800: an autoscaler must tell a
+    cache that is too small from one that is merely full of what nobody wants."""
+    engine = Engine("full")
+    for number in range(60):
+        first = number % prompts * 1000
+        engine.send(f"request-{number}", [*range(first, first + 800)], answer=4)
+        engine.timeline.run()
+    pressure = engine.mirror.outlook("m", R0).reuse_probability
+    assert pressure > 0.9 if under_pressure else pressure == 0
+    for number in range(60, 160):
+        engine.send(f"request-{number}", [*range(number * 1000, number * 1000 + 800)], answer=4)
+        engine.timeline.run()
+    assert engine.mirror.outlook("m", R0).reuse_probability < 0.6
+
+
 def test_what_a_cache_was_given_lately_is_known_by_cache(mirrored: Mirrored) -> None:
     """A replica that holds what everybody asks for is busier than the others."""
     for second in range(120):
