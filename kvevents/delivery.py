@@ -15,7 +15,7 @@ from kvevents.codec import decode
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.events import AllBlocksCleared, CacheLayout, TierBlocksCleared
 from kvevents.messages import PUBLISHER_BYTES, Batch
-from kvevents.sequence import SequenceTracker, fingerprint
+from kvevents.sequence import SequenceTracker, StreamPosition, fingerprint
 from kvevents.stream_state import Input, SourceState
 
 
@@ -137,6 +137,11 @@ class Delivery:
             self._consumer.clear(reason)
         self._is_clear = True
         self.tracker.forget()
+
+    def resume(self, position: StreamPosition) -> None:
+        """Go on from where another process was: the consumer has its picture."""
+        self.tracker.resume(position)
+        self._is_clear = False
 
     def report(self, problem: KVEventsError) -> None:
         """Count and pass on what was refused."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from kvevents.stream_state import Input
 
@@ -23,14 +23,37 @@ except ImportError:  # slower without
 _SEED = secrets.randbits(64)
 
 
+class StreamPosition(NamedTuple):
+    """How far a stream was applied, to go on from there in another process."""
+
+    seq: int
+    """The batch applied last."""
+    fingerprint: int
+    """Of that batch, by the seed of `fingerprint_seed`."""
+    publisher_id: str | None
+    has_ring: bool
+    """Whether a replay ever showed a batch."""
+
+
+def fingerprint_seed() -> int | None:
+    """What a `StreamPosition` means something with; None where it means nothing elsewhere."""
+    return None if xxhash is None else int(fingerprint.keywords["seed"])
+
+
+def use_fingerprint_seed(seed: int) -> None:
+    """Take over another process's, before the first stream is followed."""
+    if xxhash is not None:
+        fingerprint.keywords["seed"] = seed
+
+
 def _hash(payload: bytes) -> int:
     return hash(payload) & 2**64 - 1
 
 
 # 64 bits that identify a payload to this process: of a batch of 33 KB in half a microsecond, where
-# Python's own hash takes 20 and a digest 50. No fingerprint leaves the process.
-fingerprint: Callable[[bytes], int] = (
-    partial(xxhash.xxh3_64_intdigest, seed=_SEED) if xxhash is not None else _hash
+# Python's own hash takes 20 and a digest 50. They leave the process only with their seed.
+fingerprint: partial[int] = (
+    partial(xxhash.xxh3_64_intdigest, seed=_SEED) if xxhash is not None else partial(_hash)
 )
 
 
@@ -111,6 +134,20 @@ class SequenceTracker:
         if self.last is not None:
             self._first = min(self._first, self.last)
             self._keep(self.last, digest)
+
+    def position(self) -> StreamPosition | None:
+        """Where this stream is; None where nothing proves it to another process."""
+        known = None if self.last is None else self.recall(self.last)
+        if self.last is None or known is None:
+            return None
+        return StreamPosition(self.last, known, self.publisher_id, self.ring_answers > 0)
+
+    def resume(self, position: StreamPosition) -> None:
+        """Go on from where another process was."""
+        self.jump(position.seq)
+        self.learn(position.fingerprint)
+        self.publisher_id = position.publisher_id
+        self.ring_answers = int(position.has_ring)
 
     def forget(self) -> None:
         """Start over, with a process of which nothing is known."""

@@ -24,6 +24,7 @@ from kvevents.live import BacklogLimits, LiveStream
 from kvevents.pacing import Backoff, Pacer, SilenceTimer, WorkSlice
 from kvevents.recovery import Recovery
 from kvevents.replay import ReplayEndpoint, ReplayLimits, SnapshotEndpoint
+from kvevents.sequence import StreamPosition
 from kvevents.sockets import SocketConnection, SocketLimits, check_connectable
 from kvevents.stream_state import Action, Input, SourceState, State, StreamRepair
 
@@ -98,6 +99,8 @@ class Subscriber:
         options: Bounds and delays.
         context: Where the sockets live; None: a context of its own for each run.
         pacer: Shared by all subscribers of an event loop.
+        resume: Where the consumer's picture is from, in place of nothing. The publisher is asked
+            whether it is still the same and what came since.
 
     Raises:
         EndpointError: A socket cannot connect to one of the addresses.
@@ -114,6 +117,7 @@ class Subscriber:
         options: SubscriberOptions | None = None,
         context: zmq.Context[Any] | None = None,
         pacer: Pacer | None = None,
+        resume: StreamPosition | None = None,
     ) -> None:
         check_connectable("endpoint", endpoint)
         if replay_endpoint is not None:
@@ -129,6 +133,8 @@ class Subscriber:
         self._pacer = pacer or Pacer()
         self._counters = StreamCounters()
         self._delivery = Delivery(consumer, self._counters)
+        if resume is not None:
+            self._delivery.resume(resume)
         self._stream = StreamRepair()
         self._silence = SilenceTimer(self._options.first_probe_s, self._options.max_probe_s)
         self._is_distrusted = False
@@ -145,6 +151,12 @@ class Subscriber:
             publisher_id=self._delivery.tracker.publisher_id,
             **asdict(self._counters),
         )
+
+    def position(self) -> StreamPosition | None:
+        """Where a whole picture of this stream is; None while it is not live, or nothing proves
+        it."""
+        is_live = self._delivery.shown is SourceState.LIVE
+        return self._delivery.tracker.position() if is_live else None
 
     def rebuild(self) -> None:
         """Get everything anew from the publisher, for a consumer that found its picture wrong.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvevents.curve import CurveClient, CurveKeys
@@ -19,6 +21,7 @@ from kvevents.delivery import Effect
 from kvevents.errors import KVEventsError, MalformedBatch
 from kvevents.messages import Batch
 from kvevents.pacing import Pacer
+from kvevents.sequence import StreamPosition
 from kvevents.stream_state import SourceState
 from kvevents.subscriber import Subscriber, SubscriberOptions, SubscriberStatistics
 from router.errors import NotRecordable
@@ -67,6 +70,18 @@ class SourceFeedStatistics:
     applied: AppliedEvents
 
 
+class SavedSource(msgspec.Struct, frozen=True):
+    """One source as it was saved, beside its blocks."""
+
+    model: str
+    source: SourceId
+    stream: str
+    """Its addresses, and what the configuration says of its cache: with others the blocks are of
+    no use."""
+    position: StreamPosition
+    has_had_lower_tiers: bool
+
+
 class Feed:
     """Follows every source with a task of its own. Belongs to one event loop."""
 
@@ -94,6 +109,10 @@ class Feed:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._sources: dict[SourceId, _SourceFeed] = {}
+        self._saved: dict[SourceId, SavedSource] = {}
+        """What the indexes hold from before the start, until it is followed."""
+        self.resumed = 0
+        """Sources that went on from there."""
         self.suspects: set[SourceId] = set()
         """Those whose hits should be discounted. One that is not followed has no hits."""
         self._complained: set[str] = set()
@@ -130,10 +149,13 @@ class Feed:
         if source in self._sources:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
         index = self._index_of(model)
-        feed = _SourceFeed(source, model, index, self._complain, self.taps, self.suspects)
+        stream = repr((endpoint, replay_endpoint, topic, hints))
+        feed = _SourceFeed(source, model, index, self._complain, self.taps, self.suspects, stream)
+        feed.shares_stores = hints is not None and bool(hints.stores)
         key = server_key or self._server_key
         curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
         sockets = replace(self._options.socket, allows=allows, curve=curve)
+        resume = self._resume(source, feed) if replay_endpoint else None
         subscriber = Subscriber(
             endpoint,
             feed,
@@ -143,10 +165,39 @@ class Feed:
             options=replace(self._options, socket=sockets),
             context=self._context,
             pacer=self._pacer,
+            resume=resume,
         )
-        index.add(source, hints)
+        if resume is None:
+            index.add(source, hints)
         feed.start(subscriber)
         self._sources[source] = feed
+
+    # --- over a restart ---------------------------------------------------------------------------
+
+    def expect(self, saved: SavedSource) -> None:
+        """The index of its model holds this source: go on from there when it is followed."""
+        self._saved[saved.source] = saved
+
+    def forget_expected(self) -> None:
+        """Drop what was restored and nobody has named since."""
+        for source, saved in self._saved.items():
+            with contextlib.suppress(KeyError):  # no replica serves its model
+                self._index_of(saved.model).drop(source)
+        self._saved.clear()
+
+    def save(self, source: SourceId) -> tuple[SavedSource, list[bytes]] | None:
+        """One source and its blocks, now; None where they are not whole, or nothing could prove
+        later that its stream went on from here."""
+        feed = self._sources.get(source)
+        return None if feed is None else feed.save()
+
+    def _resume(self, source: SourceId, feed: _SourceFeed) -> StreamPosition | None:
+        """Where a source was when it was saved, if that is still of use."""
+        saved = self._saved.pop(source, None)
+        if saved is None or not feed.takes(saved):
+            return None
+        self.resumed += 1
+        return saved.position
 
     async def remove(self, source: SourceId) -> None:
         """Stop following a source and forget its blocks; one that is not followed is ignored."""
@@ -170,6 +221,10 @@ class Feed:
         for feed in feeds:
             await feed.ended()
         self._context.term()
+
+    def sources(self) -> list[SourceId]:
+        """Those that are followed."""
+        return list(self._sources)
 
     def state(self, source: SourceId) -> SourceState:
         """How far a source's hits can be trusted; one that is not followed is dead."""
@@ -236,6 +291,7 @@ class _SourceFeed:
         complain: Callable[[SourceId, KVEventsError], None],
         taps: Taps,
         suspects: set[SourceId],
+        stream: str = "",
     ) -> None:
         self.index = index
         self._taps = taps
@@ -244,6 +300,8 @@ class _SourceFeed:
         self.lost_since: float | None = time.monotonic()
         self._source = source
         self._model = model
+        self._stream = stream
+        self.shares_stores = False
         self._complain = complain
         self._applied = AppliedEvents()
         self._has_had_lower_tiers = False
@@ -251,6 +309,24 @@ class _SourceFeed:
         self._is_followed = False
         self._subscriber: Subscriber | None = None
         self._task: asyncio.Task[None] | None = None
+
+    def takes(self, saved: SavedSource) -> bool:
+        """Go on from what was saved; False if it is of another stream, or not there any more."""
+        is_same = (saved.model, saved.stream) == (self._model, self._stream)
+        if not is_same or not self.index.holds(self._source):
+            return False
+        self._has_had_lower_tiers = saved.has_had_lower_tiers
+        return True
+
+    def save(self) -> tuple[SavedSource, list[bytes]] | None:
+        assert self._subscriber is not None
+        position = self._subscriber.position()
+        if position is None or self.shares_stores:
+            return None
+        saved = SavedSource(
+            self._model, self._source, self._stream, position, self._has_had_lower_tiers
+        )
+        return saved, list(self.index.export(self._source))
 
     def start(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber

@@ -296,7 +296,7 @@ async def serve(
 
 def _shared_with(member: Member) -> SharedWith:
     start = member.start
-    return SharedWith([member.board], start.workers, start.restarts, start.secret)
+    return SharedWith([member.board], start.workers, start.number, start.restarts, start.secret)
 
 
 def _heed(loop: asyncio.AbstractEventLoop, server: _GuardedServer, member: Member | None) -> None:

@@ -28,7 +28,7 @@ from router.config import RouterConfig
 from router.discovery import CONFIGURATION, ReplicaKeeper, make_providers
 from router.errors import ConfigError, ConfigProblem
 from router.feed import Feed
-from router.index import IndexImplementation, IndexUnavailable, SourceId, choose_index
+from router.index import IndexImplementation, IndexUnavailable, PrefixIndex, SourceId, choose_index
 from router.mirror import ApproximateCaches, Mirror
 from router.observability.collector import CollectedParts, collect
 from router.observability.metrics import RouterMetrics
@@ -65,6 +65,7 @@ from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
 from router.sharing import Sharing
+from router.snapshots import Snapshot, SnapshotKeeper, read_file, restore
 from router.tls import replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
@@ -78,12 +79,18 @@ _RESPONSE_BYTES = 16 * 1024 * 1024
 _RESPONSE_S = 2.0
 
 
+FORGET_RESTORED_AFTER_S = 300.0
+"""What a snapshot says of replicas that nobody has named by then is forgotten."""
+
+
 class SharedWith(NamedTuple):
     """With whom a router shares what it knows, and its limits."""
 
     boards: Sequence[Board] = ()
     workers: int = 1
     """Of one router: limits on requests, bytes and connections are for all of them together."""
+    number: int = 0
+    """Of this worker."""
     worker_restarts: int | None = None
     """Of this worker; None where there is one process."""
     key_secret: bytes | None = None
@@ -186,16 +193,22 @@ class RouterService:
             _patient_timeouts(config),
         )
         self.tokenizer_check = TokenizerCheck(tokenizers.ask)
-        self.models = ModelSet(
-            config.models, tokenizers.ask_one_of, indexes, self._large_work, self._shared.key_secret
-        )
         self.feed = Feed(
-            self.models.index_of,
+            lambda model: self.models.index_of(model),
             _subscriber_options(config),
             _curve_keys(config),
             config.events.curve_server_key,
         )
         self.approximate = _approximate(config, self.feed, self._mirror)
+        snapshot = self._read_snapshot()
+        self.models = ModelSet(
+            config.models,
+            tokenizers.ask_one_of,
+            indexes,
+            self._large_work,
+            self._shared.key_secret,
+            None if snapshot is None else functools.partial(self._restore, snapshot),
+        )
         self.keeper = ReplicaKeeper(self.registry, config.discovery.linger_s)
         self.readiness = Readiness(
             self.admission,
@@ -262,6 +275,21 @@ class RouterService:
             self.entrance,
         )
 
+    def _read_snapshot(self) -> Snapshot | None:
+        """What was known of caches before the start; and what keeps it over the next one."""
+        state = self.config.state
+        self.snapshots: SnapshotKeeper | None = None
+        self._saving: asyncio.Task[None] | None = None
+        if state.directory is None:
+            return None
+        directory = Path(state.directory)
+        if self._shared.number == 0:  # all workers know the same
+            self.snapshots = SnapshotKeeper(self.feed, directory, state.interval_s)
+        return read_file(directory, state.max_age_s)
+
+    def _restore(self, snapshot: Snapshot, model: str, index: PrefixIndex) -> None:
+        restore(snapshot, model, index, self.feed)
+
     def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:
         """What tells the others, and hears them."""
         self.sharing = Sharing(
@@ -298,6 +326,11 @@ class RouterService:
         if self.exchange is not None:
             self._exchanging = asyncio.create_task(self.exchange.run(), name="board")
             self._exchanging.add_done_callback(_report_end)
+        if self.snapshots is not None:
+            self._saving = asyncio.create_task(self.snapshots.run(), name="snapshots")
+        self._forgetting = asyncio.get_running_loop().call_later(
+            FORGET_RESTORED_AFTER_S, self.feed.forget_expected
+        )
         self.keeper.take(CONFIGURATION, self.config.replicas)
         self.keeper.follow_only(make_providers(self.config.discovery, os.environ))
 
@@ -320,6 +353,11 @@ class RouterService:
 
     async def stop(self) -> None:
         """Leave nothing running: no task, thread or socket."""
+        self._forgetting.cancel()
+        if self.snapshots is not None and self._saving is not None:
+            self._saving.cancel()
+            await asyncio.wait([self._saving])
+            await self.snapshots.save()
         if self._exchanging is not None:
             self._exchanging.cancel()
             await asyncio.wait([self._exchanging])
@@ -365,6 +403,7 @@ class RouterService:
             boards=self._shared.boards,
             foreign_prefixes=0 if self.exchange is None else self.sharing.foreign_prefixes,
             worker_restarts=self._shared.worker_restarts,
+            snapshots=self.snapshots,
         )
         return await self.metrics.render(collect(parts))
 

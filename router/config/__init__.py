@@ -11,6 +11,7 @@ The files; each imports only what is listed above it:
     replica.py    one replica
     discovery.py  where more of them come from
     tls.py        certificates
+    state.py      what outlives a restart
     keys.py       who may come in, and what comes with a key
     overload.py   what waits when replicas have no room
     observability.py  logs, metrics, traces
@@ -49,6 +50,7 @@ from router.config.schema import (
     StoreConfig,
     TimeoutsConfig,
 )
+from router.config.state import StateConfig
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "ReplicaTlsConfig",
     "RouterConfig",
     "ServerConfig",
+    "StateConfig",
     "StoreConfig",
     "TimeoutsConfig",
     "TracingConfig",

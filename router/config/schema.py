@@ -36,6 +36,7 @@ from router.config.observability import ObservabilityConfig
 from router.config.overload import OverloadConfig
 from router.config.replica import ReplicaConfig
 from router.config.section import Section
+from router.config.state import StateConfig
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 from router.config.values import (
     PLAIN,
@@ -501,6 +502,7 @@ class RouterConfig(Section, frozen=True):
     events: EventsConfig = EventsConfig()
     approximate: ApproximateConfig = ApproximateConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    state: StateConfig = StateConfig()
     index: IndexChoice = "auto"
     """Which implementation follows the caches."""
 

@@ -19,7 +19,7 @@ from router.index.base import DumpError, PrefixIndex
 VERSION = 6
 
 _MAGIC = b"kvroute index dump"
-_HEAD = struct.Struct(f">{len(_MAGIC)}sH")
+_VERSION = struct.Struct(">H")
 _FRAME = struct.Struct(">QI")
 
 
@@ -29,13 +29,12 @@ def dump(index: PrefixIndex) -> Iterator[bytes]:
     It holds block hashes, keys, and the tokens of runs that wait for their parents: treat it like a
     prompt log. Each source is as it is when its piece is made.
     """
-    yield _HEAD.pack(_MAGIC, VERSION)
-    checksum = 0
+    writer = FrameWriter(_MAGIC, VERSION)
+    yield writer.head
     for record in index.export():
-        checksum = zlib.crc32(record, checksum)
-        yield _FRAME.pack(len(record), checksum)
+        yield writer.framed(record)
         yield record
-    yield _FRAME.pack(0, checksum)
+    yield writer.framed(b"")
 
 
 def load(data: bytes, index: PrefixIndex) -> None:
@@ -48,16 +47,43 @@ def load(data: bytes, index: PrefixIndex) -> None:
         DumpError: The bytes are not a whole, undamaged dump of this version and implementation.
             The index is as before.
     """
-    index.restore(_records(memoryview(data)))
+    index.restore(read_frames(memoryview(data), _MAGIC, VERSION))
 
 
-def _records(data: memoryview) -> Iterator[memoryview]:
-    if len(data) < _HEAD.size or bytes(data[: len(_MAGIC)]) != _MAGIC:
-        raise DumpError(f"index dump of {len(data)} bytes: it must start with {_MAGIC.decode()!r}")
-    _, version = _HEAD.unpack_from(data)
-    if version != VERSION:
-        raise DumpError(f"index dump: version {version} must be {VERSION}")
-    position, checksum, length = _HEAD.size, 0, -1
+class FrameWriter:
+    """Frames records, one after the other.
+
+    Args:
+        magic: What such a file begins with.
+        version: Of what the records say.
+    """
+
+    def __init__(self, magic: bytes, version: int) -> None:
+        self.head = magic + _VERSION.pack(version)
+        self._checksum = 0
+
+    def framed(self, record: bytes) -> bytes:
+        """What stands in front of a record; the empty one is the end."""
+        self._checksum = zlib.crc32(record, self._checksum)
+        return _FRAME.pack(len(record), self._checksum)
+
+
+def read_frames(data: memoryview, magic: bytes, version: int) -> Iterator[memoryview]:
+    """The records that a `FrameWriter` framed.
+
+    Args:
+        data: The whole file.
+        magic: What it must begin with.
+        version: Of what the records say.
+    Raises:
+        DumpError: It is not whole and undamaged, or of another version.
+    """
+    if bytes(data[: len(magic)]) != magic or len(data) < len(magic) + _VERSION.size:
+        raise DumpError(f"index dump of {len(data)} bytes: it must start with {magic.decode()!r}")
+    (found,) = _VERSION.unpack_from(data, len(magic))
+    if found != version:
+        raise DumpError(f"index dump: version {found} must be {version}")
+    position, checksum, length = len(magic) + _VERSION.size, 0, -1
     while length:
         length, expected, position = _frame(data, position)
         record = data[position : position + length]

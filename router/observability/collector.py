@@ -28,6 +28,7 @@ from router.routing.models import ModelSet
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import TokenizerCheck
 from router.routing.stored_responses import StoredResponses
+from router.snapshots import SnapshotKeeper
 from router.tokenize import TokenizationStatistics
 from router.upstream import UpstreamClient
 
@@ -65,6 +66,8 @@ class CollectedParts:
     boards: Sequence[Board] = ()
     foreign_prefixes: int = 0
     """Heard from others, and made with another secret."""
+    snapshots: SnapshotKeeper | None = None
+    """None: the index is not kept over a restart."""
     worker_restarts: int | None = None
     """Of this worker; None where there is one process."""
 
@@ -88,6 +91,7 @@ def collect(parts: CollectedParts) -> Iterator[Metric]:
         tuple(_queue_metrics(parts)),
         tuple(_key_metrics(parts.key_limits)),
         tuple(_board_metrics(parts)),
+        tuple(_snapshot_metrics(parts)),
     )
 
 
@@ -604,6 +608,19 @@ def _board_metrics(parts: CollectedParts) -> Iterator[Metric]:
         "Times that this worker was started again, where there are several.",
         (),
         [] if restarts is None else [((), restarts)],
+    )
+
+
+def _snapshot_metrics(parts: CollectedParts) -> Iterator[Metric]:
+    kept = parts.snapshots
+    for name, text, value in (
+        ("saved", "Snapshots of the index that were written.", kept.saved if kept else 0),
+        ("failed", "Snapshots that could not be written.", kept.failures if kept else 0),
+        ("resumed_sources", "Sources that went on from a snapshot.", parts.feed.resumed),
+    ):
+        yield CounterMetricFamily(f"kvroute_snapshots_{name}", text, value=value)
+    yield _single(
+        "kvroute_snapshot_bytes", "Of the last one written.", kept.saved_bytes if kept else 0
     )
 
 

@@ -84,6 +84,7 @@ class ModelSet:
         indexes: IndexImplementation | None = None,
         large_work: LargeWork | None = None,
         key_secret: bytes | None = None,
+        restore: Callable[[str, PrefixIndex], None] | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
 
@@ -92,6 +93,7 @@ class ModelSet:
             fetch: Asks replicas for token ids, where the router has no tokenizer.
             indexes: Makes the index of each model; None: the default one.
             large_work: Reads the replicas' responses where they are large.
+            restore: Fills the new index of a model with what was known before the start.
             key_secret: Whoever has the same one has the same keys for prefixes; None: nobody has.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
@@ -100,6 +102,7 @@ class ModelSet:
         self._indexes = indexes or choose_index()
         self._large_work = large_work
         self._key_secret = key_secret
+        self._restore = restore
         self._models: dict[str, Model] = {}
         self._names: dict[str, _Meaning] = {}
         problems = [
@@ -158,7 +161,7 @@ class ModelSet:
             self._models[base] = Model(
                 base,
                 Tokenization(remote=self._remote((base,))),
-                index=self._new_index(self._indexes),
+                index=self._new_index(base, self._indexes),
             )
             self._names[base] = _Meaning(base)
         self._names[name] = _Meaning(base, name if parent else None)
@@ -243,7 +246,7 @@ class ModelSet:
             tokenization,
             config.aliases,
             config.layout.to_hints(),
-            self._new_index(indexes),
+            self._new_index(config.name, indexes),
             config.stores,
         )
         for name in (config.name, *config.aliases):
@@ -252,9 +255,12 @@ class ModelSet:
             self._names[adapter] = _Meaning(config.name, adapter)
         return None
 
-    def _new_index(self, indexes: IndexImplementation) -> PrefixIndex:
+    def _new_index(self, model: str, indexes: IndexImplementation) -> PrefixIndex:
         secret = self._key_secret
-        return indexes.create() if secret is None else indexes.create(secret=secret)
+        index = indexes.create() if secret is None else indexes.create(secret=secret)
+        if self._restore is not None:
+            self._restore(model, index)
+        return index
 
     def _remote(self, names: Sequence[str]) -> RemoteTokenizer:
         async def fetch(path: str, body: bytes) -> tuple[int, bytes]:
