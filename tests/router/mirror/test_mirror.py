@@ -11,9 +11,9 @@ import pytest
 from benchmarks.simulation.layouts import TIME_MODEL
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.timeline import Timeline
-from kvevents.events import EventBatch
+from kvevents.events import BlockRemoved, BlockStored, EventBatch
 from kvevents.hashing import HashChain
-from kvevents.layout import KVCacheLayout
+from kvevents.layout import GroupKind, KVCacheGroup, KVCacheLayout
 from kvevents.publisher import announce
 from offload.engine.core.build import EngineConfig
 from offload.engine.core.requests import EngineRequest, SamplingParams, StepOutput
@@ -313,3 +313,164 @@ def test_the_prediction_for_admission_is_right_more_often(preset: str) -> None:
     later = sum(expected == actual for _, expected, actual in engine.predictions)
     assert len(engine.predictions) == 300
     assert later > now
+
+
+# --- what those ahead will evict ------------------------------------------------------------------
+
+WINDOW = KVCacheGroup(GroupKind.SLIDING_WINDOW, 16, sliding_window=64)
+
+
+class Full(Mirrored):
+    """A cache of a known size that holds a prompt; its index hears what it stores.
+
+    Args:
+        layout: Of the cache.
+        capacity: In blocks, of all groups together; None: it does not say.
+    """
+
+    def __init__(self, layout: KVCacheLayout, capacity: int | None) -> None:
+        super().__init__()
+        self.groups = layout.groups
+        announcement = announce(layout)
+        self.index.apply(R0, EventBatch(0.0, (announcement,)))
+        self.begin([0]).ended()
+        self.mirror.outlook("m", R0, capacity)
+
+    def store(self, ids: list[int]) -> None:
+        """All whole blocks of a prompt, in every group."""
+        ends = range(16, len(ids) + 1, 16)
+        hashes = [hash(tuple(ids[:end])) & (1 << 63) - 1 for end in ends]
+        events = [
+            BlockStored(
+                hashes,
+                None,
+                ids[: len(hashes) * 16],
+                "GPU",
+                group,
+                kv_cache_spec_kind=spec.kind.value,
+                kv_cache_spec_sliding_window=spec.sliding_window,
+            )
+            for group, spec in enumerate(self.groups)
+        ]
+        self.index.apply(R0, EventBatch(0.0, events))
+
+    def serve(self, ids: list[int]) -> None:
+        """Compute a prompt, to the end of its response."""
+        visit = self.begin(ids)
+        self.store(ids)
+        visit.first_token()
+        visit.ended()
+
+    def expected(self, ids: list[int]) -> int:
+        prompt = self.prompt(ids)
+        hit = self.index.match_source(prompt, R0).gpu_cached_tokens
+        return self.mirror.expected(R0, prompt, len(ids), hit)
+
+
+NEW = list(range(50_000, 60_000))
+
+
+def test_what_those_ahead_evict_is_the_end_of_what_was_used_longest_ago() -> None:
+    """64 blocks hold a prompt of 62 blocks. 320 tokens ahead take 2 free blocks and 18 of the
+    prompt's end: 44 blocks are left, to a step."""
+    cache = Full(KVCacheLayout.build([FULL]), capacity=64)
+    cache.serve(IDS)
+    assert cache.expected([*IDS, 1, 2, 3]) == 992
+    cache.begin(NEW[:32])
+    assert cache.expected([*IDS, 1, 2, 3]) == 992, "that fits into what is free"
+    cache.begin(NEW[1000:1320])
+    assert 11 * STEP - 3 * STEP <= cache.expected([*IDS, 1, 2, 3]) <= 11 * STEP
+    cache.begin(NEW[2000:3000])
+    assert cache.expected([*IDS, 1, 2, 3]) == 0
+
+
+def test_what_is_computed_of_those_ahead_has_its_blocks_already() -> None:
+    """They are among those that the cache holds now."""
+    cache = Full(KVCacheLayout.build([FULL]), capacity=64)
+    cache.serve(IDS)
+    cache.begin(NEW[:320])
+    before = cache.expected([*IDS, 1])
+    cache.clock.now += 1000.0
+    assert cache.expected([*IDS, 1]) > before
+
+
+def test_what_is_used_last_stays_when_an_older_prompt_makes_room() -> None:
+    """A hit outside of what goes is whole."""
+    cache = Full(KVCacheLayout.build([FULL]), capacity=64)
+    cache.serve(NEW[5000:5500])
+    cache.serve(IDS[:480])
+    cache.begin(NEW[:320])
+    assert cache.expected([*IDS[:480], 1]) == 480
+    assert cache.expected([*NEW[5000:5500], 1]) < 496
+
+
+def test_a_prompt_with_windows_that_loses_its_end_is_reusable_only_up_to_where_another_began() -> (
+    None
+):
+    """Its windows were kept at its end only."""
+    cache = Full(KVCacheLayout.build([FULL, WINDOW]), capacity=128)
+    cache.serve(IDS)
+    assert cache.expected([*IDS, 1]) == 992
+    cache.begin(NEW[:320])
+    assert cache.expected([*IDS, 1]) == 0
+
+
+def test_a_window_within_a_prompt_ahead_is_counted_on_only_while_there_is_room() -> None:
+    """What running requests hold leaves less room; when they end there is more again."""
+    cache = Full(KVCacheLayout.build([FULL, WINDOW]), capacity=160)
+    decoding = cache.begin(NEW[:960])
+    decoding.first_token()
+    cache.begin(IDS[:640])
+    asked = [*IDS[:512], *NEW[9000:9100]]
+    assert cache.expected(asked) == 512, "40 blocks of each group fit beside the 60 of the other"
+    second = cache.begin(NEW[1000:1960])
+    second.first_token()
+    assert cache.expected(asked) == 0, "40 blocks are left, and 80 are needed"
+    second.ended()
+    decoding.ended()
+    assert cache.expected(asked) == 512
+
+
+def test_a_share_of_less_than_a_step_is_none(mirrored: Mirrored) -> None:
+    """Keys are compared, a step at a time; the first of them says whether there is anything."""
+    mirrored.begin(IDS)
+    assert mirrored.in_prefill([*IDS[:STEP], *NEW[:200]]) == {R0: STEP}
+    assert mirrored.in_prefill([*IDS[: STEP - 1], *NEW[:200]]) == {}
+
+
+def test_a_cache_that_was_emptied_in_part_evicts_nothing_before_it_is_full_again() -> None:
+    """Of an engine that does not tell its size, the most blocks that it ever held say it."""
+    cache = Full(KVCacheLayout.build([FULL]), capacity=None)
+    cache.serve(IDS)
+    cache.serve(NEW[:500])
+    assert cache.mirror.outlook("m", R0).eviction_age_s is None, "it has removed nothing yet"
+    gone = [hash(tuple(IDS[:end])) & (1 << 63) - 1 for end in range(16, 1001, 16)]
+    cache.index.apply(R0, EventBatch(0.0, [BlockRemoved(gone, "GPU", 0)]))
+    cache.serve(NEW[1000:1032])
+    assert cache.mirror.outlook("m", R0).eviction_age_s is None, "62 blocks have become free"
+    cache.serve(NEW[2000:2976])
+    assert cache.mirror.outlook("m", R0).eviction_age_s is not None
+
+
+def test_nothing_is_expected_of_a_prompt_ahead_that_shares_nothing(mirrored: Mirrored) -> None:
+    """Also where a hit could be of a single token, for all that is known."""
+    mirrored.begin(IDS)
+    assert mirrored.mirror.expected(R0, mirrored.prompt(NEW[:500]), 500, 0) == 0
+
+
+def test_a_cache_full_of_what_is_running_evicts_what_has_been_idle_for_no_time() -> None:
+    """Nothing there has been used last some time ago."""
+    cache = Full(KVCacheLayout.build([FULL]), capacity=62)
+    running = cache.begin(IDS)
+    cache.store(IDS)
+    running.first_token()
+    assert cache.mirror.outlook("m", R0, 62).eviction_age_s == 0.0
+
+
+def test_a_state_is_counted_on_only_at_the_end_of_the_prompt_that_makes_it() -> None:
+    """A Mamba state within it is not kept."""
+    cache = Full(KVCacheLayout.build([FULL, KVCacheGroup(GroupKind.MAMBA, 16)]), capacity=1000)
+    cache.begin(NEW[:1024])
+    assert cache.in_prefill(NEW[:1100]) == {R0: 1024}
+    assert cache.in_prefill([*NEW[:1000], *IDS]) == {}
+    assert cache.in_prefill(NEW[:1000]) == {}

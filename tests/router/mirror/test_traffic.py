@@ -48,6 +48,15 @@ def test_a_ratio_weighs_long_samples_more_and_old_ones_less() -> None:
     assert ratio.value == pytest.approx(100, rel=0.01)
 
 
+def test_a_sample_fades_to_an_e_th_after_as_many_others() -> None:
+    """What came before the first one counts as one more."""
+    ratio = FadingRatio(1.0, 1.0, 10)
+    for _ in range(10):
+        ratio.add(0.0, 1.0)
+    fresh = sum(math.exp(-age / 10) for age in range(10))
+    assert ratio.value == pytest.approx(math.exp(-1) / (math.exp(-1) + fresh))
+
+
 def test_bins_cover_all_intervals() -> None:
     """An interval falls into the bin that begins at or before it."""
     assert [bin_of(edge) for edge in EDGES] == list(range(BINS))
@@ -126,3 +135,34 @@ def test_only_long_prefills_tell_the_speed() -> None:
         traffic.prefilled(4000, 0.5)
         traffic.prefilled(40, 0.02)
     assert traffic.prefill_tokens_per_s == pytest.approx(8000, rel=0.01)
+
+
+def test_a_prompt_that_comes_back_soon_is_expected_back_for_as_long() -> None:
+    """The time runs from the end of the last use, and is that until the next one."""
+    traffic = ModelTraffic(1_000_000)
+    for number in range(200):
+        keys, now = range(number * 8, number * 8 + 8), number * 1000.0
+        traffic.ended(traffic.began(keys, now), now + 100.0)
+        traffic.ended(traffic.began(keys, now + 110.0), now + 120.0)
+    assert traffic.reuse_probability(1.0) > 0.4
+    assert traffic.reuse_probability(90.0) < 0.1
+
+
+def test_the_first_estimate_waits_for_a_few_requests() -> None:
+    """Of one or two nothing follows; of seventeen something does."""
+    traffic = ModelTraffic(1_000_000)
+    before = traffic.reuse_probability(1.0)
+    for number in range(17):
+        assert traffic.reuse_probability(1.0) == before, number
+        traffic.ended(traffic.began(range(number * 8, number * 8 + 8), number * 100.0), number)
+    assert traffic.reuse_probability(1.0) != before
+
+
+def test_old_observations_count_half_after_a_while() -> None:
+    """What users do changes: half of the weight is that of the last requests."""
+    intervals, idle = ReuseIntervals(), Ownership()
+    intervals.reused(10.0, 8)
+    intervals.halve()
+    intervals.given_up(10.0, 4)
+    intervals.estimate(list(idle.ended()), 0.0)
+    assert 1 - intervals.probability(EDGES[bin_of(10.0)]) == pytest.approx(0.5 * 0.7, abs=0.01)

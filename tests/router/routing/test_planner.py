@@ -13,7 +13,7 @@ import pytest
 from kvevents.events import BlockStored, EventBatch
 from router.config import ReplicaConfig
 from router.index import HashedPrompt, PrefixIndex, SourceId, create_index
-from router.mirror import ApproximateCaches
+from router.mirror import ApproximateCaches, Mirror
 from router.replicas import EventSource, Replica
 from router.replicas.engine_load import EngineLoad, EngineRankLoad
 from router.replicas.health import HealthRecord
@@ -41,7 +41,7 @@ R0 = SourceId("r0")
 class Planning:
     """A planner with its real parts; only the clock stands still, and losses are set by hand."""
 
-    def __init__(self, policy: str = "prefix") -> None:
+    def __init__(self, policy: str = "prefix", mirror: Mirror | None = None) -> None:
         self.index: PrefixIndex = create_index()
         self.load = LoadTracker()
         self.suspects: set[SourceId] = set()
@@ -52,6 +52,7 @@ class Planning:
             self.suspects,
             clock=lambda: 0.0,
             random=Random(4),
+            mirror=mirror,
         )
 
     def store(
@@ -265,6 +266,19 @@ def test_what_was_sent_to_a_replica_is_forgotten_with_it(planning: Planning) -> 
     assert planning.only(prompts, two).recent_tokens == 256
     planning.planner.forget("r0")
     assert planning.only(prompts, two).recent_tokens == 0
+
+
+def test_what_a_replica_was_computing_is_forgotten_with_it_in_the_mirror_too() -> None:
+    """A prompt behind another that died with its replica will not find it cached there; of several
+    prompts nothing is expected but what is cached now."""
+    planning = Planning(mirror=Mirror(clock=lambda: 0.0))
+    prompts = planning.prompts(IDS)
+    began = planning.only(prompts, replica())
+    planning.planner.visit("m", planning.index, prompts, R0, len(IDS), began)
+    assert planning.planner.expected(prompts, R0, len(IDS), 0) == 255
+    assert planning.planner.expected([*prompts, *prompts], R0, 2 * len(IDS), 16) == 16
+    planning.planner.forget("r0")
+    assert planning.planner.expected(prompts, R0, len(IDS), 0) == 0
 
 
 def test_the_prompts_of_a_request_are_remembered_where_it_goes(planning: Planning) -> None:

@@ -3,7 +3,7 @@ memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import pytest
 from hypothesis import given
@@ -24,6 +24,8 @@ def chain(*tokens: str) -> list[int]:
 def test_a_prompt_is_found_where_it_was_sent() -> None:
     """The second of two equal prompts must know where the first one went."""
     recent = RecentPrefixes(ttl_s=5)
+    before = recent.statistics()
+    assert set(astuple(before)) == {0}
     recent.remember(A, chain("x", "y", "z"), now=0)
     assert recent.match(chain("x", "y", "z"), STEP, now=1) == {A: 48}
 

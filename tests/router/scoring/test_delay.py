@@ -104,6 +104,21 @@ def test_an_estimated_hit_counts_in_part() -> None:
     assert best(candidate("a", 2000, approximate_trust=0.9), candidate("b", 1500)) == "a"
 
 
+def test_the_last_token_is_computed_also_of_a_prompt_that_is_all_cached() -> None:
+    """An engine computes it to have something to go on from, also where an equal prompt was just
+    sent."""
+    for sent in (3999, 4000, 5000):
+        found = candidate("a", recent_tokens=sent)
+        assert delays_of(4000, found, SPEED, Weights()).own == 1
+
+
+def test_requests_that_the_router_did_not_send_are_work_ahead() -> None:
+    """Each counts for what an average one is taken to be."""
+    weights = Weights(foreign_request=700.0, waiting_request=900.0)
+    load = {"foreign_requests": 3, "waiting_requests": 2}
+    assert delays_of(4000, candidate("a", load=load), SPEED, weights).ahead == 3 * 700 + 2 * 900
+
+
 def test_a_suspect_hit_counts_in_part() -> None:
     """Events were lost: perhaps it is gone."""
     assert best(candidate("a", 2000, suspect=True), candidate("b", 1500)) == "b"
