@@ -80,6 +80,7 @@ class Gateway:
         self._trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"
+        self._scheme_header = (b"x-forwarded-proto", self._scheme)
         self._dropped = _dropped_headers(server, guard)
         self.logs_access = logs_access
         self.tracer = tracer
@@ -207,12 +208,14 @@ class Gateway:
     def _forwarded(self, exchange: Exchange) -> list[Header]:
         """Who asks; what a client says of that itself goes on only from a trusted proxy."""
         peer = exchange.client
-        is_trusted = self._trusts_proxies and peer in self._trusted_proxies
-        given = exchange.headers if is_trusted else ()
+        last_hop = peer.encode("ascii", "replace")
+        if not self._trusts_proxies or peer not in self._trusted_proxies:
+            return [(b"x-forwarded-for", last_hop), self._scheme_header]
+        given = exchange.headers
         # Lines of one name are the same as commas in one (RFC 9110, 5.3).
         hops = [value for name, value in given if name == b"x-forwarded-for" and value]
-        chain = b", ".join([*hops, peer.encode("ascii", "replace")])
         proto = dict(given).get(b"x-forwarded-proto", self._scheme)
+        chain = b", ".join([*hops, last_hop])
         return [(b"x-forwarded-for", chain), (b"x-forwarded-proto", proto)]
 
 

@@ -343,7 +343,9 @@ class RequestObserver(ProxyObserver):
 
 def _logged(decision: Decision, path: str, request_id: str, trace_id: str | None) -> RoutedRequest:
     """The request as the log shows it before it is sent."""
-    unknown = (prompt.reason for prompt in decision.tokenized if prompt.reason is not None)
+    unknown = None
+    for prompt in decision.tokenized:
+        unknown = unknown or prompt.reason
     return RoutedRequest(
         request_id=request_id,
         path=path,
@@ -351,6 +353,6 @@ def _logged(decision: Decision, path: str, request_id: str, trace_id: str | None
         policy=decision.policy,
         stream=decision.spec is not None and decision.spec.stream,
         prompt_tokens=decision.prompt_tokens,
-        unknown=next(unknown, None),
+        unknown=unknown,
         trace_id=trace_id,
     )

@@ -259,7 +259,9 @@ class QuietMoments:
             replica_id: Where.
             now: Seconds.
         """
-        requests = self._replicas.setdefault(replica_id, _Requests())
+        requests = self._replicas.get(replica_id)
+        if requests is None:
+            requests = self._replicas[replica_id] = _Requests()
         requests.under_way += 1
         requests.begun += 1
         is_alone = requests.under_way == 1 and now - requests.ended_at >= self._quiet_s

@@ -206,42 +206,32 @@ class LoadTracker:
 
     # What an `InFlight` does to the sums.
 
-    def add(
-        self, replica_id: str, requests: int, prefill_tokens: int, dp_rank: int | None = None
-    ) -> None:
-        """Add to what is in prefill.
-
-        Args:
-            replica_id: Where.
-            requests: 1 or -1.
-            prefill_tokens: Their uncached prompt tokens; of the same sign.
-            dp_rank: At which of its ranks, if that is known.
-        """
-        for place in _places(replica_id, dp_rank):
-            load = self._load_at(place)
-            load.prefilling_requests += requests
-            load.prefill_tokens += prefill_tokens
-            self._drop_if_empty(place, load)
-
-    def add_decoding(
-        self, replica_id: str, requests: int, context_tokens: int, dp_rank: int | None = None
+    def enter(
+        self, replica_id: str, prefill_tokens: int, dp_rank: int | None = None
     ) -> tuple[ReplicaLoad, ...]:
-        """Add to what is in decode. Returns the sums, which stand until the request leaves them.
+        """Add a request to what is in prefill. Returns the sums that it is in; they stand until
+        `leave`.
 
         Args:
             replica_id: Where.
-            requests: 1 or -1.
-            context_tokens: Of the same sign.
+            prefill_tokens: Its uncached prompt tokens.
             dp_rank: At which of its ranks, if that is known.
         """
-        found = []
+        loads = tuple([self._load_at(place) for place in _places(replica_id, dp_rank)])
+        for load in loads:
+            load.prefilling_requests += 1
+            load.prefill_tokens += prefill_tokens
+        return loads
+
+    def leave(self, replica_id: str, dp_rank: int | None = None) -> None:
+        """A request has taken back what it added.
+
+        Args:
+            replica_id: Where.
+            dp_rank: At which of its ranks, if that is known.
+        """
         for place in _places(replica_id, dp_rank):
-            load = self._load_at(place)
-            load.decoding_requests += requests
-            load.context_tokens += context_tokens
-            self._drop_if_empty(place, load)
-            found.append(load)
-        return tuple(found)
+            self._drop_if_empty(place, self._loads[place])
 
     def count_retried(self) -> None:
         """A request moved to another replica."""
@@ -302,8 +292,8 @@ class InFlight:
 
     __slots__ = (
         "_context_tokens",
-        "_decoding",
         "_dp_rank",
+        "_loads",
         "_phase",
         "_prompt_tokens",
         "_tracker",
@@ -333,12 +323,13 @@ class InFlight:
         """The first byte of the response has arrived: its prefill is done."""
         if self._phase is not _Phase.PREFILL:
             return
-        self._leave()
         self._phase = _Phase.DECODE
         self._context_tokens = self._prompt_tokens
-        self._decoding = self._tracker.add_decoding(
-            self.replica_id, 1, self._context_tokens, self._dp_rank
-        )
+        for load in self._loads:
+            load.prefilling_requests -= 1
+            load.prefill_tokens -= self._uncached_tokens
+            load.decoding_requests += 1
+            load.context_tokens += self._context_tokens
         if self._visit is not None:
             self._visit.first_token()
 
@@ -346,7 +337,7 @@ class InFlight:
         """The response grew by about *tokens*, and so did its context."""
         if self._phase is _Phase.DECODE and tokens > 0:
             self._context_tokens += tokens
-            for load in self._decoding:
+            for load in self._loads:
                 load.context_tokens += tokens
 
     def retried(
@@ -399,11 +390,15 @@ class InFlight:
         self._phase = _Phase.PREFILL
         self._uncached_tokens = uncached_tokens
         self._context_tokens = 0
-        self._tracker.add(self.replica_id, 1, uncached_tokens, self._dp_rank)
+        self._loads = self._tracker.enter(self.replica_id, uncached_tokens, self._dp_rank)
 
     def _leave(self) -> None:
         """Take back what this request added to the sums."""
-        if self._phase is _Phase.PREFILL:
-            self._tracker.add(self.replica_id, -1, -self._uncached_tokens, self._dp_rank)
-        elif self._phase is _Phase.DECODE:
-            self._tracker.add_decoding(self.replica_id, -1, -self._context_tokens, self._dp_rank)
+        for load in self._loads:
+            if self._phase is _Phase.PREFILL:
+                load.prefilling_requests -= 1
+                load.prefill_tokens -= self._uncached_tokens
+            else:
+                load.decoding_requests -= 1
+                load.context_tokens -= self._context_tokens
+        self._tracker.leave(self.replica_id, self._dp_rank)
