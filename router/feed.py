@@ -152,9 +152,6 @@ class Feed:
         stream = repr((endpoint, replay_endpoint, topic, hints))
         feed = _SourceFeed(source, model, index, self._complain, self.taps, self.suspects, stream)
         feed.shares_stores = hints is not None and bool(hints.stores)
-        key = server_key or self._server_key
-        curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
-        sockets = replace(self._options.socket, allows=allows, curve=curve)
         resume = self._resume(source, feed) if replay_endpoint else None
         subscriber = Subscriber(
             endpoint,
@@ -162,7 +159,7 @@ class Feed:
             replay_endpoint=replay_endpoint,
             snapshot_endpoint=snapshot_endpoint,
             topic=topic,
-            options=replace(self._options, socket=sockets),
+            options=self._options_of(allows, server_key),
             context=self._context,
             pacer=self._pacer,
             resume=resume,
@@ -171,6 +168,15 @@ class Feed:
             index.add(source, hints)
         feed.start(subscriber)
         self._sources[source] = feed
+
+    def _options_of(
+        self, allows: Callable[[str], bool] | None, server_key: str | None
+    ) -> SubscriberOptions:
+        """One source's."""
+        key = server_key or self._server_key
+        curve = CurveClient(self._keys, key.encode()) if key and self._keys else None
+        sockets = replace(self._options.socket, allows=allows, curve=curve)
+        return replace(self._options, socket=sockets)
 
     # --- over a restart ---------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
 from router.sharing import Sharing
-from router.snapshots import Snapshot, SnapshotKeeper, read_file, restore
+from router.snapshots import IndexSnapshot, SnapshotKeeper, read_file, restore
 from router.tls import replica_certificate
 from router.tokenize import LargeWork
 from router.upstream import PoolLimits, ResponseTooLarge, Timeouts, UpstreamClient, UpstreamError
@@ -275,7 +275,7 @@ class RouterService:
             self.entrance,
         )
 
-    def _read_snapshot(self) -> Snapshot | None:
+    def _read_snapshot(self) -> IndexSnapshot | None:
         """What was known of caches before the start; and what keeps it over the next one."""
         state = self.config.state
         self.snapshots: SnapshotKeeper | None = None
@@ -287,7 +287,7 @@ class RouterService:
             self.snapshots = SnapshotKeeper(self.feed, directory, state.interval_s)
         return read_file(directory, state.max_age_s)
 
-    def _restore(self, snapshot: Snapshot, model: str, index: PrefixIndex) -> None:
+    def _restore(self, snapshot: IndexSnapshot, model: str, index: PrefixIndex) -> None:
         restore(snapshot, model, index, self.feed)
 
     def _make_exchange(self, planner: RoutePlanner) -> BoardExchange:

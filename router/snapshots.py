@@ -34,7 +34,7 @@ FILE_NAME = "index.snapshot"
 _MAGIC = b"kvroute snapshot"
 
 
-class SnapshotHead(msgspec.Struct, frozen=True, tag=True):
+class SavedHead(msgspec.Struct, frozen=True, tag=True):
     """The first record."""
 
     saved_at: float
@@ -54,7 +54,7 @@ class SnapshotError(RouterError):
     """There is no snapshot that is of use."""
 
 
-class Snapshot(NamedTuple):
+class IndexSnapshot(NamedTuple):
     """One that was read."""
 
     age_s: float
@@ -101,7 +101,7 @@ async def frames_of(feed: Feed) -> list[bytes]:
     """A snapshot of all sources that are whole, in pieces to be written one after the other. Other
     work goes on between two sources."""
     writer = FrameWriter(_MAGIC, VERSION)
-    head = msgspec.msgpack.encode(SnapshotHead(time.time(), fingerprint_seed() or 0))
+    head = msgspec.msgpack.encode(SavedHead(time.time(), fingerprint_seed() or 0))
     pieces = [writer.head, writer.framed(head), head]
     for source in feed.sources():
         record = _record_of(feed, source)
@@ -141,7 +141,7 @@ def write(pieces: list[bytes], directory: Path) -> int:
     return sum(map(len, pieces))
 
 
-def read(data: bytes, max_age_s: float, now: float) -> Snapshot:
+def read(data: bytes, max_age_s: float, now: float) -> IndexSnapshot:
     """The snapshot behind the bytes of one.
 
     Args:
@@ -154,7 +154,7 @@ def read(data: bytes, max_age_s: float, now: float) -> Snapshot:
     """
     records: Iterator[memoryview] = read_frames(memoryview(data), _MAGIC, VERSION)
     try:
-        head = msgspec.msgpack.decode(next(records, b""), type=SnapshotHead)
+        head = msgspec.msgpack.decode(next(records, b""), type=SavedHead)
         found = [msgspec.msgpack.decode(record, type=SnapshotSource) for record in records]
     except msgspec.MsgspecError as error:
         raise DumpError(f"snapshot: a record is none of version {VERSION}") from error
@@ -165,10 +165,10 @@ def read(data: bytes, max_age_s: float, now: float) -> Snapshot:
     for each in found:
         sources.setdefault(each.saved.model, []).append(each)
     use_fingerprint_seed(head.seed)
-    return Snapshot(age_s, sources)
+    return IndexSnapshot(age_s, sources)
 
 
-def read_file(directory: Path, max_age_s: float) -> Snapshot | None:
+def read_file(directory: Path, max_age_s: float) -> IndexSnapshot | None:
     """The snapshot in a directory; None, with the reason in the log, where there is none of use.
     To be called before any stream is followed.
 
@@ -192,7 +192,7 @@ def read_file(directory: Path, max_age_s: float) -> Snapshot | None:
     return found
 
 
-def restore(snapshot: Snapshot, model: str, index: PrefixIndex, feed: Feed) -> None:
+def restore(snapshot: IndexSnapshot, model: str, index: PrefixIndex, feed: Feed) -> None:
     """Fill the new index of a model; the log says if its part is of no use.
 
     Args:
