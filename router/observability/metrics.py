@@ -194,6 +194,11 @@ _COUNTERS = {
         "requests.",
         ("model", "tier"),
     ),
+    "compared": _Spec(
+        "kvroute_compared_prompt_tokens",
+        "Prompt tokens of the same requests.",
+        ("model", "replica"),
+    ),
     "actual": _Spec(
         "kvroute_actual_cached_tokens",
         "Prompt tokens the engine reported as cached, over the same requests.",
@@ -323,6 +328,7 @@ class RouterMetrics:
     unretried: WrittenCounter
     predicted: WrittenCounter
     lower_tiers: WrittenCounter
+    compared: WrittenCounter
     actual: WrittenCounter
     predictions: WrittenCounter
     expected: WrittenCounter
@@ -436,7 +442,9 @@ class ServedMetrics:
         self._first_byte: HistogramSeries | None = None
         self._total: HistogramSeries | None = None
         self._requests: dict[tuple[str, int | None], CounterSeries] = {}
-        self._compared: tuple[CounterSeries, CounterSeries, HistogramSeries] | None = None
+        self._compared: (
+            tuple[CounterSeries, CounterSeries, CounterSeries, HistogramSeries] | None
+        ) = None
 
     def began(self, seconds: float) -> None:
         """A response has begun, so long after its request arrived."""
@@ -461,13 +469,20 @@ class ServedMetrics:
             self._total = self._metrics.total.labels(self._model)
         self._total.observe(seconds)
 
-    def compare(self, predicted: int, actual: int, by_tier: Iterable[tuple[str, int]] = ()) -> None:
+    def compare(
+        self,
+        predicted: int,
+        actual: int,
+        by_tier: Iterable[tuple[str, int]] = (),
+        prompt_tokens: int = 0,
+    ) -> None:
         """Compare a prediction with what the engine reported.
 
         Args:
             predicted: Prompt tokens the router predicted to be cached there.
             actual: Prompt tokens the engine reported as cached.
             by_tier: Of those predicted, what each lower tier or shared store has.
+            prompt_tokens: The whole prompt.
         """
         metrics, model, replica = self._metrics, self._model, self._replica
         for tier, tokens in by_tier:
@@ -476,9 +491,11 @@ class ServedMetrics:
             self._compared = (
                 metrics.predicted.labels(model, replica),
                 metrics.actual.labels(model, replica),
+                metrics.compared.labels(model, replica),
                 metrics.prediction_error.labels(model),
             )
-        predicted_tokens, actual_tokens, errors = self._compared
+        predicted_tokens, actual_tokens, prompts, errors = self._compared
+        prompts.inc(prompt_tokens)
         predicted_tokens.inc(predicted)
         actual_tokens.inc(actual)
         errors.observe(abs(predicted - actual))

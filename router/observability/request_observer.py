@@ -299,7 +299,8 @@ class RequestObserver(ProxyObserver):
             if candidate.is_approximate:
                 served.compare_approximate(self.request.cached_tokens, actual)
                 return
-            served.compare(self.request.cached_tokens, actual, self.request.by_tier)
+            request = self.request
+            served.compare(request.cached_tokens, actual, request.by_tier, request.prompt_tokens)
             if self.request.expected_tokens is not None:
                 served.compare_expected(self.request.expected_tokens, actual)
         source = self._decision.certain_source_of(candidate)

@@ -66,8 +66,17 @@ def succeeds(*command: str, cwd: Path = ROOT) -> str:
 # --- PromQL ---------------------------------------------------------------------------------------
 
 
-def alerts() -> list[dict[str, Any]]:
+def rules() -> list[dict[str, Any]]:
     return [rule for group in load(PROMETHEUS / "alerts.yml")["groups"] for rule in group["rules"]]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def recordings() -> dict[str, str]:
+    """Names and expressions of what is recorded."""
+    return {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
 
 
 def dashboard() -> Any:
@@ -83,6 +92,8 @@ def expressions() -> Iterator[tuple[str, str]]:
     """Place and text of every expression; those of the dashboard with its variables."""
     for rule in alerts():
         yield f"alert {rule['alert']}", rule["expr"]
+    for name, expression in recordings().items():
+        yield f"recording {name}", expression
     for panel in panels():
         for target in panel["targets"]:
             yield f"panel {panel['title']!r} {target['refId']}", target["expr"]

@@ -56,9 +56,10 @@ def test_panels_have_ids_of_their_own_and_do_not_cover_each_other() -> None:
 
 
 def test_rows_are_in_the_order_of_their_places() -> None:
-    """What is wrong now comes first."""
+    """What is wrong now comes first, then the questions that a person on call asks, in turn."""
     rows = [panel for panel in dashboard()["panels"] if panel["type"] == "row"]
-    assert rows[0]["title"] == "Now"
+    questions = "Is it up?", "Is it fast?", "Does it reuse?", "Is it right?"
+    assert [row["title"] for row in rows[:5]] == ["Now", *questions]
     assert all(before["gridPos"]["y"] < after["gridPos"]["y"] for before, after in pairwise(rows))
 
 

@@ -25,6 +25,7 @@ from tests.deploy.files import (
     dashboard,
     expressions,
     panels,
+    recordings,
     succeeds,
     tool,
     without_variables,
@@ -40,6 +41,8 @@ VALUES = {
     ("kvroute_rejected_requests_total", "code"): {
         error.code for error in vars(errors).values() if hasattr(error, "code")
     },
+    ("kvroute_requests_total", "status"): {"5.."},
+    ("kvroute_time_to_first_byte_seconds_bucket", "le"): {"5.0"},
 }
 """Values that the router of these tests is not brought to show: by metric and label."""
 ADDED_BY_PROMETHEUS = {"job", "instance"}
@@ -134,6 +137,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def labels_of(samples: dict[str, list[dict[str, str]]], metric: str) -> set[str]:
+    if metric in recordings():
+        return asked_by(recordings()[metric]).grouping
     return ADDED_BY_PROMETHEUS | {label for sample in samples.get(metric, []) for label in sample}
 
 
@@ -161,7 +166,7 @@ def test_every_metric_and_label_exists(
     """An alert on a name that no longer exists silently never fires."""
     asked = asked_by(expression)
     assert asked.metrics, place
-    assert asked.metrics <= set(samples) | OF_PROMETHEUS, place
+    assert asked.metrics <= set(samples) | OF_PROMETHEUS | recordings().keys(), place
     for metric, label, _ in asked.matchers:
         assert label in labels_of(samples, metric), f"{place}: {metric} has no label {label}"
     assert asked.grouping <= set().union(
