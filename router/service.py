@@ -63,6 +63,7 @@ from router.routing.planner import RoutePlanner
 from router.routing.recent_prefixes import RecentPrefixes
 from router.routing.replica_tokenizers import ReplicaTokenizers, TokenizerCheck
 from router.routing.stored_responses import StoredResponses
+from router.routing.versions import Versions
 from router.scoring import LEAST_DELAY, PolicySettings, make_policy
 from router.sharing import Sharing
 from router.snapshots import IndexSnapshot, SnapshotKeeper, read_file, restore
@@ -208,6 +209,7 @@ class RouterService:
             self._large_work,
             self._shared.key_secret,
             None if snapshot is None else functools.partial(self._restore, snapshot),
+            Versions(config.versioned_models),
         )
         self.keeper = ReplicaKeeper(self.registry, config.discovery.linger_s)
         self.readiness = Readiness(

@@ -16,6 +16,7 @@ The files; each imports only what is listed above it:
     overload.py   what waits when replicas have no room
     observability.py  logs, metrics, traces
     approximate.py  what stands in for event streams that are not there
+    versions.py   names that stand for several versions of a model
     schema.py     everything else, and the rules between its values
 """
 
@@ -52,6 +53,7 @@ from router.config.schema import (
 )
 from router.config.state import StateConfig
 from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
+from router.config.versions import VersionConfig, VersionedModelConfig
 
 __all__ = [
     "ClientKeyConfig",
@@ -79,6 +81,8 @@ __all__ = [
     "StoreConfig",
     "TimeoutsConfig",
     "TracingConfig",
+    "VersionConfig",
+    "VersionedModelConfig",
     "key_bytes",
     "read_replica",
     "read_replicas",

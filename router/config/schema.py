@@ -60,6 +60,7 @@ from router.config.values import (
     UrlPath,
     Window,
 )
+from router.config.versions import VersionedModelConfig
 from router.errors import ConfigError, ConfigProblem
 from router.index import IndexChoice, LayoutHints, StoreHint, TierHint
 from router.scoring.policies import BUILT_IN
@@ -494,6 +495,7 @@ class RouterConfig(Section, frozen=True):
 
     server: ServerConfig = ServerConfig()
     models: Items[ModelConfig] = ()
+    versioned_models: Items[VersionedModelConfig] = ()
     replicas: Items[ReplicaConfig] = ()
     discovery: DiscoveryConfig = DiscoveryConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -611,9 +613,12 @@ def _across(data: object, context: dict[str, Any]) -> Iterator[ConfigProblem]:
     does not hide that two others share an id."""
     models = list(_valid(ModelConfig, data, "models", context))
     replicas = list(_valid(ReplicaConfig, data, "replicas", context))
-    yield from _repeated(
-        [(f"{path}.{place}", name) for path, model in models for place, name in _name_places(model)]
-    )
+    versioned = list(_valid(VersionedModelConfig, data, "versioned_models", context))
+    names = [
+        (f"{path}.{place}", name) for path, model in models for place, name in _name_places(model)
+    ]
+    yield from _repeated([*names, *((f"{path}.name", each.name) for path, each in versioned)])
+    yield from _nested(versioned)
     yield from _repeated([(f"{path}.id", replica.replica_id) for path, replica in replicas])
     yield from _repeated([(f"{path}.url", str(replica.origin)) for path, replica in replicas])
     known = {name for _, model in models for name in model.names}
@@ -629,6 +634,16 @@ def _valid(
     for index, item in enumerate(items if isinstance(items, list) else ()):
         with suppress(ValidationError):
             yield f"{key}[{index}]", kind.model_validate(item, context=context)
+
+
+def _nested(versioned: Sequence[tuple[str, VersionedModelConfig]]) -> Iterator[ConfigProblem]:
+    names = {each.name for _, each in versioned}
+    for path, each in versioned:
+        for index, version in enumerate(each.versions):
+            if version.model in names:
+                rule = "must be a model that replicas serve, not another versioned name"
+                place = f"{path}.versions[{index}].model"
+                yield ConfigProblem(place, f"{version.model!r}; {rule}")
 
 
 def _unknown_models(

@@ -235,6 +235,7 @@ def _add_route(app: FastAPI, parts: ApiParts, sees_hits: Access) -> None:
             decision = await parts.dispatcher.dispatch(
                 *(Endpoint.ROUTE, content, session, encoding_of(headers)),
                 salt=tenant_salt(request.state.key, "/route"),
+                headers=headers,
             )
         parts.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
         decision.require_replica()
@@ -255,7 +256,8 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
     async def models(request: Request) -> Response:
         names = parts.models.names()
         allowed = {name: names[name] for name in names if _may_use(request, name)}
-        return _json(model_list(allowed, parts.healthy()))
+        healthy = parts.healthy()
+        return _json(model_list(allowed, lambda name: parts.models.serving(name, healthy)))
 
     @app.get(
         "/v1/models/{name:path}",
@@ -268,7 +270,7 @@ def _add_models(app: FastAPI, parts: ApiParts, client: Access) -> None:
         ),
     )
     async def model(request: Request, name: str) -> Response:
-        serving = [replica for replica in parts.healthy() if replica.serves(name)]
+        serving = parts.models.serving(name, parts.healthy())
         names = parts.models.names()
         if name not in names or not serving or not _may_use(request, name):
             raise UnknownModel(name)

@@ -123,6 +123,28 @@ def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
         body: The whole form.
         name: The field.
     """
+    span = _field_span(content_type, body, name)
+    if span is None:
+        return None
+    start, end = span
+    return body[start : min(end, start + _MAX_FIELD_BYTES)].decode("utf-8", "replace").strip()
+
+
+def with_form_field(content_type: bytes, name: bytes, body: bytes, value: str) -> bytes:
+    """A form with another value of one field; all other bytes stay. The form itself if it has none.
+
+    Args:
+        content_type: As for `form_field`.
+        name: The field.
+        body: The whole form.
+        value: Without line ends.
+    """
+    span = _field_span(content_type, body, name)
+    return body if span is None else body[: span[0]] + value.encode() + body[span[1] :]
+
+
+def _field_span(content_type: bytes, body: bytes, name: bytes) -> tuple[int, int] | None:
+    """Where the value of a field begins and ends."""
     found = _BOUNDARY.search(content_type)
     if found is None:
         return None
@@ -138,8 +160,7 @@ def form_field(content_type: bytes, body: bytes, name: bytes) -> str | None:
         disposition = _FIELD_NAME.search(body[start:head_end])
         at = _find(body, b"\r\n" + delimiter, head_end + 2)
         if disposition is not None and (disposition[1] or disposition[2]) == name and at >= 0:
-            value = body[head_end + 4 : min(at, head_end + 4 + _MAX_FIELD_BYTES)]
-            return value.decode("utf-8", "replace").strip()
+            return head_end + 4, at
         at += 2 if at >= 0 else 0
     return None
 

@@ -14,7 +14,7 @@ from router.config import ServerConfig
 from router.errors import BadRequest, BodyTooLarge, Overloaded, RequestError, is_out_of_memory
 from router.http.access import KEY_HEADERS, Guard, Key
 from router.http.access_log import AccessLine
-from router.http.bodies import announced_bytes, form_field, is_form, is_object
+from router.http.bodies import announced_bytes, form_field, is_form, is_object, with_form_field
 from router.http.networks import Networks
 from router.http.proxied_paths import (
     ProxiedPath,
@@ -140,6 +140,7 @@ class Gateway:
             session.decode("latin-1") if session else None,
             dp_rank=_rank(headers) if self.server.trust_client_rank else None,
             salt=salt,
+            headers=headers,
         )
 
     async def _decide_by_load(
@@ -159,14 +160,22 @@ class Gateway:
                 rule = "with this key, a form must begin with its boundary: no salt is added to it"
                 raise BadRequest("$", f"{len(body)} bytes", rule)
             model = await asyncio.to_thread(form_field, content_type, body, b"model")
-            return self.dispatcher.dispatch_by_load(model, body, needs_model=needs_model)
+            return self.dispatcher.dispatch_by_load(
+                model,
+                body,
+                needs_model=needs_model,
+                headers=headers,
+                rename=functools.partial(with_form_field, content_type, b"model"),
+            )
         if path.routed_by is RoutedBy.ANY and not is_object(body):
             if salt is not None and body.strip():
                 # Python's JSON reads UTF-16 as well, so an engine might find a prompt in it.
                 rule = "with this key, it must be a JSON object: a salt is added to it"
                 raise BadRequest("$", f"{len(body)} bytes", rule)
             return self.dispatcher.dispatch_by_load(None, body, needs_model=False)
-        return await self.dispatcher.dispatch(None, body, needs_model=needs_model, salt=salt)
+        return await self.dispatcher.dispatch(
+            None, body, needs_model=needs_model, salt=salt, headers=headers
+        )
 
     def run(self, deciding: Coroutine[Any, Any, Decision]) -> asyncio.Task[Decision]:
         """Decide in a task, which is kept until its end."""

@@ -275,6 +275,7 @@ _PASSED_ON = (
 _PROXY_HEADERS = {
     "x-kv-replica": "The replica that responded.",
     "x-kv-hit-tokens": "Prompt tokens predicted to be cached there.",
+    "x-kv-model": "What the model is called there, where the client called it otherwise.",
     "x-kv-hit-approximate": "`true` where that is an estimate, without events of the replica.",
     "x-request-id": "The client's, or a new one.",
 }

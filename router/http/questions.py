@@ -91,6 +91,7 @@ class RouteQuestion(Passage):
             session.decode("latin-1") if session else None,
             encoding=self._encoding,
             salt=self._salt,
+            headers=self._headers,
         )
 
     @override

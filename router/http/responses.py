@@ -204,17 +204,19 @@ def _hit(candidate: Candidate) -> HitView:
     )
 
 
-def model_list(names: Mapping[str, str | None], healthy: Sequence[Replica]) -> dict[str, Any]:
+def model_list(
+    names: Mapping[str, str | None], serving_of: Callable[[str], Sequence[Replica]]
+) -> dict[str, Any]:
     """The models that clients may ask for: a `ModelList` whose entries keep all that engines say.
 
     Args:
         names: Every known model and adapter, with the model that an adapter is for.
-        healthy: Those whose models are listed.
+        serving_of: The healthy replicas that can take requests for a name.
     """
     entries = [
         model_entry(name, parent, serving)
         for name, parent in sorted(names.items())
-        if (serving := [replica for replica in healthy if replica.serves(name)])
+        if (serving := serving_of(name))
     ]
     return {"object": "list", "data": entries}
 
@@ -228,7 +230,7 @@ def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> di
         serving: The healthy replicas that serve it.
     """
     entry = ModelEntry(id=name, created=int(time.time()), root=parent or name, parent=parent)
-    said = [replica.model_entries.get(name, {}) for replica in serving]
+    said = [_entry_of(name, replica) for replica in serving]
     lengths = [length for one in said if type(length := one.get("max_model_len")) is int]
     found = {**msgspec.to_builtins(entry), **(said[0] if said else {})}
     found |= {"id": name, "parent": parent}
@@ -236,6 +238,19 @@ def model_entry(name: str, parent: str | None, serving: Sequence[Replica]) -> di
         # A client must not send more than the replica that its request may go to takes.
         found["max_model_len"] = min(lengths)
     return found
+
+
+def _entry_of(name: str, replica: Replica) -> dict[str, Any]:
+    """What a replica says of a model; where it has another name for it, how much that takes."""
+    found = replica.model_entries.get(name)
+    if found is not None:
+        return found
+    lengths = [
+        length
+        for other in replica.served.models
+        if type(length := replica.model_entries.get(other, {}).get("max_model_len")) is int
+    ]
+    return {"max_model_len": min(lengths)} if lengths else {}
 
 
 # --- requests -------------------------------------------------------------------------------------

@@ -236,6 +236,11 @@ _COUNTERS = {
         "Prompt tokens the engine reported as cached, over these requests.",
         ("model", "replica"),
     ),
+    "versions": _Spec(
+        "kvroute_versioned_requests",
+        "Requests for a name that stands for several models, by that name and the model chosen.",
+        ("requested", "model"),
+    ),
     "bad_requests": _Spec(
         "kvroute_rejected_requests",
         "Requests the router itself refused, by error code.",
@@ -336,6 +341,7 @@ class RouterMetrics:
     approximate: WrittenCounter
     approximate_predicted: WrittenCounter
     approximate_actual: WrittenCounter
+    versions: WrittenCounter
     bad_requests: WrittenCounter
     wrong_keys: WrittenCounter
     queue_refusals: WrittenCounter

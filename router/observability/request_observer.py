@@ -90,6 +90,8 @@ class RequestObservers:
             NoReplica: The ranking is empty; the request is logged as refused.
         """
         self.metrics.decided(decision.model_name, decision.tokenization_s, decision.routing_s)
+        if decision.target is not None:
+            self.metrics.versions.labels(decision.named or "", decision.target).inc()
         request = _logged(decision, path, request_id, trace_id)
         try:
             decision.require_replica()

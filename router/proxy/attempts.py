@@ -25,6 +25,8 @@ class Attempt(NamedTuple):
     in lower case."""
     response_headers: tuple[Header, ...] = ()
     """Each replaces the replica's headers of that name, as `x-kv-replica`. Names in lower case."""
+    body: bytes | None = None
+    """What to send there in place of the request's body, where it differs."""
 
 
 class Failure(Enum):

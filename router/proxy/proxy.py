@@ -293,7 +293,7 @@ class Relay:
                 request.method,
                 request.target,
                 upstream_headers(request, attempt),
-                request.body,
+                request.body if attempt.body is None else attempt.body,
                 request.timeouts or self._proxy.settings.timeouts,
                 may_reuse=may_reuse,
             )

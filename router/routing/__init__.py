@@ -24,6 +24,7 @@ The files; each imports only what is listed above it:
     admission.py           how many requests are let in, and whether any
     recent_prefixes.py     which prefixes were just sent where
     stored_responses.py    which replica has which stored response
+    versions.py            which version of a model a request gets
     models.py              models and every name they go by, each with index and tokenisation
     planner.py             hits, load and policy -> a ranking of replicas
     replica_tokenizers.py  which replica is asked for token ids; do they tokenise as we do?

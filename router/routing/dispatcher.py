@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from router.errors import BadRequest, NoReplica, Overloaded, UnknownModel
 from router.index import HashedPrompt, SourceId
@@ -32,11 +34,13 @@ from router.tokenize import (
     holds_mostly_ids,
     read_model,
     read_request,
+    with_model,
 )
 from router.upstream import Header
 
 _Result = TypeVar("_Result")
 
+NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 ANY_MODEL = "any"
 """Stands for the model where a request names none and need not."""
 INLINE_BODY_BYTES = 262_144
@@ -75,6 +79,10 @@ class Asked(NamedTuple):
     lora_name: str | None
     session: str | None
     dp_rank: int | None
+    named: str | None = None
+    """The model, as the client names it."""
+    target: str | None = None
+    """The version that was chosen, where that name stands for several."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +119,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What the body asks for, where there is a prompt to generate from."""
     named: str | None = None
     """The model or adapter, as the client names it."""
+    target: str | None = None
+    """The version that was chosen, where that name stands for several."""
+    rename: Callable[[bytes, str], bytes] = with_model
+    """Puts another model's name into the body."""
 
     def __repr__(self) -> str:
         # Bodies and prompts stay out of logs.
@@ -235,7 +247,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             reported = (*reported, (b"x-kv-hit-tokens", b"%d" % candidate.cached_tokens))
             if candidate.is_approximate:
                 reported = (*reported, (b"x-kv-hit-approximate", b"true"))
-        return Attempt(replica.id, replica.origin, headers, reported)
+        name = self._name_at(replica)
+        if name is None:
+            return Attempt(replica.id, replica.origin, headers, reported)
+        reported = (*reported, (b"x-kv-model", name.encode()))
+        renamed = self.rename(self.body, name)
+        return Attempt(replica.id, replica.origin, headers, reported, renamed)
+
+    def _name_at(self, replica: Replica) -> str | None:
+        """What the model is called at a replica; None if that is what the client calls it."""
+        named, target = self.named, self.target
+        if not named or (target is None and replica.serves(named)):
+            return None
+        if target is not None and replica.serves(target):
+            return target
+        others = () if self.model is None else self.model.names
+        return next((name for name in others if name in replica.served.models), target)
 
     def require_replica(self) -> None:
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
@@ -290,6 +317,7 @@ class Dispatcher:
         needs_model: bool = True,
         dp_rank: int | None = None,
         salt: TenantSalt | None = None,
+        headers: Mapping[bytes, bytes] = NO_HEADERS,
     ) -> Decision:
         """Decide where a request goes; the ranking may be empty.
 
@@ -302,6 +330,7 @@ class Dispatcher:
             needs_model: As for `dispatch_by_load`, where *endpoint* is None.
             dp_rank: The data-parallel rank that the client asks for, where clients may.
             salt: Of the client's key; put into the body, and into the question to the index.
+            headers: The request's, names in lower case; one may choose the model's version.
         Raises:
             BadRequest: The body breaks a rule.
             UnknownModel: No replica serves the model it names.
@@ -311,10 +340,10 @@ class Dispatcher:
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         if endpoint is None:
             model, body = await self._model_in(body, salt)
-            return self.dispatch_by_load(model, body, needs_model=needs_model)
+            return self.dispatch_by_load(model, body, needs_model=needs_model, headers=headers)
         tenant_salt = None if salt is None else salt.secret
         spec, body = await self._parse(endpoint, body, encoding, tenant_salt)
-        return await self._decide_later(self._asked(spec, body, session, dp_rank))
+        return await self._decide_later(self._asked(spec, body, session, dp_rank, headers))
 
     def dispatch_now(
         self,
@@ -325,6 +354,7 @@ class Dispatcher:
         *,
         dp_rank: int | None = None,
         salt: TenantSalt | None = None,
+        headers: Mapping[bytes, bytes] = NO_HEADERS,
     ) -> Decision | Coroutine[Any, Any, Decision]:
         """Decide where a request goes: at once where nothing has to be waited for, else in a
         coroutine.
@@ -336,15 +366,18 @@ class Dispatcher:
             encoding: Of the body.
             dp_rank: Where the client asks for it.
             salt: Of the client's key.
+            headers: The request's.
         Raises:
             RequestError: As `dispatch`.
         """
         if len(body) > INLINE_BODY_BYTES and not self._reads_at_once(body):
-            return self.dispatch(endpoint, body, session, encoding, dp_rank=dp_rank, salt=salt)
+            return self.dispatch(
+                *(endpoint, body, session, encoding), dp_rank=dp_rank, salt=salt, headers=headers
+            )
         if encoding == "json":
             body = body.removeprefix(codecs.BOM_UTF8)  # engines skip it as well
         spec, body = self._read(endpoint, body, encoding, None if salt is None else salt.secret)
-        asked = self._asked(spec, body, session, dp_rank)
+        asked = self._asked(spec, body, session, dp_rank, headers)
         started = time.perf_counter()
         tokenized = asked.model.tokenization.tokenize_now(spec, lora_name=asked.lora_name)
         tokenized_at = time.perf_counter()
@@ -365,7 +398,8 @@ class Dispatcher:
         """Decide once more where a request goes, by how the replicas are now."""
         asked, replicas = decision.asked, self._replicas_of(decision)
         if asked is None:
-            return self._by_load(decision.model, replicas, decision.body, decision.named)
+            again = self._by_load(decision.model, replicas, decision.body, decision.named)
+            return replace(again, target=decision.target, rename=decision.rename)
         now = time.perf_counter()
         times = now - (decision.tokenization_s or 0.0), now
         return self._decide(asked, decision.tokenized, decision.prompts, replicas, times)
@@ -382,12 +416,50 @@ class Dispatcher:
         return is_bounded and holds_mostly_ids(body)
 
     def _asked(
-        self, spec: PromptSpec, body: bytes, session: str | None, dp_rank: int | None
+        self,
+        spec: PromptSpec,
+        body: bytes,
+        session: str | None,
+        dp_rank: int | None,
+        headers: Mapping[bytes, bytes],
     ) -> Asked:
+        session, named = session or spec.session, spec.model
+        target = self._models.versions.choose(named, headers, session, self._is_served)
+        if target is not None:
+            spec = replace(spec, model=target)
         model, lora_name = self._resolve(spec.model)
-        return Asked(spec, body, model, lora_name, session or spec.session, dp_rank)
+        return Asked(spec, body, model, lora_name, session, dp_rank, named, target)
+
+    def _is_served(self, name: str) -> bool:
+        """Whether some replica can take requests for a model."""
+        try:
+            model, lora_name = self._models.resolve(name)
+        except UnknownModel:
+            return False
+        return any(
+            replica.is_healthy and not replica.draining
+            for replica in self._serving(model, lora_name).values()
+        )
+
+    async def _at_holder(self, asked: Asked, response_id: str) -> Asked:
+        """The same of the version that has the stored response: no other could go on with it."""
+        served = {
+            name: replicas
+            for name in self._models.versions.models_of(asked.named or "")
+            if (replicas := self._serving(*self._resolve(name)))
+        }
+        all_of_them = {id_: one for replicas in served.values() for id_, one in replicas.items()}
+        holder = await self._responses.holder(response_id, all_of_them)
+        target = next((name for name in served if holder and holder.id in served[name]), None)
+        if holder is None or target is None or holder.id in served.get(asked.target or "", ()):
+            return asked
+        model, lora_name = self._resolve(target)
+        spec = replace(asked.spec, model=target)
+        return asked._replace(spec=spec, model=model, lora_name=lora_name, target=target)
 
     async def _decide_later(self, asked: Asked) -> Decision:
+        if asked.target is not None and asked.spec.stored_response is not None:
+            asked = await self._at_holder(asked, asked.spec.stored_response)
         spec, model = asked.spec, asked.model
         started = time.perf_counter()
         tokenized = await model.tokenization.tokenize(spec, lora_name=asked.lora_name)
@@ -430,7 +502,8 @@ class Dispatcher:
             obstacle_of=self._planner.obstacle,
             expects=self._planner.expected,
             asked=asked,
-            named=spec.model,
+            named=asked.named,
+            target=asked.target,
             body=asked.body,
             tokenization_s=tokenized_at - started,
             routing_s=time.perf_counter() - tokenized_at,
@@ -451,7 +524,13 @@ class Dispatcher:
         return model, body if salted is None else salted
 
     def dispatch_by_load(
-        self, name: str | None, body: bytes, *, needs_model: bool = True
+        self,
+        name: str | None,
+        body: bytes,
+        *,
+        needs_model: bool = True,
+        headers: Mapping[bytes, bytes] = NO_HEADERS,
+        rename: Callable[[bytes, str], bytes] = with_model,
     ) -> Decision:
         """Decide where a request goes whose prompt, if it has one, is not looked at.
 
@@ -459,14 +538,18 @@ class Dispatcher:
             name: The model it names.
             body: As the client sent it.
             needs_model: Whether it must name one where there are several; else any replica will do.
+            headers: The request's, names in lower case; one may choose the model's version.
+            rename: Puts another model's name into the body.
         Raises:
             UnknownModel: No replica serves the model it names.
             NoReplica: The same, but some replica has not reported its models yet.
         """
         if not name and not needs_model and len(self._models) != 1:
             return self._by_load(None, self._all_replicas(), body)
-        model, lora_name = self._resolve(name)
-        return self._by_load(model, self._serving(model, lora_name), body, name)
+        target = self._models.versions.choose(name, headers, None, self._is_served)
+        model, lora_name = self._resolve(name if target is None else target)
+        decision = self._by_load(model, self._serving(model, lora_name), body, name)
+        return replace(decision, target=target, rename=rename) if name else decision
 
     async def dispatch_to_holder(self, response_id: str, body: bytes) -> Decision:
         """Decide where a request goes that is about a stored response.

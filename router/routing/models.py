@@ -22,6 +22,7 @@ from router.index import (
     create_index,
 )
 from router.replicas import Replica
+from router.routing.versions import Versions
 from router.tokenize import (
     ChatSettings,
     LargeWork,
@@ -85,6 +86,7 @@ class ModelSet:
         large_work: LargeWork | None = None,
         key_secret: bytes | None = None,
         restore: Callable[[str, PrefixIndex], None] | None = None,
+        versions: Versions | None = None,
     ) -> None:
         """Load the tokenizers of all configured models.
 
@@ -95,12 +97,14 @@ class ModelSet:
             large_work: Reads the replicas' responses where they are large.
             restore: Fills the new index of a model with what was known before the start.
             key_secret: Whoever has the same one has the same keys for prefixes; None: nobody has.
+            versions: The names that stand for several models.
         Raises:
             ConfigError: Tokenizers or chat templates cannot be used; all of them are named.
         """
         self._fetch = fetch
         self._indexes = indexes or choose_index()
         self._large_work = large_work
+        self.versions = versions or Versions()
         self._key_secret = key_secret
         self._restore = restore
         self._models: dict[str, Model] = {}
@@ -188,12 +192,34 @@ class ModelSet:
 
     def names(self) -> dict[str, str | None]:
         """Every name a request may use, with the base model of those that are adapters."""
-        return {name: found.base if found.adapter else None for name, found in self._names.items()}
+        names = {name: found.base if found.adapter else None for name, found in self._names.items()}
+        return {**names, **dict.fromkeys(self.versions.names())}
+
+    def serving(self, name: str, replicas: Iterable[Replica]) -> list[Replica]:
+        """Those of *replicas* that can take requests for a name, whatever they call it.
+
+        Args:
+            name: Of a model or an adapter, or one that stands for several.
+            replicas: In any state.
+        """
+        theirs = {
+            each
+            for model in self.versions.models_of(name) or (name,)
+            for each in self._spellings(model)
+        }
+        return [replica for replica in replicas if any(replica.serves(each) for each in theirs)]
+
+    def _spellings(self, name: str) -> tuple[str, ...]:
+        """What replicas may call a model or an adapter."""
+        found = self._names.get(name)
+        if found is None or found.adapter is not None:
+            return (name,)
+        return self._models[found.base].names
 
     def served_names(self, replicas: Iterable[Replica]) -> list[str]:
         """The names that at least one of *replicas* serves."""
         present = list(replicas)
-        return [name for name in self.names() if any(replica.serves(name) for replica in present)]
+        return [name for name in self.names() if self.serving(name, present)]
 
     @property
     def index_implementation(self) -> str:

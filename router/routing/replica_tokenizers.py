@@ -30,6 +30,8 @@ from router.tokenize import (
     ReplicaAnswerError,
     TextPrompt,
     UntokenizableError,
+    read_model,
+    with_model,
 )
 from router.upstream import ConnectionLimitReached, Timeouts, UpstreamClient, UpstreamError
 
@@ -111,7 +113,8 @@ class ReplicaTokenizers:
             self._last_turn[replica] = next(self._turn)
             try:
                 with self._load.tokenizing(replica.id):
-                    status, response = await self._ask_in_time(replica, path, body)
+                    renamed = body if len(names) == 1 else _as_called_at(replica, names, body)
+                    status, response = await self._ask_in_time(replica, path, renamed)
             except ConnectionLimitReached as error:
                 raise ConnectionError(error) from error
             except (UpstreamError, asyncio.TimeoutError) as error:
@@ -210,6 +213,14 @@ class Disagreement:
     """Ids in the router."""
     remote_count: int
     """Ids at the replica."""
+
+
+def _as_called_at(replica: Replica, names: Sequence[str], body: bytes) -> bytes:
+    """A body that names a model, by one of its *names* that the replica knows."""
+    model, _ = read_model(body)
+    if model is None or model not in names or replica.serves(model):
+        return body
+    return with_model(body, next((name for name in names if replica.serves(name)), model))
 
 
 class TokenizerCheck:

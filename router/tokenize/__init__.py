@@ -27,6 +27,7 @@ The files; each imports only what is listed above it:
     tokenization.py   both for an event loop, with threads and counts
 """
 
+from router.tokenize.body.renaming import with_model
 from router.tokenize.body.requests import holds_mostly_ids, parse_request, read_model, read_request
 from router.tokenize.body.rewriting import strip_report_mode, with_tenant_salt
 from router.tokenize.chat.renderer import ChatSettings
@@ -98,5 +99,6 @@ __all__ = [
     "read_model_files",
     "read_request",
     "strip_report_mode",
+    "with_model",
     "with_tenant_salt",
 ]

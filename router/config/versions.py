@@ -1,0 +1,52 @@
+"""Names that stand for several versions of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from router.config.document import Location
+from router.config.section import Section
+from router.config.values import PLAIN, HeaderName, Items, Name
+
+
+class VersionConfig(Section, frozen=True):
+    """One of the versions."""
+
+    model: Name
+    """A model, alias or adapter that replicas serve."""
+    weight: Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False), PLAIN] = 1.0
+    """Its share of the requests that do not choose, relative to the others; with 0 it gets only
+    those that choose it."""
+    label: Annotated[str, Field(min_length=1, max_length=256), PLAIN] | None = None
+    """What the header says to choose it; null: the model's name."""
+
+    @property
+    def chosen_by(self) -> str:
+        """The header's value."""
+        return self.label or self.model
+
+
+class VersionedModelConfig(Section, frozen=True):
+    """A name that clients use, and the models that it stands for."""
+
+    name: Name
+    header: HeaderName = "x-model-version"
+    """With this header a client chooses a version, by its label."""
+    versions: Annotated[Items[VersionConfig], Field(min_length=1, max_length=64)]
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """Versions that nothing tells apart, and weights of which none counts."""
+        for key, values in (
+            ("model", [version.model for version in self.versions]),
+            ("label", [version.chosen_by for version in self.versions]),
+        ):
+            for index, value in enumerate(values):
+                first = values.index(value)
+                if first != index:
+                    rule = f"{value!r}; versions[{first}] has it already"
+                    yield ("versions", index, key), rule
+        if not any(version.weight for version in self.versions):
+            yield ("versions",), "all weights are 0; at least one must be above"

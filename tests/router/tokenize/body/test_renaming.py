@@ -1,0 +1,57 @@
+"""A body with another model's name is the same body otherwise, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.tokenize import with_model
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+SPACES = st.text(" \t\r\n", max_size=3)
+
+
+@given(st.dictionaries(st.text(), VALUES), VALUES, st.text(), SPACES, st.booleans())
+def test_only_the_name_changes(
+    fields: dict[str, Any], before: Any, name: str, space: str, escapes: bool
+) -> None:
+    """Also a `model` that is deeper, in a text, or no string, and whatever else is there."""
+    fields["model"] = before
+    body = json.dumps(fields, ensure_ascii=escapes, separators=(f"{space},", f":{space}"))
+    fields["model"] = name
+    renamed = with_model(f"{space}{body}{space}".encode("utf-8", "surrogatepass"), name)
+    assert json.loads(renamed.decode("utf-8", "surrogatepass")) == fields
+    assert renamed.startswith(space.encode() + b"{")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"model":"a","prompt":"\\"model\\":"}', b'{"model":"new","prompt":"\\"model\\":"}'),
+        (b'{"prompt": [1, 2],\n "model" : "a" }', b'{"prompt": [1, 2],\n "model" : "new" }'),
+        (b'{"mod\\u0065l": "a", "n": 1.50}', b'{"mod\\u0065l": "new", "n": 1.50}'),
+        (b'{"model": "a", "model": null}', b'{"model": "new", "model": "new"}'),
+        (b'{"x": {"model": "a"}, "y": [{"model": 1}]}', None),
+        (b'{"x":[[],{}],"model":"a\\\\"}', b'{"x":[[],{}],"model":"new"}'),
+        (b"{}", None),
+        (b"", None),
+        (b'{"x": [1, 2', None),
+        (b'{"x": "no end', None),
+    ],
+)
+def test_what_it_looks_like(body: bytes, expected: bytes | None) -> None:
+    """Nothing is decoded; what cannot be read is left for the engine to refuse."""
+    assert with_model(body, "new") == (body if expected is None else expected)
+
+
+def test_a_name_is_written_as_json() -> None:
+    """An operator chose it; it may need escapes."""
+    assert with_model(b'{"model": "a"}', 'q"\n') == b'{"model": "q\\"\\n"}'
