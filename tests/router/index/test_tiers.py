@@ -339,3 +339,20 @@ def test_a_tier_that_removes_is_believed_to_hold_what_it_announced(
         assert (result.stored, result.overflow, result.is_incomplete) == (1, 1, True)
         assert hit(each, PROMPT.tokens[:161]) == (0, 144)
         implementation.expect_sound(each)
+
+
+def test_what_a_tier_announces_uses_up_no_search_for_the_gpus_hash_function(
+    implementation: Implementation,
+) -> None:
+    """A tier may hash by itself, as LMCache does: nothing of its events can be explained, and the
+    effort of a search is bounded."""
+    index = implementation.create(None)
+    index.add(SOURCE, LayoutHints())
+    prompt = Prefix(tokens(160), seed="vllm-none-hash")
+    apply(index, prompt.stored(0, W64, 16, 160))  # without its beginning it has no place
+    chunk = tokens(4096)
+    apply(index, *(BlockStored([number], None, chunk, "CPU", 0) for number in range(200)))
+    assert index.statistics()[SOURCE].hash_algorithm is None
+    apply(index, Prefix(tokens(32, first=700), seed="vllm-none-hash").stored(0, W64, 0, 32))
+    assert index.statistics()[SOURCE].hash_algorithm == "sha256"
+    assert hit(index, [*prompt.tokens, 1]) == (160, 160)

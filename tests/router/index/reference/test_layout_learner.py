@@ -247,6 +247,13 @@ def test_smaller_entries_of_states_let_hits_end_inside_blocks() -> None:
     assert learned(*whole, *inside).layout == KVCacheLayout((wide, mamba(32)), 16, 16)
 
 
+def test_states_in_smaller_blocks_than_the_others_let_no_hit_end_inside_these() -> None:
+    """Only an entry smaller than its own group's blocks shows a state inside one."""
+    wide = KVCacheGroup(GroupKind.FULL, 32)
+    learner = learned(PROMPT.stored(0, wide, 0, 64), PROMPT.stored(1, mamba(16), 0, 64))
+    assert learner.layout == KVCacheLayout((wide, mamba(16)), 16, 32)
+
+
 def test_smaller_entries_without_states_change_no_granularity() -> None:
     """Hits inside blocks exist only where states are kept there."""
     wide = KVCacheGroup(GroupKind.FULL, 32)
