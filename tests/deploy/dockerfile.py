@@ -75,4 +75,4 @@ def copy_sources(target: Path) -> None:
                 ROOT / source, target / source, ignore=shutil.ignore_patterns("__pycache__")
             )
         else:
-            shutil.copy(ROOT / source, target / source)
+            shutil.copy(ROOT / source, target / Path(source).name)

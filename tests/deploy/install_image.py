@@ -40,15 +40,11 @@ def main() -> None:
 
 def install(environment: Path, source: Path) -> None:
     """Install as the stage `build` does; torch must not be among the dependencies."""
-    (line,) = [
-        line
-        for line in stages(DEPLOY / "Dockerfile")["build"].all_of("RUN")
-        if "pip install" in line
-    ]
     pip = str(environment / "bin/pip")
-    subprocess.run(
-        [pip, *line.partition("/opt/kvroute/bin/pip ")[2].split()], cwd=source, check=True
-    )
+    for line in stages(DEPLOY / "Dockerfile")["build"].all_of("RUN"):
+        words = line.partition("/opt/kvroute/bin/pip ")[2].split()
+        if words:
+            subprocess.run([pip, *words], cwd=source, check=True)
     listed = (
         succeeds(pip, "list", "--format=freeze", "--disable-pip-version-check").lower().splitlines()
     )

@@ -107,6 +107,21 @@ def test_every_package_of_the_distribution_is_copied() -> None:
     assert set(packages) <= set(copied())
 
 
+def test_the_lock_file_has_what_the_distribution_requires() -> None:
+    """An image with other versions than the ones declared would be another router."""
+    locked: dict[str, list[str]] = {}
+    for line in (DEPLOY / "requirements.lock").read_text().splitlines():
+        found = re.match(r"([\w.-]+)==([^ ;]+)", line)
+        if found:
+            locked.setdefault(found[1], []).append(found[2])
+    text = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
+    required = re.findall(r'^ *"(.*)",$', text.partition("\n]")[0], re.MULTILINE)
+    assert "msgspec" in locked
+    for requirement in map(Requirement, required):
+        versions = locked[requirement.name]
+        assert all(requirement.specifier.contains(found) for found in versions), requirement
+
+
 def test_the_commands_are_what_the_images_hold() -> None:
     """A typing mistake shows up as a container that restarts forever."""
     found = stages(DOCKERFILE)

@@ -78,7 +78,7 @@ async def following(subscriber: Subscriber) -> AsyncIterator[Subscriber]:
 async def until(
     condition: Callable[[], bool],
     what: str,
-    timeout_s: float = 10.0,
+    timeout_s: float = 30.0,
     show: Callable[[], object] = str,
 ) -> None:
     """Wait for a condition.
@@ -96,7 +96,7 @@ async def until(
         await asyncio.sleep(0.005)
 
 
-async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: float = 10.0) -> None:
+async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: float = 30.0) -> None:
     """Wait until everything up to *last_seq* was handed on and nothing is missing.
 
     Args:
@@ -108,7 +108,7 @@ async def until_live(subscriber: Subscriber, last_seq: int | None, timeout_s: fl
 
 
 async def until_state(
-    subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 10.0
+    subscriber: Subscriber, state: SourceState, last_seq: int | None, timeout_s: float = 30.0
 ) -> None:
     """Wait until the consumer knows of *state*, with *last_seq* applied last.
 
