@@ -148,9 +148,8 @@ class Feed:
         """
         if source in self._sources:
             raise ValueError(f"source {source.replica!r} rank {source.dp_rank}: already followed")
-        index = self._index_of(model)
         stream = repr((endpoint, replay_endpoint, topic, hints))
-        feed = _SourceFeed(source, model, index, self._complain, self.taps, self.suspects, stream)
+        feed = self._feed_of(source, model, stream)
         feed.shares_stores = hints is not None and bool(hints.stores)
         resume = self._resume(source, feed) if replay_endpoint else None
         subscriber = Subscriber(
@@ -165,9 +164,13 @@ class Feed:
             resume=resume,
         )
         if resume is None:
-            index.add(source, hints)
+            feed.index.add(source, hints)
         feed.start(subscriber)
         self._sources[source] = feed
+
+    def _feed_of(self, source: SourceId, model: str, stream: str) -> _SourceFeed:
+        index = self._index_of(model)
+        return _SourceFeed(source, model, index, self._complain, self.taps, self.suspects, stream)
 
     def _options_of(
         self, allows: Callable[[str], bool] | None, server_key: str | None
