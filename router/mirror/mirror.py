@@ -479,7 +479,7 @@ class Mirror:
         cache, keys = self._caches.get(source), prompt.prefix_keys(STEP)
         if cache is None or not keys or not cache.prefilling:
             return hit_tokens
-        left = min(hit_tokens, self._kept(cache, keys, hit_tokens))
+        left = min(hit_tokens, self._kept(cache, keys, hit_tokens)) if hit_tokens else 0
         shared, ahead = 0, 0.0
         for visit in reversed(cache.prefilling):
             ahead += visit.uncached_tokens / STEP * cache.layout.blocks_per_key

@@ -8,7 +8,9 @@ them. Three requests, the earliest first, where `A` stands for a key that A owns
     B  1 2 3 6 7         owns      3   6 7
     C  1 2 8             owns  1 2 8
 
-So ownership is one dict from key to request, written in bulk, and a number for each request.
+Keys that lie behind one another and have one owner are a *run*, and ownership is one dict from key
+to run. Who uses a prompt again takes its runs over, one by one, whatever their length; key by key
+only where prompts part for the first time, and what is new.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from router.index import HashedPrompt
 
@@ -40,6 +43,15 @@ class Use:
         return len(self.keys) - self.owned_from
 
 
+@dataclass(eq=False, slots=True)
+class _Run:
+    """Keys of prompts that are the same so far, at `[start, end)`, and who owns them."""
+
+    start: int
+    end: int
+    use: Use
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Keys that a request took over from the one that had used them last."""
@@ -51,16 +63,16 @@ class Taken:
 class Ownership:
     """Who owns which key, and the requests that have ended, by the time of their end.
 
-    Memory: some 110 bytes for each key, and 50 for each request.
+    Memory: some 110 bytes for each key, and 120 for each request.
     """
 
     def __init__(self) -> None:
-        self._owners: dict[int, Use] = {}
+        self._runs: dict[int, _Run] = {}
         self._ended: dict[int, Use] = {}
         self._numbers = 0
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._runs)
 
     @property
     def requests(self) -> int:
@@ -89,10 +101,10 @@ class Ownership:
 
     def drop(self, use: Use) -> None:
         """Forget a request and what it owns; its keys are nobody's then."""
-        owners = self._owners
+        runs = self._runs
         for key in use.keys[use.owned_from :]:
-            if owners.get(key) is use:
-                del owners[key]
+            if (run := runs.get(key)) is not None and run.use is use:
+                del runs[key]
         use.owned_from = len(use.keys)
         self._ended.pop(use.number, None)
 
@@ -110,7 +122,7 @@ class Ownership:
         kept = len(use.keys) - count
         dropped, use.keys = use.keys[kept:], use.keys[:kept]
         for key in dropped:
-            self._owners.pop(key, None)
+            self._runs.pop(key, None)
         return dropped
 
     def oldest(self) -> Use | None:
@@ -154,39 +166,69 @@ class Ownership:
     def segments(self, keys: Sequence[int]) -> Iterator[tuple[int, int, Use]]:
         """The stretches of *keys* that one request each owns: where one begins and ends, and who
         that is."""
-        start, owners = 0, self._owners
-        while start < len(keys):
-            use = owners.get(keys[start])
-            if use is None:
-                return
-            most = min(len(keys), len(use.keys))
-            end = _end_of_run(owners, keys, use, start + 1, most)
-            yield start, end, use
-            start = end
+        start = at = 0
+        while at < len(keys) and (run := self._runs.get(keys[at])) is not None:
+            use, at = run.use, self._end_of(run, keys, at)
+            following = self._runs.get(keys[at]) if at < len(keys) else None
+            if following is None or following.use is not use:
+                yield start, at, use
+                start = at
+
+    def _end_of(self, run: _Run, keys: Sequence[int], start: int) -> int:
+        """The index in *keys* where a run ends that begins at *start*."""
+        runs, low, high = self._runs, start + 1, min(run.end, len(keys), len(run.use.keys))
+        if runs.get(keys[high - 1]) is run:  # the usual case
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if runs.get(keys[middle]) is run:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def _take(self, use: Use) -> list[Taken]:
         """Make *use* the owner of all its keys."""
-        taken = []
-        for start, end, before in self.segments(use.keys):
+        taken: list[Taken] = []
+        keys, at = use.keys, 0
+        while at < len(keys):
+            run = self._runs.get(keys[at])
+            if run is None:
+                at = self._add(use, at)
+                continue
+            start, at, before = at, self._end_of(run, keys, at), run.use
             if before is use:
                 continue
-            taken.append(Taken(before, end - start))
-            before.owned_from = max(before.owned_from, end)
-            if end == len(before.keys):
+            self._hand_over(run, start, at, use)
+            count = at - start
+            if taken and taken[-1].use is before:
+                count += taken.pop().keys
+            taken.append(Taken(before, count))
+            before.owned_from = max(before.owned_from, at)
+            if at == len(before.keys):
                 self._ended.pop(before.number, None)
-        self._owners.update(dict.fromkeys(use.keys, use))
         use.owned_from = 0
         return taken
 
+    def _add(self, use: Use, start: int) -> int:
+        """Add the keys from *start* on that nobody owns; return the index behind them."""
+        run, find_or_add = _Run(start, len(use.keys), use), self._runs.setdefault
+        for key in use.keys[start:]:
+            if find_or_add(key, run) is not run:
+                break
+            start += 1
+        run.end = start
+        return start
 
-def _end_of_run(owners: dict[int, Use], keys: Sequence[int], use: Use, low: int, high: int) -> int:
-    """The first index in `[low, high]` from which *use* does not own *keys*."""
-    if low < high and owners.get(keys[high - 1]) is use:  # the usual case
-        return high
-    while low < high:
-        middle = (low + high) // 2
-        if owners.get(keys[middle]) is use:
-            low = middle + 1
+    def _hand_over(self, run: _Run, start: int, end: int, use: Use) -> None:
+        """Make *use* the owner of a run up to *end*. What is behind it stays with its owner."""
+        before, run_end = run.use, min(run.end, len(run.use.keys))
+        if end == run_end:
+            run.use = use
+        elif end - start <= run_end - end:
+            self._runs.update(zip(use.keys[start:end], repeat(_Run(start, end, use))))
+            run.start = end
         else:
-            high = middle
-    return low
+            rest = _Run(end, run_end, before)
+            self._runs.update(zip(before.keys[end:run_end], repeat(rest)))
+            run.use, run.end = use, end
