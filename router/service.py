@@ -39,7 +39,7 @@ from router.observability.self_repair import CacheFacts, RepairTimes, SelfRepair
 from router.observability.shortages import Shortages
 from router.overload import (
     Entrance,
-    GateLimits,
+    GateOptions,
     KeyLimits,
     RoomListener,
     WaitingRoom,
@@ -166,7 +166,7 @@ class RouterService:
         requests wait for room, if they do."""
         config, overload, metrics = self.config, self.config.overload, self.metrics
         self.registry = ReplicaRegistry(
-            UpstreamFetch(self._upstream), config.health, self._load, limits=_gate_limits(config)
+            UpstreamFetch(self._upstream), config.health, self._load, gates=_gate_options(config)
         )
         self.key_limits = KeyLimits(self.config.server.client_keys)
         self.entrance: Entrance | None = None
@@ -181,7 +181,11 @@ class RouterService:
                 model, names[number], why
             ).inc(),
         )
-        self.entrance = Entrance(overload, WaitingRoom(line_limits(overload), listener))
+        limits = line_limits(overload)
+        limits = limits._replace(
+            waiting=self._share_of(limits.waiting), tokens=self._share_of(limits.tokens)
+        )
+        self.entrance = Entrance(overload, WaitingRoom(limits, listener))
 
     def _make_caches(self, indexes: IndexImplementation) -> None:
         """What is known of models and caches, and how it is kept true."""
@@ -612,11 +616,17 @@ class _ReplicaResponses:
         return status == 200
 
 
-def _gate_limits(config: RouterConfig) -> GateLimits | None:
+def _gate_options(config: RouterConfig) -> GateOptions:
     overload = config.overload
-    if not overload.is_queueing:
-        return None
-    return GateLimits(overload.max_in_flight, overload.max_prefill_tokens)
+    return GateOptions(
+        overload.max_in_flight,
+        overload.max_prefill_tokens,
+        overload.breaker_failures,
+        overload.breaker_open_s,
+        overload.breaker_max_open_s,
+        overload.max_back_off_s,
+        overload.slow_start_s,
+    )
 
 
 def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing | None:

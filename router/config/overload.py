@@ -43,6 +43,18 @@ class OverloadConfig(Section, frozen=True):
     tenant_header: HeaderName | None = None
     """Names whose request it is, where all come through a gateway that says so; else it is the
     holder of the key."""
+    breaker_failures: Annotated[int, Field(ge=1, le=100), PLAIN] | None = None
+    """A replica that failed so many of the last twice as many requests gets none for a while, then
+    one to try; null: only health decides."""
+    breaker_open_s: Seconds = 5.0
+    """For how long; twice as long after each try that fails."""
+    breaker_max_open_s: Seconds = 60.0
+    """But no longer than this."""
+    max_back_off_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 10.0
+    """The longest that a replica gets nothing because it answered 429 or 503 with Retry-After; 0:
+    no such answer matters."""
+    slow_start_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False), PLAIN] = 0.0
+    """For how long a replica that joins others gets less: from a tenth to all; 0: all at once."""
     ageing_tokens_per_s: Annotated[
         float, Field(ge=0, le=1_000_000_000, allow_inf_nan=False), PLAIN
     ] = 1000.0
@@ -54,11 +66,15 @@ class OverloadConfig(Section, frozen=True):
         return self.max_in_flight is not None or self.max_prefill_tokens is not None
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """Classes that appear twice, and a default that is none of them."""
+        """Classes that appear twice, a default that is none of them, and times that defeat each
+        other."""
         for index, name in enumerate(self.priorities):
             first = self.priorities.index(name)
             if first != index:
                 yield ("priorities", index), f"{name!r}; priorities[{first}] has it already"
+        if self.breaker_max_open_s < self.breaker_open_s:
+            rule = f"must be at least breaker_open_s ({self.breaker_open_s:g})"
+            yield ("breaker_max_open_s",), f"{self.breaker_max_open_s:g}; {rule}"
         if self.default_priority not in self.priorities:
             known = ", ".join(self.priorities)
             yield ("default_priority",), f"{self.default_priority!r}; expected one of {known}"

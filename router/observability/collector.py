@@ -21,7 +21,7 @@ from router.index import SourceId, SourceStatistics
 from router.mirror import ApproximateCaches, ApproximateStatistics, Mirror
 from router.observability.self_repair import SelfRepair, TrustStatistics
 from router.observability.shortages import Shortages
-from router.overload import KeyLimits, WaitingRoom
+from router.overload import Breaker, KeyLimits, WaitingRoom
 from router.replicas import ReplicaRegistry, ReplicaState, ReplicaView
 from router.routing.admission import Admission
 from router.routing.models import ModelSet
@@ -308,6 +308,16 @@ def _approximate_metrics(caches: Mapping[SourceId, ApproximateStatistics]) -> It
 
 _REPLICA_GAUGES: _Table[ReplicaView] = (
     (
+        "kvroute_replica_backing_off",
+        "1 while it gets nothing, as it asked for.",
+        lambda view: view.backs_off_s > 0,
+    ),
+    (
+        "kvroute_replica_slow_start",
+        "The share of its speed and limits that count since it joined.",
+        lambda view: view.slow_start,
+    ),
+    (
         "kvroute_replica_healthy",
         "1 while the replica passes its checks.",
         lambda view: view.health == "healthy",
@@ -356,6 +366,16 @@ _REPLICA_COUNTERS: _Table[ReplicaView] = (
         "Times the replica became unhealthy.",
         lambda view: view.times_unhealthy,
     ),
+    (
+        "kvroute_replica_breaker_opened",
+        "Times its circuit breaker opened.",
+        lambda view: view.times_opened,
+    ),
+    (
+        "kvroute_replica_busy",
+        "Times it answered 429 or 503 and said for how long.",
+        lambda view: view.times_told_off,
+    ),
 )
 
 
@@ -390,6 +410,16 @@ def _replica_metrics(replicas: tuple[ReplicaView, ...]) -> Iterator[Metric]:
             ((view.id, state.value), view.state == state.value)
             for view in replicas
             for state in ReplicaState
+        ),
+    )
+    yield _gauge(
+        "kvroute_replica_breaker_state",
+        "1 for the state of a replica's circuit breaker.",
+        ("replica", "state"),
+        (
+            ((view.id, state.value), view.breaker == state.value)
+            for view in replicas
+            for state in Breaker
         ),
     )
     for name, text, value in _REPLICA_GAUGES:

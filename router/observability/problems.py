@@ -128,6 +128,12 @@ def _of_health(replica: ReplicaView) -> Iterator[ReplicaProblem]:
         yield ReplicaProblem(Level.BAD, f"unhealthy for {how_long}")
     if replica.health == "starting":
         yield ReplicaProblem(Level.WARN, f"no health check has passed yet, for {how_long}")
+    if replica.breaker != "closed":
+        text = "failed too many requests: gets none for a while, then one to try"
+        yield ReplicaProblem(Level.BAD, text)
+    if replica.backs_off_s:
+        text = f"full: it asked for no requests for {duration(replica.backs_off_s)}"
+        yield ReplicaProblem(Level.WARN, text)
     if replica.state == "draining":
         yield ReplicaProblem(Level.WARN, "draining: gets no new requests")
     if replica.health == "healthy" and not replica.models:

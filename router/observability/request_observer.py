@@ -29,8 +29,9 @@ from router.tokenize import Endpoint
 # A 500 may be the request's own fault: were it held against the replica, one client could empty the
 # fleet. A kept connection may be closed for its age. The last two follow from checks that failed.
 _NOT_HELD_AGAINST_IT = frozenset(
-    (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.UNHEALTHY, Failure.LOST)
+    (Failure.SERVER_ERROR, Failure.KEPT_CLOSED, Failure.BUSY, Failure.UNHEALTHY, Failure.LOST)
 )
+_CACHE_IS_THERE = frozenset((Failure.KEPT_CLOSED, Failure.BUSY))
 
 
 class RequestObservers:
@@ -185,6 +186,7 @@ class RequestObserver(ProxyObserver):
         if source is not None:
             candidate, prompts = ranked.candidate, self._decision.prompts
             self._approximate = self._of_all.planner.approximate_visit(prompts, source, candidate)
+        self._of_all.replicas.report_sent(replica_id)
         self._queries = self._recorded(ranked.candidate, source) if self._of_all.taps else ()
         self._end_moment()
         self._moment = self._of_all.repair.quiet.began(replica_id, self._of_all.clock())
@@ -199,11 +201,16 @@ class RequestObserver(ProxyObserver):
         self.request.last_failure = failure.value
         if failure in RETRIED and replica_id in self._of_all.replicas:
             self._of_all.metrics.retries.labels(replica_id, failure.value).inc()
-            if failure is not Failure.KEPT_CLOSED:
+            if failure not in _CACHE_IS_THERE:
                 self._of_all.planner.forget(replica_id)
         if failure not in _NOT_HELD_AGAINST_IT:
             self._of_all.replicas.report_failure(replica_id, failure.value)
         return not self._of_all.replicas.is_healthy(replica_id)
+
+    @override
+    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
+        self._of_all.replicas.report_busy(attempt.replica_id, retry_after_s)
+        return self._of_all.replicas.backs_off
 
     @override
     def on_unretried(self, reason: Unretried) -> None:

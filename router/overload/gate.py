@@ -1,46 +1,204 @@
-"""How much one replica may be given at a time."""
+"""Whether one replica may be given another request. Pure but for the clock that is passed in.
+
+Four things close a gate, each by itself:
+
+    limits      as much is under way there as may be: what can wait, waits
+    back-off    it has answered 429 or 503 and said for how long: nothing is sent until then
+    breaker     too many of its last requests failed, though its checks pass
+    slow start  it has just joined: its limits, and its speed for the policy, grow from a tenth
+
+The breaker, as a table (`HALF_OPEN` is not stored: it is `OPEN` whose time is over):
+
+    state       a request fails                     one is answered     one is sent
+    CLOSED      one of too many: OPEN
+    OPEN
+    HALF_OPEN   OPEN again, for twice as long       CLOSED              no other until it has ended
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from enum import Enum
 from typing import NamedTuple
 
 AT_LIMIT = "at its limit of requests"
 AT_TOKEN_LIMIT = "at its limit of prompt tokens"
-PASSING = frozenset((AT_LIMIT, AT_TOKEN_LIMIT))
+BACKING_OFF = "asked to be left alone for a while"
+BREAKER_OPEN = "failing too many requests"
+BEING_PROBED = "being probed after it failed too many requests"
+PASSING = frozenset((AT_LIMIT, AT_TOKEN_LIMIT, BACKING_OFF, BREAKER_OPEN, BEING_PROBED))
 """Obstacles for which it makes sense to wait."""
+SLOWEST = 0.1
+"""At the beginning of a slow start."""
 
 
-class GateLimits(NamedTuple):
-    """Bounds on what is under way at one replica; None: no bound."""
+class GateOptions(NamedTuple):
+    """What closes a gate; as `OverloadConfig` explains. None and 0 mean: nothing."""
 
     in_flight: int | None = None
-    """Requests."""
     prefill_tokens: int | None = None
-    """Prompt tokens to compute. One request may always be there."""
+    breaker_failures: int | None = None
+    breaker_open_s: float = 5.0
+    breaker_max_open_s: float = 60.0
+    max_back_off_s: float = 0.0
+    slow_start_s: float = 0.0
+
+
+class Breaker(Enum):
+    """Its states."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
 
 
 class ReplicaGate:
-    """Says whether one replica may be given another request.
+    """The gate of one replica. It is told what happens there.
 
     Args:
-        limits: What may be under way there.
+        options: What closes it.
+        clock: A monotonic clock, in seconds.
     """
 
-    __slots__ = ("_limits",)
+    __slots__ = (
+        "_back_off_until",
+        "_clock",
+        "_open_s",
+        "_open_until",
+        "_options",
+        "_outcomes",
+        "_probe_until",
+        "_started_at",
+        "opened",
+        "told_off",
+    )
 
-    def __init__(self, limits: GateLimits) -> None:
-        self._limits = limits
+    def __init__(self, options: GateOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._outcomes = 0
+        """The last requests, the latest in the lowest bit: 1 for one that failed."""
+        self._open_s = 0.0
+        self._open_until: float | None = None
+        self._probe_until = 0.0
+        self._back_off_until = 0.0
+        self._started_at: float | None = None
+        self.opened = 0
+        """Times that the breaker opened, from `CLOSED` or again."""
+        self.told_off = 0
+        """Times that the replica asked to be left alone."""
+
+    # --- what happens there -----------------------------------------------------------------------
+
+    def sent(self) -> None:
+        """A request is sent there."""
+        if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
+            self._probe_until = self._clock() + max(self._open_s, self._options.breaker_open_s)
+
+    def answered(self) -> None:
+        """A request has a response."""
+        if self._open_until is not None and self.breaker is Breaker.HALF_OPEN:
+            self._open_until, self._open_s = None, 0.0
+        if self._outcomes:
+            self._outcomes = self._outcomes << 1 & self._window
+
+    def failed(self) -> None:
+        """A request failed through its fault."""
+        most = self._options.breaker_failures
+        if most is None or self.breaker is Breaker.OPEN:
+            return
+        self._outcomes = (self._outcomes << 1 | 1) & self._window
+        if self._open_until is not None or self._outcomes.bit_count() >= most:
+            self._open(self._options)
+
+    def busy(self, retry_after_s: float) -> None:
+        """It answered that it cannot take requests for so long."""
+        self.told_off += 1
+        until = self._clock() + min(retry_after_s, self._options.max_back_off_s)
+        self._back_off_until = max(self._back_off_until, until)
+
+    def start_slowly(self) -> None:
+        """It has just joined others that can take its share meanwhile."""
+        if self._options.slow_start_s:
+            self._started_at = self._clock()
+
+    # --- what it says -----------------------------------------------------------------------------
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether it may say no, or slow down."""
+        options = self._options
+        return (
+            options.in_flight is not None
+            or options.prefill_tokens is not None
+            or self._open_until is not None
+            or self.backs_off_s > 0
+            or self.speed < 1
+        )
+
+    @property
+    def breaker(self) -> Breaker:
+        """The state of its breaker."""
+        if self._open_until is None:
+            return Breaker.CLOSED
+        return Breaker.OPEN if self._clock() < self._open_until else Breaker.HALF_OPEN
+
+    @property
+    def backs_off_s(self) -> float:
+        """For how many seconds more it is left alone, since it asked for that."""
+        return max(self._back_off_until - self._clock(), 0.0)
+
+    @property
+    def speed(self) -> float:
+        """By how much it has grown since it joined: up to 1."""
+        if self._started_at is None:
+            return 1.0
+        grown = (self._clock() - self._started_at) / self._options.slow_start_s
+        if grown >= 1:
+            self._started_at = None
+            return 1.0
+        return max(grown, SLOWEST)
+
+    def shut(self) -> str | None:
+        """Why nothing is sent there, whatever has room; None if something may be."""
+        if self.backs_off_s:
+            return BACKING_OFF
+        breaker = self.breaker
+        if breaker is Breaker.OPEN:
+            return BREAKER_OPEN
+        is_probed = breaker is Breaker.HALF_OPEN and self._clock() < self._probe_until
+        return BEING_PROBED if is_probed else None
 
     def full(self, requests: int, prefill_tokens: int) -> str | None:
-        """Why it has no room; None if it has.
+        """Why it has no room for a request that can wait; None if it has.
 
         Args:
             requests: Under way there.
             prefill_tokens: Of those, that are still to be computed.
         """
-        limits = self._limits
-        if limits.in_flight is not None and requests >= limits.in_flight:
+        options = self._options
+        if options.in_flight is not None and requests >= max(options.in_flight * self.speed, 1):
             return AT_LIMIT
-        if limits.prefill_tokens is not None and prefill_tokens >= limits.prefill_tokens:
+        if options.prefill_tokens is not None and (
+            prefill_tokens >= options.prefill_tokens * self.speed
+        ):
             return AT_TOKEN_LIMIT
         return None
+
+    def opens_in_s(self) -> float:
+        """After how many seconds it is not shut any more, as far as that is known."""
+        until = max(self._back_off_until, self._open_until or 0.0)
+        return max(until - self._clock(), 0.0)
+
+    @property
+    def _window(self) -> int:
+        return (1 << 2 * (self._options.breaker_failures or 0)) - 1
+
+    def _open(self, options: GateOptions) -> None:
+        longer = max(2 * self._open_s, options.breaker_open_s)
+        self._open_s = min(longer, options.breaker_max_open_s)
+        self._open_until = self._clock() + self._open_s
+        self._probe_until = 0.0
+        self._outcomes = 0
+        self.opened += 1

@@ -30,6 +30,8 @@ from typing import NamedTuple
 from router.errors import RequestError
 
 _RATE_MEMORY_S = 10.0
+_MIN_STARTS = 5
+"""Of fewer, no rate is made: one request that runs for a minute says little."""
 _LAST_RESPONSES = 32
 """Over how many of them the usual length is taken."""
 _FEW = 16
@@ -264,24 +266,27 @@ class _Class:
 class _Rate:
     """How many tokens a second were started lately."""
 
-    __slots__ = ("_at", "_since", "_tokens")
+    __slots__ = ("_at", "_since", "_starts", "_tokens")
 
     def __init__(self) -> None:
-        self._tokens = 0.0
+        self._tokens = self._starts = 0.0
         self._at = self._since = -math.inf
 
     def add(self, tokens: int, now: float) -> None:
         if now - self._at > 3 * _RATE_MEMORY_S:
-            self._tokens, self._since = 0.0, now
-        self._tokens = self._tokens * math.exp(-(now - self._at) / _RATE_MEMORY_S) + tokens
+            self._tokens, self._starts, self._since = 0.0, 0.0, now
+        kept = math.exp(-(now - self._at) / _RATE_MEMORY_S)
+        self._tokens = self._tokens * kept + tokens
+        self._starts = self._starts * kept + 1
         self._at = now
 
     def per_s(self, now: float) -> float:
-        """0 where nothing is known."""
-        if self._tokens <= 0:
+        """0 where too little is known."""
+        kept = math.exp(-(now - self._at) / _RATE_MEMORY_S)
+        if self._starts * kept < _MIN_STARTS:
             return 0.0
         share = -math.expm1(-max(now - self._since, 0.1) / _RATE_MEMORY_S)
-        return self._tokens * math.exp(-(now - self._at) / _RATE_MEMORY_S) / _RATE_MEMORY_S / share
+        return self._tokens * kept / _RATE_MEMORY_S / share
 
 
 class Line:

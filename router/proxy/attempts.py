@@ -41,6 +41,8 @@ class Failure(Enum):
     MALFORMED = "malformed"
     # 502, 503, 504: the replica, or a gateway in front of it, cannot serve now.
     UNAVAILABLE = "unavailable"
+    # 429, or 503, and it says when to come back: it is well, and full.
+    BUSY = "busy"
     # Its health checks failed while its first byte was waited for.
     UNHEALTHY = "unhealthy"
     # Any other 5xx: passed on to the client.
@@ -62,6 +64,7 @@ RETRIED = frozenset(
         Failure.FIRST_BYTE_TIMEOUT,
         Failure.MALFORMED,
         Failure.UNAVAILABLE,
+        Failure.BUSY,
         Failure.UNHEALTHY,
     )
 )
@@ -160,7 +163,7 @@ class RequestRetries:
         self._is_free = is_replica_lost
         if failure in _CLOSINGS:
             self._closed_by.add(replica_id)
-        elif failure is Failure.UNAVAILABLE:
+        elif failure in (Failure.UNAVAILABLE, Failure.BUSY):
             self._closed_by.discard(replica_id)  # it is alive
 
     def _obstacle(self) -> Unretried | None:

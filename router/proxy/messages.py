@@ -38,6 +38,7 @@ OUR_PREFIX = b"x-kv-"
 _WITHOUT_BODY = frozenset((204, 304))
 _COMMON_OPTIONS = frozenset((b"", b",keep-alive", b",close"))
 
+_MAX_SECONDS_DIGITS = 6
 MAX_HELD_BYTES = 64 * 1024
 _LINE_ENDS = (b"\n", b"\r")
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -114,6 +115,12 @@ def takes_events(headers: Iterable[Header]) -> bool:
         ):
             return False
     return found
+
+
+def retry_after_of(headers: Iterable[Header]) -> int | None:
+    """The seconds that `Retry-After` says; None where it is missing, or a date."""
+    found = next((value.strip() for name, value in headers if name == b"retry-after"), b"")
+    return int(found) if found.isdigit() and len(found) <= _MAX_SECONDS_DIGITS else None
 
 
 def _end_to_end(headers: Iterable[Header], dropped: frozenset[bytes]) -> list[Header]:

@@ -18,6 +18,7 @@ from router.proxy.messages import (
     client_headers,
     error_body,
     error_event,
+    retry_after_of,
     takes_events,
     upstream_headers,
 )
@@ -48,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 # The replica, or a gateway in front of it, says "not now": nothing was generated, so the next
 # candidate may be tried.
-_UNAVAILABLE_STATUSES = frozenset((502, 503, 504))
+_TOO_MANY = 429
+_NOT_NOW_STATUSES = frozenset((_TOO_MANY, 502, 503, 504))
 _FAILURES: dict[type[UpstreamError], Failure] = {
     ConnectFailed: Failure.CONNECT,
     ConnectTimeout: Failure.CONNECT,
@@ -171,6 +173,7 @@ class Relay:
         "_request",
         "_response",
         "_retries",
+        "_retry_after_s",
         "_started_at",
         "_state",
         "_status",
@@ -208,6 +211,8 @@ class Relay:
         self._events: EventLines | None = None
         self._status: int | None = None
         self._tried = self._unavailable = False
+        self._retry_after_s = 0
+        """The least that a replica has said; 0: none has."""
 
     @property
     def is_over(self) -> bool:
@@ -323,11 +328,7 @@ class Relay:
             else:
                 self._try_next()
             return
-        if response.status in _UNAVAILABLE_STATUSES:
-            response.abort()
-            self._unavailable = True
-            self._failed(attempt, Failure.UNAVAILABLE)
-            self._try_next()
+        if response.status in _NOT_NOW_STATUSES and self._go_elsewhere(response, attempt):
             return
         if response.status >= 500:
             self._observer.on_failure(attempt, Failure.SERVER_ERROR)
@@ -337,6 +338,27 @@ class Relay:
         self._headers = client_headers(response, attempt, self._request)
         self._events = EventLines() if takes_events(response.headers) else None
         self._pass_on()
+
+    def _go_elsewhere(self, response: UpstreamResponse, attempt: Attempt) -> bool:
+        """The replica says "not now". Its 429 is passed on where it does not say for how long, or
+        nobody else may be tried."""
+        retry_after_s = retry_after_of(response.headers)
+        is_busy = retry_after_s is not None and self._observer.on_busy(attempt, retry_after_s)
+        following: Attempt | None = None
+        if response.status == _TOO_MANY:
+            following = next(self._plan, None) if is_busy else None
+            if following is None or not self._retries.start():
+                return False
+        response.abort()
+        if retry_after_s is not None and is_busy:
+            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
+        self._failed(attempt, Failure.BUSY if is_busy else Failure.UNAVAILABLE)
+        if following is not None:
+            self._send_to(following)
+        else:
+            self._unavailable = True
+            self._try_next()
+        return True
 
     def _failed(self, attempt: Attempt, failure: Failure) -> None:
         is_replica_lost = self._observer.on_failure(attempt, failure)
@@ -432,7 +454,7 @@ class Relay:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            (b"retry-after", b"%d" % self._proxy.settings.retry_after_s),
+            (b"retry-after", b"%d" % (self._retry_after_s or self._proxy.settings.retry_after_s)),
             *self._request.response_headers,
         ]
         self._recipient.respond(status, headers, body, True)

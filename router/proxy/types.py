@@ -124,6 +124,17 @@ class ProxyObserver(Protocol):
         """
         raise NotImplementedError
 
+    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
+        """The candidate says that it can take no request now.
+
+        Args:
+            attempt: The candidate.
+            retry_after_s: For how long, as it says.
+        Returns:
+            Whether that matters: then the request goes to another one, if there is one.
+        """
+        raise NotImplementedError
+
     def on_unretried(self, reason: Unretried) -> None:
         """There was another candidate, but the request is not tried again."""
 

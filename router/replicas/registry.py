@@ -12,7 +12,7 @@ from typing import Protocol
 
 from router.config import HealthConfig, ReplicaConfig
 from router.errors import BadRequest, ReplicaExists, ShuttingDown, UnknownReplica
-from router.overload import GateLimits, ReplicaGate
+from router.overload import GateOptions, ReplicaGate
 from router.replicas.health import HealthRecord
 from router.replicas.load import LoadTracker
 from router.replicas.replica import Replica
@@ -78,7 +78,7 @@ class ReplicaRegistry:
         load: Read for views, and to tell this router's requests from others in the engines' load.
         random: For jitter.
         clock: A monotonic clock, in seconds.
-        limits: How much a replica is given at a time; None: any amount.
+        gates: When replicas are given no requests; None: whenever they are healthy.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ReplicaRegistry:
         load: LoadTracker,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
-        limits: GateLimits | None = None,
+        gates: GateOptions | None = None,
     ) -> None:
-        self._limits = limits
+        self._gates = gates or GateOptions()
         self._fetch = fetch
         self._health = health
         self._load = load
@@ -132,7 +132,7 @@ class ReplicaRegistry:
             HealthRecord(self._health.unhealthy_after, self._health.healthy_after),
             now,
             allows,
-            None if self._limits is None else ReplicaGate(self._limits),
+            ReplicaGate(self._gates, self._clock),
         )
         self._replicas[replica.id] = replica
         self._watchers[replica.id] = Watcher(
@@ -199,6 +199,11 @@ class ReplicaRegistry:
         return self._by_model.get(model, ())
 
     @property
+    def backs_off(self) -> bool:
+        """Whether replicas that ask for it are left alone."""
+        return self._gates.max_back_off_s > 0
+
+    @property
     def undiscovered(self) -> int:
         """How many replicas have neither configured models nor reported any yet."""
         return sum(
@@ -227,6 +232,8 @@ class ReplicaRegistry:
         if replica is None:
             return
         before = replica.state
+        replica.gate.failed()
+        replica.look_at_gate()
         if replica.record.request_failed(why):
             self._became_unhealthy(replica, before)
         self._watchers[replica_id].check_soon()
@@ -236,6 +243,25 @@ class ReplicaRegistry:
         replica = self._replicas.get(replica_id)
         if replica is not None:
             replica.record.request_served()
+            replica.gate.answered()
+
+    def report_sent(self, replica_id: str) -> None:
+        """A request is sent there."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.gate.sent()
+
+    def report_busy(self, replica_id: str, retry_after_s: float) -> None:
+        """It answered that it can take no request now.
+
+        Args:
+            replica_id: Who; may have been removed since.
+            retry_after_s: For how long, as it says.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.gate.busy(retry_after_s)
+            replica.look_at_gate()
 
     def doubt(self, replica_id: str) -> None:
         """Another router found it unhealthy: check it now, and believe the check if it fails."""
@@ -329,6 +355,9 @@ class ReplicaRegistry:
 
     def _became_healthy(self, replica: Replica, before: ReplicaState) -> None:
         replica.health_since = self._clock()
+        if any(other.is_healthy for other in self._replicas.values() if other is not replica):
+            replica.gate.start_slowly()
+            replica.look_at_gate()
         self._watchers[replica.id].became_healthy()
         self._announce_state(replica, before, "the check passed")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from router.config import ReplicaConfig, key_bytes
 from router.index import SourceId
-from router.overload import AT_LIMIT, ReplicaGate
+from router.overload import AT_LIMIT, GateOptions, ReplicaGate
 from router.replicas.discovery import configured_sources
 from router.replicas.engine_load import EngineLoad
 from router.replicas.health import HealthRecord
@@ -27,7 +27,7 @@ class Replica:
         record: Its health, still unknown.
         now: On the registry's clock.
         allows: Whether an address may be connected to for it; None: every address.
-        gate: How much it may be given at a time; None: any amount.
+        gate: Whether it may be given requests; None: always.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Replica:
         gate: ReplicaGate | None = None,
     ) -> None:
         self.config = config
-        self.gate = gate
+        self.gate = gate or ReplicaGate(GateOptions())
         self.id = config.replica_id
         self.origin = replace(config.origin, allows=allows)
         self.headers = _authorization(config)
@@ -66,18 +66,22 @@ class Replica:
         self.checks_fail_since: float | None = None
         """The end of the first of the checks that have failed in a row."""
         self.discoveries = self.failed_discoveries = self.failed_scrapes = 0
-        self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
-        self._is_open = self._max_requests is None and gate is None
+        self.look_at_gate()
+
+    def look_at_gate(self) -> None:
+        """Something has happened there, or its gate is watching. With most replicas, nothing has to
+        be looked at for each request."""
+        self._speed = self.config.speed * self.gate.speed
+        self._is_open = self._max_requests is None and not self.gate.is_watching
 
     def reconfigure(self, config: ReplicaConfig) -> None:
         """Take over other options: its key, speed and limit. Its address, models and event sources
         must be the same."""
         self.config = config
         self.headers = _authorization(config)
-        self._speed = config.speed
         self._max_requests = config.max_concurrent_requests
-        self._is_open = self._max_requests is None and self.gate is None
+        self.look_at_gate()
 
     @property
     def sources(self) -> tuple[EventSource, ...]:
@@ -189,10 +193,12 @@ class Replica:
             return "draining"
         if self._is_open:
             return None
+        self.look_at_gate()
         if self._max_requests is not None and load.requests >= self._max_requests:
             return AT_LIMIT
-        if not is_new or self.gate is None:
-            return None
+        shut = self.gate.shut()
+        if shut is not None or not is_new:
+            return shut
         return self.gate.full(load.requests, load.prefill_tokens)
 
     def view(self, load: ReplicaLoad, now: float, others: ReplicaLoad) -> ReplicaView:
@@ -233,6 +239,11 @@ class Replica:
             discoveries=self.discoveries,
             failed_discoveries=self.failed_discoveries,
             failed_scrapes=self.failed_scrapes,
+            breaker=self.gate.breaker.value,
+            times_opened=self.gate.opened,
+            times_told_off=self.gate.told_off,
+            backs_off_s=self.gate.backs_off_s,
+            slow_start=self.gate.speed,
         )
 
 

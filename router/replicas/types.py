@@ -85,3 +85,13 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     discoveries: int
     failed_discoveries: int
     failed_scrapes: int
+    breaker: str = "closed"
+    """The state of its circuit breaker: `closed`, `open` or `half_open`."""
+    times_opened: int = 0
+    """Its circuit breaker."""
+    times_told_off: int = 0
+    """Times that it answered 429 or 503 with Retry-After."""
+    backs_off_s: float = 0.0
+    """For how long it gets nothing because of that."""
+    slow_start: float = 1.0
+    """The share of its speed and limits that count since it joined."""

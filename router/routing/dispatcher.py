@@ -267,7 +267,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def require_replica(self) -> None:
         """Raise `NoReplica`, with the reasons counted, if the ranking is empty."""
         if not self.ranking:
-            raise NoReplica(self.model_name, empty_reason(self.excluded))
+            opens_in_s = [
+                replica.gate.opens_in_s()
+                for replica in self.replicas.values()
+                if replica.is_healthy and not replica.draining
+            ]
+            retry_after_s = max(1, math.ceil(min(opens_in_s, default=0)))
+            raise NoReplica(self.model_name, empty_reason(self.excluded), retry_after_s)
 
 
 class Dispatcher:

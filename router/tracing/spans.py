@@ -212,6 +212,10 @@ class _TracingObserver(ProxyObserver):
         return self._inner.on_failure(attempt, failure)
 
     @override
+    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
+        return self._inner.on_busy(attempt, retry_after_s)
+
+    @override
     def on_unretried(self, reason: Unretried) -> None:
         self._inner.on_unretried(reason)
 

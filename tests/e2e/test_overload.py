@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_stub import EngineStub, after, engines
+from tests.support.engine_stub import EngineStub, Exchange, after, answer, engines, hang_up
 from tests.support.http_client import Answer, connect, eventually
 from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
 
@@ -35,6 +35,9 @@ CONFIG = {
         "max_waiting": 3,
         "priority_header": "x-priority",
         "tenant_header": "x-tenant",
+        "breaker_failures": 2,
+        "breaker_open_s": 0.2,
+        "max_back_off_s": 0.3,
     },
 }
 
@@ -228,3 +231,43 @@ async def test_a_key_is_held_to_its_limits_and_told_what_is_left(router: RouterP
         assert now.sum("kvroute_key_refusals_total", key="tight") == 3
         assert now.sum("kvroute_key_tokens_total", key="tight") == 2
         assert now.sum("kvroute_key_in_flight") == 0
+
+
+async def test_a_replica_that_asks_for_it_is_left_alone_and_nobody_else_notices(
+    router: RouterProcess,
+) -> None:
+    """What it would have refused goes to another one, or waits until its time is over."""
+    async with engines(2) as (full, other), router.serving(full, other):
+        refusal = b"HTTP/1.1 429 X\r\nretry-after: 60\r\ncontent-length: 0\r\n\r\n"
+
+        async def refuse(exchange: Exchange) -> None:
+            await exchange.send(refusal)
+
+        full.behaviour = refuse
+        body = {"model": full.model, "prompt": [1]}
+        answers = [await router.post("/v1/completions", body, FREE) for _ in range(6)]
+        assert [each.status for each in answers] == [200] * 6
+        view = await router.replica(full.name)
+        assert (view["health"], view["failed_requests"]) == ("healthy", 0)
+        assert view["times_told_off"] == len(full.requests) >= 1
+        full.behaviour = answer
+        await router.until(
+            lambda now: now.sum("kvroute_replica_backing_off", replica=full.name) == 0,
+            "its time is over",
+        )
+
+
+async def test_a_replica_that_fails_requests_gets_one_to_try_after_a_while(
+    router: RouterProcess,
+) -> None:
+    """Its checks pass, so health alone would send it requests again and again."""
+    async with engines(2) as (broken, other), router.serving(broken, other):
+        broken.behaviour = hang_up
+        body = {"model": broken.model, "prompt": [1]}
+        while not (await router.replica(broken.name))["times_opened"]:
+            assert (await router.post("/v1/completions", body, FREE)).status == 200
+        broken.behaviour = answer
+        tried = len(broken.requests)
+        while (await router.replica(broken.name))["breaker"] != "closed":
+            assert (await router.post("/v1/completions", body, FREE)).status == 200
+        assert len(broken.requests) > tried

@@ -38,6 +38,7 @@ class Recorder:
         self.attempts: list[str] = []
         self.failures: list[tuple[str, Failure]] = []
         self.first_bytes: list[tuple[str, float]] = []
+        self.busy: list[tuple[str, int]] = []
         self.unretried: list[Unretried] = []
         self.out_of_rotation: set[str] = set()
         self.data = b""
@@ -50,6 +51,10 @@ class Recorder:
     def on_failure(self, attempt: Attempt, failure: Failure) -> bool:
         self.failures.append((attempt.replica_id, failure))
         return attempt.replica_id in self.out_of_rotation
+
+    def on_busy(self, attempt: Attempt, retry_after_s: int) -> bool:
+        self.busy.append((attempt.replica_id, retry_after_s))
+        return True
 
     def on_unretried(self, reason: Unretried) -> None:
         self.unretried.append(reason)

@@ -273,3 +273,55 @@ async def test_giving_one_server_up_leaves_the_others_alone() -> None:
             proxy.give_up(plan[0].origin, silent_s=0)
             assert await client.read_head() == 200
             await client.read_body()
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+async def test_a_replica_that_says_when_to_come_back_is_left_for_another(status: str) -> None:
+    """It is well, and full: that is no failure, and another may have room."""
+    async with (
+        raw_server(answering(answer(b"full", status, "retry-after: 7"))) as full,
+        raw_server(answering(answer(b"served"))) as free,
+        proxy_server([attempt(full, "full"), attempt(free, "free")]) as proxy,
+        raw_client(proxy.port) as client,
+    ):
+        assert await client.ask() == b"served"
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.busy == [("full", 7)]
+        assert recorder.failures == [("full", Failure.BUSY)]
+
+
+async def test_a_429_is_passed_on_where_nobody_else_is_left_or_it_says_no_time() -> None:
+    """What the engine says is more than the router knows; without a time it may be the client's own
+    limit there."""
+    async with (
+        raw_server(answering(answer(b"mine", "429 Too Many Requests", "retry-after: 7"))) as last,
+        proxy_server([attempt(last)]) as proxy,
+        raw_client(proxy.port) as client,
+    ):
+        assert await client.ask() == b"mine"
+        assert (client.status, client.headers["retry-after"]) == (429, "7")
+        recorder = await proxy.recorder(End.COMPLETED)
+        assert recorder.failures == []
+    for header in ("x-other: 7", "retry-after: Fri, 31 Dec 1999 23:59:59 GMT"):
+        async with (
+            raw_server(answering(answer(b"mine", "429 Too Many Requests", header))) as first,
+            raw_server(answering(answer(b"served"))) as free,
+            proxy_server([attempt(first), attempt(free)]) as proxy,
+            raw_client(proxy.port) as client,
+        ):
+            assert await client.ask() == b"mine"
+            recorder = await proxy.recorder(End.COMPLETED)
+            assert (recorder.busy, recorder.failures) == ([], [])
+
+
+async def test_the_least_that_full_replicas_say_is_what_the_client_is_told() -> None:
+    """Then one of them has room."""
+    async with (
+        raw_server(answering(answer(b"", "503 X", "retry-after: 9"))) as one,
+        raw_server(answering(answer(b"", "503 X", "retry-after: 4"))) as other,
+        proxy_server([attempt(one), attempt(other)]) as proxy,
+        raw_client(proxy.port) as client,
+    ):
+        await client.ask()
+        assert (client.status, client.headers["retry-after"]) == (503, "4")
+        await proxy.recorder(End.NO_REPLICA)
