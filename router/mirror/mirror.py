@@ -505,14 +505,13 @@ class Mirror:
         needed = (ahead - computed) / STEP * cache.layout.blocks_per_key - max(capacity - held, 0)
         if needed <= 0 or not content or not held:
             return hit_tokens
-        evicted = content.oldest_keys(needed * len(content) / held)
+        needed_keys = needed * len(content) / held
         for start, end, use in content.segments(keys[: -(-hit_tokens // STEP)]):
-            if use in evicted:
-                left_of_it = len(use.keys) - evicted[use]
-                if left_of_it < end:
-                    unit = cache.layout.hit_tokens
-                    at = start if cache.layout.has_gaps else max(left_of_it, start)
-                    return at * STEP // unit * unit
+            left_of_it = len(use.keys) - content.among_oldest(use, needed_keys)
+            if left_of_it < end:
+                unit = cache.layout.hit_tokens
+                at = start if cache.layout.has_gaps else max(left_of_it, start)
+                return at * STEP // unit * unit
         return hit_tokens
 
     def statistics(self) -> MirrorStatistics:

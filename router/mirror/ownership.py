@@ -69,6 +69,8 @@ class Ownership:
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}
         self._ended: dict[int, Use] = {}
+        self._ended_keys = 0
+        """That these own."""
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -98,6 +100,7 @@ class Ownership:
             self._take(use)
         use.ended_at = now
         self._ended[use.number] = use
+        self._ended_keys += use.owned
 
     def drop(self, use: Use) -> None:
         """Forget a request and what it owns; its keys are nobody's then."""
@@ -105,8 +108,9 @@ class Ownership:
         for key in use.keys[use.owned_from :]:
             if (run := runs.get(key)) is not None and run.use is use:
                 del runs[key]
+        if self._ended.pop(use.number, None) is not None:
+            self._ended_keys -= use.owned
         use.owned_from = len(use.keys)
-        self._ended.pop(use.number, None)
 
     def drop_end(self, use: Use, count: int) -> Sequence[int]:
         """Forget the last keys that a request owns, as an engine evicts them; return them.
@@ -120,6 +124,7 @@ class Ownership:
             self.drop(use)
             return dropped
         kept = len(use.keys) - count
+        self._ended_keys -= count
         dropped, use.keys = use.keys[kept:], use.keys[:kept]
         for key in dropped:
             self._runs.pop(key, None)
@@ -152,16 +157,31 @@ class Ownership:
         for use in list(self._ended.values()):
             self.drop(use)
 
-    def oldest_keys(self, count: float) -> dict[Use, int]:
-        """Whose keys are the *count* that were used longest ago, and how many of each: all of
-        whoever ended first, and of the last of them those at the end."""
-        found: dict[Use, int] = {}
-        for use in self._ended.values():
-            if count <= 0:
+    def among_oldest(self, use: Use, count: float) -> int:
+        """How many of a request's keys are among the *count* that were used longest ago: all of
+        whoever ended first, and of the last of them those at the end.
+
+        Args:
+            use: The request; of one that runs it is none.
+            count: Of the keys of requests that have ended.
+        """
+        if use.number not in self._ended:
+            return 0
+        return max(min(use.owned, math.ceil(count - self._owned_before(use, count))), 0)
+
+    def _owned_before(self, use: Use, most: float) -> int:
+        """How many keys the requests own that ended before *use* did; counted up to *most*."""
+        # From both ends, since what many share was used a moment ago.
+        older = newer = 0
+        ended = self._ended.values()
+        for first, last in zip(ended, reversed(ended), strict=True):
+            if first is use or older >= most:
                 break
-            found[use] = min(use.owned, math.ceil(count))
-            count -= use.owned
-        return found
+            if last is use:
+                return self._ended_keys - newer - use.owned
+            older += len(first.keys) - first.owned_from
+            newer += len(last.keys) - last.owned_from
+        return older
 
     def segments(self, keys: Sequence[int]) -> Iterator[tuple[int, int, Use]]:
         """The stretches of *keys* that one request each owns: where one begins and ends, and who
@@ -204,9 +224,11 @@ class Ownership:
             if taken and taken[-1].use is before:
                 count += taken.pop().keys
             taken.append(Taken(before, count))
+            if before.number in self._ended:
+                self._ended_keys -= max(at - before.owned_from, 0)
+                if at == len(before.keys):
+                    del self._ended[before.number]
             before.owned_from = max(before.owned_from, at)
-            if at == len(before.keys):
-                self._ended.pop(before.number, None)
         use.owned_from = 0
         return taken
 

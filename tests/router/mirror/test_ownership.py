@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,7 +59,9 @@ class _Reference:
         return {key for key, user in self.last.items() if user is use}
 
 
-@given(st.lists(st.tuples(st.sampled_from(("begin", "end", "drop")), st.integers(0, 6))))
+@given(
+    st.lists(st.tuples(st.sampled_from(("begin", "end", "drop", "drop_end")), st.integers(0, 6)))
+)
 def test_ownership_is_that_of_the_last_user_of_every_key(steps: list[tuple[str, int]]) -> None:
     """The suffix and the order of the ends are all that is stored; both must be right whatever
     overlaps."""
@@ -77,8 +81,17 @@ def test_ownership_is_that_of_the_last_user_of_every_key(steps: list[tuple[str, 
         elif step == "drop" and (oldest := ownership.oldest()) is not None:
             ownership.drop(oldest)
             plain.last = {key: use for key, use in plain.last.items() if use is not oldest}
+        elif step == "drop_end" and (oldest := ownership.oldest()) is not None:
+            for key in ownership.drop_end(oldest, number + 1):
+                del plain.last[key]
         owning = [use for use in plain.ended if plain.owned(use)]
         assert list(ownership.ended()) == owning
         for use in owning:
             assert set(use.keys[use.owned_from :]) == plain.owned(use)
         assert len(ownership) == len(plain.last)
+        for count in (0.0, 1.0, 2.5, 6.0, 1000.0):
+            left = math.ceil(count)
+            for use in owning:
+                assert ownership.among_oldest(use, count) == min(left, use.owned)
+                left -= min(left, use.owned)
+            assert not any(ownership.among_oldest(use, count) for use in running)
