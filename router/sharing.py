@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
 
-from router.board import SharedLoad, SharedPrefix, Slot
+from router.board import Board, SharedLoad, SharedPrefix, Slot
 from router.board.slots import MAX_KEYS, fitting
+from router.config import BoardConfig
+from router.errors import ConfigError, ConfigProblem
 from router.index import SourceId, pack_keys
 from router.mirror import STEP, Mirror, Prefilling
 from router.observability.self_repair import QuietMoments
@@ -175,6 +179,41 @@ class Sharing:
             prefix.tokens,
             model.index.unpack_keys(prefix.keys, STEP),
         )
+
+
+def valkey_board(config: BoardConfig, secret: bytes, group: bytes) -> Board:
+    """The board on a server.
+
+    Args:
+        config: Names the server.
+        secret: That all routers share.
+        group: Of the processes that hear each other without it.
+    Raises:
+        ConfigError: The client library is missing, or a certificate cannot be read.
+    """
+    try:
+        module = import_module("router.board.valkey")
+    except ImportError as error:
+        rule = f"{error}; it needs the extra valkey: pip install 'kvroute[valkey]'"
+        raise ConfigError([ConfigProblem("board.url", rule)]) from error
+    for name in ("ca", "certificate", "key"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).is_file():
+            raise ConfigError([ConfigProblem(f"board.{name}", f"{path}: no such file")])
+    board: Board = module.connect(
+        config.url,
+        module.Credentials(
+            config.username,
+            None if config.password is None else config.password.get_secret_value(),
+            config.ca,
+            config.certificate,
+            config.key,
+        ),
+        config.prefix,
+        secret,
+        group,
+    )
+    return board
 
 
 def _summed(slots: Mapping[str, Slot]) -> dict[str | tuple[str, int], ReplicaLoad]:

@@ -67,6 +67,7 @@ WITH_COMMANDS = (
 )
 KEYS = {
     "KVROUTE_CLIENT_KEY": "a",
+    "KVROUTE_BOARD_SECRET": "s",
     "KVROUTE_OPERATOR_KEY": "b",
     "GEMMA_KEY": "c",
     "KVROUTE_CLIENT_KEY_A": "f",

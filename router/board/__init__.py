@@ -9,6 +9,7 @@ The files; each imports only what is listed above it:
     slots.py      what a slot says, and its bytes
     base.py       the interface of a board, and what keeps a process and its boards in step
     memory.py     between the workers of one router: shared memory
+    valkey.py     between routers: Valkey or Redis
 """
 
 from router.board.base import Board, BoardExchange, BoardStatistics

@@ -12,6 +12,7 @@ The files; each imports only what is listed above it:
     discovery.py  where more of them come from
     tls.py        certificates
     state.py      what outlives a restart
+    board.py      where routers tell each other of their load
     keys.py       who may come in, and what comes with a key
     overload.py   what waits when replicas have no room
     observability.py  logs, metrics, traces
@@ -20,6 +21,7 @@ The files; each imports only what is listed above it:
     schema.py     everything else, and the rules between its values
 """
 
+from router.config.board import BoardConfig
 from router.config.discovery import (
     DiscoveryConfig,
     DnsDiscovery,
@@ -56,6 +58,7 @@ from router.config.tls import ListenerTlsConfig, ReplicaTlsConfig
 from router.config.versions import VersionConfig, VersionedModelConfig
 
 __all__ = [
+    "BoardConfig",
     "ClientKeyConfig",
     "DiscoveryConfig",
     "DnsDiscovery",

@@ -24,6 +24,7 @@ from kvevents.errors import LayoutError
 from kvevents.events import GPU, STORAGE, GroupSpec
 from kvevents.layout import KVCacheGroup, KVCacheLayout, group_from_spec
 from router.config.approximate import ApproximateConfig
+from router.config.board import BoardConfig
 from router.config.discovery import DiscoveryConfig
 from router.config.document import (
     Location,
@@ -505,6 +506,7 @@ class RouterConfig(Section, frozen=True):
     approximate: ApproximateConfig = ApproximateConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     state: StateConfig = StateConfig()
+    board: BoardConfig = BoardConfig()
     index: IndexChoice = "auto"
     """Which implementation follows the caches."""
 

@@ -4,7 +4,7 @@
 set -uo pipefail
 
 missing=()
-for pair in promtool:prometheus chromium:chromium systemd-analyze:systemd kubectl:kubernetes-client; do
+for pair in redis-server:redis-server promtool:prometheus chromium:chromium systemd-analyze:systemd kubectl:kubernetes-client; do
   command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")
 done
 [ ${#missing[@]} -gt 0 ] || exit 0

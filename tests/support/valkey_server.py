@@ -1,0 +1,60 @@
+"""A real Valkey or Redis server, which a test can kill and start again at the same port."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from types import TracebackType
+
+import pytest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ValkeyServer:
+    """Started by `with`; skips the test where no such server is installed."""
+
+    def __init__(self, password: str | None = None) -> None:
+        found = shutil.which("valkey-server") or shutil.which("redis-server")
+        if found is None:
+            pytest.skip("neither valkey-server nor redis-server is installed")
+        self._command = found
+        self._password = password
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", "/tmp"]
+        if self._password is not None:
+            options += ["--requirepass", self._password]
+        self._process = subprocess.Popen(
+            [self._command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> ValkeyServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self.kill()
