@@ -122,6 +122,8 @@ class NativePrompt(PromptKeys):
     """A prompt in the core, which has its keys and most of its hashes; what the reference asks for
     is computed in Python."""
 
+    _token_ids: Sequence[int]
+
     def __init__(
         self,
         core: Core,
@@ -140,12 +142,25 @@ class NativePrompt(PromptKeys):
             cache_salt: The salt.
             extra_keys: By hash block.
         """
-        super().__init__(space, token_ids, lora_name, cache_salt, extra_keys)
+        super().__init__(space, (), lora_name, cache_salt, extra_keys)
         packed = msgspec.msgpack.encode(extra_keys) if extra_keys else b""
         self.hashed = Prompt(token_ids, lora_name, cache_salt, packed)
         self._core = core
         self._core_keys: dict[int, Sequence[int]] = {}
         self._core_hashes: dict[tuple[HashChain, int, int, bool], _EngineHashes] = {}
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of the whole prompt; not kept twice unless somebody asks for them. Few do, and prompts
+        are kept as long as a cache holds them."""
+        known = self._token_ids
+        if not known:
+            known = self._token_ids = array("I", self.hashed.tokens())
+        return known
+
+    @token_ids.setter
+    def token_ids(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
 
     @override
     def prefix_keys(self, step: int) -> Sequence[int]:

@@ -196,8 +196,8 @@ class Visit:
 class Mirror:
     """Follows what this router sends. The caller passes no time: the clock is given once.
 
-    Memory: some 650 bytes for each 64 tokens that the caches hold. Most of it are the prompts of
-    the requests that were the last to use something: their token ids, twice.
+    Memory: some 400 bytes for each 64 tokens that the caches hold. Most of it are the token ids of
+    the requests that were the last to use something.
     """
 
     MAX_PROGRESS = 0.95

@@ -661,7 +661,7 @@ nb::object pack_token_ids(nb::handle text) {
 }  // namespace
 
 NB_MODULE(_core, module) {
-    module.attr("core_version") = 6;  // as CORE_VERSION of choice.py
+    module.attr("core_version") = 7;  // as CORE_VERSION of choice.py
     // An index that lives as long as the interpreter is no leak.
     nb::set_leak_warnings(false);
 
@@ -678,7 +678,10 @@ NB_MODULE(_core, module) {
             },
             nb::arg("token_ids"), nb::arg("lora_name").none(), nb::arg("cache_salt").none(),
             nb::arg("extra_keys"))
-        .def("__len__", [](const Prompt& self) { return self.tokens().size(); });
+        .def("__len__", [](const Prompt& self) { return self.tokens().size(); })
+        .def("tokens", [](const Prompt& self) {
+            return nb::bytes(self.tokens().data(), self.tokens().size() * sizeof(u32));
+        });
 
     nb::class_<EngineHashes>(module, "EngineHashes");
 
