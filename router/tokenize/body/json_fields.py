@@ -3,6 +3,7 @@ value."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from router.tokenize.errors import RequestBodyError
 from router.tokenize.limits import PromptLimits
 
 _ENCODER = msgspec.json.Encoder()
+_COUNT = re.compile(r"\s*\+?([0-9]{1,15})(?:\.0+)?\s*")
 
 
 def encode_json(value: object) -> bytes:
@@ -166,10 +168,14 @@ def is_true(value: object) -> bool:
 
 
 def as_count(value: object) -> int | None:
-    """Read a count that only informs the router; None unless it is a whole number >= 0.
+    """Read a count that only informs the router; None unless it is a whole number >= 0, or the text
+    of one, as pydantic takes it.
 
     The engine refuses what is wrong with it.
     """
+    if isinstance(value, str):
+        found = _COUNT.fullmatch(value)
+        return int(found[1]) if found else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value) if 0 <= value < 2**53 and float(value).is_integer() else None

@@ -196,6 +196,8 @@ def _messages_of(fields: Mapping[str, Any], limits: PromptLimits) -> list[dict[s
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list):
         raise RequestBodyError("$.input", describe(given), "must be a string or a list of items")
+    if not given and not messages:
+        raise RequestBodyError("$.input", "an empty list", "must hold at least one item")
     turns: list[dict[str, Any]] = []
     for item in object_list(given, "$.input", limits):
         _add_item(turns, item)

@@ -602,5 +602,14 @@ def test_flags_are_read_as_leniently_as_the_engine_reads_them() -> None:
         ([], False),
     ):
         assert _parse(Endpoint.CHAT, {"messages": [_USER], "stream": value}).stream is expected
-    for count, choices in ((7, 7), (7.0, 7), (7.5, 1), (-1, 1), ("7", 1), (True, 1), (1e300, 1)):
+    for count, choices in ((7, 7), (7.0, 7), (7.5, 1), (-1, 1), (True, 1), (1e300, 1)):
         assert _parse(Endpoint.CHAT, {"messages": [_USER], "n": count}).choices == choices
+    for text, choices in (("7", 7), (" 7 ", 7), ("7.0", 7), ("7.5", 1), ("-7", 1), ("9" * 20, 1)):
+        assert _parse(Endpoint.CHAT, {"messages": [_USER], "n": text}).choices == choices
+
+
+def test_an_input_without_items_is_named_as_what_it_is() -> None:
+    """Clients of this endpoint know of no messages; instructions alone are a prompt."""
+    with pytest.raises(RequestBodyError, match=r"\$\.input: an empty list"):
+        _parse(Endpoint.RESPONSES, {"input": []})
+    assert _parse(Endpoint.RESPONSES, {"input": [], "instructions": "x"}).prompts
