@@ -121,17 +121,14 @@ class RouterApp:
             dispatcher=service.dispatcher,
             models=service.models,
             registry=service.registry,
-            fleet_changes=FleetChanges(
-                service.registry,
-                Networks(service.config.server.replica_networks).__contains__,
-                member,
-            ),
+            fleet_changes=_fleet_changes(service, member),
             feed=service.feed,
             tokenizer_check=service.tokenizer_check,
             repair=service.repair,
             approximate=service.approximate,
             request_log=service.request_log,
             metrics=service.metrics,
+            history=service.history,
             shortages=service.shortages,
             render_metrics=_metrics_of_all(service, member),
         )
@@ -154,6 +151,11 @@ class RouterApp:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server leaves the body out
         await self._api(scope, receive, send)
+
+
+def _fleet_changes(service: RouterService, member: Member | None) -> FleetChanges:
+    allowed = Networks(service.config.server.replica_networks)
+    return FleetChanges(service.registry, allowed.__contains__, member)
 
 
 def _metrics_of_all(

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from kvevents.curve import CurveKeys, read_keys
 from kvevents.errors import CurveError, KVEventsError
+from kvevents.events import GPU
 from kvevents.live import BacklogLimits
 from kvevents.replay import ReplayLimits
 from kvevents.sockets import SocketLimits
@@ -31,6 +32,7 @@ from router.feed import Feed
 from router.index import IndexImplementation, IndexUnavailable, PrefixIndex, SourceId, choose_index
 from router.mirror import ApproximateCaches, Mirror
 from router.observability.collector import CollectedParts, collect
+from router.observability.history import BlockCounts, History
 from router.observability.metrics import RouterMetrics
 from router.observability.readiness import Readiness
 from router.observability.request_log import RequestLog
@@ -257,8 +259,21 @@ class RouterService:
         self.proxy = Proxy(self._upstream, _proxy_settings(config))
         return planner
 
+    def _cache_counts(self) -> dict[str, BlockCounts]:
+        """What the caches of each replica hold and have lost."""
+        held = {replica.id: [0, 0] for replica in self.registry.replicas()}
+        for source, cache in self.models.index_statistics().items():
+            if source.replica in held:
+                on_gpu = sum(count for (_, tier), count in cache.blocks.items() if tier == GPU)
+                held[source.replica][0] += on_gpu
+        for source, feed in self.feed.statistics().items():
+            if source.replica in held:
+                held[source.replica][1] += feed.applied.removed
+        return {name: BlockCounts(*counts) for name, counts in held.items()}
+
     def _make_observation(self, planner: RoutePlanner) -> None:
         """What follows requests and replicas."""
+        self.history = History(self.metrics, self._cache_counts)
         self.observers = RequestObservers(
             self._load,
             self.metrics,
@@ -329,6 +344,7 @@ class RouterService:
         if self.tracing is not None:
             self.tracing.start()
         self._follower.start()
+        self.history.start()
         if self.exchange is not None:
             self._exchanging = asyncio.create_task(self.exchange.run(), name="board")
             self._exchanging.add_done_callback(_report_end)
@@ -360,6 +376,7 @@ class RouterService:
     async def stop(self) -> None:
         """Leave nothing running: no task, thread or socket."""
         self._forgetting.cancel()
+        self.history.stop()
         if self.snapshots is not None and self._saving is not None:
             self._saving.cancel()
             await asyncio.wait([self._saving])

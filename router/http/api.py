@@ -64,6 +64,7 @@ from router.http.request_bodies import (
 )
 from router.http.responses import (
     ApiParts,
+    history_view,
     model_entry,
     model_list,
     overview,
@@ -72,6 +73,7 @@ from router.http.responses import (
     route_view,
 )
 from router.http.views import (
+    HistoryView,
     ModelEntry,
     ModelList,
     Overview,
@@ -125,6 +127,7 @@ def create_api(
     _add_adding(app, parts, operator)
     _add_draining(app, parts, operator)
     _add_insight(app, parts, operator)
+    _add_history(app, parts, operator)
     _add_recording(app, parts, operator)
     add_page(app)
     _add_description(app, client)
@@ -400,6 +403,36 @@ def _add_insight(app: FastAPI, parts: ApiParts, operator: Access) -> None:
     )
     async def config() -> Response:
         return _json(parts.current_config().to_public_dict())
+
+
+_MAX_HISTORIES = 16
+_REPLICAS_ASKED_FOR = {
+    "name": "replica",
+    "in": "query",
+    "description": "The id of a replica; may be repeated",
+    "schema": {"type": "array", "items": {"type": "string"}},
+}
+
+
+def _add_history(app: FastAPI, parts: ApiParts, operator: Access) -> None:
+    rule = f"at most {_MAX_HISTORIES} at a time"
+
+    @app.get(
+        "/history",
+        **described(
+            "operation",
+            "The last hour in steps of half a minute",
+            {200: sends(HistoryView, "Of the router, and of each replica asked for.")},
+            access=operator,
+            errors=(BadRequest("replica", "17 times", rule),),
+            parameters=[_REPLICAS_ASKED_FOR],
+        ),
+    )
+    async def history(request: Request) -> Response:
+        ids = request.query_params.getlist("replica")
+        if len(ids) > _MAX_HISTORIES:
+            raise BadRequest("replica", f"{len(ids)} times", rule)
+        return _json(history_view(parts.history, ids))
 
 
 _RECORDING = "application/x-ndjson"

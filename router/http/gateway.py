@@ -74,9 +74,7 @@ class Gateway:
             entrance: Where they wait for room at a replica; None: nowhere.
             tracer: Begins the trace of each; None where none is recorded.
         """
-        self.entrance = entrance
-        self.server = server
-        self.guard = guard
+        self.entrance, self.server, self.guard = entrance, server, guard
         self._trusted_proxies = Networks(server.trusted_proxies)
         self._trusts_proxies = bool(server.trusted_proxies)
         self._scheme = b"http" if server.tls.certificate is None else b"https"

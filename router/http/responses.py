@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,9 @@ from router.http.views import (
     FeedView,
     GroupSummary,
     Headline,
+    HistoryView,
     HitView,
+    HourView,
     LastMinute,
     ModelEntry,
     Overview,
@@ -38,6 +41,7 @@ from router.http.views import (
 )
 from router.index import SourceId, SourceStatistics
 from router.mirror import ApproximateCaches, ApproximateStatistics
+from router.observability.history import STEP_S, History, Hour
 from router.observability.labels import (
     KIND_LABELS,
     duration,
@@ -105,6 +109,7 @@ class ApiParts:
     approximate: ApproximateCaches | None
     request_log: RequestLog
     metrics: RouterMetrics
+    history: History
     shortages: Shortages
     render_metrics: Callable[[], Awaitable[bytes]]
 
@@ -446,6 +451,32 @@ def overview(
     )
 
 
+def history_view(history: History, replica_ids: Sequence[str]) -> HistoryView:
+    """The last hour of the router, and of some replicas.
+
+    Args:
+        history: Keeps it.
+        replica_ids: Which; those that are not followed are left out.
+    """
+    whole = history.hour()
+    assert whole is not None
+    hours = {name: history.hour(name) for name in replica_ids}
+    return HistoryView(
+        now=round(time.time(), 3),
+        step_s=STEP_S,
+        router=_hour(whole),
+        replicas={name: _hour(hour) for name, hour in hours.items() if hour is not None},
+    )
+
+
+def _hour(hour: Hour) -> HourView:
+    steps = {
+        name: [None if math.isnan(value) else round(value, 4) for value in values]
+        for name, values in hour.values.items()
+    }
+    return HourView(**steps, removed_blocks=hour.removed_blocks)
+
+
 def _tiers(replicas: Sequence[ReplicaSummary]) -> list[str]:
     held = {tier for replica in replicas for group in replica.groups for tier in group.blocks}
     return sorted(held | {"GPU"}, key=tier_order)
@@ -557,6 +588,13 @@ def _groups(caches: Sequence[SourceStatistics]) -> list[GroupSummary]:
         reach = (group.sliding_window or group.attention_chunk_size) if group else None
         label = group_label(kind, reach) if kind else f"group {number}"
         summaries.append(
-            GroupSummary(number=number, label=label, kind=kind, reach=reach, blocks=blocks)
+            GroupSummary(
+                number=number,
+                label=label,
+                kind=kind,
+                reach=reach,
+                blocks=blocks,
+                block_size=group.block_size if group else None,
+            )
         )
     return summaries

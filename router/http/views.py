@@ -100,7 +100,7 @@ class RankedReplica(View, frozen=True, kw_only=True):
     dp_rank: int | None
     """The data-parallel rank to ask for; null lets the engine choose."""
     cost: float
-    """Never falls along the ranking; for the default policy, the delay in prefill tokens."""
+    """Never falls along the ranking; for the default policy, prefill tokens to wait for."""
     reason: str
     hit: HitView
     recent_tokens: int
@@ -127,7 +127,7 @@ class RouteView(View, frozen=True, kw_only=True):
     prompt_tokens: int
     """Over all prompts, as far as they are known."""
     cost: float
-    """For the default policy, the delay in prefill tokens."""
+    """For the default policy, prefill tokens to wait for."""
     hit: HitView
     expected_tokens: int
     """Prompt tokens that would be cached there when the engine admits the request: those ahead of
@@ -371,6 +371,35 @@ class GroupSummary(View, frozen=True, kw_only=True):
     """Tokens of its sliding window or attention chunk."""
     blocks: dict[str, int]
     """By tier, over all ranks."""
+    block_size: int | None = None
+    """Tokens; null before the layout is known."""
+
+
+class HourView(View, frozen=True, kw_only=True):
+    """The last hour, a value for each step, the oldest first; the last step still runs. Null where
+    there was nothing to measure."""
+
+    requests_per_s: list[float | None]
+    reused_share: list[float | None]
+    """Of the prompt tokens, what engines reported as cached."""
+    first_byte_s: list[float | None]
+    """The time to first byte that nine of ten responses kept."""
+    mispredicted_share: list[float | None]
+    """Of the predictions that could be compared."""
+    gpu_blocks: list[float | None]
+    """Held at the end of the step, over all groups."""
+    removed_blocks: int
+    """That the caches have lost in this time, copies included."""
+
+
+class HistoryView(View, frozen=True, kw_only=True):
+    """The last hour of the router, and of the replicas that were asked for."""
+
+    now: float
+    """Unix time."""
+    step_s: float
+    router: HourView
+    replicas: dict[str, HourView]
 
 
 class StoreSummary(View, frozen=True, kw_only=True):
@@ -453,7 +482,7 @@ _ROUTE = RouteView(
     replica="replica-7",
     dp_rank=None,
     model="gemma-3",
-    policy="least_delay",
+    policy="prefix",
     prompt_tokens=1024,
     cost=20.8,
     hit=_HIT,
@@ -482,7 +511,7 @@ _REQUEST = RequestView(
     trace_id="0af7651916cd43dd8448eb211c80319c",
     path="/v1/chat/completions",
     model="gemma-3",
-    policy="least_delay",
+    policy="prefix",
     stream=True,
     prompt_tokens=1024,
     unknown=None,

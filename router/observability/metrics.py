@@ -104,6 +104,15 @@ class _Written(Generic[_Series]):
             found = self._by_labels[values] = self._series()
         return found
 
+    def series(self) -> Iterable[tuple[tuple[str, ...], _Series]]:
+        """Every series, by the values of its labels; to be read at once and not kept."""
+        return self._by_labels.items()
+
+    @property
+    def buckets(self) -> Sequence[float]:
+        """Upper bounds of a histogram's buckets, all but the last."""
+        return self._spec.buckets
+
     def forget(self, label: str, value: str) -> None:
         """Drop every series that has this value of a label.
 

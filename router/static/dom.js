@@ -50,6 +50,12 @@ export function element(tag, className, text = "") {
   return made;
 }
 
+export function svgElement(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
 // Gives *parent* exactly *length* children: existing ones are kept, *make* makes the others.
 export function resize(parent, length, make) {
   while (parent.children.length > length) parent.lastElementChild.remove();

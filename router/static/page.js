@@ -2,6 +2,8 @@
 
 import { NeedsKey, ask, askForKey } from "./ask.js";
 import { byId, mark, show, write } from "./dom.js";
+import { askForHour } from "./hour.js";
+import { openIds } from "./insight.js";
 import { showHeadline, showOnlyProblems, showReplicas, startReplicas } from "./replicas.js";
 import { forgetRequests, startRequests, takeRequests } from "./requests.js";
 import { offerModels, startRoute } from "./route.js";
@@ -22,6 +24,7 @@ async function poll() {
       ask("operator", "overview"),
       ask("operator", `requests?after=${change}&limit=${AT_ONCE}`),
     ]);
+    await askForHour(openIds());
     if (overview.started_at === log.started_at) take(overview, log);
   } catch (error) {
     await miss(error);

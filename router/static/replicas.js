@@ -13,6 +13,7 @@ import {
   writeName,
   writeWhole,
 } from "./dom.js";
+import { drawInsight, makeInsight } from "./insight.js";
 import { count, shortCount } from "./words.js";
 
 const PER_PAGE = 12;
@@ -87,11 +88,17 @@ function drawRows(shown) {
   const ids = new Set(shown.map((replica) => replica.id));
   for (const id of [...rows.keys()]) if (!ids.has(id)) rows.delete(id);
   const nodes = shown.map((replica) => {
-    if (!rows.has(replica.id)) rows.set(replica.id, fromTemplate("replica-template"));
+    if (!rows.has(replica.id)) rows.set(replica.id, makeRow(replica.id));
     drawReplica(rows.get(replica.id), replica, scale);
     return rows.get(replica.id);
   });
   arrange(byId("replica-table"), nodes, 1);
+}
+
+function makeRow(id) {
+  const row = fromTemplate("replica-template");
+  makeInsight(row, id, draw);
+  return row;
 }
 
 // One scale for each tier over all replicas: bars can be compared from row to row, and a large tier
@@ -126,6 +133,7 @@ function drawReplica(row, replica, scale) {
   drawStreams(row.querySelector(".feed .word"), replica);
   drawCache(row.querySelector(".cache-grid"), replica, scale);
   drawProblems(row.querySelector(".problems"), replica.problems);
+  drawInsight(row, replica);
 }
 
 function stateOf(replica) {

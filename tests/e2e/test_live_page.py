@@ -276,9 +276,10 @@ async def test_the_overview_counts_blocks_by_group_and_tier(router: RouterProces
             if each["id"] == stub.name
         ]
         blocks = {"GPU": 4, "CPU": 2}
+        both = {"blocks": blocks, "block_size": 16}
         full = {"number": 0, "label": "full", "kind": "full_attention", "reach": None}
         window = {"number": 1, "label": "window 64", "kind": "sliding_window", "reach": 64}
-        assert replica["groups"] == [{**full, "blocks": blocks}, {**window, "blocks": blocks}]
+        assert replica["groups"] == [{**full, **both}, {**window, **both}]
         assert [source["state"] for source in replica["sources"]] == ["live"]
         assert (replica["state"], replica["serves"], replica["url"]) == ("healthy", 1, stub.url)
 
@@ -354,6 +355,56 @@ async def test_blocks_grow_and_move_to_the_tier_they_went_to(router: RouterProce
         stub.store(ids)
         stub.slide_on(ids)
         await expect(row.locator(".blocks")).to_have_text(["6", "6", "0", "6"])
+
+
+@pytest.mark.parametrize("path", ["/history", "/history?replica=nobody"])
+async def test_the_last_hour_has_a_step_that_runs(locked: RouterProcess, path: str) -> None:
+    """Of the router, and of the replicas that are asked for and there; for the operator only."""
+    assert (await locked.get(path)).status == 401
+    found = (await locked.get(path, OPERATOR)).json
+    assert found["step_s"] == 30
+    assert found["replicas"] == {}
+    assert (
+        len({len(values) for name, values in found["router"].items() if "removed" not in name}) == 1
+    )
+    refused = await locked.get("/history?" + "replica=x&" * 17, OPERATOR)
+    assert refused.status == 400
+    assert "at most 16 at a time" in refused.error["message"]
+
+
+@needs_browser
+async def test_an_open_row_shows_its_hour_and_drains_its_replica(router: RouterProcess) -> None:
+    """An operator takes a replica out of rotation where it is seen that it must go. What the window
+    has left behind is not shown as lost."""
+    async with (
+        HybridStub(unique("model")) as stub,
+        router.serving(stub),
+        browser_page() as (page, watch),
+    ):
+        ids = prompt_ids(96, 85)
+        stub.store(ids)
+        await router.until_applied(stub)
+        await complete(router, stub.model, [*ids, 7])
+        stub.slide_on(ids)
+        await page.goto(router.url)
+        row = row_of(page, stub)
+        await expect(row.locator(".insight")).to_be_hidden()
+        await row.locator(".open").click()
+        charts = row.locator(".chart")
+        await expect(charts).to_have_count(5)
+        await expect(charts.nth(1).locator(".value")).to_have_text("99 %")
+        await expect(charts.nth(4).locator(".line")).to_have_attribute("d", re.compile("^M"))
+        fills = row.locator(".fills .text")
+        await expect(fills.nth(0)).to_have_text("96 tokens held")
+        await expect(fills.nth(1)).to_contain_text("slid out")
+        await row.locator(".drain").click()
+        await expect(row.locator(".state")).to_contain_text("draining")
+        assert (await router.replica(stub.name))["state"] == "draining"
+        await row.locator(".drain").click()
+        await expect(row.locator(".drain")).to_have_text("Drain")
+        assert (await router.replica(stub.name))["state"] == "healthy"
+        await expect(page.locator("#hour-charts .chart")).to_have_count(5)
+        assert watch.complaints == []
 
 
 @needs_browser

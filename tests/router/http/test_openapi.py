@@ -44,6 +44,7 @@ OPEN_PATHS = {"/", "/healthz", "/readyz", "/health", "/ping", "/metrics"}
 OPERATOR_PATHS = {
     "/config",
     "/overview",
+    "/history",
     "/requests",
     "/replicas",
     "/replicas/{replica_id}",

@@ -1,0 +1,226 @@
+"""The last hour in steps of half a minute, of the router and of each replica.
+
+Nothing is counted for it: every step is the difference of the metrics' own counters between two
+looks, so requests cost nothing more. Memory is bounded by steps and replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import nan
+
+from router.observability.metrics import RouterMetrics
+
+STEPS = 120
+STEP_S = 30.0
+MAX_REPLICAS = 1024
+"""Followed at a time; of more, those that come later have no history."""
+QUANTILE = 0.9
+VALUES = ("requests_per_s", "reused_share", "first_byte_s", "mispredicted_share", "gpu_blocks")
+"""What is known of a step. NaN where there was nothing to measure."""
+_COUNTS = 5
+_REQUESTS, _PROMPT, _CACHED, _COMPARED, _WRONG = range(_COUNTS)
+# The buckets of the time to first byte follow.
+
+
+@dataclass(frozen=True, slots=True)
+class Hour:
+    """One replica's hour, or the router's: the oldest step first."""
+
+    values: Mapping[str, array[float]]
+    """By the names in `VALUES`, each of the same length."""
+    removed_blocks: int
+    """That a cache has lost within this time, copies included."""
+
+
+class _Ring:
+    """What is kept of one replica."""
+
+    def __init__(self) -> None:
+        self.values = {name: array("d") for name in VALUES}
+        self.removed = array("d")
+
+    def add(self, step: Mapping[str, float], removed: float) -> None:
+        for name, values in self.values.items():
+            values.append(step[name])
+            del values[:-STEPS]
+        self.removed.append(removed)
+        del self.removed[:-STEPS]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """What a replica's caches hold, and have lost since the start."""
+
+    gpu_blocks: int
+    removed_blocks: int
+
+
+class History:
+    """Keeps the hour. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        caches: Callable[[], Mapping[str, BlockCounts]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            metrics: Whose counters are read.
+            caches: What the caches of every replica hold now; those that are gone are forgotten.
+            clock: A monotonic clock, in seconds.
+        """
+        self._metrics = metrics
+        self._bounds = metrics.first_byte.buckets
+        self._caches = caches
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._of_all = _Ring()
+        self._replicas: dict[str, _Ring] = {}
+        self._at = clock()
+        self._counts = self._read()
+        self._removed = {name: found.removed_blocks for name, found in caches().items()}
+
+    def start(self) -> None:
+        """Keep a step every half minute from now on."""
+        self._timer = asyncio.get_running_loop().call_later(STEP_S, self._tick)
+
+    def stop(self) -> None:
+        """Keep no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        self.start()
+        self.sample()
+
+    def sample(self) -> None:
+        """A step is over: keep it and begin the next one."""
+        now, counts, caches = self._clock(), self._read(), self._caches()
+        seconds = max(now - self._at, 1e-3)
+        whole, removed_of_all = [0.0] * self._width, 0.0
+        for name in self._replicas.keys() - caches.keys():
+            del self._replicas[name]
+        for name, difference in self._since(counts).items():
+            whole = [one + other for one, other in zip(whole, difference, strict=True)]
+            if name in caches and (ring := self._ring(name)) is not None:
+                removed = self._lost(name, caches[name])
+                removed_of_all += removed
+                ring.add(self._step(difference, seconds, caches[name].gpu_blocks), removed)
+        held = sum(found.gpu_blocks for found in caches.values())
+        self._of_all.add(self._step(whole, seconds, held), removed_of_all)
+        self._at, self._counts = now, counts
+        self._removed = {name: found.removed_blocks for name, found in caches.items()}
+
+    def hour(self, replica_id: str | None = None) -> Hour | None:
+        """The steps that are over, and the one that runs as its last.
+
+        Args:
+            replica_id: Of which replica; None: of all together.
+        Returns:
+            None for a replica that is not followed.
+        """
+        caches = self._caches()
+        differences = self._since(self._read())
+        seconds = max(self._clock() - self._at, 1e-3)
+        if replica_id is None:
+            whole = [sum(column) for column in zip(*differences.values(), strict=True)]
+            held = sum(found.gpu_blocks for found in caches.values())
+            removed = sum(self._lost(name, found) for name, found in caches.items())
+            return self._with(self._of_all, whole or [0.0] * self._width, seconds, held, removed)
+        found = caches.get(replica_id)
+        ring = None if found is None else self._ring(replica_id)
+        if found is None or ring is None:
+            return None
+        difference = differences.get(replica_id, [0.0] * self._width)
+        removed = self._lost(replica_id, found)
+        return self._with(ring, difference, seconds, found.gpu_blocks, removed)
+
+    def _with(
+        self, ring: _Ring, difference: list[float], seconds: float, held: int, removed: float
+    ) -> Hour:
+        step = self._step(difference, seconds, held)
+        values = {name: array("d", [*ring.values[name], step[name]]) for name in VALUES}
+        return Hour(values, int(sum(ring.removed) + removed))
+
+    def _ring(self, name: str) -> _Ring | None:
+        ring = self._replicas.get(name)
+        if ring is None and len(self._replicas) < MAX_REPLICAS:
+            ring = self._replicas[name] = _Ring()
+        return ring
+
+    def _lost(self, name: str, caches: BlockCounts) -> float:
+        # A source that was added again counts from 0.
+        return max(caches.removed_blocks - self._removed.get(name, caches.removed_blocks), 0)
+
+    def _since(self, counts: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        nothing = [0.0] * self._width
+        return {
+            name: [max(new - old, 0.0) for new, old in zip(found, before, strict=True)]
+            for name, found in counts.items()
+            for before in [self._counts.get(name, nothing)]
+        }
+
+    @property
+    def _width(self) -> int:
+        return _COUNTS + len(self._bounds) + 1
+
+    def _read(self) -> dict[str, list[float]]:
+        """The counters of every replica, and of none, by the label `replica`."""
+        metrics = self._metrics
+        found: dict[str, list[float]] = {name: [0.0] * self._width for name in self._caches()}
+
+        def of(name: str) -> list[float]:
+            return found.setdefault(name, [0.0] * self._width)
+
+        for (_, replica, _, _), requests in metrics.requests.series():
+            of(replica)[_REQUESTS] += requests.value
+        for counter, place in ((metrics.compared, _PROMPT), (metrics.actual, _CACHED)):
+            for (_, replica), tokens in counter.series():
+                of(replica)[place] += tokens.value
+        for (_, replica, outcome), predictions in metrics.predictions.series():
+            of(replica)[_COMPARED] += predictions.value
+            of(replica)[_WRONG] += predictions.value if outcome != "exact" else 0
+        for (_, replica), times in metrics.first_byte.series():
+            row = of(replica)
+            for index, count in enumerate(times.counts):
+                row[_COUNTS + index] += count
+        return found
+
+    def _step(self, difference: list[float], seconds: float, held: int) -> dict[str, float]:
+        return {
+            "requests_per_s": difference[_REQUESTS] / seconds,
+            "reused_share": _share(difference[_CACHED], difference[_PROMPT]),
+            "first_byte_s": quantile(QUANTILE, self._bounds, difference[_COUNTS:]),
+            "mispredicted_share": _share(difference[_WRONG], difference[_COMPARED]),
+            "gpu_blocks": float(held),
+        }
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else nan
+
+
+def quantile(share: float, bounds: Iterable[float], counts: Iterable[float]) -> float:
+    """A quantile of a histogram, as Prometheus estimates it: evenly within a bucket, and the
+    highest bound for what lies above it. NaN of nothing.
+
+    Args:
+        share: From 0 to 1.
+        bounds: Upper bounds of all buckets but the last.
+        counts: By bucket, each without those below it.
+    """
+    limits, values = list(bounds), list(counts)
+    wanted, below, low = share * sum(values), 0.0, 0.0
+    if not wanted:
+        return nan
+    for high, count in zip(limits, values, strict=False):
+        if below + count >= wanted:
+            return low + (high - low) * (wanted - below) / count
+        below, low = below + count, high
+    return limits[-1]
