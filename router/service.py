@@ -137,6 +137,7 @@ class RouterService:
         self.tracing = _make_tracing(config, self.metrics)
         self.request_log = RequestLog()
         self._recent = RecentPrefixes(config.policy.recent_ttl_s, config.policy.recent_max_entries)
+        self._lots = Random()
         self._mirror = Mirror(config.policy.mirror_max_keys)
         self._load = LoadTracker()
         self._large_work = LargeWork()
@@ -238,7 +239,7 @@ class RouterService:
         """What decides, and what sends."""
         config = self.config
         planner = RoutePlanner(
-            make_policy(config.policy.name, _policy_settings(config)),
+            make_policy(config.policy.name, _policy_settings(config, self._lots)),
             self._load,
             None if config.policy.name == LEAST_DELAY else self._recent,
             self.feed.suspects,
@@ -323,7 +324,9 @@ class RouterService:
             self.key_limits,
         )
         exchange = BoardExchange(self._shared.boards, self.sharing.collect, self.sharing.take)
-        planner.share(exchange.catch_up, exchange.soon)
+        # Only where chance decides between equals, not where it decides everything.
+        lots = self._lots if self.config.policy.name in ("prefix", LEAST_DELAY) else None
+        planner.share(exchange.catch_up, exchange.soon, lots)
         return exchange
 
     def _is_judged(self, model: str, source: SourceId) -> bool:
@@ -666,8 +669,8 @@ def _make_tracing(config: RouterConfig, metrics: RouterMetrics) -> OtelTracing |
     return made
 
 
-def _policy_settings(config: RouterConfig) -> PolicySettings:
-    return PolicySettings(config.weights, config.policy.options, Random())
+def _policy_settings(config: RouterConfig, lots: Random) -> PolicySettings:
+    return PolicySettings(config.weights, config.policy.options, lots)
 
 
 def _approximate(config: RouterConfig, feed: Feed, mirror: Mirror) -> ApproximateCaches | None:

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
+from typing_extensions import override
 
 _Place = str | tuple[str, int]
 """A replica, or one of its ranks."""
@@ -71,12 +72,17 @@ class _BothLoads(Mapping[_Place, ReplicaLoad]):
         self._others = others
 
     def __getitem__(self, place: _Place) -> ReplicaLoad:
+        found: ReplicaLoad | None = self.get(place)
+        if found is None:
+            raise KeyError(place)
+        return found
+
+    @override
+    def get(self, place: _Place, default: Any = None) -> Any:
+        # Of every replica for every decision: Mapping's own takes three times as long.
         own, other = self._own.get(place), self._others.get(place)
         if own is None or other is None:
-            found = own or other
-            if found is None:
-                raise KeyError(place)
-            return found
+            return own or other or default
         return sum_of(own, other)
 
     def __iter__(self) -> Iterator[_Place]:

@@ -114,15 +114,20 @@ class RoutePlanner:
         self._approximate = approximate
         self._catch_up: Callable[[], None] | None = None
         self._tell: Callable[[], None] | None = None
+        self._lots: Random | None = None
 
-    def share(self, catch_up: Callable[[], None], tell: Callable[[], None]) -> None:
+    def share(
+        self, catch_up: Callable[[], None], tell: Callable[[], None], lots: Random | None = None
+    ) -> None:
         """Decide by what others say as well.
 
         Args:
             catch_up: Hears them, if that is due; called before each decision.
             tell: Lets them hear soon; called when a long prompt is sent.
+            lots: Decides between equal replicas. It is begun anew for each prompt, so that all who
+                get the same prompt at the same moment send it to the same replica.
         """
-        self._catch_up, self._tell = catch_up, tell
+        self._catch_up, self._tell, self._lots = catch_up, tell, lots
 
     def rank(
         self,
@@ -393,6 +398,8 @@ class RoutePlanner:
         all_keys = [prompt.prefix_keys(RECENT_STEP) for prompt in prompts]
         for keys in all_keys:
             is_remembered |= len(keys) > 0
+            if self._lots is not None and keys:
+                self._lots.seed(keys[0])
             for source, tokens in self._expected(keys, now).items():
                 recent[source] = recent.get(source, 0) + tokens
         hits = _sum([index.match_prompt(prompt) for prompt in prompts])

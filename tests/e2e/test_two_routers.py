@@ -1,0 +1,173 @@
+"""Two routers of two workers each, which share their load over a real Valkey or Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from tests.e2e.test_workers import worker_processes
+from tests.support.engine_stub import EngineStub, after, unique
+from tests.support.http_client import Answer, ask, eventually
+from tests.support.router_process import QUICK_HEALTH, RouterProcess, router_process
+from tests.support.valkey_server import ValkeyServer
+
+
+class Balancer:
+    """Passes TCP connections on to servers in turn; one that refuses is passed over."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self._ports = itertools.cycle(ports)
+        self._count = len(ports)
+        self.port = 0
+
+    async def __aenter__(self) -> Balancer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            for _ in range(self._count):
+                with contextlib.suppress(ConnectionRefusedError):
+                    there = await asyncio.open_connection("127.0.0.1", next(self._ports))
+                    await asyncio.gather(_pump(reader, there[1]), _pump(there[0], writer))
+                    return
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await source.read(65_536):
+            sink.write(data)
+            await sink.drain()
+    sink.close()
+
+
+async def complete(port: int, stub: EngineStub, first: int) -> Answer:
+    body = {"model": stub.model, "prompt": list(range(first, first + 700)), "max_tokens": 1}
+    return await ask(port, "POST", "/v1/completions", body, {"content-type": "application/json"})
+
+
+@contextlib.asynccontextmanager
+async def fleet() -> AsyncIterator[tuple[ValkeyServer, list[RouterProcess], Any]]:
+    model = unique("model")
+    with ValkeyServer() as server, contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as engines:
+            stubs = [await engines.enter_async_context(EngineStub(model)) for _ in range(4)]
+            config = {
+                "server": {"workers": 2},
+                "health": QUICK_HEALTH,
+                "replicas": [{"url": stub.url, "id": stub.name} for stub in stubs],
+                "board": {"url": server.url, "secret": "shared-by-both"},
+            }
+            routers = [stack.enter_context(router_process(config)) for _ in range(2)]
+            for router in routers:
+                await router.until(
+                    lambda now: now.sum("kvroute_replica_healthy") == 2 * len(stubs), "all healthy"
+                )
+                await router.until(
+                    lambda now: now.sum("kvroute_board_writers", board="valkey") == 4, "all hear"
+                )
+            yield server, routers, stubs
+
+
+async def test_two_routers_with_two_workers_each_are_one() -> None:
+    """A burst stays together, load is known, and what dies takes only its own with it."""
+    async with (
+        fleet() as (server, routers, stubs),
+        Balancer([router.port for router in routers]) as balancer,
+    ):
+        await _a_burst_is_computed_at_most_twice(balancer, stubs)
+        await _load_is_known_within_a_second(routers, stubs)
+        await _without_the_server_each_goes_on(server, routers, balancer, stubs)
+        await _one_is_killed_under_load(routers, balancer, stubs)
+
+
+async def _a_burst_is_computed_at_most_twice(
+    balancer: Balancer, stubs: Sequence[EngineStub]
+) -> None:
+    for burst in range(3):
+        release = asyncio.Event()
+        for stub in stubs:
+            stub.behaviour = after(release)
+            stub.requests.clear()
+        asked = [
+            asyncio.create_task(complete(balancer.port, stubs[0], 1 + 10_000 * burst))
+            for _ in range(16)
+        ]
+        await eventually(lambda: sum(stub.active for stub in stubs) == 16, "all are sent")
+        assert sum(bool(stub.requests) for stub in stubs) <= 2
+        release.set()
+        assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+
+
+async def _load_is_known_within_a_second(
+    routers: Sequence[RouterProcess], stubs: Sequence[EngineStub]
+) -> None:
+    release = asyncio.Event()
+    for stub in stubs:
+        stub.behaviour = after(release)
+    one, other = routers
+    request = asyncio.create_task(complete(one.port, stubs[0], 100_000))
+    await eventually(lambda: any(stub.active for stub in stubs), "it is sent")
+    busy = next(stub for stub in stubs if stub.active)
+    since = time.monotonic()
+    while not (await other.replica(busy.name))["others"]["prefilling_requests"]:
+        assert time.monotonic() - since < 1.0
+    release.set()
+    assert (await request).status == 200
+
+
+async def _without_the_server_each_goes_on(
+    server: ValkeyServer,
+    routers: Sequence[RouterProcess],
+    balancer: Balancer,
+    stubs: Sequence[EngineStub],
+) -> None:
+    server.kill()
+    for router in routers:
+        await router.until(
+            lambda now: now.sum("kvroute_board_up", board="valkey") == 0, "it is away"
+        )
+    asked = [complete(balancer.port, stubs[0], 200_000 + 1000 * number) for number in range(8)]
+    assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+    server.start()
+    for router in routers:
+        await router.until(
+            lambda now: now.sum("kvroute_board_writers", board="valkey") == 4, "all hear again"
+        )
+
+
+async def _one_is_killed_under_load(
+    routers: Sequence[RouterProcess], balancer: Balancer, stubs: Sequence[EngineStub]
+) -> None:
+    dying, other = routers
+    release = asyncio.Event()
+    for stub in stubs:
+        stub.behaviour = after(release)
+    asked = [
+        asyncio.create_task(complete(balancer.port, stubs[0], 300_000 + 1000 * number))
+        for number in range(8)
+    ]
+    await eventually(lambda: sum(stub.active for stub in stubs) == 8, "all are sent")
+    for pid in [dying.process.pid, *worker_processes(dying)]:
+        os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: sum(stub.active for stub in stubs) == 4, "those of the dead one end")
+    later = asyncio.create_task(complete(balancer.port, stubs[0], 400_000))
+    release.set()
+    ended = await asyncio.gather(*asked, return_exceptions=True)
+    served = [each for each in ended if isinstance(each, Answer)]
+    assert [answer.status for answer in served] == [200] * 4, "the balancer deals them out in turn"
+    assert (await later).status == 200
+    await other.until(
+        lambda now: now.sum("kvroute_board_writers", board="valkey") == 0, "the dead are forgotten"
+    )
+    dying.process.wait()
