@@ -31,6 +31,7 @@ BENCHMARKS: tuple[tuple[str, ...], ...] = (
     ),
     ("benchmarks.real_engine_quality", "--repetitions", "2", "--rounds", "1"),
     ("benchmarks.soak", "--requests", "20000"),
+    ("benchmarks.overload", "--seconds", "60", "--calm-seconds", "30"),
     ("benchmarks.http_clients", "--requests", "2000"),
     ("benchmarks.stalls", "--megabytes", "4", "--repeats", "3"),
     ("benchmarks.text_path", "--requests", "6000", "--slices", "3"),
